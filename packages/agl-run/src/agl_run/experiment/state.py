@@ -42,6 +42,16 @@ async def load_algorithm(store: Store, name: str, run: int, algorithm: str) -> A
     return None if data is None else msgspec.json.decode(data, type=AlgorithmState)
 
 
+async def load_settings(store: Store, record: ExperimentRecord) -> dict[str, str]:
+    """Load the settings of a run's algorithms as of their last steps, by ``ALGORITHM.SETTING``."""
+    prefix = algorithm_key(record.name, record.run, "")
+    states = {
+        key.removeprefix(prefix): msgspec.json.decode(data, type=AlgorithmState)
+        for key, data in (await store.load_state(prefix)).items()
+    }
+    return {f"{name}.{key}": text for name, state in states.items() for key, text in state.settings.items()}
+
+
 async def trained_rollouts(store: Store, name: str, run: int, algorithm: str) -> set[str]:
     """Load the ids of all rollouts that an algorithm trained on."""
     return set(await store.trained(name, run=run, algorithm=algorithm))

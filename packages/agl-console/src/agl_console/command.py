@@ -1,0 +1,136 @@
+"""``agl console``: looks at the runs of a store in a browser, or prints one view as JSON."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import click
+from aiohttp import web
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl.stores import TableStore, shown_url
+from agl_console.guard import checked_password
+from agl_console.learning import LearningFilter, learning_view
+from agl_console.pages import Pages
+from agl_console.server import make_app
+from agl_console.views import read_view
+from agl_run.commands import as_url, pass_manager, print_json, with_store
+
+PASSWORD_ENV = "AGL_CONSOLE_PASSWORD"
+
+
+class _Console(click.Group):
+    """Takes STORE in front of a subcommand or nothing there, and options before and behind STORE."""
+
+    allow_interspersed_args = True
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read everything before the first word that is a subcommand as this command's own."""
+        place = next((index for index, word in enumerate(args) if word in self.commands), len(args))
+        own, below = args[:place], args[place:]
+        if not below:
+            return super().parse_args(ctx, own)
+        given, _, _ = self.make_parser(ctx).parse_args(list(own))
+        store = [] if isinstance(given.get("store_url"), str) else [""]
+        return super().parse_args(ctx, [*own, *store, "--", *below])
+
+
+@click.group(cls=_Console, invoke_without_command=True)
+@click.argument("store_url", metavar="[STORE]", required=False)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 for any free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others need a password.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer to this host name too; repeatable.")
+@click.option("--open", "opens", is_flag=True, help="Open a browser.")
+@click.option("--json", "address", metavar="ADDRESS", help="Print a view, such as /rollouts?status=failed.")
+@pass_manager
+@click.pass_context
+def console(
+    ctx: click.Context,
+    manager: PluginManager,
+    store_url: str | None,
+    port: int,
+    host: str,
+    hosts: tuple[str, ...],
+    opens: bool,
+    address: str | None,
+) -> None:
+    """Look at the runs of STORE in a browser: a URL or a SQLite file; by default $AGL_STORE, or the only runs/*.db.
+
+    The console reads only. It answers to this machine alone; with another --host it asks for the password in
+    $AGL_CONSOLE_PASSWORD.
+    """
+    store_url = store_url or os.environ.get("AGL_STORE")
+    ctx.meta["store_url"] = store_url
+    if ctx.invoked_subcommand is not None:
+        return
+    if address is not None:
+        with_store(manager, store_url, lambda store: _print(store, address))
+        return
+    password = checked_password(host, os.environ.get(PASSWORD_ENV, ""))
+
+    async def serve(store: Store) -> None:
+        own = store.backend.shown_url if isinstance(store, TableStore) else shown_url(as_url(store_url or ""))
+        app = make_app(store, name=own, hosts=(host, *hosts), password=password)
+        await _serve(app, host, port, on_ready=webbrowser.open if opens else lambda _: True)
+
+    with_store(manager, store_url, serve)
+
+
+@console.command()
+@click.argument("run")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="File to write; by default RUN.html.")
+@pass_manager
+@click.pass_context
+def export(ctx: click.Context, manager: PluginManager, run: str, output: Path | None) -> None:
+    """Write the figures, numbers and settings of RUN, an experiment's name, as one HTML file that needs no other."""
+    path = output or Path(f"{run}.html")
+
+    async def read(store: Store) -> str:
+        return Pages("").export(await learning_view(store, run, LearningFilter(), rows=sys.maxsize), time.time())
+
+    page = with_store(manager, ctx.meta["store_url"], read)
+    try:
+        path.write_bytes(page.encode("utf-8", "replace"))
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}; pass another --output") from error
+    click.echo(f"{run} in {path}")
+
+
+async def _print(store: Store, address: str) -> None:
+    parts = urlsplit(address)
+    print_json((await read_view(store, parts.path, parse_qs(parts.query))).data)
+
+
+async def _serve(app: web.Application, host: str, port: int, *, on_ready: Callable[[str], bool]) -> None:
+    """Serve until an interrupt."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+    await runner.setup()
+    try:
+        address = await _bound(runner, host, port)
+        click.echo(f"console at {address}; Ctrl-C ends it")
+        on_ready(address)
+        await stopped.wait()
+    finally:
+        await runner.cleanup()
+
+
+async def _bound(runner: web.AppRunner, host: str, port: int) -> str:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port, or 0 for any"
+        ) from error
+    found = runner.addresses[0][1]
+    return f"http://{f'[{host}]' if ':' in host else host}:{found}/"

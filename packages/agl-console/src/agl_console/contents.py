@@ -1,0 +1,125 @@
+"""The contents of spans as labelled texts: messages, tool calls, results and tracebacks.
+
+Everything here was written by agents, models and tools, and may have any shape and any length.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any, cast
+
+import msgspec
+
+from agl import semconv
+from agl.dialects import call_messages, comparable
+from agl.schemas import ModelCall, Record, Span, to_json
+
+CUT = 2000
+"""Characters of a text that a rollout's page shows; the page of a span shows all of them, up to ``LONGEST``."""
+
+LONGEST = 200_000
+
+_LABELS = {
+    semconv.TOOL_ARGUMENTS: "arguments",
+    semconv.TOOL_RESULT: "result",
+    semconv.MESSAGE: "message",
+    semconv.OBJECT: "object",
+    semconv.OBSERVATION_CONTENT: "says",
+    semconv.OUTPUT: "returned",
+    semconv.INPUT_MESSAGES: "input",
+    semconv.OUTPUT_MESSAGES: "output",
+}
+
+
+class Text(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A labelled text.
+
+    Attributes:
+        role: ``system``, ``user``, ``assistant``, ``tool``, ``error``, or ``""``.
+        length: Characters of the whole text, of which ``text`` is the beginning.
+    """
+
+    label: str
+    text: str
+    role: str = ""
+    length: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the text is longer than what is here."""
+        return self.length > len(self.text)
+
+
+class Contents:
+    """Makes the texts of spans, one after the other; messages that an earlier call has shown are not repeated.
+
+    Args:
+        limit: Characters at most of each text.
+    """
+
+    def __init__(self, *, limit: int = CUT) -> None:
+        self._limit = limit
+        self._shown: set[bytes] = set()
+
+    def of(self, span: Span) -> tuple[int, list[Text]]:
+        """Return how many messages were shown before, and the texts."""
+        texts = [self.text(label, span.attributes[name]) for name, label in _LABELS.items() if name in span.attributes]
+        repeated, messages = (0, []) if span.call is None else self._conversation(span.call)
+        texts += messages
+        if span.reward is not None and span.reward.feedback:
+            texts.append(self.text("feedback", span.reward.feedback))
+        for event in span.events:
+            if "exception.stacktrace" in event.attributes:
+                texts.append(self.text("traceback", event.attributes["exception.stacktrace"], role="error"))
+        return repeated, texts
+
+    def text(self, label: str, value: Any, *, role: str = "") -> Text:
+        """Return a labelled text; a value that is no text is written as JSON."""
+        text = value if isinstance(value, str) else to_json(value).decode()
+        return Text(label=label, text=text[: self._limit], role=role, length=len(text))
+
+    def _conversation(self, call: ModelCall) -> tuple[int, list[Text]]:
+        messages = call_messages(call)
+        digests = list(_digests(comparable(messages)))
+        common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
+        self._shown.update(digests)
+        return common, [text for message in messages[common:] for text in self._message(message)]
+
+    def _message(self, message: dict[str, Any]) -> list[Text]:
+        role = str(message.get("role", "message"))
+        reasoning = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)]
+        texts = [self.text(f"{role} thinks", _plain(each), role=role) for each in reasoning]
+        if message.get("content"):
+            texts.append(self.text(role, _plain(message["content"]), role=role))
+        for call in _objects(message.get("tool_calls")):
+            called = _object(call.get("function")) or _object(call.get("custom"))
+            arguments = called.get("arguments", called.get("input", ""))
+            texts.append(self.text(f"{role} calls {called.get('name', '')}", arguments, role=role))
+        return texts or [self.text(role, "(empty)", role=role)]
+
+
+def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
+    """Return a digest of each beginning of a conversation, the shortest first."""
+    digest = b""
+    for message in messages:
+        text = msgspec.json.encode(message, order="sorted")
+        digest = hashlib.blake2b(digest + text, digest_size=16).digest()
+        yield digest
+
+
+def _plain(content: Any) -> str:
+    """Return a content's text; parts that are no text are written as JSON."""
+    if isinstance(content, str):
+        return content
+    parts = _objects(content)
+    if not parts:
+        return to_json(content).decode()
+    return "\n".join(str(part["text"]) if "text" in part else to_json(part).decode() for part in parts)
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

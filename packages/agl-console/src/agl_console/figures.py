@@ -1,0 +1,70 @@
+"""Figures: numbers over steps as lines, several in one figure, thinned to what a screen can show."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from agl.contracts import Metric
+from agl.schemas import Record
+
+POINTS = 1000
+"""Points of a line at most; of more, evenly spread ones are drawn, with the first and the last."""
+
+
+class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One line of a figure, its lists of equal length.
+
+    Attributes:
+        run: The experiment.
+        low: Lower ends of the intervals, ``None`` where there is none; ``high`` the upper ends.
+    """
+
+    run: str
+    algorithm: str
+    steps: list[int]
+    values: list[float]
+    low: list[float | None]
+    high: list[float | None]
+
+
+class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Lines over steps; ``is_thinned`` if some points are left out."""
+
+    name: str
+    series: list[Line]
+    is_thinned: bool = False
+
+
+def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:
+    """Return the figure of a metric with a line for each run and algorithm.
+
+    Args:
+        name: The metric's name.
+        metrics: Numbers of each run in order of their steps, with the ends of intervals, ``NAME_low`` and
+            ``NAME_high``, where they are known; others are left out.
+    """
+    series: list[Line] = []
+    is_thinned = False
+    for run, found in metrics.items():
+        finite = [metric for metric in found if math.isfinite(metric.value)]
+        ends = {(metric.algorithm, metric.step, metric.name): metric.value for metric in finite}
+        lines: dict[str, list[Metric]] = {}
+        for metric in finite:
+            if metric.name == name:
+                lines.setdefault(metric.algorithm, []).append(metric)
+        series += [_line(run, algorithm, _thinned(points), ends) for algorithm, points in lines.items()]
+        is_thinned = is_thinned or any(len(points) > POINTS for points in lines.values())
+    return Figure(name=name, series=series, is_thinned=is_thinned)
+
+
+def _line(run: str, algorithm: str, found: Sequence[Metric], ends: dict[tuple[str, int, str], float]) -> Line:
+    low, high = (
+        [ends.get((algorithm, metric.step, f"{metric.name}_{end}")) for metric in found] for end in ("low", "high")
+    )
+    steps, values = [metric.step for metric in found], [metric.value for metric in found]
+    return Line(run=run, algorithm=algorithm, steps=steps, values=values, low=low, high=high)
+
+
+def _thinned(found: Sequence[Metric]) -> Sequence[Metric]:
+    if len(found) <= POINTS:
+        return found
+    return [found[index * (len(found) - 1) // (POINTS - 1)] for index in range(POINTS)]

@@ -1,0 +1,99 @@
+"""Keeps other web pages and other machines out: host names, a password beyond this machine, and headers."""
+
+import base64
+import binascii
+import hmac
+from collections.abc import Collection
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from agl.errors import ConfigError
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of every answer: nothing is loaded from elsewhere, and no other page may embed or read it."""
+
+LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+def is_loopback(host: str) -> bool:
+    """Return true for a name or address that only this machine reaches."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def checked_password(host: str, password: str) -> str:
+    """Return the password; raises :class:`ConfigError` if other machines reach ``host`` and there is none."""
+    if password or is_loopback(host):
+        return password
+    raise ConfigError(
+        f"--host {host} lets other machines read what agents and models wrote, and there is no password; set "
+        "AGL_CONSOLE_PASSWORD, or leave --host away and forward the port with ssh -L"
+    )
+
+
+class Guard:
+    """The middleware that every request passes.
+
+    Args:
+        hosts: Names by which the console is addressed, besides those of this machine. A request with another name in
+            ``Host`` is refused: it comes from a page whose domain was pointed here.
+        password: Asked for by HTTP's basic authentication, with any user name; empty to ask for none.
+    """
+
+    def __init__(self, *, hosts: Collection[str], password: str) -> None:
+        self._hosts = LOCAL | {host.lower() for host in hosts}
+        self._password = password.encode()
+
+    def middleware(self) -> Middleware:
+        """Return what ``web.Application`` takes."""
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return self._refusal(request) or await handler(request)
+
+        return guarded
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        host = host_of(request.headers.get("Host", ""))
+        if host not in self._hosts:
+            text = f"this console does not answer to the name {host!r}; start it with --allow-host {host or 'NAME'}\n"
+            return web.Response(status=403, text=text)
+        if self._password and not self._is_known(request.headers.get("Authorization", "")):
+            challenge = {"WWW-Authenticate": 'Basic realm="agl console", charset="UTF-8"'}
+            return web.Response(status=401, text="the password is that in AGL_CONSOLE_PASSWORD\n", headers=challenge)
+        return None
+
+    def _is_known(self, authorization: str) -> bool:
+        scheme, _, credentials = authorization.partition(" ")
+        if scheme.lower() != "basic":
+            return False
+        try:
+            _, _, password = base64.b64decode(credentials, validate=True).partition(b":")
+        except binascii.Error:
+            return False
+        return hmac.compare_digest(password, self._password)
+
+
+async def add_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    """Add the headers of every answer; for the signal ``on_response_prepare``."""
+    response.headers.update(HEADERS)
+
+
+def host_of(header: str) -> str:
+    """Return the name in a ``Host`` header without its port, in lower case; empty for one that is malformed."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""

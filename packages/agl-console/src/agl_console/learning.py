@@ -1,0 +1,156 @@
+"""The view of learning: the numbers of one run as figures, every algorithm in the same, and as a table of steps."""
+
+from collections.abc import Collection, Sequence
+
+from agl.contracts import Metric, Store, VersionScore
+from agl.errors import NotFoundError
+from agl.schemas import Record
+from agl_console.figures import Figure, figure_of
+from agl_console.runs import best_version, has_failures, status_of
+from agl_run.commands import load_settings
+
+STEPS = 50
+"""Steps of a table."""
+
+FIRST = (
+    *("reward", "score", "best_val_score", "kl", "entropy", "clipped", "clipped_low", "clipped_high"),
+    *("truncated_share", "tokens", "staleness", "groups_silent", "silent_share", "dropped_share"),
+    *("loss", "grad_norm", "collect_s", "update_s"),
+)
+"""Metrics whose figures come first, in this order: those that say whether it learns, and why it does not."""
+
+MEANINGS = {
+    "reward": "mean reward of the step's rollouts",
+    "kl": "distance to the first policy, nats per token",
+    "entropy": "spread of the policy's next token, nats",
+    "clipped_low": "share of tokens clipped below",
+    "clipped_high": "share of tokens clipped above",
+    "truncated_share": "rollouts with an answer cut at a limit of tokens",
+    "tokens": "trained tokens of an update",
+    "groups_silent": "groups whose rollouts all got the same reward",
+    "silent_share": "rollouts that train nothing",
+    "dropped_share": "rollouts that failed or had no reward",
+    "grad_norm": "length of the gradient before clipping",
+    "collect_s": "seconds for rollouts",
+    "update_s": "seconds for updates",
+}
+
+
+class LearningFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query.
+
+    Attributes:
+        before: The tables show steps below this one; ``None`` for the newest.
+    """
+
+    before: int | None = None
+
+
+class StepTable(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The numbers of an algorithm: a row for each step, the newest first, with a value or ``None`` for each name."""
+
+    algorithm: str
+    names: list[str]
+    rows: list["StepRow"]
+
+
+class StepRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The numbers of one step."""
+
+    step: int
+    values: list[float | None]
+
+
+class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One run: its state, figures, tables and settings.
+
+    Attributes:
+        meanings: Explanations of metrics by name.
+        next: The query of the page with older steps, empty if there are none.
+    """
+
+    name: str
+    status: str
+    agent: str
+    turn: int
+    live: dict[str, str]
+    best: VersionScore | None
+    has_failures: bool
+    figures: list[Figure]
+    meanings: dict[str, str]
+    tables: list[StepTable]
+    settings: dict[str, str]
+    next: dict[str, str]
+
+
+async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows: int = STEPS) -> LearningView:
+    """Read a run's numbers, with tables of ``rows`` steps; raises :class:`NotFoundError` for an unknown run."""
+    records = await store.experiments(name)
+    if not records:
+        raise NotFoundError("run", name, "agl console --json / lists those of the store")
+    record, metrics = records[0], await store.metrics(name)
+    shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
+    newest = sorted({metric.step for metric in shown}, reverse=True)
+    steps = newest[:rows]
+    return LearningView(
+        name=name,
+        status=await status_of(store, record),
+        agent=record.agent,
+        turn=record.turn,
+        live=record.live,
+        best=await best_version(store, record),
+        has_failures=await has_failures(store, name),
+        figures=_figures(name, metrics),
+        meanings=MEANINGS,
+        tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]]),
+        settings=await load_settings(store, record),
+        next={"before": str(steps[-1])} if len(newest) > rows else {},
+    )
+
+
+def _figures(run: str, metrics: Sequence[Metric]) -> list[Figure]:
+    """Return a figure for each metric, the known ones first; ends of intervals belong to the figure of their middle."""
+    by_name: dict[str, list[Metric]] = {}
+    for metric in metrics:
+        by_name.setdefault(metric.name, []).append(metric)
+    drawn = [name for name in in_order(by_name) if not _is_end(name, by_name)]
+    parts = {name: [m for part in (name, *_ends(name)) for m in by_name.get(part, ())] for name in drawn}
+    found = [figure_of(name, {run: parts[name]}) for name in drawn]
+    return [figure for figure in found if figure.series]
+
+
+def _is_end(name: str, names: Collection[str]) -> bool:
+    """Return true for an end of the interval of another metric."""
+    middle, _, end = name.rpartition("_")
+    return end in ("low", "high") and middle in names
+
+
+def _ends(name: str) -> tuple[str, str]:
+    return f"{name}_low", f"{name}_high"
+
+
+def in_order(names: Collection[str]) -> list[str]:
+    """Sort the names of metrics: the known ones first, ends of intervals behind their middle."""
+
+    def place(name: str) -> tuple[int, str]:
+        middle = name.rpartition("_")[0] if _is_end(name, names) else name
+        return FIRST.index(middle) if middle in FIRST else len(FIRST), name
+
+    return sorted(names, key=place)
+
+
+def _tables(metrics: Sequence[Metric]) -> list[StepTable]:
+    by_algorithm: dict[str, list[Metric]] = {}
+    for metric in metrics:
+        by_algorithm.setdefault(metric.algorithm, []).append(metric)
+    return [_table(algorithm, found) for algorithm, found in by_algorithm.items()]
+
+
+def _table(algorithm: str, metrics: Sequence[Metric]) -> StepTable:
+    names = in_order({metric.name for metric in metrics})
+    values = {(metric.step, metric.name): metric.value for metric in metrics}
+    rows = [
+        StepRow(step=step, values=[values.get((step, name)) for name in names])
+        for step in sorted({metric.step for metric in metrics}, reverse=True)
+    ]
+    return StepTable(algorithm=algorithm, names=names, rows=rows)

@@ -1,0 +1,105 @@
+"""Renders views as HTML, with everything that agents and models wrote escaped, and made visible where it is not."""
+
+import math
+from datetime import UTC, datetime
+from importlib.resources import files
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from agl.schemas import Record, to_builtins
+from agl_console.views import View
+from agl_run.commands import visible
+
+_NONE = "\N{EN DASH}"
+"""Stands for a number or a time that is not known."""
+
+
+class Pages:
+    """Renders the templates of this package.
+
+    Args:
+        store: The store's address for people, without credentials; shown on every page.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._templates = Environment(
+            loader=PackageLoader("agl_console"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            finalize=_inert,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters.update(number=number, probability=probability, clock=clock, seconds=seconds, data=data)
+        self._templates.globals["link"] = link
+        self._store = store
+
+    def view(self, view: View, here: str) -> str:
+        """Render a view; ``here`` is the path and query of its address."""
+        return self._templates.get_template(view.template).render(view=view.data, here=here, store=self._store)
+
+    def export(self, view: Record, written_at: float) -> str:
+        """Render a run's numbers as a file that needs no other; ``written_at`` is in Unix seconds."""
+        style, script = _static("uPlot.min.css", "console.css"), _static("uPlot.iife.min.js", "console.js")
+        template = self._templates.get_template("export.html")
+        return template.render(view=view, written_at=written_at, style=style, script=script)
+
+    def error(self, title: str, message: str) -> str:
+        """Render a page that says why there is no view, and what to do."""
+        return self._templates.get_template("error.html").render(title=title, message=message, store=self._store)
+
+
+def _static(*names: str) -> Markup:
+    """Read files of this package to put them into a page as they are."""
+    folder = files("agl_console") / "static"
+    return Markup("\n".join((folder / name).read_text(encoding="utf-8") for name in names))
+
+
+def link(*parts: Any, **query: Any) -> str:
+    """Return the address of a view: its path from parts, and its parameters, without those that are empty.
+
+    The parameter ``query`` is a mapping with further ones.
+    """
+    given: dict[str, Any] = {**query.pop("query", {}), **query}
+    kept = [(name, value) for name, value in given.items() if value not in ("", None)]
+    path = "/" + "/".join(quote(str(part), safe="") for part in parts)
+    return f"{path}?{urlencode(kept, doseq=True)}" if kept else path
+
+
+def number(value: float | None) -> str:
+    """Format a number with four digits; a dash for none."""
+    return _NONE if value is None else f"{value:.4g}"
+
+
+def probability(logprob: float) -> str:
+    """Format the probability of a token in per cent."""
+    return f"{100 * math.exp(min(0.0, logprob)):.3g} %"
+
+
+def clock(unix_s: float) -> str:
+    """Format a time in UTC; a dash for 0, a time that is not known."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else _NONE
+
+
+def seconds(value: float | None) -> str:
+    """Format a duration; a dash for none."""
+    if value is None:
+        return _NONE
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    return f"{value:.2f} s" if value < 60 else f"{int(value // 60)} min {value % 60:02.0f} s"
+
+
+def data(value: Any) -> Any:
+    """Convert records to what ``tojson`` takes."""
+    return to_builtins(value)
+
+
+def _inert(value: Any) -> Any:
+    """Replace control characters, and those that turn text around, in everything that a template prints."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return visible(value)
+    return value

@@ -1,0 +1,228 @@
+"""The views of one rollout: its spans as a tree, the tokens of its rows, and one span whole."""
+
+from collections.abc import Sequence
+
+from agl.contracts import Store
+from agl.episodes import Enclosing
+from agl.errors import NotFoundError
+from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
+from agl_console.contents import LONGEST, Contents, Text
+from agl_console.reading import attempt_of, episode_of, rollout_of, spans_of
+from agl_console.tokens import (
+    RowSummary,
+    TokenCell,
+    TokensFilter,
+    TokensView,
+    call_cells,
+    summary_of,
+    tokens_view,
+)
+from agl_console.tree import Node, facts_of, fate_of, kind_of, seconds_of, tree_of
+from agl_run.commands import explain, find_ids
+
+SPANS = 300
+"""Spans of a page."""
+
+_PAGE_BYTES = 4 << 20
+"""Bytes of requests and responses after which a page ends."""
+
+
+class RolloutFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query.
+
+    Attributes:
+        attempt: The attempt's number, 0 for the spans of the rollout alone; by default the deciding one.
+        after: The last ``sequence`` of the page before.
+    """
+
+    attempt: int | None = None
+    after: int = 0
+
+
+class AttemptRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """An attempt; ``seconds`` is ``None`` while it runs."""
+
+    number: int
+    status: str
+    worker: str
+    seconds: float | None
+    error: ErrorInfo | None
+
+
+class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout with a page of the spans of one attempt.
+
+    Attributes:
+        algorithm: The algorithm that asked for it; ``step`` its step, ``None`` without one.
+        reward: The reward that trains.
+        attempt: The number of the attempt whose spans are shown, 0 for the rollout's own spans.
+        seconds: What the time axis spans.
+        rows: The rows that train.
+        why: The outcome of every call in words, as ``agl why`` prints it.
+        late: Whether spans belong to the rollout and to no attempt.
+        next: The query of the next page, empty on the last.
+    """
+
+    rollout_id: str
+    experiment: str
+    mode: str
+    status: str
+    algorithm: str
+    step: int | None
+    group_id: str
+    reward: float | None
+    rewards: list[Reward]
+    resources: dict[str, str]
+    created_at: float
+    task: Text
+    attempts: list[AttemptRow]
+    attempt: int
+    nodes: list[Node]
+    seconds: float
+    rows: list[RowSummary]
+    why: list[str]
+    late: bool
+    is_finished: bool
+    next: dict[str, str]
+
+
+class SpanView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One span whole: its attributes, all of its texts, and the tokens of a call."""
+
+    rollout_id: str
+    attempt: int
+    span_id: str
+    sequence: int
+    kind: str
+    name: str
+    agent: str
+    path: list[str]
+    seconds: float
+    status: str
+    message: str
+    facts: list[str]
+    fate: str
+    reward: Reward | None
+    texts: list[Text]
+    attributes: list[Text]
+    cells: list[TokenCell]
+
+
+async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> RolloutView:
+    """Read a rollout by its id, by the beginning of its id, or the newest one for ``latest``.
+
+    Raises:
+        NotFoundError: There is no such rollout or attempt.
+    """
+    (rollout_id,) = await find_ids(store, [name])
+    rollout, attempts = await rollout_of(store, rollout_id)
+    number, attempt_id = _chosen(rollout, attempts, chosen.attempt)
+    episode, every = await episode_of(store, rollout, attempts)
+    page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
+    nodes = tree_of(page, {call.span_id: call for call in episode.transitions})
+    step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
+    following = {"attempt": str(number), "after": str(page[-1].sequence)} if not is_last else {}
+    return RolloutView(
+        rollout_id=rollout_id,
+        experiment=rollout.experiment,
+        mode=rollout.mode,
+        status=rollout.status,
+        algorithm=algorithm if isinstance(algorithm, str) else "",
+        step=step if isinstance(step, int) else None,
+        group_id=rollout.group_id,
+        reward=episode.reward,
+        rewards=list(episode.rewards),
+        resources=rollout.resources,
+        created_at=rollout.created_at,
+        task=Contents().text("task", rollout.task),
+        attempts=[_attempt(attempt) for attempt in attempts],
+        attempt=number,
+        nodes=nodes,
+        seconds=_length(page),
+        rows=[summary_of(row) for row in episode.rows],
+        why=explain(episode, every),
+        late=any(not span.attempt_id for span in every),
+        is_finished=rollout.is_finished,
+        next=following,
+    )
+
+
+async def rollout_tokens_view(store: Store, name: str, chosen: TokensFilter) -> TokensView:
+    """Read a window of the tokens of a rollout's row."""
+    (rollout_id,) = await find_ids(store, [name])
+    rollout, attempts = await rollout_of(store, rollout_id)
+    episode, _ = await episode_of(store, rollout, attempts)
+    return tokens_view(episode, chosen)
+
+
+async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilter) -> SpanView:
+    """Read one span of an attempt; raises :class:`NotFoundError` if there is none of that ``sequence``."""
+    (rollout_id,) = await find_ids(store, [name])
+    rollout, attempts = await rollout_of(store, rollout_id)
+    number, attempt_id = _chosen(rollout, attempts, chosen.attempt)
+    found = await store.spans(rollout_id, attempt_id=attempt_id, after=max(0, sequence - 1), limit=1)
+    if not found or found[0].sequence != sequence:
+        raise NotFoundError("span", str(sequence), f"attempt {number} of {rollout_id} has no span with this number")
+    (span,) = found
+    episode, every = await episode_of(store, rollout, attempts)
+    call = next((call for call in episode.transitions if call.span_id == span.span_id), None)
+    who = Enclosing([each for each in every if each.attempt_id == span.attempt_id]).who(span)
+    contents = Contents(limit=LONGEST)
+    return SpanView(
+        rollout_id=rollout_id,
+        attempt=number,
+        span_id=span.span_id,
+        sequence=sequence,
+        kind=kind_of(span),
+        name=span.name,
+        agent=who.agent,
+        path=list(who.path),
+        seconds=seconds_of(span),
+        status=span.status,
+        message=span.status_message,
+        facts=facts_of(span),
+        fate=fate_of(call),
+        reward=span.reward,
+        texts=contents.of(span)[1],
+        attributes=[contents.text(key, value) for key, value in sorted(span.attributes.items())],
+        cells=call_cells(span.call, trains=call is not None and not call.reject) if span.call else [],
+    )
+
+
+def _chosen(rollout: Rollout, attempts: list[Attempt], number: int | None) -> tuple[int, str]:
+    """Return the number and the id of the attempt whose spans are shown; 0 and ``""`` for the rollout's own."""
+    attempt = None if number == 0 else attempt_of(rollout, attempts, number)
+    return (attempt.number, attempt.attempt_id) if attempt else (0, "")
+
+
+async def _page(store: Store, rollout_id: str, attempt_id: str, after: int) -> tuple[list[Span], bool]:
+    """Read a page of spans, and whether it is the last."""
+    page: list[Span] = []
+    size = 0
+    async for span in spans_of(store, rollout_id, attempt_id, after=after):
+        if len(page) >= SPANS or size > _PAGE_BYTES:
+            return page, False
+        page.append(span)
+        size += _size(span)
+    return page, True
+
+
+def _size(span: Span) -> int:
+    """Return roughly how many characters a span's call holds."""
+    return len(str(span.call.request)) + len(str(span.call.response)) if span.call else 0
+
+
+def _attempt(attempt: Attempt) -> AttemptRow:
+    return AttemptRow(
+        number=attempt.number,
+        status=attempt.status,
+        worker=attempt.worker,
+        seconds=max(0.0, attempt.finished_at - attempt.started_at) if attempt.finished_at else None,
+        error=attempt.error,
+    )
+
+
+def _length(spans: Sequence[Span]) -> float:
+    starts = [span.start_ns for span in spans if span.start_ns]
+    ends = [max(span.start_ns, span.end_ns) for span in spans]
+    return (max(ends) - min(starts)) / 1e9 if starts else 0.0

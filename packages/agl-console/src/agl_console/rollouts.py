@@ -1,0 +1,309 @@
+"""The view of rollouts: a page of those that fit the filters, with a histogram of their rewards.
+
+A store selects by experiment, status, mode, group and text, and finds the rollouts of an algorithm's step by their ids.
+Whatever else is asked for is looked up here, in at most ``SCANNED`` rollouts for a page, so that a page costs the same
+in a store of any size: it says how many rollouts it looked through, and the next page goes on from there.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
+from agl.episodes import episode_reward
+from agl.errors import ConfigError
+from agl.schemas import Mode, Record, RolloutStatus, to_json
+from agl_run.commands import id_prefix, interval
+
+PAGE = 50
+"""Rollouts of a page."""
+
+SCANNED = 1000
+"""Rollouts that are looked through for one page."""
+
+_CHUNK = 250
+_MODES: tuple[Mode, ...] = ("test", "train", "val")
+"""In the order of the ids of a step."""
+
+_BINS = 12
+_TASK = 160
+"""Characters of a task that the table shows."""
+
+Positive = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query.
+
+    Attributes:
+        text: A part of the rollout's id or of its task as JSON.
+        low: Rewards from here on; ``high`` rewards below.
+        reward: ``none`` for the rollouts without a reward.
+        agent: An agent, node or role that made a call.
+        after: The last id of the page before; ``at`` its time of creation.
+    """
+
+    experiment: str = ""
+    status: RolloutStatus | Literal[""] = ""
+    mode: Mode | Literal[""] = ""
+    group: str = ""
+    text: str = ""
+    algorithm: str = ""
+    step: Positive | None = None
+    agent: str = ""
+    low: float | None = None
+    high: float | None = None
+    reward: Literal["", "none"] = ""
+    after: str = ""
+    at: float = 0.0
+
+    def admits(self, reward: float | None) -> bool:
+        """Return true for a reward that the filter selects."""
+        if self.reward == "none":
+            return reward is None
+        if self.low is None and self.high is None:
+            return True
+        if reward is None:
+            return False
+        return (self.low is None or reward >= self.low) and (self.high is None or reward < self.high)
+
+
+class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout in the table.
+
+    Attributes:
+        task: The beginning of the task as JSON.
+        seconds: Time from the start to the end, or ``None`` before it.
+        error: The last attempt's error, such as ``ValueError: no``.
+    """
+
+    rollout_id: str
+    experiment: str
+    mode: str
+    status: str
+    algorithm: str
+    step: int | None
+    group_id: str
+    reward: float | None
+    attempts: int
+    created_at: float
+    seconds: float | None
+    task: str
+    error: str
+
+
+class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A bar of the histogram: the rewards from ``low`` until ``high``, or both ``None`` for no reward."""
+
+    low: float | None
+    high: float | None
+    count: int
+    query: dict[str, str]
+
+
+class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The rewards of the rollouts that fit among those looked through.
+
+    Attributes:
+        rollouts: Rollouts that fit; ``tasks`` how many groups with a reward they belong to.
+        mean: Mean over tasks of the means of their rollouts, ``None`` without any reward.
+        low: Lower end of Student's 95 % interval over tasks, ``None`` below two tasks; ``high`` the upper one.
+    """
+
+    rollouts: int
+    tasks: int
+    mean: float | None
+    low: float | None
+    high: float | None
+
+
+class RolloutsView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A page of rollouts, the newest first.
+
+    Attributes:
+        looked_through: Rollouts that the page looked through.
+        histogram: The rewards of those that fit, whatever the filter on rewards.
+        next: The query of the next page, empty on the last.
+    """
+
+    filters: dict[str, str]
+    rollouts: list[RolloutRow]
+    summary: Summary
+    histogram: list[Bin]
+    looked_through: int
+    next: dict[str, str]
+
+
+async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
+    """Read a page of rollouts; raises :class:`ConfigError` for bounds of rewards that hold nothing."""
+    if chosen.low is not None and chosen.high is not None and chosen.low >= chosen.high:
+        raise ConfigError(f"no reward is at least {chosen.low:g} and below {chosen.high:g}; exchange low and high")
+    seen = await _step(store, chosen) or await _scan(store, chosen)
+    admitted = [(recording, reward) for recording, reward in seen.fitting if chosen.admits(reward)]
+    page = admitted[:PAGE]
+    filters = _filters(chosen)
+    last = page[-1][0] if len(admitted) > PAGE else None if seen.is_end else seen.last
+    return RolloutsView(
+        filters=filters,
+        rollouts=[_row(recording, reward) for recording, reward in page],
+        summary=_summary(admitted),
+        histogram=_histogram([reward for _, reward in seen.fitting], filters),
+        looked_through=seen.count,
+        next={**filters, "after": last.rollout.rollout_id, "at": repr(last.rollout.created_at)} if last else {},
+    )
+
+
+class _Seen(Record, frozen=True, kw_only=True):
+    """Rollouts of which those that fit all filters but that on rewards are kept, each with its reward.
+
+    Attributes:
+        count: Rollouts that were looked at; ``last`` the last of them.
+        is_end: Whether there are no more of them.
+    """
+
+    fitting: list[tuple[Recording, float | None]]
+    count: int
+    last: Recording | None
+    is_end: bool
+
+
+async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
+    """Look through the rollouts, the newest first, until a page is full."""
+    query = _query(chosen)
+    seen = _Seen(fitting=[], count=0, last=None, is_end=False)
+    while seen.count < SCANNED and sum(chosen.admits(reward) for _, reward in seen.fitting) <= PAGE:
+        page = await store.recordings(query, spans=SpanQuery(kind="reward"))
+        if not page:
+            return replace(seen, is_end=True)
+        seen = await _with(seen, store, page, chosen)
+        query = query.next(page[-1].rollout)
+    return replace(seen, is_end=not await store.rollouts(replace(query, limit=1)))
+
+
+async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
+    """Look up the rollouts of a step by how their ids begin; ``None`` if the filters name no step, or it has none."""
+    records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
+    if not records or chosen.step is None:
+        return None
+    seen = _Seen(fitting=[], count=0, last=None, is_end=True)
+    for mode in (chosen.mode,) if chosen.mode else _MODES:
+        prefix = id_prefix(chosen.experiment, records[0].run, chosen.algorithm, mode, step=chosen.step)
+        start = {"after": max(prefix, chosen.after), "after_value": ""}
+        query = replace(_query(chosen), mode=mode, sort="rollout_id", is_newest_first=False, **start)
+        while page := await store.recordings(query, spans=SpanQuery(kind="reward")):
+            own = [recording for recording in page if recording.rollout.rollout_id.startswith(prefix)]
+            seen = await _with(seen, store, own, chosen)
+            if len(own) < len(page):
+                break
+            if seen.count >= SCANNED:
+                return replace(seen, is_end=False)
+            query = query.next(page[-1].rollout)
+    return seen if seen.count else None
+
+
+async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
+    """Add a page of rollouts that were looked at."""
+    fitting = await _with_agent(store, [one for one in page if _is_of_step(one, chosen)], chosen.agent)
+    rewards = [(recording, episode_reward(recording.spans)) for recording in fitting]
+    last = page[-1] if page else seen.last
+    return _Seen(fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last, is_end=seen.is_end)
+
+
+def _query(chosen: RolloutsFilter) -> RolloutQuery:
+    return RolloutQuery(
+        experiment=chosen.experiment or None,
+        status=(chosen.status,) if chosen.status else (),
+        mode=chosen.mode or None,
+        group_id=chosen.group or None,
+        contains=chosen.text,
+        sort="created_at",
+        after=chosen.after,
+        after_value=chosen.at if chosen.after else "",
+        limit=_CHUNK,
+        is_newest_first=True,
+    )
+
+
+def _is_of_step(recording: Recording, chosen: RolloutsFilter) -> bool:
+    metadata = recording.rollout.metadata
+    is_of_algorithm = chosen.algorithm in ("", metadata.get("algorithm"))
+    return is_of_algorithm and chosen.step in (None, metadata.get("step"))
+
+
+async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> Sequence[Recording]:
+    """Keep the rollouts in which the agent has a span."""
+    if not agent or not found:
+        return found
+    query = RolloutQuery(ids=tuple(recording.rollout.rollout_id for recording in found), limit=len(found))
+    with_agent: set[str] = set()
+    while page := await store.recordings(query, spans=SpanQuery(agent=agent, limit=1)):
+        with_agent |= {recording.rollout.rollout_id for recording in page if recording.spans}
+        query = query.next(page[-1].rollout)
+    return [recording for recording in found if recording.rollout.rollout_id in with_agent]
+
+
+def _filters(chosen: RolloutsFilter) -> dict[str, str]:
+    """Return the filters that are set, without the place of the page, as an address carries them."""
+    fields = ("experiment", "status", "mode", "group", "text", "algorithm", "step", "agent", "low", "high", "reward")
+    values = {name: getattr(chosen, name) for name in fields}
+    return {name: str(value) for name, value in values.items() if value not in ("", None)}
+
+
+def _row(recording: Recording, reward: float | None) -> RolloutRow:
+    rollout = recording.rollout
+    step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
+    error = recording.attempts[-1].error if recording.attempts else None
+    task = to_json(rollout.task).decode()
+    return RolloutRow(
+        rollout_id=rollout.rollout_id,
+        experiment=rollout.experiment,
+        mode=rollout.mode,
+        status=rollout.status,
+        algorithm=algorithm if isinstance(algorithm, str) else "",
+        step=step if isinstance(step, int) else None,
+        group_id=rollout.group_id,
+        reward=reward,
+        attempts=rollout.attempts,
+        created_at=rollout.created_at,
+        seconds=max(0.0, rollout.finished_at - rollout.started_at) if rollout.finished_at else None,
+        task=task if len(task) <= _TASK else f"{task[:_TASK]}…",
+        error=f"{error.type}: {error.message}"[:_TASK] if error else "",
+    )
+
+
+def _summary(found: Sequence[tuple[Recording, float | None]]) -> Summary:
+    by_task: dict[str, list[float]] = {}
+    for recording, reward in found:
+        if reward is not None and math.isfinite(reward):
+            by_task.setdefault(recording.rollout.group_id or recording.rollout.rollout_id, []).append(reward)
+    means = [fmean(rewards) for rewards in by_task.values()]
+    low, high = interval(means) if len(means) > 1 else (None, None)
+    return Summary(rollouts=len(found), tasks=len(means), mean=fmean(means) if means else None, low=low, high=high)
+
+
+def _histogram(rewards: Sequence[float | None], filters: dict[str, str]) -> list[Bin]:
+    """Return bars of equal width, the last one open above, and one for rollouts without a reward."""
+    kept = {name: value for name, value in filters.items() if name not in ("low", "high", "reward")}
+    values = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
+    bars: list[Bin] = []
+    if values:
+        low, high = min(values), max(values)
+        edges = [low + (high - low) * index / _BINS for index in range(_BINS)] if low < high else [low]
+        counts = Counter(_bar(value, edges) for value in values)
+        ends = [*edges[1:], None]
+        for number, (start, end) in enumerate(zip(edges, ends, strict=True)):
+            query = {**kept, "low": repr(start), **({} if end is None else {"high": repr(end)})}
+            bars.append(Bin(low=start, high=high if end is None else end, count=counts[number], query=query))
+    if missing := rewards.count(None):
+        bars.append(Bin(low=None, high=None, count=missing, query={**kept, "reward": "none"}))
+    return bars
+
+
+def _bar(value: float, edges: Sequence[float]) -> int:
+    """Return the number of the bar that holds a value: the last one whose lower edge is not above it."""
+    return max(index for index, edge in enumerate(edges) if edge <= value)

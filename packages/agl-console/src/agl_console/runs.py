@@ -1,0 +1,160 @@
+"""The view of runs: every experiment with its state, its last reward and its best version; some of them compared."""
+
+import time
+from collections.abc import Sequence
+
+from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Store, VersionScore
+from agl.errors import ConfigError
+from agl.schemas import Record
+from agl_console.figures import Figure, figure_of
+from agl_run.commands import load_settings
+
+PAGE = 50
+"""Runs on a page."""
+
+COMPARED = 8
+"""Runs that are compared at most, so that their curves can be told apart."""
+
+GONE_S = 15.0
+"""Seconds without a sign of life after which a run counts as stopped; trainers give one every four."""
+
+REWARD = "reward"
+
+
+class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query.
+
+    Attributes:
+        compare: Names of the runs to compare; empty to list all.
+        after: The last name of the page before.
+    """
+
+    compare: tuple[str, ...] = ()
+    after: str = ""
+
+
+class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A run, which is an experiment with all of its steps.
+
+    Attributes:
+        status: ``running``, ``stopped`` (it may be resumed) or ``finished``.
+        turn: Steps that all algorithms took together.
+        rewards: The last reward of each algorithm, with the ends of its interval where they are known.
+        best: The version of a live resource with the highest measured score.
+        has_failures: Whether a rollout failed.
+    """
+
+    name: str
+    status: str
+    agent: str
+    turn: int
+    rewards: list["LastReward"]
+    best: VersionScore | None
+    has_failures: bool
+
+
+class LastReward(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The newest reward that an algorithm logged."""
+
+    algorithm: str
+    step: int
+    value: float
+
+
+class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A setting whose values differ: its name, and its value in each run, empty where the run has none."""
+
+    name: str
+    values: list[str]
+
+
+class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The runs of a page, or those that are compared.
+
+    Attributes:
+        figures: The rewards of the runs that are compared, in one figure.
+        differences: The settings in which they differ.
+        next: The query of the next page, empty on the last.
+    """
+
+    runs: list[RunRow]
+    compared: list[str]
+    figures: list[Figure]
+    differences: list[Difference]
+    next: dict[str, str]
+
+
+async def runs_view(store: Store, chosen: RunsFilter) -> RunsView:
+    """Read a page of runs, or the runs to compare; raises :class:`ConfigError` for unknown or too many names."""
+    records = sorted(await store.experiments(), key=lambda record: record.name)
+    if chosen.compare:
+        return await _compared(store, records, chosen.compare)
+    page = [record for record in records if record.name > chosen.after][: PAGE + 1]
+    rows = [await _row(store, record, await store.metrics(record.name, name=REWARD)) for record in page[:PAGE]]
+    following = {"after": page[PAGE - 1].name} if len(page) > PAGE else {}
+    return RunsView(runs=rows, compared=[], figures=[], differences=[], next=following)
+
+
+async def status_of(store: Store, record: ExperimentRecord) -> str:
+    """Tell whether a run is finished, runs, or stopped before its end."""
+    if record.status == "finished":
+        return "finished"
+    signs = await store.presences(record.name, member="")
+    return "running" if any(time.time() - sign.seen_at < GONE_S for sign in signs) else "stopped"
+
+
+async def best_version(store: Store, record: ExperimentRecord) -> VersionScore | None:
+    """Return the best measured version of the resources of a run; ``None`` if none of its versions was measured."""
+    own = [
+        score
+        for name in sorted(record.live)
+        for score in await store.scores(name)
+        if score.version == record.live[name] or score.version.startswith(f"{record.name}-")
+    ]
+    return max(own, key=lambda score: score.mean, default=None)
+
+
+async def has_failures(store: Store, experiment: str) -> bool:
+    """Return true if a rollout of the experiment failed."""
+    return bool(await store.rollouts(RolloutQuery(experiment=experiment, status=("failed",), limit=1)))
+
+
+async def _compared(store: Store, records: Sequence[ExperimentRecord], names: Sequence[str]) -> RunsView:
+    known = {record.name: record for record in records}
+    wanted = list(dict.fromkeys(names))
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ConfigError(f"no run is named {unknown[0]!r}; choose from: {', '.join(known) or 'none yet'}")
+    if len(wanted) > COMPARED:
+        raise ConfigError(f"{len(wanted)} runs are too many to tell their curves apart; choose {COMPARED} at most")
+    parts = (REWARD, f"{REWARD}_low", f"{REWARD}_high")
+    rewards = {name: [m for part in parts for m in await store.metrics(name, name=part)] for name in wanted}
+    figure = figure_of(REWARD, rewards)
+    settings = {name: await load_settings(store, known[name]) for name in wanted}
+    return RunsView(
+        runs=[await _row(store, known[name], rewards[name]) for name in wanted],
+        compared=wanted,
+        figures=[figure] if figure.series else [],
+        differences=_differences([settings[name] for name in wanted]),
+        next={},
+    )
+
+
+async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]) -> RunRow:
+    values = sorted((metric for metric in rewards if metric.name == REWARD), key=lambda metric: metric.step)
+    last = {metric.algorithm: metric for metric in values}
+    return RunRow(
+        name=record.name,
+        status=await status_of(store, record),
+        agent=record.agent,
+        turn=record.turn,
+        rewards=[LastReward(algorithm=key, step=metric.step, value=metric.value) for key, metric in last.items()],
+        best=await best_version(store, record),
+        has_failures=await has_failures(store, record.name),
+    )
+
+
+def _differences(settings: Sequence[dict[str, str]]) -> list[Difference]:
+    names = sorted({name for each in settings for name in each})
+    rows = [Difference(name=name, values=[each.get(name, "") for each in settings]) for name in names]
+    return [row for row in rows if len(set(row.values)) > 1]

@@ -1,0 +1,104 @@
+"""Serves the views of a store over HTTP, for reading only."""
+
+import asyncio
+from collections.abc import Collection
+from importlib.resources import files
+from pathlib import Path
+
+from aiohttp import web
+
+from agl.contracts import Store
+from agl.errors import AglError, ConfigError, NotFoundError
+from agl.schemas import to_json
+from agl_console.guard import Guard, add_headers
+from agl_console.pages import Pages
+from agl_console.views import read_view
+
+FEEDS = 32
+"""Pages that may wait for changes at a time."""
+
+_PAUSE_S = 1.0
+"""Seconds between two messages that something changed."""
+
+_WAIT_S = 15.0
+_JSON = "application/json"
+
+
+def make_app(store: Store, *, name: str, hosts: Collection[str] = (), password: str = "") -> web.Application:
+    """Make the console's application, which leaves ``store`` open.
+
+    Args:
+        store: The store to read.
+        name: The store's address for people.
+        hosts: Further host names by which the console is addressed.
+        password: Asked for at every request; empty to ask for none.
+    """
+    app = web.Application(middlewares=[Guard(hosts=hosts, password=password).middleware()])
+    console = _Console(store, Pages(name))
+    app.router.add_static("/static", Path(str(files("agl_console"))) / "static")
+    app.router.add_get("/changes", console.changes)
+    app.router.add_get("/{path:.*}", console.view)
+    app.on_response_prepare.append(add_headers)
+    return app
+
+
+class _Console:
+    def __init__(self, store: Store, pages: Pages) -> None:
+        self._store = store
+        self._pages = pages
+        self._feeds = 0
+
+    async def view(self, request: web.Request) -> web.Response:
+        """Answer with a view: as JSON for ``format=json``, as a page otherwise."""
+        is_json = request.query.get("format") == "json"
+        query = {name: request.query.getall(name) for name in request.query if name != "format"}
+        try:
+            view = await read_view(self._store, request.rel_url.raw_path, query)
+        except AglError as error:
+            return self._error(error, is_json=is_json)
+        if is_json:
+            return web.Response(body=to_json(view.data), content_type=_JSON)
+        return _page(self._pages.view(view, request.raw_path))
+
+    async def changes(self, request: web.Request) -> web.StreamResponse:
+        """Send an event soon after something in the store changed, by the store's feed, until the client leaves."""
+        if self._feeds >= FEEDS:
+            return web.Response(status=503, text=f"{FEEDS} pages wait for changes already; close some\n")
+        self._feeds += 1
+        try:
+            return await self._feed(request)
+        except ConnectionError:
+            return web.Response()  # the client left
+        finally:
+            self._feeds -= 1
+
+    async def _feed(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        cursor = await self._store.cursor()
+        while True:
+            changes = await self._store.changes(after=cursor, wait_s=_WAIT_S)
+            cursor = changes[-1].cursor if changes else cursor
+            await response.write(f"data: {cursor}\n\n".encode() if changes else b":\n\n")
+            await asyncio.sleep(_PAUSE_S)
+
+    def _error(self, error: AglError, *, is_json: bool) -> web.Response:
+        status, title = _status(error)
+        if is_json:
+            return web.Response(status=status, body=to_json({"error": str(error)}), content_type=_JSON)
+        return _page(self._pages.error(title, str(error)), status=status)
+
+
+def _status(error: AglError) -> tuple[int, str]:
+    if isinstance(error, NotFoundError):
+        return 404, "Not found"
+    if isinstance(error, ConfigError):
+        return 400, "This address has no view"
+    return 503, "The store did not answer"
+
+
+def _page(text: str, *, status: int = 200) -> web.Response:
+    body = text.encode("utf-8", "replace")
+    return web.Response(
+        status=status, body=body, content_type="text/html", charset="utf-8", headers={"Cache-Control": "no-store"}
+    )

@@ -1,0 +1,142 @@
+"use strict";
+// Draws figures, reads out tokens, and asks for a page again when the store changed. Tables need none of this.
+
+const drawn = new Map();
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+// One list of steps for all lines of a figure, each with a value or null at every step.
+function aligned(series) {
+  const steps = [...new Set(series.flatMap((line) => line.steps))].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, index) => [step, index]));
+  const spread = (line, values) => {
+    const row = new Array(steps.length).fill(null);
+    line.steps.forEach((step, index) => { row[place.get(step)] = values[index]; });
+    return row;
+  };
+  return { steps, columns: series.map((line) => ["values", "low", "high"].map((part) => spread(line, line[part]))) };
+}
+
+function label(line, series) {
+  const isOneRun = series.every((other) => other.run === line.run);
+  return isOneRun ? line.algorithm : `${line.run} · ${line.algorithm}`;
+}
+
+// Every figure of a page draws a line of one name in one colour.
+function colours() {
+  const names = new Set();
+  for (const script of document.querySelectorAll("[data-figure] script")) {
+    const { series } = JSON.parse(script.textContent);
+    series.forEach((line) => names.add(`${line.run}\n${line.algorithm}`));
+  }
+  return new Map([...names].map((name, index) => [name, colour(`--s${index % 6}`)]));
+}
+
+// Room above and below the values; uPlot draws a constant at the edge of a much larger range.
+function range(_plot, low, high) {
+  if (low === null) return [0, 1];
+  const room = (high - low || Math.abs(high) || 1) * 0.1;
+  return [low - room, high + room];
+}
+
+function draw(figure, strokes) {
+  const place = figure.querySelector(".plot");
+  const { series } = JSON.parse(figure.querySelector("script").textContent);
+  const { steps, columns } = aligned(series);
+  const options = { width: place.clientWidth, height: 210, series: [{ label: "step" }], bands: [] };
+  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
+  options.axes = [axis, { ...axis, size: 60 }];
+  options.scales = { x: { time: false }, y: { range } };
+  options.cursor = { drag: { x: false, y: false } };
+  const table = [steps];
+  series.forEach((line, index) => {
+    const stroke = strokes.get(`${line.run}\n${line.algorithm}`);
+    const [values, low, high] = columns[index];
+    const points = { show: steps.length < 60, size: 5, stroke, fill: stroke };
+    options.series.push({ label: label(line, series), stroke, width: 2, points, spanGaps: true });
+    table.push(values);
+    if (low.some((value) => value !== null)) {
+      options.bands.push({ series: [table.length + 1, table.length], fill: `${stroke}33` });
+      for (const end of [low, high]) {
+        options.series.push({ label: end === low ? "low" : "high", stroke: `${stroke}55`, width: 1, points: { show: false }, spanGaps: true });
+        table.push(end);
+      }
+    }
+  });
+  place.replaceChildren();
+  const plot = new uPlot(options, table, place);
+  plot.over.addEventListener("click", () => openStep(figure, series, plot));
+  drawn.set(figure, plot);
+}
+
+// The rollouts of the step that was clicked, of the line that is nearest; a figure of several runs leads nowhere.
+function openStep(figure, series, plot) {
+  const address = figure.closest("[data-steps]")?.dataset.steps;
+  const step = plot.data[0][plot.cursor.idx];
+  if (address === undefined || step === undefined) return;
+  const height = plot.posToVal(plot.cursor.top, "y");
+  const distance = (line) => Math.abs(line.values[line.steps.indexOf(step)] - height);
+  const own = series.filter((line) => line.steps.includes(step)).sort((one, other) => distance(one) - distance(other));
+  location.assign(`${address}&step=${step}&algorithm=${encodeURIComponent(own[0].algorithm)}`);
+}
+
+function drawAll() {
+  for (const [figure, plot] of drawn) if (!figure.isConnected) { plot.destroy(); drawn.delete(figure); }
+  const strokes = colours();
+  document.querySelectorAll("[data-figure]").forEach((figure) => { drawn.get(figure)?.destroy(); draw(figure, strokes); });
+}
+
+function fit() {
+  for (const [figure, plot] of drawn) plot.setSize({ width: figure.querySelector(".plot").clientWidth, height: 210 });
+}
+
+function readTokens(cells) {
+  const about = cells.parentElement.querySelector("[data-about-token]");
+  const all = [...cells.children];
+  let now = -1;
+  const show = (index) => {
+    if (index < 0 || index >= all.length) return;
+    all[now]?.classList.remove("now");
+    now = index;
+    all[now].classList.add("now");
+    about.textContent = all[now].dataset.about;
+  };
+  cells.addEventListener("pointerover", (event) => show(all.indexOf(event.target)));
+  cells.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowDown: 10, ArrowLeft: -1, ArrowUp: -10 }[event.key];
+    if (step === undefined) return;
+    event.preventDefault();
+    show(Math.max(0, Math.min(all.length - 1, now + step)));
+    all[now].scrollIntoView({ block: "nearest" });
+  });
+}
+
+// The page is asked for again through htmx, which keeps the focus. A hidden page lets its connection go, because a
+// browser has few of them for one host; it asks once more when it is seen again.
+function watch() {
+  if (!document.querySelector("#live[hx-get]")) return;
+  const change = () => document.body.dispatchEvent(new CustomEvent("agl:changed"));
+  let feed;
+  const open = () => {
+    feed = new EventSource("/changes");
+    feed.onmessage = change;
+  };
+  document.addEventListener("visibilitychange", () => {
+    feed.close();
+    if (!document.hidden) {
+      open();
+      change();
+    }
+  });
+  addEventListener("pagehide", () => feed.close());
+  open();
+}
+
+drawAll();
+document.querySelectorAll("[data-cells]").forEach(readTokens);
+watch();
+addEventListener("resize", fit);
+document.addEventListener("htmx:after:swap", drawAll);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

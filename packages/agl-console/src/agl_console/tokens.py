@@ -1,0 +1,173 @@
+"""The tokens of a rollout's rows, or of one call: ids, log-probabilities, and which of them train."""
+
+import math
+from array import array
+from collections.abc import Sequence
+
+from agl.errors import ConfigError, NotFoundError
+from agl.schemas import Episode, ModelCall, Record, Row, unpack_floats, unpack_ids
+
+WINDOW = 1000
+"""Tokens of a page."""
+
+_LEVELS = (-0.01, -0.1, -0.5, -1.0, -2.0, -4.0)
+"""Log-probabilities that part the levels 0 (certain) to 6 (surprising), in nats."""
+
+
+class TokensFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query: a row by its branch, and the position of the first token to show."""
+
+    row: int = 0
+    start: int = 0
+
+
+class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One token.
+
+    Attributes:
+        logprob: Behaviour log-probability, ``None`` where the token was not sampled.
+        level: 0 for a certain token up to 6 for a surprising one; ``None`` where it was not sampled.
+        version: Index into ``versions`` of the weights that sampled it; ``None`` where it was not sampled.
+    """
+
+    position: int
+    id: int
+    is_trained: bool
+    logprob: float | None
+    level: int | None
+    version: int | None
+
+
+class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A part of a row that one call sampled; ``logprob`` is the mean of its tokens, ``None`` if it has none."""
+
+    start: int
+    stop: int
+    span_id: str
+    agent: str
+    model_version: str
+    logprob: float | None
+
+
+class RowSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A row: its branch, its numbers of tokens and of those that train, and its sampled parts."""
+
+    branch: int
+    tokens: int
+    trained: int
+    segments: list[SegmentRow]
+
+
+class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A window of the tokens of one row.
+
+    Attributes:
+        versions: The model versions of the row's tokens.
+        next: The query of the window behind, ``previous`` that of the one before; empty at the ends.
+    """
+
+    rollout_id: str
+    rows: list[RowSummary]
+    row: int
+    versions: list[str]
+    cells: list[TokenCell]
+    previous: dict[str, str]
+    next: dict[str, str]
+
+
+def tokens_view(episode: Episode, chosen: TokensFilter) -> TokensView:
+    """Return a window of a row's tokens; raises :class:`NotFoundError` for a row that the rollout lacks."""
+    rollout_id = episode.rollout.rollout_id
+    summaries = [summary_of(row) for row in episode.rows]
+    if not episode.rows and chosen.row == 0:
+        return TokensView(rollout_id=rollout_id, rows=[], row=0, versions=[], cells=[], previous={}, next={})
+    row = next((row for row in episode.rows if row.branch == chosen.row), None)
+    if row is None:
+        raise NotFoundError("row", str(chosen.row), f"the rollout {rollout_id} has {len(episode.rows)} rows")
+    total = len(row.mask)
+    if not 0 <= chosen.start < total:
+        raise ConfigError(f"the row has {total} tokens and none at {chosen.start}; start below {total}")
+    versions = list(dict.fromkeys(segment.model_version for segment in row.segments))
+    sampled = array("h", [-1]) * total
+    for segment in row.segments:
+        number = versions.index(segment.model_version)
+        sampled[segment.start : segment.stop] = array("h", [number]) * (segment.stop - segment.start)
+    stop = min(total, chosen.start + WINDOW)
+    part = slice(chosen.start * 4, stop * 4)
+    cells = cells_of(
+        unpack_ids(row.ids[part]),
+        unpack_floats(row.logprobs[part]),
+        versions=sampled[chosen.start : stop],
+        mask=row.mask[chosen.start : stop],
+        start=chosen.start,
+    )
+    place = {"row": str(row.branch)}
+    return TokensView(
+        rollout_id=rollout_id,
+        rows=summaries,
+        row=row.branch,
+        versions=versions,
+        cells=cells,
+        previous={**place, "start": str(max(0, chosen.start - WINDOW))} if chosen.start else {},
+        next={**place, "start": str(stop)} if stop < total else {},
+    )
+
+
+def call_cells(call: ModelCall, *, trains: bool) -> list[TokenCell]:
+    """Return the last tokens of a call's prompt and the first ones of its answer, a window in all.
+
+    ``trains`` says whether the call reaches a row.
+    """
+    answer = unpack_ids(call.response_ids[: WINDOW * 4])
+    prompt = unpack_ids(call.prompt_ids[-max(1, WINDOW - len(answer)) * 4 :])
+    given = unpack_floats(call.logprobs[: len(answer) * 4])
+    logprobs = [0.0] * len(prompt) + (given if len(given) == len(answer) else [math.nan] * len(answer))
+    return cells_of(
+        [*prompt, *answer],
+        logprobs,
+        versions=[-1] * len(prompt) + [0] * len(answer),
+        mask=bytes(len(prompt)) + (b"\x01" if trains else b"\x00") * len(answer),
+        start=call.prompt_len - len(prompt),
+    )
+
+
+def summary_of(row: Row) -> RowSummary:
+    """Count the tokens of a row and of its sampled parts."""
+    segments = [
+        SegmentRow(
+            start=segment.start,
+            stop=segment.stop,
+            span_id=segment.span_id,
+            agent=segment.agent,
+            model_version=segment.model_version,
+            logprob=_mean(unpack_floats(row.logprobs[segment.start * 4 : segment.stop * 4])),
+        )
+        for segment in row.segments
+    ]
+    return RowSummary(branch=row.branch, tokens=len(row.mask), trained=row.mask.count(1), segments=segments)
+
+
+def cells_of(
+    ids: Sequence[int], logprobs: Sequence[float], *, versions: Sequence[int], mask: bytes, start: int
+) -> list[TokenCell]:
+    """Return the cells of tokens from position ``start`` on; version -1 is for tokens that were not sampled."""
+    return [
+        TokenCell(
+            position=start + index,
+            id=token,
+            is_trained=bool(trains),
+            logprob=logprob if version >= 0 and math.isfinite(logprob) else None,
+            level=level_of(logprob) if version >= 0 and math.isfinite(logprob) else None,
+            version=version if version >= 0 else None,
+        )
+        for index, (token, logprob, version, trains) in enumerate(zip(ids, logprobs, versions, mask, strict=True))
+    ]
+
+
+def level_of(logprob: float) -> int:
+    """Return 0 for a certain token up to 6 for one of probability below 2 %."""
+    return sum(1 for bound in _LEVELS if logprob < bound)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,144 @@
+"""The spans of an attempt as a tree beside a time axis."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from agl import semconv
+from agl.episodes import Enclosing
+from agl.schemas import Record, Reward, Span, Transition
+from agl_console.contents import Contents, Text
+
+AXIS = 1000
+"""Units of the time axis, from the first start to the last end."""
+
+DEEPEST = 12
+"""Levels by which rows are indented; deeper ones stand below each other."""
+
+
+class Node(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A row of the tree.
+
+    Attributes:
+        kind: ``call``, ``reward``, ``agent``, ``tool``, ``node``, ``workflow``, ``handoff`` or ``step``.
+        agent: The nearest agent, node or role around it.
+        start: Where its bar begins on the axis; ``width`` how long it is.
+        facts: What else is known, in words: model, version, tokens, finish reason.
+        fate: Where a call went: ``row 0 at 12``, or the reason for its rejection; ``""`` for other spans.
+        is_rejected: Whether the call reaches no row.
+        repeated: Messages of the call that rows above show.
+    """
+
+    span_id: str
+    sequence: int
+    depth: int
+    kind: str
+    name: str
+    agent: str
+    start: int
+    width: int
+    seconds: float
+    is_error: bool
+    is_late: bool
+    message: str
+    facts: list[str]
+    reward: Reward | None
+    fate: str
+    is_rejected: bool
+    repeated: int
+    texts: list[Text]
+
+
+def tree_of(spans: Sequence[Span], transitions: Mapping[str, Transition]) -> list[Node]:
+    """Return the spans as rows in order: children below their parent, in order of start."""
+    enclosing, contents = Enclosing(spans), Contents()
+    first = min((span.start_ns for span in spans if span.start_ns), default=0)
+    last = max((max(span.start_ns, span.end_ns) for span in spans), default=0)
+    scale = AXIS / max(1, last - first)
+    nodes: list[Node] = []
+    for depth, span in _ordered(spans):
+        start = round(max(0, span.start_ns - first) * scale) if span.start_ns else 0
+        repeated, texts = contents.of(span)
+        transition = transitions.get(span.span_id)
+        nodes.append(
+            Node(
+                span_id=span.span_id,
+                sequence=span.sequence,
+                depth=min(depth, DEEPEST),
+                kind=kind_of(span),
+                name=span.name,
+                agent=enclosing.who(span).agent,
+                start=min(start, AXIS - 4),
+                width=max(4, min(AXIS - start, round((span.end_ns - span.start_ns) * scale))),
+                seconds=seconds_of(span),
+                is_error=span.status == "error",
+                is_late=span.is_late,
+                message=span.status_message,
+                facts=facts_of(span),
+                reward=span.reward,
+                fate=fate_of(transition),
+                is_rejected=transition is not None and bool(transition.reject),
+                repeated=repeated,
+                texts=texts,
+            )
+        )
+    return nodes
+
+
+def kind_of(span: Span) -> str:
+    """Return the kind of a span in one word."""
+    if span.call is not None:
+        return "call"
+    if span.reward is not None:
+        return "reward"
+    operation = str(span.attributes.get(semconv.OPERATION, ""))
+    word = operation.rpartition("_")[2]
+    return word if word in ("agent", "tool", "node", "workflow", "handoff") else "step"
+
+
+def seconds_of(span: Span) -> float:
+    """Return how long a span took."""
+    return max(0, span.end_ns - span.start_ns) / 1e9
+
+
+def facts_of(span: Span) -> list[str]:
+    """Return what is known of a model call or of a hand-off, in words."""
+    target = span.attributes.get(semconv.HANDOFF_TARGET)
+    if span.call is None:
+        return [f"to {target}"] if target else []
+    call = span.call
+    prompt = call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS) or 0
+    answer = call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS) or 0
+    facts = [
+        call.policy or call.model,
+        f"version {call.model_version}" if call.model_version else "",
+        f"{prompt} + {answer} tokens" if prompt or answer else "",
+        call.finish_reason,
+        "" if call.is_complete else "cut",
+        f"error {call.status_code or ''} {call.error}".strip() if call.error else "",
+    ]
+    return [fact for fact in facts if fact]
+
+
+def fate_of(transition: Transition | None) -> str:
+    """Tell where a call went: its row and place, or the reason for its rejection."""
+    if transition is None:
+        return ""
+    if transition.reject:
+        return f"rejected, {transition.reject}: {transition.detail}"
+    own = f", own reward {transition.reward:g}" if transition.reward is not None else ""
+    return f"row {transition.branch} at {transition.start}{own}"
+
+
+def _ordered(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Return the spans with their depths; those whose parents form a circle come last."""
+    known = {span.span_id for span in spans}
+    children: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
+        is_below = span.parent_id in known and span.parent_id != span.span_id
+        children.setdefault(span.parent_id or "" if is_below else "", []).append(span)
+    waiting = [(0, span) for span in reversed(children.pop("", []))]
+    while waiting:
+        depth, span = waiting.pop()
+        yield depth, span
+        waiting.extend((depth + 1, child) for child in reversed(children.pop(span.span_id, [])))
+    for left in children.values():
+        yield from ((0, span) for span in left)

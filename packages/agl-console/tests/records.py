@@ -1,0 +1,190 @@
+"""Fills a store as training runs do: with numbers, teams of agents, tokens, failures and rewards."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from agl import semconv
+from agl.contracts import ExperimentRecord, Metric, Presence, Store, VersionScore
+from agl.schemas import (
+    ErrorInfo,
+    ModelCall,
+    Outcome,
+    PromptTemplate,
+    ResourceVersion,
+    Reward,
+    Rollout,
+    Span,
+    pack_floats,
+    pack_ids,
+)
+
+HOSTILE = (
+    "<script>alert(1)</script><img src=x onerror=alert(2)> \u202eright to left\u202c nul:\x00 escape:\x1b[31mred "
+    "{{ 7 * 7 }} </pre></textarea>"
+)
+"""Text that a page must show and never obey."""
+
+LONG_LINE = "x" * 1_000_000
+LONG_NAME = "a-run-with-a-name-that-is-much-too-long-for-any-table-but-has-to-be-shown-as-it-is-all-of-it"
+START_NS = 1_700_000_000_000_000_000
+
+
+def call(
+    number: int, *, prompt: Sequence[int], answer: Sequence[int], version: str, messages: list[Any], said: Any
+) -> ModelCall:
+    generator = random.Random(number)
+    return ModelCall(
+        request_id=f"request-{number}",
+        dialect="chat",
+        policy="small",
+        model="small",
+        model_version=version,
+        request={"messages": messages},
+        response={"choices": [{"message": {"role": "assistant", "content": said}}]},
+        prompt_ids=pack_ids(prompt),
+        response_ids=pack_ids(answer),
+        logprobs=pack_floats([-generator.expovariate(1.0) for _ in answer]),
+        finish_reason="stop",
+        latency_s=0.2,
+    )
+
+
+class Recorder:
+    """Makes the spans of one attempt, each 100 ms after the one before."""
+
+    def __init__(self, rollout_id: str, attempt_id: str) -> None:
+        self._ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
+        self.spans: list[Span] = []
+
+    def add(self, name: str, *, parent: str | None = None, lasts_ms: int = 80, **fields: Any) -> str:
+        number = len(self.spans) + 1
+        start = START_NS + number * 100_000_000
+        span_id = f"{number:016x}"
+        times = {"start_ns": start, "end_ns": start + lasts_ms * 1_000_000}
+        self.spans.append(Span(**self._ids, span_id=span_id, name=name, parent_id=parent, **times, **fields))
+        return span_id
+
+
+def team(recorder: Recorder, *, text: str, reward: float | None, version: str) -> None:
+    """A planner and a writer with a tool; the writer's second call continues its first."""
+    root = recorder.add("rollout", lasts_ms=900)
+    planner = agent(recorder, root, "planner")
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]
+    recorder.add(
+        "chat small",
+        parent=planner,
+        call=call(1, prompt=range(10, 40), answer=range(40, 60), version=version, messages=asked, said="a plan"),
+    )
+    writer = agent(recorder, root, "writer")
+    asked = [{"role": "user", "content": "write"}]
+    recorder.add(
+        "chat small",
+        parent=writer,
+        call=call(2, prompt=range(100, 120), answer=range(120, 150), version=version, messages=asked, said=text),
+    )
+    attributes = {
+        semconv.OPERATION: semconv.OP_EXECUTE_TOOL,
+        semconv.TOOL_NAME: "look_up",
+        semconv.TOOL_ARGUMENTS: {"word": text},
+        semconv.TOOL_RESULT: text,
+    }
+    recorder.add("execute_tool look_up", parent=writer, attributes=attributes)
+    more = [*asked, {"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+    recorder.add(
+        "chat small",
+        parent=writer,
+        call=call(3, prompt=range(100, 160), answer=range(160, 180), version=f"{version}b", messages=more, said="done"),
+    )
+    if reward is not None:
+        given = Reward(value=reward, name="grade", dimensions={"form": 1.0}, source="evaluator", feedback=text)
+        recorder.add("evaluate grade", parent=root, reward=given, lasts_ms=1)
+
+
+def agent(recorder: Recorder, parent: str, name: str) -> str:
+    attributes = {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: name}
+    return recorder.add(f"invoke_agent {name}", parent=parent, attributes=attributes, lasts_ms=350)
+
+
+async def record(
+    store: Store,
+    rollout_id: str,
+    *,
+    text: str = "What is 2 + 3?",
+    reward: float | None = 1.0,
+    error: ErrorInfo | None = None,
+    step: int = 1,
+    experiment: str = "sums",
+    group: str = "task-1",
+    spans: Any = team,
+) -> None:
+    """Record a rollout from the queue to its end."""
+    metadata = {"algorithm": "grpo", "step": step}
+    task = {"question": text}
+    made = Rollout(rollout_id=rollout_id, task=task, experiment=experiment, group_id=group, metadata=metadata)
+    await store.enqueue([made])
+    (claim,) = await store.claim(worker="worker@here:1:a", experiment=experiment)
+    recorder = Recorder(rollout_id, claim.attempt.attempt_id)
+    spans(recorder, text=text, reward=reward, version=f"v{step}")
+    status = "failed" if error else "succeeded"
+    await store.finish(
+        [Outcome(attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=tuple(recorder.spans))]
+    )
+
+
+def numbers(experiment: str, *, steps: int, speed: float) -> list[Metric]:
+    """The numbers of a run that learns, with some noise, and of its validations."""
+    noise = random.Random(experiment)
+    found: list[Metric] = []
+    for step in range(1, steps + 1):
+        reward = 1 - math.exp(-step * speed) + noise.gauss(0, 0.02)
+        values = {
+            **{"reward": reward, "reward_low": reward - 0.05, "reward_high": reward + 0.05},
+            **{"kl": step * 0.001, "entropy": 2.0 - step * 0.02, "clipped_low": 0.01, "clipped_high": 0.02},
+            **{"tokens": 1000.0 + step, "groups_silent": float(step % 4), "loss": noise.gauss(0, 0.1)},
+            **{"collect_s": 2.0, "update_s": 1.0},
+        }
+        validation = {"reward": reward - 0.03, "failed": 0.0} if step % 5 == 0 else {}
+        found += [
+            Metric(experiment=experiment, algorithm=algorithm, step=step, name=name, value=value)
+            for algorithm, logged in (("grpo", values), ("validate", validation))
+            for name, value in logged.items()
+        ]
+    return found
+
+
+def rollout_name(number: int) -> str:
+    """The id of a rollout, as trainers make them."""
+    return f"sums-1-grpo-train-{number % 3 + 1:05d}-{number:05d}-000"
+
+
+async def fill(store: Store) -> None:
+    """Two runs with numbers and versions, one of a long name that was lost, and rollouts of every fate."""
+    await store.publish(
+        [
+            ResourceVersion(
+                name="style", version=f"sums-1-grpo-{step}", resource=PromptTemplate(template="say"), step=step
+            )
+            for step in (1, 2)
+        ]
+    )
+    score = VersionScore(name="style", version="sums-1-grpo-2", mean=0.8, low=0.7, high=0.9, n=40, how="fresh rollouts")
+    await store.save_scores([score])
+    runs = (("sums", "finished", 60, 0.05), ("sums-slow", "running", 40, 0.02), (LONG_NAME, "running", 3, 0.1))
+    for name, status, steps, speed in runs:
+        live = {"style": "sums-1-grpo-2"} if name == "sums" else {}
+        experiment = ExperimentRecord(name=name, status=status, live=live, turn=steps, agent="team:solve")
+        state = b'{"step": 1, "settings": {"use": "grpo", "lr": "%s", "seed": "1"}}' % str(speed).encode()
+        await store.save_state({f"experiment/{name}/1/algorithm/grpo": state}, experiment=experiment)
+        await store.log_metrics(numbers(name, steps=steps, speed=speed))
+    await store.announce(Presence(experiment="sums-slow", session="s"))
+    for number in range(12):
+        step, task = number % 3 + 1, number % 4
+        await record(store, rollout_name(number), reward=number / 12, step=step, group=f"task-{task}")
+    failure = ErrorInfo(type="KeyError", message="'answer'", traceback="  File \"team.py\", line 3\nKeyError: 'answer'")
+    await record(store, "sums-1-grpo-failed", reward=None, error=failure)
+    await record(store, "sums-1-grpo-hostile", text=HOSTILE, reward=0.5)
+    await record(store, "sums-1-grpo-long", text=LONG_LINE, reward=0.25)
+    waiting = Rollout(rollout_id="sums-1-grpo-waiting", task="sum", experiment="sums")
+    await store.enqueue([waiting])

@@ -1,0 +1,170 @@
+"""The console in a real browser: nothing from elsewhere, no errors, accessible, live, and usable by keyboard alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl.schemas import Rollout
+from agl_run import SQLiteStore
+from agl_testing.commands import run_agl
+
+from .conftest import run_apart
+from .records import HOSTILE, rollout_name
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is not installed")
+
+BROWSER = os.environ.get("AGL_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome") or ""
+pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium is installed: apt-get install chromium")
+
+FIRST = rollout_name(0)
+VIEWS = (
+    *("/", "/?compare=sums&compare=sums-slow", "/runs/sums", "/rollouts?experiment=sums"),
+    *(
+        "/rollouts/sums-1-grpo-hostile",
+        "/rollouts/sums-1-grpo-failed",
+        f"/rollouts/{FIRST}/tokens?row=1",
+    ),
+    *("/rollouts/sums-1-grpo-hostile/spans/3", "/nothing"),
+)
+SERIOUS = ("serious", "critical")
+
+
+@pytest.fixture(scope="module")
+def address(filled: Path) -> Iterator[str]:
+    """``agl console`` as a user starts it, over the filled store."""
+    command = [sys.executable, "-m", "agl", "console", str(filled)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith("console at http://127.0.0.1:"), said
+        yield said.split()[2].removesuffix("/;")
+        process.terminate()
+        assert 0 == process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+class Page:
+    """A page that keeps what went wrong in it."""
+
+    def __init__(self, browser: Any, *, width: int, scheme: str = "light", scripts: bool = True) -> None:
+        size = {"width": width, "height": 900}
+        self.context = browser.new_context(viewport=size, color_scheme=scheme, java_script_enabled=scripts)
+        self.page = self.context.new_page()
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("dialog", lambda dialog: self.errors.append(f"dialog {dialog.message}") or dialog.dismiss())
+
+    def __enter__(self) -> "Page":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1600])
+def test_views_are_accessible_fit_and_load_nothing_from_elsewhere(
+    browser: Any, address: str, width: int, scheme: str
+) -> None:
+    rules = Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
+    with Page(browser, width=width, scheme=scheme) as shown:
+        for view in VIEWS:
+            shown.page.goto(address + view)
+            for summary in shown.page.query_selector_all("summary"):
+                summary.click()
+            assert shown.page.evaluate("document.documentElement.scrollWidth") <= width, view
+            shown.page.evaluate(rules)
+            found = shown.page.evaluate("axe.run()")["violations"]
+            assert [] == [(view, each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in SERIOUS]
+        assert all(request.startswith(address + "/") for request in shown.requests)
+        expected = [error for error in shown.errors if "404" not in error]  # the last view is a missing one
+        assert [] == expected
+
+
+def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser: Any, address: str) -> None:
+    with Page(browser, width=1000) as shown:
+        shown.page.goto(address + "/runs/sums")
+        figures = shown.page.locator("figure canvas")
+        assert shown.page.locator("figure").count() == figures.count() > 5
+        shown.page.locator("figure .u-over").first.click(position={"x": 100, "y": 50})
+        shown.page.wait_for_url("**/rollouts?experiment=sums&step=*")
+        assert [] == shown.errors
+
+
+def test_exported_run_draws_its_figures_from_one_file(browser: Any, filled: Path, tmp_path: Path) -> None:
+    run_agl("console", str(filled), "export", "sums", "--output", "run.html", folder=tmp_path)
+    with Page(browser, width=1000) as shown:
+        shown.page.goto((tmp_path / "run.html").as_uri())
+        assert shown.page.locator("figure").count() == shown.page.locator("figure canvas").count() > 5
+        assert [(tmp_path / "run.html").as_uri()] == shown.requests
+        assert [] == shown.errors
+
+
+def test_tables_and_tokens_work_without_scripts(browser: Any, address: str) -> None:
+    with Page(browser, width=1000, scripts=False) as shown:
+        shown.page.goto(address)
+        shown.page.get_by_label("Compare sums", exact=True).check()
+        shown.page.get_by_role("button", name="Compare").click()
+        assert "Compare runs" in shown.page.inner_text("h1")
+        shown.page.goto(address + "/rollouts")
+        shown.page.get_by_label("Status").select_option("failed")
+        shown.page.get_by_role("button", name="Filter").click()
+        shown.page.get_by_role("link", name="sums-1-grpo-failed").click()
+        assert "KeyError" in shown.page.inner_text("main")
+        shown.page.goto(f"{address}/rollouts/{FIRST}/tokens")
+        before = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
+        shown.page.get_by_label("what trains").check()
+        after = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
+        assert before != after
+
+
+def test_keyboard_alone_opens_spans_and_reads_tokens(browser: Any, address: str) -> None:
+    with Page(browser, width=1000) as shown:
+        shown.page.goto(address + "/rollouts/sums-1-grpo-hostile")
+        shown.page.locator(".tree summary").nth(2).focus()
+        shown.page.keyboard.press("Enter")
+        assert HOSTILE[:25] in shown.page.locator(".tree details[open]").inner_text()
+        shown.page.goto(f"{address}/rollouts/{FIRST}/tokens")
+        shown.page.locator("[data-cells]").focus()
+        for _ in range(31):
+            shown.page.keyboard.press("ArrowRight")
+        said = shown.page.inner_text("[data-about-token]")
+        assert said.startswith("position 30, token 40, log-probability -")
+        assert "trains, version v1" in said
+        assert [] == shown.errors
+
+
+def test_page_shows_a_new_rollout_without_a_reload_and_keeps_the_filter_being_written(
+    browser: Any, address: str, filled: Path
+) -> None:
+    async def add() -> None:
+        store = SQLiteStore(f"sqlite:///{filled}")
+        await store.enqueue([Rollout(rollout_id="just-now", task="live", experiment="live")])
+        await store.close()
+
+    with Page(browser, width=1000) as shown:
+        with shown.page.expect_request("**/changes"):
+            shown.page.goto(address + "/rollouts?experiment=live")
+        shown.page.get_by_label("Text in id or task").fill("half-written")
+        shown.page.wait_for_function("new Promise(done => setTimeout(() => done(true), 300))")
+        run_apart(add())
+        shown.page.get_by_role("link", name="just-now").wait_for(timeout=60_000)
+        assert "half-written" == shown.page.get_by_label("Text in id or task").input_value()
+        assert [] == shown.errors

@@ -1,0 +1,95 @@
+"""Who may read the console, what every answer forbids a browser, and how changes are told."""
+
+import asyncio
+import base64
+import re
+from importlib.resources import files
+
+import pytest
+
+from agl.errors import ConfigError
+from agl.schemas import Rollout
+from agl.stores import MemoryStore
+from agl_console.guard import checked_password, host_of, is_loopback
+
+from .conftest import Open
+
+STATIC_BYTES = 150_000
+
+
+def basic(credentials: str) -> dict[str, str]:
+    return {"Authorization": f"Basic {base64.b64encode(credentials.encode()).decode()}"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost", "[::1]:80", "console.example", "CONSOLE.example:8000"])
+async def test_own_names_are_answered(opened: Open, host: str) -> None:
+    async with opened() as client:
+        assert 200 == (await client.get("/", headers={"Host": host})).status
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "[", "localhost@evil.example", ""])
+@pytest.mark.parametrize("address", ["/", "/static/console.js", "/changes", "/?format=json"])
+async def test_other_names_are_refused_everywhere(opened: Open, host: str, address: str) -> None:
+    async with opened() as client:
+        answer = await client.get(address, headers={"Host": host})
+        assert 403 == answer.status
+        assert "--allow-host" in await answer.text()
+
+
+async def test_password_is_asked_for_and_compared(opened: Open) -> None:
+    async with opened(password="long enough") as client:
+        assert 401 == (await client.get("/")).status
+        assert 401 == (await client.get("/static/console.js")).status
+        assert 401 == (await client.get("/", headers=basic("me:wrong"))).status
+        assert 401 == (await client.get("/", headers={"Authorization": "Basic ###"})).status
+        assert 200 == (await client.get("/", headers=basic("me:long enough"))).status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+async def test_console_only_reads(opened: Open, method: str) -> None:
+    async with opened() as client:
+        assert 405 == (await client.request(method, "/rollouts")).status
+
+
+@pytest.mark.parametrize("address", ["/", "/nothing", "/?format=json", "/static/console.js"])
+async def test_every_answer_forbids_other_sources_and_frames(opened: Open, address: str) -> None:
+    async with opened() as client:
+        headers = (await client.get(address)).headers
+    assert headers["Content-Security-Policy"].startswith("default-src 'self';")
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert "nosniff" == headers["X-Content-Type-Options"]
+    assert "Access-Control-Allow-Origin" not in headers
+
+
+async def test_change_is_told_while_a_page_waits(opened: Open) -> None:
+    store = MemoryStore()
+    async with opened(store) as client, client.get("/changes") as feed:
+        assert "text/event-stream" == feed.headers["Content-Type"]
+        await store.enqueue([Rollout(rollout_id="r", task=1)])
+        told = await asyncio.wait_for(feed.content.readuntil(b"\n\n"), 60)
+    assert re.fullmatch(rb"data: \d+\n\n", told)
+
+
+def test_other_hosts_need_a_password() -> None:
+    assert "" == checked_password("127.0.0.1", "")
+    assert "secret" == checked_password("0.0.0.0", "secret")
+    with pytest.raises(ConfigError, match="AGL_CONSOLE_PASSWORD"):
+        checked_password("0.0.0.0", "")
+
+
+def test_loopback_and_host_names_are_told_apart() -> None:
+    assert [True, True, True, False, False] == [
+        is_loopback(host) for host in ("127.0.0.2", "::1", "localhost", "0.0.0.0", "console.example")
+    ]
+    assert ["a", "::1", ""] == [host_of(header) for header in ("A:1", "[::1]:1", "[")]
+
+
+def test_static_files_are_few_licensed_and_load_nothing_from_elsewhere() -> None:
+    static = files("agl_console") / "static"
+    texts = {file.name: file.read_text() for file in static.iterdir()}
+    assert sum(len(text.encode()) for text in texts.values()) <= STATIC_BYTES
+    assert {"htmx-LICENSE.txt", "uPlot-LICENSE.txt"} <= texts.keys()
+    own = [texts[name] for name in ("console.js", "console.css")]
+    templates = [file.read_text() for file in (files("agl_console") / "templates").iterdir()]
+    assert not [text for text in (*own, *templates) if re.search(r"https?://|url\(|@import", text)]
+    assert not [text for text in templates if re.search(r"\sstyle=|\son\w+=|\|\s*safe", text)]

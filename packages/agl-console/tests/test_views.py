@@ -1,0 +1,351 @@
+"""Every view as a page and as JSON, over a store that training runs filled."""
+
+import html
+import re
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient
+from msgspec.structs import replace
+
+from agl.contracts import ExperimentRecord, Metric, RolloutQuery
+from agl.schemas import Rollout
+from agl.stores import MemoryStore
+from agl_console.rollout import SPANS
+from agl_console.rollouts import PAGE, SCANNED
+
+from .conftest import Open
+from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, call, record, rollout_name
+
+FIRST = rollout_name(0)
+VIEWS = (
+    *("/", "/?compare=sums&compare=sums-slow", "/runs/sums", f"/runs/{LONG_NAME}", "/rollouts"),
+    *(
+        "/rollouts?experiment=sums&step=2",
+        f"/rollouts/{FIRST}",
+        "/rollouts/sums-1-grpo-hostile",
+    ),
+    *("/rollouts/sums-1-grpo-failed", "/rollouts/sums-1-grpo-waiting", "/rollouts/sums-1-grpo-long"),
+    *(f"/rollouts/{FIRST}/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
+    *("/rollouts/sums-1-grpo-hostile/spans/3", "/rollouts/sums-1-grpo-long/spans/3"),
+)
+
+
+async def text_of(client: TestClient, address: str) -> str:
+    answer = await client.get(address)
+    assert 200 == answer.status, await answer.text()
+    return await answer.text()
+
+
+async def data_of(client: TestClient, address: str) -> Any:
+    answer = await client.get(address + ("&" if "?" in address else "?") + "format=json")
+    assert 200 == answer.status, await answer.text()
+    return await answer.json()
+
+
+@pytest.mark.parametrize("address", VIEWS)
+async def test_view_is_a_page_and_the_same_data_as_json(opened: Open, address: str) -> None:
+    async with opened() as client:
+        page, data = await text_of(client, address), await data_of(client, address)
+    assert page.startswith("<!doctype html>")
+    assert page.rstrip().endswith("</html>")
+    assert isinstance(data, dict)
+
+
+async def test_runs_show_status_last_reward_and_best_version(opened: Open) -> None:
+    async with opened() as client:
+        runs = {run["name"]: run for run in (await data_of(client, "/"))["runs"]}
+        page = await text_of(client, "/")
+    assert {"sums": "finished", "sums-slow": "running", LONG_NAME: "stopped"} == {
+        name: run["status"] for name, run in runs.items()
+    }
+    assert ["grpo", "validate"] == [last["algorithm"] for last in runs["sums"]["rewards"]]
+    assert "sums-1-grpo-2" == runs["sums"]["best"]["version"]
+    assert runs["sums"]["has_failures"]
+    assert not runs["sums-slow"]["has_failures"]
+    assert LONG_NAME in page
+
+
+async def test_compared_runs_share_a_figure_and_show_the_settings_that_differ(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/?compare=sums&compare=sums-slow")
+    lines = {(line["run"], line["algorithm"]) for line in data["figures"][0]["series"]}
+    assert {(run, algorithm) for run in ("sums", "sums-slow") for algorithm in ("grpo", "validate")} == lines
+    assert [{"name": "grpo.lr", "values": ["0.05", "0.02"]}] == data["differences"]
+
+
+async def test_learning_draws_intervals_and_pages_back_through_steps(opened: Open) -> None:
+    async with opened() as client:
+        first = await data_of(client, "/runs/sums")
+        second = await data_of(client, f"/runs/sums?before={first['next']['before']}")
+    assert "reward" == first["figures"][0]["name"]
+    assert not {"reward_low", "reward_high"} & {figure["name"] for figure in first["figures"]}
+    line = first["figures"][0]["series"][0]
+    assert 60 == len(line["steps"]) == len(line["low"])
+    assert all(low < value < high for low, value, high in zip(line["low"], line["values"], line["high"], strict=True))
+    steps = [row["step"] for page in (first, second) for row in page["tables"][0]["rows"]]
+    assert list(range(60, 0, -1)) == steps
+    assert {} == second["next"]
+
+
+async def test_step_of_the_table_leads_to_its_rollouts(opened: Open) -> None:
+    async with opened() as client:
+        page = await text_of(client, "/runs/sums?before=4")
+        address = re.search(r'<a href="(/rollouts\?[^"]*step=2)"', page)
+        assert address is not None
+        data = await data_of(client, html.unescape(address[1]))
+    assert {2} == {row["step"] for row in data["rollouts"]}
+    assert 4 == len(data["rollouts"])
+
+
+FILTERS = {
+    "experiment=sums&status=failed": {"failed"},
+    "status=queued": {"waiting"},
+    "text=-failed": {"failed"},
+    "step=3": {"00002", "00005", "00008", "00011"},
+    "algorithm=ppo": set[str](),
+    "agent=planner&group=task-3": {"00003", "00007", "00011"},
+    "agent=nobody": set[str](),
+    "low=0.8": {"00010", "00011"},
+    "low=0.25&high=0.5": {"00003", "00004", "00005", "long"},
+    "reward=none": {"failed", "waiting"},
+    "experiment=other": set[str](),
+}
+
+
+@pytest.mark.parametrize(("query", "expected"), FILTERS.items())
+async def test_filters_select_rollouts(opened: Open, query: str, expected: set[str]) -> None:
+    async with opened() as client:
+        data = await data_of(client, f"/rollouts?{query}")
+    assert expected == {
+        re.sub("^sums-1-grpo-(train-[0-9]*-)?|-000$", "", row["rollout_id"]) for row in data["rollouts"]
+    }
+
+
+async def test_bars_of_the_histogram_part_the_rollouts_and_filter_them(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/rollouts?experiment=sums")
+        counts = [bar["count"] for bar in data["histogram"]]
+        found = [(await client.get("/rollouts", params=bar["query"] | {"format": "json"})) for bar in data["histogram"]]
+        pages = [await answer.json() for answer in found]
+    assert 16 == sum(counts)
+    assert counts == [len(page["rollouts"]) for page in pages]
+
+
+async def test_mean_of_rollouts_is_over_tasks_and_has_an_interval(opened: Open) -> None:
+    async with opened() as client:
+        summary = (await data_of(client, "/rollouts?experiment=sums&text=sums-1-grpo-train"))["summary"]
+    means = [sum((number + 4 * k) / 12 for k in range(3)) / 3 for number in range(4)]
+    assert (12, 4) == (summary["rollouts"], summary["tasks"])
+    assert summary["mean"] == pytest.approx(sum(means) / 4)
+    assert summary["low"] < summary["mean"] < summary["high"]
+
+
+async def test_pages_of_rollouts_show_each_once_the_newest_first(opened: Open) -> None:
+    store = MemoryStore()
+    made = [Rollout(rollout_id=f"r-{number:04d}", task=number) for number in range(2 * PAGE + 20)]
+    await store.enqueue(made)
+    async with opened(store) as client:
+        seen: list[str] = []
+        query: dict[str, str] = {"status": "queued"}
+        while query:
+            answer = await client.get("/rollouts", params=query | {"format": "json"})
+            data = await answer.json()
+            seen += [row["rollout_id"] for row in data["rollouts"]]
+            query = data["next"]
+    every = await store.rollouts(RolloutQuery(sort="created_at", is_newest_first=True, limit=1000))
+    assert [rollout.rollout_id for rollout in every] == seen
+
+
+async def test_page_looks_through_a_bounded_number_of_rollouts_and_goes_on_from_there(opened: Open) -> None:
+    store = MemoryStore()
+    wanted = {"metadata": {"algorithm": "grpo", "step": 7}}
+    await store.enqueue(
+        [Rollout(rollout_id=f"r-{n:05d}", task=n, **(wanted if n == 0 else {})) for n in range(SCANNED + 100)]
+    )
+    async with opened(store) as client:
+        first = await data_of(client, "/rollouts?step=7")
+        answer = await client.get("/rollouts", params=first["next"] | {"format": "json"})
+        second = await answer.json()
+        page = await text_of(client, "/rollouts?step=7")
+    assert (SCANNED, []) == (first["looked_through"], first["rollouts"])
+    assert (100, ["r-00000"]) == (second["looked_through"], [row["rollout_id"] for row in second["rollouts"]])
+    assert {} == second["next"]
+    assert "Look further" in page
+
+
+async def test_step_of_an_algorithm_is_looked_up_in_a_store_of_any_size(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="large"))
+    await store.enqueue(
+        [
+            Rollout(
+                rollout_id=f"large-1-grpo-{mode}-{step:05d}-{number:05d}-000",
+                task=number,
+                experiment="large",
+                mode=mode,
+                metadata={"algorithm": "grpo", "step": step},
+            )
+            for step in range(1, 30)
+            for mode in ("train", "val")
+            for number in range(40)
+        ]
+    )
+    async with opened(store) as client:
+        first = await data_of(client, "/rollouts?experiment=large&algorithm=grpo&step=2")
+        answer = await client.get("/rollouts", params=first["next"] | {"format": "json"})
+        second = await answer.json()
+    assert 80 == first["looked_through"]
+    rows = [*first["rollouts"], *second["rollouts"]]
+    assert [2] * 80 == [row["step"] for row in rows]
+    assert 80 == len({row["rollout_id"] for row in rows})
+    assert {} == second["next"]
+
+
+async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00006-000")
+    nodes = [(node["depth"], node["kind"], node["agent"]) for node in data["nodes"]]
+    assert [
+        (0, "step", ""),
+        (1, "agent", "planner"),
+        (2, "call", "planner"),
+        (1, "agent", "writer"),
+        (2, "call", "writer"),
+        (2, "tool", "writer"),
+        (2, "call", "writer"),
+        (1, "reward", ""),
+    ] == nodes
+    assert 0.5 == data["reward"]
+    assert 0.5 == data["nodes"][-1]["reward"]["value"]
+    assert ["row 0 at 30", "row 1 at 20", "row 1 at 60"] == [node["fate"] for node in data["nodes"] if node["fate"]]
+    assert [2, 1] == [data["nodes"][-2]["repeated"], len(data["nodes"][-2]["texts"]) - 1]
+    assert any("3 calls recorded, 0 rejected; 2 rows, 70 tokens train" in line for line in data["why"])
+
+
+async def test_rollout_is_found_by_the_beginning_of_its_id(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/rollouts/sums-1-grpo-host")
+    assert "sums-1-grpo-hostile" == data["rollout_id"]
+
+
+async def test_failed_rollout_shows_its_error_and_traceback(opened: Open) -> None:
+    async with opened() as client:
+        page = await text_of(client, "/rollouts/sums-1-grpo-failed")
+    assert "KeyError" in page
+    assert "File &#34;team.py&#34;, line 3" in page
+
+
+async def test_long_rollout_is_shown_in_pages(opened: Open) -> None:
+    def many(recorder: Recorder, **_: Any) -> None:
+        for number in range(700):
+            recorder.add(f"step {number}")
+
+    store = MemoryStore()
+    await record(store, "many", spans=many, experiment="")
+    async with opened(store) as client:
+        names: list[str] = []
+        query: dict[str, str] = {"attempt": "1"}
+        while query:
+            answer = await client.get("/rollouts/many", params=query | {"format": "json"})
+            data = await answer.json()
+            assert len(data["nodes"]) <= SPANS
+            names += [node["name"] for node in data["nodes"]]
+            query = data["next"]
+    assert [f"step {number}" for number in range(700)] == names
+
+
+async def test_tokens_have_probabilities_versions_and_what_trains(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, f"/rollouts/{FIRST}/tokens?row=1")
+        part = await data_of(client, f"/rollouts/{FIRST}/tokens?row=1&start=70")
+    cells = data["cells"]
+    assert list(range(100, 180)) == [cell["id"] for cell in cells]
+    sampled = [*range(20, 50), *range(60, 80)]
+    assert sampled == [cell["position"] for cell in cells if cell["is_trained"]]
+    assert sampled == [cell["position"] for cell in cells if cell["logprob"] is not None]
+    assert ["v1", "v1b"] == data["versions"]
+    assert [None, 0, None, 1] == [cells[index]["version"] for index in (19, 20, 50, 60)]
+    assert cells[70:] == part["cells"]
+
+
+async def test_tokens_of_a_rejected_call_do_not_train(opened: Open) -> None:
+    def late(recorder: Recorder, **_: Any) -> None:
+        failed = call(1, prompt=range(3), answer=range(3, 6), version="v", messages=[], said="x")
+        recorder.add("chat small", call=replace(failed, is_complete=False))
+
+    store = MemoryStore()
+    await record(store, "cut", spans=late, experiment="")
+    async with opened(store) as client:
+        span = await data_of(client, "/rollouts/cut/spans/1")
+        page = await text_of(client, "/rollouts/cut")
+    assert span["fate"].startswith("rejected, incomplete")
+    assert [False] * 6 == [cell["is_trained"] for cell in span["cells"]]
+    assert "rejected" in page
+
+
+async def test_span_shows_long_texts_further_than_the_rollout(opened: Open) -> None:
+    async with opened() as client:
+        tree = await text_of(client, "/rollouts/sums-1-grpo-long")
+        whole = await text_of(client, "/rollouts/sums-1-grpo-long/spans/3")
+    assert len(tree) < 60_000
+    assert "1,000,000 characters in all" in tree
+    assert LONG_LINE[:200_000] in whole
+    assert len(whole) < 500_000
+
+
+@pytest.mark.parametrize("address", [view for view in VIEWS if "hostile" in view or view == "/rollouts"])
+async def test_what_models_wrote_is_shown_and_never_obeyed(opened: Open, address: str) -> None:
+    async with opened() as client:
+        page = await text_of(client, address)
+    assert "<script>alert" not in page
+    assert "<img" not in page
+    assert not set(page) & set("\x00\x1b\u202e\u202c")
+    assert "&lt;script&gt;alert(1)" in page
+    assert "{{ 7 * 7 }}" in page
+    assert HOSTILE not in page
+
+
+async def test_names_of_runs_and_algorithms_are_escaped_in_figures(opened: Open) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name=name))
+    await store.log_metrics([Metric(experiment=name, algorithm="<i>", step=1, name="reward", value=1.0)])
+    async with opened(store) as client:
+        pages = [await text_of(client, "/"), await text_of(client, f"/runs/{name.replace(' ', '%20')}")]
+    assert not any(
+        "<img" in page or "<b>" in page.replace("<b>1</b>", "").replace("<b>reward</b>", "") for page in pages
+    )
+
+
+async def test_empty_store_says_what_records_a_run(opened: Open) -> None:
+    async with opened(MemoryStore()) as client:
+        assert "agl run experiment.toml" in await text_of(client, "/")
+        assert "agl exec" in await text_of(client, "/rollouts")
+
+
+WRONG = {
+    "/nothing": (404, "the console has /"),
+    "/runs/unknown": (404, "unknown"),
+    "/rollouts/unknown": (404, "unknown"),
+    f"/rollouts/{FIRST}/tokens?row=9": (404, "has 2 rows"),
+    f"/rollouts/{FIRST}/tokens?start=50": (400, "50 tokens"),
+    f"/rollouts/{FIRST}/spans/99": (404, "has no span"),
+    f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
+    "/rollouts?step=first": (400, "step"),
+    "/rollouts?steps=1": (400, "steps"),
+    "/rollouts?status=done": (400, "status"),
+    "/rollouts?low=2&high=1": (400, "exchange"),
+    "/?compare=unknown": (400, "choose from"),
+    "/rollouts/sums-1-grpo": (400, "several rollouts begin with"),
+}
+
+
+@pytest.mark.parametrize(("address", "expected"), WRONG.items())
+async def test_wrong_address_is_answered_with_what_to_do(opened: Open, address: str, expected: tuple[int, str]) -> None:
+    async with opened() as client:
+        page = await client.get(address)
+        data = await client.get(address + ("&" if "?" in address else "?") + "format=json")
+        assert expected[0] == page.status == data.status
+        assert expected[1] in await page.text()
+        assert expected[1] in (await data.json())["error"]
