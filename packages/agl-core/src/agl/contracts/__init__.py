@@ -47,6 +47,7 @@ from agl.contracts._training import (
     PublishFn,
     Recorded,
     RecordedFn,
+    ReversibleAlgorithm,
     Runner,
     StepReport,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "RecordedFn",
     "Recording",
     "Responder",
+    "ReversibleAlgorithm",
     "RewardEmitter",
     "RewardEntry",
     "RewardSetup",
