@@ -44,7 +44,8 @@ class Scripted:
         context, self._step = self._context, self._step + 1
         collected = await context.collect(context.train, step=self._step)
         text = self._texts[self._step - 1]
-        await context.publish(context.tunes[0], PromptTemplate(template=text), step=self._step)
+        if text:
+            await context.publish(context.tunes[0], PromptTemplate(template=text), step=self._step)
         if self._kept_in:
             with Path(self._kept_in).open("a") as file:
                 file.write(f"{self._step}: {sorted(context.kept())}\\n")
@@ -119,6 +120,7 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         use: str = "scripted",
         resume: bool = False,
         progress: Progress | None = None,
+        agent: Callable[..., float] = solve,
         params: dict[str, Any] | None = None,
         **section: Any,
     ) -> FitResult:
@@ -132,7 +134,7 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             progress=progress or Quiet(),
             **settings,
         )
-        return trainer.fit(solve, [0], list(range(TASKS)), resume=resume)
+        return trainer.fit(agent, [0], list(range(TASKS)), resume=resume)
 
     return run
 
@@ -307,6 +309,21 @@ def test_stopped_run_continues_when_it_is_told_to(fit: Callable[..., Any]) -> No
     fit(*texts, on_collapse="stop")
 
     assert {"scripted": 4} == fit(*texts, on_collapse="continue", resume=True).steps
+
+
+def fade(task: int, prompt: PromptTemplate, rollout: Rollout) -> float:
+    """Solve every task until the second step, and none afterwards, whatever the prompt says."""
+    del task, prompt
+    return float(int(str(rollout.metadata["step"])) < 2)
+
+
+def test_fall_without_new_versions_is_told_and_goes_nowhere(fit: Callable[..., Any], tmp_path: Path) -> None:
+    progress = Lines()
+    result = fit("", "", "", "", use="reversible", agent=fade, progress=progress)
+
+    assert progress.about("has fallen")[1].endswith("and the versions are the same: something else has changed")
+    assert ({"reversible": 4}, {"prompt": "kept-1-initial"}) == (result.steps, result.resources)
+    assert 1.0 == look(tmp_path, saved_state)["state"]["rate"]
 
 
 @pytest.mark.parametrize("text", ["0.9", "0.6"])

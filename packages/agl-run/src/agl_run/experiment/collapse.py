@@ -90,6 +90,9 @@ class CollapseGuard:
         session, states = self._driver.session, self._driver.validations.states
         live = session.live.versions()
         changed = {name for name, version in best.versions.items() if live[name] != version}
+        if not changed:
+            self._say(f"{told}, twice in a row, and the versions are the same: something else has changed")
+            return
         affected = [t for t in self._turns if not t.is_finished and t.steps and changed.intersection(t.tunes)]
         obstacle = await self._obstacle(best, affected)
         if obstacle:
