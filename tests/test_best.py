@@ -395,12 +395,16 @@ def test_run_that_is_killed_ends_as_one_that_is_not(
     dies_in = tmp_path / "died" if "go_back" in words else tmp_path
     spoken = [one for one in words if one not in ("", "go_back")]
     command = [sys.executable, "script.py", str(dies_in), *spoken]
+    said = ""
     for _ in spoken or ("go_back",):
-        killed = subprocess.run(command, cwd=tmp_path, env=agl_plugins.environment, capture_output=True)
+        killed = subprocess.run(command, cwd=tmp_path, env=agl_plugins.environment, capture_output=True, text=True)
         assert -signal.SIGKILL == killed.returncode
+        said += killed.stdout
     done = subprocess.run(command, cwd=tmp_path, env=agl_plugins.environment, capture_output=True, text=True)
 
     assert 0 == done.returncode, done.stderr
+    assert 1 == (said + done.stdout).count("back to the versions after step 1")
+    assert "the versions are the same" not in said + done.stdout  # it remembers that it went back
     expected = "result 0.0 0.7 0.3 2 0.8 {'prompt': 'kept-1-reversible-2'} {'reversible': 7}"
     assert expected == done.stdout.splitlines()[-1]
     assert "kept-1-reversible-2" == look(tmp_path, best_version)
