@@ -170,24 +170,24 @@ def run_file(folder: Path, agl_plugins: PluginFolder, *options: str, best: str, 
 
 
 @pytest.mark.parametrize(
-    ("best", "said"),
-    [
-        ("none", "validation reward 0.000 now, 1.000 before the first step"),
-        ("writer 2", "validation reward 0.000 now, 1.000 after step 2"),
-        ("writer 3", ""),
-        ("nothing", ""),
-    ],
+    ("best", "place"),
+    [("none", "before the first step"), ("writer 2", "after step 2"), ("writer 3", ""), ("nothing", "")],
 )
+@pytest.mark.parametrize("final", ["best", "last"])
 def test_run_says_when_its_end_is_worse_than_its_start_or_its_best(
-    best: str, said: str, log: Log, agl_plugins: PluginFolder, tmp_path: Path
+    final: str, best: str, place: str, log: Log, agl_plugins: PluginFolder, tmp_path: Path
 ) -> None:
-    done = run_file(tmp_path, agl_plugins, best=best)
+    done = run_file(tmp_path, agl_plugins, "--set", f"experiment.final={final}", best=best)
 
     assert 0 == done.returncode, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "worse" in line]
-    assert [f"the end is worse than the best: {said}; agl resources list shows the versions of every step"] * bool(
-        said
-    ) == lines
+    lines = [line for line in done.stdout.splitlines() if "worse" in line or "not the best" in line]
+    expected = {
+        "best": f"the last step was not the best: validation reward 0.000 after it, 1.000 {place}; "
+        "the versions of then are live, and have the label best",
+        "last": f"the end is worse than the best: validation reward 0.000 now, 1.000 {place}; "
+        "agl resources list shows the versions of every step",
+    }
+    assert [expected[final]] * bool(place) == lines
 
 
 def test_resumed_run_remembers_the_best_of_before(log: Log, agl_plugins: PluginFolder, tmp_path: Path) -> None:
@@ -196,7 +196,9 @@ def test_resumed_run_remembers_the_best_of_before(log: Log, agl_plugins: PluginF
     done = run_file(tmp_path, agl_plugins, "--resume", best="writer 1")
 
     assert 0 == done.returncode, done.stderr
-    assert "the end is worse than the best: validation reward 0.000 now, 1.000 after step 1;" in done.stdout
+    assert "the last step was not the best: validation reward 0.000 after it, 1.000 after step 1;" in done.stdout
+    assert "prompt: halves-1-writer-1" in done.stdout.splitlines()
+    assert "agl export prompt@best --format json" in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])

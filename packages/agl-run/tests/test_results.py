@@ -13,6 +13,7 @@ FIT = FitResult(
     experiment="sums<1>",
     before=0.25,
     after=0.5,
+    last=0.5,
     best=0.75,
     best_step=6,
     steps={"grpo": 12},
@@ -31,6 +32,12 @@ resources          small 7
 folder             runs/sums
 seconds            10"""
     assert expected == repr(FIT)
+
+
+def test_result_says_which_versions_are_live_if_not_the_last():
+    result = msgspec.structs.replace(FIT, after=0.75, kept_step=6)
+    said = "0.250 before; 0.750 after; 0.500 after the last step; the versions after step 6 are live"
+    assert f"validation reward  {said}" in repr(result)
 
 
 def test_result_without_validation_says_so():

@@ -24,7 +24,7 @@ from agl_algo_torch.probe import make_probe
 from agl_algo_torch.typed_torch import read_tensors, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor, nn
 
@@ -146,11 +146,12 @@ def step_directory(parent: Path, step: int) -> Path:
     return parent / f"{step:06d}"
 
 
-def prune(parent: Path, *, step: int, keep: int) -> None:
-    """Remove the directories of steps before the last `keep`, counted back from `step`."""
+def prune(parent: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+    """Remove the directories of steps before the last `keep`, counted back from `step`, except those of `kept`."""
     oldest = step_directory(parent, max(0, step - keep + 1)).name
+    staying = {step_directory(parent, each).name for each in kept}
     for path in parent.glob("[0-9]*"):
-        if path.is_dir() and path.name < oldest:
+        if path.is_dir() and path.name < oldest and path.name not in staying:
             shutil.rmtree(path, ignore_errors=True)
 
 

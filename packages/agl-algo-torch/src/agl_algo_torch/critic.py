@@ -23,7 +23,7 @@ from agl_algo_torch.typed_torch import backward, seed_everything
 from agl_algo_torch.weights import serving_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from agl_algo_torch.batch import MicroBatch, RowSample
@@ -105,14 +105,14 @@ class CriticLearner:
         self.updates += 1
         return {"value_loss": summed, "value_grad_norm": norm}
 
-    def save(self, workdir: Path, learner: PolicyLearner, *, step: int, keep: int) -> None:
-        """Write a checkpoint beside the learner's and remove old ones.
+    def save(self, workdir: Path, learner: PolicyLearner, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+        """Write a checkpoint beside the learner's and remove old ones, except those of the steps `kept`.
 
         The last two stay at least, because the run's state names the one before until the new state is saved.
         """
         target = step_directory(workdir / "critic", step)
         save_training(target, model=self.model, optimizer=self._optimizer, updates=self.updates, origin=learner.origin)
-        prune(workdir / "critic", step=step, keep=max(2, keep))
+        prune(workdir / "critic", step=step, keep=max(2, keep), kept=kept)
 
     def load(self, workdir: Path, *, step: int) -> None:
         """Continue from the checkpoint of a step."""

@@ -249,6 +249,10 @@ class GRPO:
         self._step = int(state["step"])
         await self._tuned.restore(state)
 
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        await self._tuned.go_back(state, rate=rate, updates=self._step * self._updates_per_step * self._epochs)
+
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Return true while `steps` exceeds the steps done; a decaying rate then follows the new length."""
         del tasks, sources_go_on

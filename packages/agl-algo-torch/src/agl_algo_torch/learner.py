@@ -19,7 +19,7 @@ from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
 from agl_algo_torch.typed_torch import seed_everything
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from agl.contracts import AlgorithmContext
@@ -80,8 +80,8 @@ class PolicyLearner:
         self.updates += 1
         return norm
 
-    def save(self, workdir: Path, *, step: int, keep: int) -> None:
-        """Write a training checkpoint and remove those of steps before the last `keep`, but keep the last two.
+    def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+        """Write a training checkpoint and remove those of steps before the last `keep`, except the last two and `kept`.
 
         The run's state names the one before until the new state is saved.
         """
@@ -92,12 +92,12 @@ class PolicyLearner:
             updates=self.updates,
             origin=self.origin,
         )
-        prune(workdir / "state", step=step, keep=max(2, keep))
+        prune(workdir / "state", step=step, keep=max(2, keep), kept=kept)
 
-    def export(self, workdir: Path, *, step: int, keep: int) -> Weights:
+    def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
         """Write the weights to serve and return the resource that names them; prunes like `save`."""
         weights = save_served(self.loaded, step_directory(workdir.absolute() / "weights", step))
-        prune(workdir / "weights", step=step, keep=keep)
+        prune(workdir / "weights", step=step, keep=keep, kept=kept)
         return weights
 
 

@@ -26,6 +26,7 @@ import asyncio
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -252,7 +253,7 @@ class PPO:
 
         # 4. Save what training continues from, then make the new weights live; without an update there are none.
         await self._tuned.save(step=step)
-        await asyncio.to_thread(critic.save, context.workdir, learner, step=step, keep=self._keep)
+        await asyncio.to_thread(critic.save, context.workdir, learner, step=step, keep=self._keep, kept=context.kept())
         published = (await self._tuned.publish(step=step),) if learner.updates > self._updates else ()
         self._step, self._updates = step, learner.updates
         is_finished = step >= self._steps
@@ -275,10 +276,13 @@ class PPO:
         """Continue from a checkpoint of policy and critic, optimizer moments and the KL reference included."""
         self._step, self._updates = int(state["step"]), int(state["updates"])
         await self._tuned.restore(state)
-        if state["checkpoint"]:
-            learner = await self._tuned.learner(updates=self._updates)
-            self._critic = await asyncio.to_thread(self._make_critic, learner)
-            await asyncio.to_thread(self._critic.load, self._context.workdir, step=self._step)
+        await self._open_critic(state)
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        await self._tuned.go_back(state, rate=rate, updates=self._updates)
+        self._critic = None
+        await self._open_critic(state)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Return true while `steps` exceeds the steps done; a decaying rate then follows the new length."""
@@ -289,6 +293,14 @@ class PPO:
         """Drop the model, the critic and the reference."""
         self._tuned.close()
         self._critic = None
+
+    async def _open_critic(self, state: Mapping[str, Json]) -> None:
+        """Continue with the critic that was saved beside the checkpoint; without one the next step makes it."""
+        checkpoint = str(state.get("checkpoint", ""))
+        if checkpoint and Path(checkpoint).is_dir():
+            learner = await self._tuned.learner(updates=self._updates)
+            self._critic = await asyncio.to_thread(self._make_critic, learner)
+            await asyncio.to_thread(self._critic.load, self._context.workdir, step=int(Path(checkpoint).name))
 
     def _make_critic(self, learner: PolicyLearner) -> CriticLearner:
         # A copy of the policy's network as it is now: it already knows the language and has only the head to learn.

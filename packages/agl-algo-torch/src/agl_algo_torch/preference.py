@@ -181,6 +181,10 @@ class PreferenceAlgorithm(ABC, Generic[E]):
         self._supply.restore(state)
         await self._tuned.restore(state)
 
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        await self._tuned.go_back(state, rate=rate, updates=self._updates)
+
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Return true while `steps` exceeds the steps done, or when an exhausted source continues."""
         del tasks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,21 @@ if TYPE_CHECKING:
     from agl.schemas import Json, ResourceVersion
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A checkpoint of fewer updates than were done: the one that training went back to; `""` for none."""
+
+    checkpoint: str
+    updates: int
+
+
 class TunedPolicy:
     """One policy in training. Call `begin` first.
 
     Args:
         settings: Optimizer, adapters, device.
         algorithm: Its registered name, for messages.
-        keep: Saved states and exported weights that stay on disk.
+        keep: Saved states and exported weights that stay on disk, besides those to which the experiment may go back.
         has_reference: Holds the policy frozen as it was at this algorithm's start, a resumed run included.
     """
 
@@ -46,6 +55,8 @@ class TunedPolicy:
         self._reference: Reference | None = None
         self._start: Weights | None = None  # what the reference was opened from
         self._opened = ""  # the version that `_learner` was opened from
+        self._rate = 1.0  # factor of the learning rate, smaller after each time that training went back
+        self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
     def begin(self, context: AlgorithmContext) -> None:
         """Take the algorithm's context; raises ConfigError unless one policy with reachable weights is tuned."""
@@ -75,27 +86,60 @@ class TunedPolicy:
 
     async def save(self, *, step: int) -> None:
         """Write what training continues from; the step has opened the learner."""
-        await asyncio.to_thread(self._opened_learner().save, self._context.workdir, step=step, keep=self._keep)
+        kept = self._context.kept()
+        await asyncio.to_thread(
+            self._opened_learner().save, self._context.workdir, step=step, keep=self._keep, kept=kept
+        )
+        self._behind = None
 
     async def publish(self, *, step: int) -> str:
         """Export the weights and make them live; returns `name@version`."""
         learner = self._opened_learner()
-        resource = await asyncio.to_thread(learner.export, self._context.workdir, step=step, keep=self._keep)
+        kept = self._context.kept()
+        resource = await asyncio.to_thread(learner.export, self._context.workdir, step=step, keep=self._keep, kept=kept)
         version = await self._context.publish(self.name, resource, step=step)
         return f"{self.name}@{version.version}"
 
     def state(self, *, step: int) -> dict[str, Json]:
         """Return the newest checkpoint, the version that it was opened from and the reference's weights."""
         start = None if self._start is None else to_builtins(self._start)
-        return {"checkpoint": saved_path(self._context.workdir, step), "opened": self._opened, "start": start}
+        checkpoint = saved_path(self._context.workdir, step) if self._behind is None else self._behind.checkpoint
+        done = None if self._behind is None else self._behind.updates
+        return {
+            "checkpoint": checkpoint,
+            "opened": self._opened,
+            "start": start,
+            "rate": self._rate,
+            "updates_done": done,
+        }
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the reference included."""
         self._opened = str(state["opened"])
         start = state.get("start")
         self._start = None if start is None else msgspec.convert(start, Weights)
-        if state["checkpoint"]:
-            self._learner = await asyncio.to_thread(self._resume, Path(str(state["checkpoint"])))
+        self._rate = float(state.get("rate", 1.0))
+        checkpoint, done = str(state["checkpoint"]), state.get("updates_done")
+        self._behind = None if done is None else Behind(checkpoint=checkpoint, updates=int(done))
+        if checkpoint:
+            self._learner = await asyncio.to_thread(self._resume, Path(checkpoint))
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float, updates: int) -> None:
+        """Continue from the weights and moments of an earlier `state`, with `rate` times the learning rate.
+
+        Without the state's checkpoint, and for an empty state, training continues from the live weights with new
+        moments. `updates` is the number of updates done so far, at which the curve of the learning rate goes on.
+        """
+        checkpoint = str(state.get("checkpoint", ""))
+        if checkpoint and not Path(checkpoint).is_dir():
+            self._context.say(f"the saved state {checkpoint} is gone; training goes on with new moments of AdamW")
+            checkpoint = ""
+        self._learner, self._rate = None, rate  # free the old model before the new one is loaded
+        self._reference = None if checkpoint else self._reference
+        self._opened = str(state.get("opened", ""))
+        self._behind = Behind(checkpoint=checkpoint, updates=updates)
+        if checkpoint:
+            self._learner = await asyncio.to_thread(self._resume, Path(checkpoint))
 
     def close(self) -> None:
         """Drop the model and the reference."""
@@ -113,21 +157,31 @@ class TunedPolicy:
             is_removable = bool(version.algorithm) and Path(origin.uri).is_dir()
             self._start = keep_start(origin, self._context.workdir / "start") if is_removable else origin
             origin = self._start
-        learner = PolicyLearner(origin=origin, settings=self._settings)
+        learner = PolicyLearner(origin=origin, settings=self._scaled())
         learner.updates = updates
         if self._has_reference and self._reference is None:
-            self._reference = Reference(learner.loaded.model)
+            self._reference = self._reference_beside(learner)
         return learner
 
     def _resume(self, checkpoint: Path) -> PolicyLearner:
-        learner = PolicyLearner(origin=read_origin(checkpoint), settings=self._settings)
+        learner = PolicyLearner(origin=read_origin(checkpoint), settings=self._scaled())
         if self._has_reference:
-            start = self._start or learner.origin
-            # The learner was opened again since if another algorithm has published weights.
-            at_start = learner if start == learner.origin else PolicyLearner(origin=start, settings=self._settings)
-            self._reference = Reference(at_start.loaded.model)  # before the trained weights are loaded
+            self._reference = self._reference_beside(learner)  # before the trained weights are loaded
         learner.load(checkpoint)
+        if self._behind is not None:
+            learner.updates = self._behind.updates
         return learner
+
+    def _reference_beside(self, learner: PolicyLearner) -> Reference:
+        """Return the policy at this algorithm's start; the learner has just been opened."""
+        start = self._start or learner.origin
+        # The learner was opened from other weights if another algorithm has published some, or training went back.
+        at_start = learner if start == learner.origin else PolicyLearner(origin=start, settings=self._settings)
+        return Reference(at_start.loaded.model)
+
+    def _scaled(self) -> LearnerSettings:
+        optim = self._settings.optim
+        return replace(self._settings, optim=replace(optim, lr=optim.lr * self._rate))
 
 
 def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:

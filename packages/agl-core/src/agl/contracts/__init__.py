@@ -48,6 +48,7 @@ from agl.contracts._training import (
     PublishFn,
     Recorded,
     RecordedFn,
+    ReversibleAlgorithm,
     Runner,
     StepReport,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "RecordedFn",
     "Recording",
     "Responder",
+    "ReversibleAlgorithm",
     "RewardEmitter",
     "RewardEntry",
     "RewardSetup",

@@ -232,6 +232,8 @@ class AlgorithmContext:
         recorded: See :class:`RecordedFn`; refuses without ``sources``.
         publish: See :class:`PublishFn`.
         propose: See :class:`ProposeFn`.
+        kept: Returns the steps of this algorithm whose published files and saved states must stay on disk, because the
+            experiment may go back to them; for those that prune old ones.
         live: Name and live version of every resource, tuned or not.
         endpoint: The address of a policy of the experiment by name, for algorithms that call a model themselves.
         current: The live version of a resource by name.
@@ -265,6 +267,7 @@ class AlgorithmContext:
     progress: Callable[[int, int, str], None]
     say: Callable[[str], None]
     clock: Callable[[], float]
+    kept: Callable[[], frozenset[int]] = frozenset
 
 
 class Algorithm(Protocol):
@@ -327,3 +330,22 @@ class ExtendableAlgorithm(Algorithm, Protocol):
             sources_go_on: Whether an algorithm that this one learns from takes further steps.
         """
         ...
+
+
+@runtime_checkable
+class ReversibleAlgorithm(Algorithm, Protocol):
+    """An algorithm that can continue from an earlier state when training has lost what it had learned.
+
+    One without this stops instead; see ``on_collapse`` of the experiment file.
+    """
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from an earlier :meth:`Algorithm.state` with smaller steps; the next step keeps its number.
+
+        Steps are counted on, and no rollout of the steps in between is trained again. The versions that were live at
+        ``state`` are live again when this is called, and :meth:`Algorithm.state` describes the result afterwards.
+
+        Args:
+            state: A state whose step is in ``kept`` of the context; empty for the one before the first step.
+            rate: Factor of the configured learning rate, or of another size of the steps, from now on; below 1.
+        """

@@ -107,9 +107,7 @@ def _response(
 
 def error_text(error: object) -> str:
     """The message of an ``error`` field."""
-    if not error:
-        return ""
-    return str(as_dict(error).get("message") or error)
+    return str(as_dict(error).get("message") or error) if error else ""
 
 
 class _ChoiceBuilder:

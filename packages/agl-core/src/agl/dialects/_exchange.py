@@ -19,10 +19,7 @@ _ENDPOINTS: tuple[tuple[str, Dialect], ...] = (
 def dialect_of(path: str) -> Dialect | None:
     """The wire format of the endpoint at ``path`` (a URL or its path), ``None`` for anything else."""
     plain = path.split("?", 1)[0].rstrip("/")
-    for suffix, dialect in _ENDPOINTS:
-        if plain.endswith(suffix):
-            return dialect
-    return None
+    return next((dialect for suffix, dialect in _ENDPOINTS if plain.endswith(suffix)), None)
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):

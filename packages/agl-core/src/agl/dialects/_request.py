@@ -123,10 +123,8 @@ def sampling_of(request: dict[str, Any]) -> Sampling:
 
 
 def _max_tokens(request: dict[str, Any]) -> int | None:
-    for key in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        if (value := _integer(request.get(key))) is not None:
-            return value
-    return None
+    given = (_integer(request.get(key)) for key in ("max_completion_tokens", "max_output_tokens", "max_tokens"))
+    return next((value for value in given if value is not None), None)
 
 
 def _number(value: object) -> float | None:

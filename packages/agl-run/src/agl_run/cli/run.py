@@ -17,6 +17,7 @@ from agl_run.experiment.fitting import FitResult
 from agl_run.experiment.hints import MEMORY, command
 from agl_run.experiment.progress import Quiet
 from agl_run.experiment.store_url import located, without_password
+from agl_run.experiment.validations import BEST, after_step
 
 STOPPED = 130
 """Exit status after an interrupt, by the shells' convention."""
@@ -69,7 +70,7 @@ def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> 
     lines.append(f"metrics and checkpoints: {result.workdir}")
     if not store_url.startswith(MEMORY):
         lines.append(f"look at the runs with: {', '.join(_commands(result, store_url))}")
-        lines += [f"take {name} with you: {text}" for name, text in _exports(config, store_url).items()]
+        lines += [f"take {name} with you: {text}" for name, text in _exports(result, config, store_url).items()]
     return "\n".join(lines)
 
 
@@ -80,24 +81,28 @@ def _commands(result: FitResult, store_url: str) -> list[str]:
     return [command(*words, store_url=store_url) for words in (*looks, *curves)]
 
 
-def _exports(config: ExperimentConfig, store_url: str) -> dict[str, str]:
+def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dict[str, str]:
     """Return the commands that show and write out what the algorithms tuned, by resource."""
+    is_last = result.kept_step is None  # commands take the newest version unless they are given another
     tuned = dict.fromkeys(name for algorithm in config.algorithm for name in algorithm.tunes)
     found: dict[str, str] = {}
     for name in tuned:
-        weights = [("export", name, "--format", "model", "--output", f"{name}-model")]
-        others = [("resources", "show", name), ("export", name, "--format", "json")]
+        which = name if is_last else f"{name}@{BEST}"
+        weights = [("export", which, "--format", "model", "--output", f"{name}-model")]
+        shown = ("resources", "show", name) if is_last else ("resources", "show", name, BEST)
+        others = [shown, ("export", which, "--format", "json")]
         words = weights if name in config.policy else others
         found[name] = ", ".join(command(*each, store_url=store_url) for each in words)
     return found
 
 
 def _loss(result: FitResult) -> list[str]:
-    """Return the line that says so when the end is worse than the start or than the best version between."""
-    if result.best is None or result.after is None or result.after >= result.best:
+    """Return the line that says so when the end of the steps is worse than the start or than the best one between."""
+    last, best = result.last, result.best
+    if last is None or best is None or (last >= best and result.kept_step is None):
         return []
-    when = f"after step {result.best_step}" if result.best_step else "before the first step"
-    return [
-        f"the end is worse than the best: validation reward {result.after:.3f} now, {result.best:.3f} {when}; "
-        "agl resources list shows the versions of every step"
-    ]
+    if result.kept_step is None:
+        text = f"the end is worse than the best: validation reward {last:.3f} now, {best:.3f} "
+        return [f"{text}{after_step(result.best_step)}; agl resources list shows the versions of every step"]
+    text = f"the last step was not the best: validation reward {last:.3f} after it, {result.after:.3f} "
+    return [f"{text}{after_step(result.kept_step)}; the versions of then are live, and have the label best"]

@@ -144,6 +144,9 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         workdir: Where checkpoints and metrics go; by default ``runs/NAME``.
         validate_every: Steps between validations; 0 for only before and after.
         validation_limit: Validation tasks at most; 0 for all.
+        final: The versions that are live at the end: ``best`` of those that were validated, or the ``last`` ones.
+        on_collapse: Reaction to a validation reward that fell below the best one by more than chance explains, twice in
+            a row: ``rollback`` to the best versions with smaller steps, ``stop``, or ``continue``.
         failed: Treatment of a failed rollout: left out of training, or trained with ``penalty``.
         missing_reward: The same for a rollout without a reward.
         penalty: The substitute reward.
@@ -165,6 +168,8 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     workdir: str = ""
     validate_every: int = 0
     validation_limit: int = 0
+    final: Literal["best", "last"] = "best"
+    on_collapse: Literal["rollback", "stop", "continue"] = "rollback"
     failed: Literal["drop", "penalise"] = "drop"
     missing_reward: Literal["drop", "penalise"] = "drop"
     penalty: float = 0.0

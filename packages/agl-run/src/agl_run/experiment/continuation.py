@@ -66,7 +66,8 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
         )
     elif resume:
         reopened = await _reopened(store, plan, previous)
-        state = msgspec.structs.replace(previous, status="running", owner=worker_name(), agent=agent)
+        live = await saved.load_last_versions(store, previous) if previous.status == "finished" else previous.live
+        state = msgspec.structs.replace(previous, status="running", live=live, owner=worker_name(), agent=agent)
     elif previous.status == "finished":
         raise ConfigError(
             f"experiment {name!r} is finished; pass --fresh (fresh=True) to run it again from its start, or ask for "

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from agl.contracts import (
     ExperimentRecord,
     Metric,
     Policy,
+    ReversibleAlgorithm,
     StepReport,
 )
 from agl.errors import AglError, ConfigError
@@ -38,6 +40,7 @@ from agl_run.experiment.session import Session
 from agl_run.experiment.settings import changed_settings, training_settings
 from agl_run.experiment.silence import SilenceWatch
 from agl_run.experiment.state import AlgorithmState
+from agl_run.experiment.validations import Validations, files_of
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
 from agl_run.training_records import TrainingRecord, save_training
 
@@ -53,6 +56,7 @@ class Driver:
 
     Attributes:
         reports: The reports on the run's rollouts.
+        validations: The run's validations; load them first.
     """
 
     def __init__(
@@ -68,6 +72,13 @@ class Driver:
             sampling=SamplingReport(store_url=url),
             patterns=PatternReport(),
             store_url=url,
+        )
+        self.validations = Validations(
+            session.store,
+            name=session.plan.name,
+            run=state.run,
+            tasks=self.validation_tasks,
+            tuned=frozenset(name for algorithm in session.plan.config.algorithm for name in algorithm.tunes),
         )
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
@@ -144,6 +155,12 @@ class Driver:
         metrics = {**self._replays.pop(name, {}), **self.reports.sampling.take(name), **report.metrics}
         await self._report(name, msgspec.structs.replace(report, metrics=metrics), turn=turn)
 
+    async def go_back(self, algorithms: Mapping[str, AlgorithmState], *, others: Mapping[str, bytes]) -> None:
+        """Save the live versions and the states of algorithms that went back to them, with ``others`` by key."""
+        async with self._lock:
+            self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
+            await saved.save(self.session.store, self.state, algorithms=algorithms, others=others)
+
     async def changed(self) -> None:
         """Return once any algorithm has finished a step."""
         async with self._changed:
@@ -195,17 +212,28 @@ class Driver:
         Returns ``None`` without validation tasks, and for an earlier step whose rollouts were removed: the versions
         that were live then are no longer known.
         """
-        tasks = self.validation_tasks
+        tasks, known = self.validation_tasks, self.validations.at(step)
         if not tasks:
             return None
+        if known is not None and step:
+            return known.mean
         collector = self.collector(VALIDATION, None)
         pinned = await collector.pinned_before(tasks[0], step=step, mode="val")
         if pinned is None and step < self.state.turn:
-            return None
-        collected = await collector(tasks, step=step, mode="val", resources=pinned)
+            return None if known is None else known.mean
+        versions = pinned or self.session.live.versions()
+        states = {algorithm.name: await self.load(algorithm) for algorithm in self.session.plan.config.algorithm}
+        files = files_of([await self.session.store.resource(*version) for version in versions.items()], states)
+        self.validations.begin(files)
+        collected = await collector(tasks, step=step, mode="val", resources=versions)
         if not step:
             self.validated = collected.episodes
-        mean = sum(_reward_or_zero(episode) for episode in collected.episodes) / len(tasks)
+        rewards = rewards_of(collected.episodes)
+        if known is None:
+            known = await self.validations.add(
+                turn=step, versions=versions, steps=files, rewards=rewards, states=states
+            )
+        mean = fmean(rewards)
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
         report = StepReport(step=step, metrics={"reward": mean, "failed": float(failed)})
         await self._report(VALIDATION, report, turn=step)
@@ -215,8 +243,9 @@ class Driver:
         return mean
 
 
-def _reward_or_zero(episode: Episode) -> float:
-    return 0.0 if episode.reward is None else episode.reward
+def rewards_of(episodes: Sequence[Episode]) -> list[float]:
+    """Return the reward of each validation rollout, 0 for one without."""
+    return [0.0 if episode.reward is None else episode.reward for episode in episodes]
 
 
 class DrivenAlgorithm:
@@ -313,6 +342,26 @@ class DrivenAlgorithm:
         self._driver.progress.say(_line(name, report, total=self._total, left=left))
         self._silence.add(report)
 
+    @property
+    def can_go_back(self) -> bool:
+        """Whether the algorithm, which has begun, can continue from an earlier state."""
+        return isinstance(self._algorithm, ReversibleAlgorithm)
+
+    async def go_back(self, state: AlgorithmState | None, *, rate: float) -> AlgorithmState:
+        """Let the algorithm, which has begun, continue from an earlier state with smaller steps; returns its new state.
+
+        The live versions must be those of that state already. ``None`` is the state before its first step.
+        """
+        if not isinstance(self._algorithm, ReversibleAlgorithm):
+            raise AglError(f"algorithm {self.name!r} cannot go back to an earlier state")
+        await self._algorithm.go_back({} if state is None else state.state, rate=rate)
+        self._state = msgspec.structs.replace(self._state, state=dict(self._algorithm.state()))
+        return self._state
+
+    def stopped(self, reason: str) -> AlgorithmState:
+        """Return the state of the algorithm as one that ended for ``reason`` before its last step."""
+        return msgspec.structs.replace(self._state, is_finished=True, stop_reason=reason)
+
     async def end(self) -> None:
         """Release the algorithm."""
         self._driver.progress.update(f"{self._config.name} rollouts", 0, 0)
@@ -360,6 +409,7 @@ class DrivenAlgorithm:
             recorded=driver.recorded(config, collector),
             publish=self._publish,
             propose=self._propose,
+            kept=lambda: driver.validations.kept(config.name),
             live=session.live.versions,
             endpoint=session.endpoint,
             current=session.live.current,

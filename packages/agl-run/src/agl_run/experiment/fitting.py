@@ -10,18 +10,22 @@ from agl.contracts import ExperimentRecord
 from agl.schemas import Episode, Mode, Record
 from agl_run.experiment import state as saved
 from agl_run.experiment.build import build_rewards, check_algorithms
+from agl_run.experiment.collapse import CollapseError, CollapseGuard
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.continuation import Beginning, begin, is_of_another_agent
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.failures import error_of
+from agl_run.experiment.finalists import Choice, choose
 from agl_run.experiment.finished import experiment_of
-from agl_run.experiment.plan import TRIAL, VALIDATION, Plan
+from agl_run.experiment.plan import TRIAL, Plan
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
 from agl_run.experiment.retention import retain_after_run
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
+from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.unused import unused_credits
+from agl_run.experiment.validations import after_step
 from agl_run.experiment.waiting import told
 
 _LOG = logging.getLogger("agl_run.experiment")
@@ -33,7 +37,10 @@ class FitResult(Record, frozen=True, kw_only=True):
     Attributes:
         experiment: The experiment's name.
         before: Validation reward before the first step, ``None`` without validation tasks.
-        after: Validation reward at the end, ``None`` without validation tasks.
+        after: Validation reward of the versions that are live at the end, ``None`` without validation tasks; on fresh
+            rollouts where these chose the versions.
+        last: Validation reward after the last step, which is another than ``after`` if earlier versions are live.
+        kept_step: Steps of all algorithms together before those earlier versions; ``None`` if the last ones are live.
         best: The highest validation reward, those before, after and between included; ``None`` without any.
         best_step: Steps of all algorithms together that were taken before the best one; of equals, before the last.
         steps: Steps of each algorithm, by its name.
@@ -47,6 +54,8 @@ class FitResult(Record, frozen=True, kw_only=True):
     experiment: str
     before: float | None = None
     after: float | None = None
+    last: float | None = None
+    kept_step: int | None = None
     best: float | None = None
     best_step: int = 0
     steps: dict[str, int] = {}
@@ -62,10 +71,15 @@ class FitResult(Record, frozen=True, kw_only=True):
     def _repr_html_(self) -> str:
         return as_html(*self._table(), has_head=False)
 
+    def _other_rewards(self) -> list[tuple[float | None, str]]:
+        if self.kept_step is not None:
+            return [(self.last, f"after the last step; the versions {after_step(self.kept_step)} are live")]
+        return [] if self.best == self.after else [(self.best, f"best, {after_step(self.best_step)}")]
+
     def _table(self) -> tuple[str, Rows]:
         failed = (("failed", f"{self.failed} rollouts: {self.errors}"),) if self.failed else ()
         rows = (
-            ("validation reward", reward_text(self.before, self.after, self.best, self.best_step)),
+            ("validation reward", reward_text(self.before, self.after, self._other_rewards())),
             ("steps", pairs(self.steps)),
             ("resources", pairs(self.resources)),
             ("folder", self.workdir),
@@ -117,15 +131,18 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         driver, turns = await _start(session, beginning, progress)
         for text in unused_credits(plan):
             _LOG.warning("%s", text)
-        before, after = await _run(driver, turns)
+        before, choice = await _run(driver, turns)
         driver.reports.sampling.conclude()
         driver.reports.patterns.conclude()
         driver.reports.failures.conclude()
-        best, best_step = await _best(driver, before, after)
+        found = {one.turn: one.mean for one in driver.validations.all()} | ({} if before is None else {0: before})
+        best, best_step = max(((mean, turn) for turn, mean in found.items()), default=(None, 0))
         result = FitResult(
             experiment=plan.name,
             before=before,
-            after=after,
+            after=choice and choice.reward,
+            last=found.get(driver.state.turn),
+            kept_step=None if choice is None or choice.is_last else choice.turn,
             best=best,
             best_step=best_step,
             steps={c.name: (await driver.load(c)).step for c in plan.config.algorithm},
@@ -204,6 +221,7 @@ async def _start(session: Session, beginning: Beginning, progress: Progress) -> 
     try:
         await session.start(beginning.state, say=progress.say)
         driver = Driver(session, beginning.state, progress=progress)
+        await driver.validations.load()
         turns = [
             DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))
             for config in session.plan.config.algorithm
@@ -216,36 +234,44 @@ async def _start(session: Session, beginning: Beginning, progress: Progress) -> 
     return driver, turns
 
 
-async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float | None, float | None]:
-    """Validate, run the schedule, validate again, and mark the experiment as finished."""
+async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float | None, Choice | None]:
+    """Validate, run the schedule, validate again, make the best versions live, and mark the experiment as finished."""
     plan = driver.session.plan
-    configs = plan.config.algorithm
     before = await _validate_first(driver, turns)
-    every = plan.config.experiment.validate_every
-    validated, newest = 0, before
+    if not plan.config.algorithm and plan.train:
+        await driver.record(plan.train)
+    stopped = await _take_steps(driver, turns)
+    if driver.state.turn:
+        await driver.validate(driver.state.turn)
+    last = driver.session.live.versions()
+    choice = await choose(driver)
+    finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
+    kept = saved.last_versions(driver.name, driver.state.run, last)
+    await saved.save(driver.session.store, finished, algorithms=stopped, others=kept)
+    return before, choice
+
+
+async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[str, AlgorithmState]:
+    """Run the schedule and validate between its steps; returns the states of the algorithms that a collapse stopped."""
+    plan = driver.session.plan
+    every, guard = plan.config.experiment.validate_every, CollapseGuard(driver, turns)
+    await guard.load()
 
     async def after_step() -> None:
-        nonlocal validated, newest
         if every and driver.state.turn % every == 0:
-            validated, newest = driver.state.turn, await driver.validate(driver.state.turn)
+            await driver.validate(driver.state.turn)
+            await guard.check()
 
-    if not configs and plan.train:
-        await driver.record(plan.train)
-    await run_schedule(turns, plan.config.schedule, after_step=after_step)
-    after = newest if validated == driver.state.turn else await driver.validate(driver.state.turn)
-    finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
-    await saved.save(driver.session.store, finished)
-    return before, after
-
-
-async def _best(driver: Driver, before: float | None, after: float | None) -> tuple[float | None, int]:
-    """Return the run's highest validation reward and the steps before it, those of an earlier process included."""
-    every, turn = driver.session.plan.config.experiment.validate_every, driver.state.turn
-    logged = await driver.session.store.metrics(driver.name, name="reward", run=driver.state.run) if every else []
-    found = {m.step: m.value for m in logged if m.algorithm == VALIDATION}
-    scores: dict[int, float | None] = {**found, 0: before, turn: after}
-    known = [(value, step) for step, value in scores.items() if value is not None]
-    return max(known, default=(None, 0))
+    try:
+        if driver.state.turn:  # a run that was killed may have missed what follows its last step
+            await after_step()
+        await run_schedule(turns, plan.config.schedule, after_step=after_step)
+    except CollapseError as error:
+        driver.progress.say(f"{error}; the run stops")
+        return {turn.name: turn.stopped(str(error)) for turn in turns if turn.steps and not turn.is_finished}
+    finally:
+        await _end(turns)
+    return {}
 
 
 async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:

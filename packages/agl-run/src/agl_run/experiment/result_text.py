@@ -12,12 +12,10 @@ SHOWN = 20
 """Most rollouts that a table shows."""
 
 
-def reward_text(before: float | None, after: float | None, best: float | None, best_step: int) -> str:
-    """Return the validation rewards in words; ``none`` without validation tasks."""
-    said = [f"{value:.3f} {when}" for value, when in ((before, "before"), (after, "after")) if value is not None]
-    if best is not None and best != after:
-        said.append(f"{best:.3f} best, {f'after step {best_step}' if best_step else 'before the first step'}")
-    return "; ".join(said) or "none"
+def reward_text(before: float | None, after: float | None, others: Iterable[tuple[float | None, str]]) -> str:
+    """Return validation rewards in words, those of ``others`` with theirs; ``none`` without validation tasks."""
+    values = [(before, "before"), (after, "after"), *others]
+    return "; ".join(f"{value:.3f} {when}" for value, when in values if value is not None) or "none"
 
 
 def pairs(values: Mapping[str, object]) -> str:

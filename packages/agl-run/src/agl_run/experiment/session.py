@@ -141,6 +141,17 @@ class Session:
             await self._announcement.update(self.live.versions())
         return version
 
+    async def go_back(self, versions: Mapping[str, str]) -> None:
+        """Make earlier versions live; their policies serve them before this returns."""
+        for name, version in versions.items():
+            if self.live.current(name).version != version:
+                found = await self.store.resource(name, version)
+                if name in self.policies:
+                    await self._load(name, self.policies[name], found)
+                self.live.set(found)
+        if self._announcement is not None:
+            await self._announcement.update(self.live.versions())
+
     async def _load(self, name: str, policy: Policy, version: ResourceVersion) -> None:
         if self._gateway is None:
             served = await policy.load(version)

@@ -25,9 +25,14 @@ class AlgorithmState(Record, frozen=True, kw_only=True):
     settings: dict[str, str] = {}
 
 
+def run_key(name: str, run: int, what: str) -> str:
+    """Return the key of a part of a run's state in the store."""
+    return f"experiment/{name}/{run}/{what}"
+
+
 def algorithm_key(name: str, run: int, algorithm: str) -> str:
     """Return the key of an algorithm's state in the store."""
-    return f"experiment/{name}/{run}/algorithm/{algorithm}"
+    return run_key(name, run, f"algorithm/{algorithm}")
 
 
 async def load_experiment(store: Store, name: str) -> ExperimentRecord | None:
@@ -57,13 +62,26 @@ async def trained_rollouts(store: Store, name: str, run: int, algorithm: str) ->
     return set(await store.trained(name, run=run, algorithm=algorithm))
 
 
+def last_versions(name: str, run: int, versions: Mapping[str, str]) -> dict[str, bytes]:
+    """Return what remembers the versions of the last step, by key: at the end others may be live."""
+    return {run_key(name, run, "last"): msgspec.json.encode(dict(versions))}
+
+
+async def load_last_versions(store: Store, record: ExperimentRecord) -> dict[str, str]:
+    """Load the versions of a finished experiment's last step, from which it continues."""
+    key = run_key(record.name, record.run, "last")
+    data = (await store.load_state(key)).get(key)
+    return record.live if data is None else msgspec.json.decode(data, type=dict[str, str])
+
+
 async def save(
     store: Store,
     experiment: ExperimentRecord,
     algorithms: Mapping[str, AlgorithmState] | None = None,
     trained: Mapping[tuple[str, int], Sequence[str]] | None = None,
+    others: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write everything in one transaction; ``trained`` maps (algorithm, step) to rollout ids."""
+    """Write everything in one transaction; ``trained`` maps (algorithm, step) to rollout ids, ``others`` are by key."""
     states = {
         algorithm_key(experiment.name, experiment.run, algorithm): msgspec.json.encode(state)
         for algorithm, state in (algorithms or {}).items()
@@ -72,7 +90,7 @@ async def save(
         Trained(experiment=experiment.name, run=experiment.run, algorithm=algorithm, step=step, rollout_ids=tuple(ids))
         for (algorithm, step), ids in (trained or {}).items()
     ]
-    await store.save_state(states, experiment=experiment, trained=ledger)
+    await store.save_state({**states, **(others or {})}, experiment=experiment, trained=ledger)
 
 
 async def unfinished_experiments(store: Store) -> set[str]:

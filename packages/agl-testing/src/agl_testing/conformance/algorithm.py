@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from agl.contracts import Algorithm, ExtendableAlgorithm, StepReport
+from agl.contracts import Algorithm, ExtendableAlgorithm, ReversibleAlgorithm, StepReport
 from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_testing.conformance._base import Conformance, require, run
@@ -150,6 +150,18 @@ class AlgorithmConformance(Conformance):
 
         run(body(), limit_s=LIMIT_S)
 
+    def test_algorithm_that_goes_back_counts_its_steps_on_and_resumes_alike(
+        self, scenario: AlgorithmScenario, tmp_path: Path
+    ) -> None:
+        if not isinstance(scenario.make(), ReversibleAlgorithm):
+            pytest.skip("the algorithm cannot go back to an earlier state")
+        undisturbed = run(_third_after_going_back(scenario, tmp_path / "whole"), limit_s=LIMIT_S)
+        resumed = run(_third_after_going_back(scenario, tmp_path / "parts", is_resumed=True), limit_s=LIMIT_S)
+        assert (3, 3) == (undisturbed.step, resumed.step)
+        if self.is_deterministic:
+            assert undisturbed.trained == resumed.trained
+            assert _stable(undisturbed) == _stable(resumed)
+
     def test_setup_refuses_to_tune_nothing_before_anything_is_paid(
         self, scenario: AlgorithmScenario, tmp_path: Path
     ) -> None:
@@ -208,6 +220,27 @@ async def _run(bench: AlgorithmBench, *, is_resumed: bool = False) -> list[StepR
                 if is_resumed:
                     break
     return reports
+
+
+async def _third_after_going_back(
+    scenario: AlgorithmScenario, workdir: Path, *, is_resumed: bool = False
+) -> StepReport:
+    """Return the report of the step after two, the second of which was taken back; ``is_resumed`` restores before."""
+    bench = AlgorithmBench(scenario, workdir)
+    async with bench, _opened(bench) as algorithm:
+        assert isinstance(algorithm, ReversibleAlgorithm)
+        first = await algorithm.step()
+        earlier, live = _as_saved(algorithm.state()), bench.versions()
+        bench.kept.add(first.step)
+        if first.is_finished or (await algorithm.step()).is_finished:
+            pytest.skip("the scenario ends after two steps; give it more")
+        await bench.go_back(live)
+        await algorithm.go_back(earlier, rate=0.5)
+        saved = _as_saved(algorithm.state())
+        if not is_resumed:
+            return await algorithm.step()
+    async with bench, _opened(bench, state=saved) as again:
+        return await again.step()
 
 
 async def _finish(

@@ -88,6 +88,7 @@ class AlgorithmBench:
         self.proposed: dict[tuple[str, str], ResourceVersion] = {}
         self.collected: dict[str, Episode] = {}
         self.requests = 0
+        self.kept: set[int] = set()  # the steps whose files must stay
         self.sources = () if given is None else ("payer",)
         self._given = given
         self._credit: Credit = credit or EpisodeCredit()
@@ -143,7 +144,19 @@ class AlgorithmBench:
             progress=lambda done, total, text: None,
             say=lambda text: None,
             clock=time.time,
+            kept=lambda: frozenset(self.kept),
         )
+
+    def versions(self) -> dict[str, ResourceVersion]:
+        """Return the live versions, for ``go_back``."""
+        return dict(self._live)
+
+    async def go_back(self, versions: Mapping[str, ResourceVersion]) -> None:
+        """Make earlier versions live; their policies serve them."""
+        for name, version in versions.items():
+            self._live[name] = version
+            if name in self._policies:
+                self._llms[name] = (await self._policies[name].load(version)).llm
 
     async def collect(
         self,

@@ -1,0 +1,115 @@
+"""Going back to an earlier state: its weights and moments, a smaller rate, and files that pruning leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from agl.schemas import Weights
+from agl_algo_torch.checkpoint import prune
+from agl_algo_torch.dpo import DPO
+from agl_algo_torch.grpo import GRPO
+from agl_algo_torch.ppo import PPO
+from agl_algo_torch.rft import RFT
+from agl_algo_torch.typed_torch import read_tensors
+from agl_testing.conformance import AlgorithmScenario
+from agl_testing.conformance.bench import AlgorithmBench
+
+from .token_world import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+COMMON = {"lr": 3e-3, "threads": 1, "device": "cpu"}
+GROUPS = {"steps": 4, "tasks_per_step": 2, "group_size": 4}
+ALGORITHMS = {
+    "grpo": lambda: GRPO(**COMMON, **GROUPS, keep=1, kl_coef=0.01),
+    "ppo": lambda: PPO(**COMMON, **GROUPS, keep=1),
+    "dpo": lambda: DPO(**COMMON, **GROUPS, keep=1),
+    "rft": lambda: RFT(**COMMON, **GROUPS, keep=1, min_reward=0.0),
+}
+
+
+def bench_of(make: Any, model_dir: Path, folder: Path) -> AlgorithmBench:
+    scenario = AlgorithmScenario(
+        make=make, play=World().play, tunes=("llm",), resources={"llm": Weights(uri=str(model_dir))}
+    )
+    return AlgorithmBench(scenario, folder)
+
+
+def changes_of(folder: Path, step: int, name: str) -> dict[str, torch.Tensor]:
+    return read_tensors(folder / "state" / f"{step:06d}" / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_earlier_weights_and_moments_continue_with_a_smaller_rate(name: str, model_dir: Path, tmp_path: Path) -> None:
+    bench = bench_of(ALGORITHMS[name], model_dir, tmp_path)
+
+    async def work() -> Any:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            await algorithm.step()
+            state, live = algorithm.state(), bench.versions()
+            bench.kept.add(1)
+            for _ in range(2):
+                await algorithm.step()
+            await bench.go_back(live)
+            await algorithm.go_back(state, rate=1e-4)
+            saved = algorithm.state()
+            report = await algorithm.step()
+            return saved, report
+
+    saved, report = asyncio.run(work())
+
+    assert (3, 4) == (saved["step"], report.step)
+    assert str(tmp_path.absolute() / "state" / "000001") == saved["checkpoint"]
+    first, last, lost = (changes_of(tmp_path, step, "trainable") for step in (1, 4, 3))
+    near = max(float((first[key] - last[key]).abs().max()) for key in first)
+    far = max(float((first[key] - lost[key]).abs().max()) for key in first)
+    assert near < 1e-5  # a step with 1e-4 of the rate moves a weight by about 3e-7
+    assert far > 1e-3
+    steps = [path.name for path in sorted((tmp_path / "weights").iterdir())]
+    assert steps[0] == "000001"
+
+
+def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_dir: Path, tmp_path: Path) -> None:
+    bench = bench_of(ALGORITHMS["grpo"], model_dir, tmp_path)
+    said: list[str] = []
+
+    async def work() -> Any:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(replace(bench.context(), say=said.append))
+            await algorithm.step()
+            state, live = algorithm.state(), bench.versions()
+            bench.kept.add(1)
+            await algorithm.step()
+            shutil.rmtree(str(state["checkpoint"]))
+            await bench.go_back(live)
+            await algorithm.go_back(state, rate=1e-4)
+            return await algorithm.step()
+
+    assert 3 == asyncio.run(work()).step
+    [text] = said
+    assert text.endswith("is gone; training goes on with new moments of AdamW")
+    served = read_tensors(tmp_path / "weights" / "000001" / "model.safetensors")
+    trained = changes_of(tmp_path, 3, "trainable")
+    shared = served.keys() & trained.keys()
+    assert shared
+    assert max(float((served[key] - trained[key]).abs().max()) for key in shared) < 1e-5
+
+
+def test_pruning_leaves_the_kept_steps(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        (tmp_path / f"{step:06d}").mkdir()
+
+    prune(tmp_path, step=5, keep=2, kept={2, 9})
+
+    assert ["000002", "000004", "000005"] == sorted(path.name for path in tmp_path.iterdir())
