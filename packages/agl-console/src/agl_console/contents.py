@@ -3,16 +3,12 @@
 Everything here was written by agents, models and tools, and may have any shape and any length.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
 from typing import Any, cast
 
-import msgspec
-
 from agl import semconv
-from agl.dialects import call_messages, comparable
+from agl.dialects import call_messages
 from agl.schemas import ModelCall, Record, Span, to_json
+from agl_run.commands import ShownMessages
 
 CUT = 2000
 """Characters of a text that a rollout's page shows; the page of a span shows all of them, up to ``LONGEST``."""
@@ -59,7 +55,7 @@ class Contents:
 
     def __init__(self, *, limit: int = CUT) -> None:
         self._limit = limit
-        self._shown: set[bytes] = set()
+        self._shown = ShownMessages()
 
     def of(self, span: Span) -> tuple[int, list[Text]]:
         """Return how many messages were shown before, and the texts."""
@@ -80,9 +76,7 @@ class Contents:
 
     def _conversation(self, call: ModelCall) -> tuple[int, list[Text]]:
         messages = call_messages(call)
-        digests = list(_digests(comparable(messages)))
-        common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
-        self._shown.update(digests)
+        common = self._shown.add(messages)
         return common, [text for message in messages[common:] for text in self._message(message)]
 
     def _message(self, message: dict[str, Any]) -> list[Text]:
@@ -96,15 +90,6 @@ class Contents:
             arguments = called.get("arguments", called.get("input", ""))
             texts.append(self.text(f"{role} calls {called.get('name', '')}", arguments, role=role))
         return texts or [self.text(role, "(empty)", role=role)]
-
-
-def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
-    """Return a digest of each beginning of a conversation, the shortest first."""
-    digest = b""
-    for message in messages:
-        text = msgspec.json.encode(message, order="sorted")
-        digest = hashlib.blake2b(digest + text, digest_size=16).digest()
-        yield digest
 
 
 def _plain(content: Any) -> str:

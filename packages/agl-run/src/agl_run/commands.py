@@ -14,6 +14,7 @@ from agl_run.cli.query import (
     rewards_of,
     seconds_of,
 )
+from agl_run.comparable import ShownMessages
 from agl_run.comparison import interval
 from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command
@@ -35,6 +36,7 @@ __all__ = [
     "LABEL",
     "PLACEHOLDER_KEY",
     "RetentionLimits",
+    "ShownMessages",
     "as_url",
     "build_store",
     "command",

@@ -43,13 +43,10 @@ def _walk(value: Json, found: list[str]) -> Json:
     entry = as_dict(value)
     if not entry:
         return value
-    if as_text(entry.get("type")) in _KINDS and not _is_text_document(entry):
+    is_text = as_dict(entry.get("source")).get("type") in ("text", "content")
+    if as_text(entry.get("type")) in _KINDS and not is_text:
         return _replace(entry, found)
     return {key: _walk(item, found) if isinstance(item, list | dict) else item for key, item in entry.items()}
-
-
-def _is_text_document(entry: dict[str, Json]) -> bool:
-    return as_dict(entry.get("source")).get("type") in ("text", "content")
 
 
 def _replace(entry: dict[str, Json], found: list[str]) -> dict[str, Json]:

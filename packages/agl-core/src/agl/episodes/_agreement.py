@@ -78,12 +78,9 @@ def _unseen(own: Sequence[Span], calls: Sequence[Span], by_id: Mapping[str, Span
             above = _enclosing_span(above, by_id)
     found: dict[str, Span] = {}
     for span in own:
-        if (
-            _is_chat(span)
-            and span.span_id not in seen
-            and span.status != "error"
-            and not _is_within(span, found, by_id)
-        ):
+        is_chat = span.call is None and span.attributes.get(semconv.OPERATION) in _CHATS
+        is_answered = is_chat and span.span_id not in seen and span.status != "error"
+        if is_answered and not _is_within(span, found, by_id):
             found[span.span_id] = span
     return list(found.values())
 
@@ -116,10 +113,6 @@ def _enclosing_span(span: Span, by_id: Mapping[str, Span]) -> Span | None:
     found = by_id.get(framework) if isinstance(framework, str) else None
     found = found or by_id.get(span.parent_id or "")
     return None if found is None or found.name == semconv.ROOT_SPAN_NAME else found
-
-
-def _is_chat(span: Span) -> bool:
-    return span.call is None and span.attributes.get(semconv.OPERATION) in _CHATS
 
 
 def _is_watched(span: Span) -> bool:

@@ -42,8 +42,8 @@ def release(user: object) -> None:
     """End :func:`hold`; the last user restores the originals."""
     with _STATE.lock:
         _STATE.users.remove(user)
-        if not _STATE.users:
-            _revert()
+        while _STATE.undo and not _STATE.users:
+            _STATE.undo.pop()()
 
 
 def around_attempts(make: ScopeMaker) -> Undo:
@@ -137,8 +137,3 @@ def _apply() -> None:
 
     _STATE.undo.extend(threads.install())
     _STATE.undo.append(wire.install())
-
-
-def _revert() -> None:
-    while _STATE.undo:
-        _STATE.undo.pop()()

@@ -3,17 +3,12 @@
 Everything here was written by agents, models and tools, and may have any shape.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
 from typing import Any, cast
-
-import msgspec
 
 from agl import semconv
 from agl.dialects import call_messages
 from agl.schemas import ErrorInfo, ModelCall, Span, to_json
-from agl_run.comparable import comparable
+from agl_run.comparable import ShownMessages
 
 CUT = 200
 """Characters of a text that are shown unless all of it is asked for."""
@@ -48,7 +43,7 @@ class Contents:
 
     def __init__(self, *, is_full: bool) -> None:
         self.is_full = is_full
-        self._shown: set[bytes] = set()
+        self._shown = ShownMessages()
         self.is_cut = False
 
     def of(self, span: Span) -> list[str]:
@@ -95,9 +90,7 @@ class Contents:
     def _conversation(self, call: ModelCall) -> list[str]:
         """Return a call's messages behind those that it has in common with an earlier call."""
         messages = call_messages(call)
-        digests = list(_digests(comparable(messages)))
-        common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
-        self._shown.update(digests)
+        common = self._shown.add(messages)
         above = [f"({common} messages as above)"] if common else []
         return above + [line for message in messages[common:] for line in self._message(message)]
 
@@ -120,15 +113,6 @@ class Contents:
         named = ((semconv.INPUT_MESSAGES, "input"), (semconv.OUTPUT_MESSAGES, "output"))
         given = [(label, span.attributes[name]) for name, label in named if name in span.attributes]
         return [line for label, value in given for line in self.text(label, value)]
-
-
-def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
-    """Return a digest of each beginning of a conversation, the shortest first."""
-    digest = b""
-    for message in messages:
-        text = msgspec.json.encode(message, order="sorted")
-        digest = hashlib.blake2b(digest + text, digest_size=16).digest()
-        yield digest
 
 
 def _plain(content: Any) -> str:
