@@ -65,6 +65,6 @@ async def test_no_request_from_the_schema_is_answered_with_5xx_or_holds_up_other
         after = memory()
         report = f"{count} requests from the schema: no answer of 5xx, {len(waits)} probes, the longest waited "
         print(f"{report}{max(waits):.3f} s, memory {before >> 20} MiB before and {after >> 20} MiB afterwards")
-        assert count > 40 * examples
+        assert count > 30 * examples  # small schemas run out of other requests
         assert max(waits) < MAX_WAIT_S
         assert not is_long or after < 1.1 * before
