@@ -363,6 +363,7 @@ def integration(session: nox.Session) -> None:
         *notebooks,
         "pyyaml>=6,<7",
         "datasets>=5.2,<6",
+        PLOT,
     ]
     pytest(session, environment(session, needs), "tests")
 

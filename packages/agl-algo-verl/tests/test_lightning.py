@@ -75,7 +75,9 @@ def test_configuration_of_verl_trains_the_model_that_it_names(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     config = {**TRAINING, "actor_rollout_ref": {**TRAINING["actor_rollout_ref"], "model": {"path": str(model_dir)}}}
-    trainer = agl.Trainer(n_runners=4, algorithm=agl.VERL(config), adapter={"agent_match": None}, progress=Quiet())
+    trainer = agl.Trainer(
+        n_runners=4, algorithm=agl.VERL(config), adapter={"agent_match": None}, final="last", progress=Quiet()
+    )
     tasks = [{"letter": "a"}, {"letter": "b"}]
 
     result = trainer.fit(Speller(trained_agents="write"), train_dataset=tasks, val_dataset=tasks)

@@ -92,7 +92,13 @@ async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Valida
         rewards = rewards_of(collected.episodes)
         await driver.validations.score(one, rewards, is_fresh=True)
         reward = Metric(
-            experiment=driver.name, algorithm=VALIDATION, step=one.turn, name="final_reward", value=fmean(rewards)
+            experiment=driver.name,
+            run=driver.state.run,
+            algorithm=VALIDATION,
+            step=one.turn,
+            experiment_step=one.turn,
+            name="final_reward",
+            value=fmean(rewards),
         )
         await driver.session.store.log_metrics([reward])
         found.append((fmean(rewards), one.mean, one))
