@@ -38,6 +38,7 @@ UPDATES: dict[str, list[Any]] = {
     "loss_params": [{"clip_low": -0.2}, {"clip_high": -0.2}, {"clip_dual": 0.5}, {"clip_dual": -1.0}],
     "entropy_coef": [-0.1],
     "kl_coef": [-0.1],
+    "anchor_coef": [-0.1],
     "tis_cap": [-1.0],
     "overlong_limit": [-1],
     "aggregation": ["tokens"],

@@ -140,10 +140,11 @@ def test_plugins_show_gives_factories(toy):
     assert {"component": "reward toy", "factory": "agl_toy_framework:Reward", "summary": "a toy"} in found["components"]
 
 
-def test_plugins_show_of_an_unknown_plugin_names_the_installed_ones(toy):
-    result = invoke("plugins", "show", "toi")
+@pytest.mark.parametrize(("name", "hint"), [("toi", "did you mean 'toy'?"), ("elsewhere", "there are: core")])
+def test_plugins_show_of_an_unknown_plugin_names_the_closest_or_all(toy, name, hint):
+    result = invoke("plugins", "show", name)
     assert 1 == result.exit_code
-    assert "there are: core" in result.stderr
+    assert hint in result.stderr
 
 
 def test_plugins_check_names_what_does_not_import(toy):

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
+from agl_algo_torch.anchor import Anchor
 from agl_algo_torch.batch import MicroBatch, RowSample, micro_batches, split_updates
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.model import LoraSettings
@@ -68,6 +69,7 @@ class GRPO:
         loss: `ppo-clip`, another loss's name, or `module:name`; `loss_params` are its parameters, such as
             `{clip_low = 0.2, clip_high = 0.28}`.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
             before, as in DAPO. 0 turns that off.
@@ -98,6 +100,7 @@ class GRPO:
         epochs: int = 1,  # mu, the iterations of the paper's algorithm 1
         kl: KL = "k3",  # the estimator of the paper's equation 4
         kl_coef: float = 0.0,  # beta, 0.04 in the paper
+        anchor_coef: float = 0.0,
         entropy_coef: float = 0.0,
         mask_truncated: bool = False,
         overlong_limit: int = 0,
@@ -181,7 +184,10 @@ class GRPO:
             dtype=dtype,
             threads=threads,
         )
-        self._tuned = TunedPolicy(settings=settings, algorithm="grpo", keep=keep, has_reference=bool(kl_coef))
+        self._anchor = Anchor("grpo", coef=anchor_coef, kl=kl, token_budget=token_budget)
+        self._tuned = TunedPolicy(
+            settings=settings, algorithm="grpo", keep=keep, has_reference=bool(kl_coef or anchor_coef)
+        )
         self._step = 0
         self._has_told = False
 
@@ -222,7 +228,8 @@ class GRPO:
 
         # 3. Update.
         started = time.perf_counter()
-        metrics |= await self._train(learner, batch.samples)
+        held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
+        metrics |= await self._train(learner, batch.samples, held=held)
         metrics["update_s"] = time.perf_counter() - started
 
         # 4. Save what training continues from, then make the new weights live; without an update there are none.
@@ -271,7 +278,9 @@ class GRPO:
                 f'estimator = "{self._estimator.entry.name}" has no part'
             )
 
-    async def _train(self, learner: PolicyLearner, samples: list[RowSample]) -> dict[str, float]:
+    async def _train(
+        self, learner: PolicyLearner, samples: list[RowSample], *, held: Sequence[RowSample]
+    ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
         # With one update pi_old is pi itself (r = 1), and the forward pass of the update gives it for free.
         # With several, the weights move under the samples, so pi_old is fixed before the first of them.
@@ -281,7 +290,7 @@ class GRPO:
         reports: list[dict[str, float]] = []
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
-                reports.append(await asyncio.to_thread(self._update, learner, part))
+                reports.append(await asyncio.to_thread(self._update, learner, part, held=held))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
         # Updates report different names: one that had nothing to train on says only that it was skipped.
         names = dict.fromkeys(name for report in reports for name in report)
@@ -314,7 +323,9 @@ class GRPO:
         learner.use_threads()
         return self._objective.with_old_logprobs(samples, model=learner.loaded.model, device=learner.loaded.device)
 
-    def _update(self, learner: PolicyLearner, samples: Sequence[RowSample]) -> dict[str, float]:
+    def _update(
+        self, learner: PolicyLearner, samples: Sequence[RowSample], *, held: Sequence[RowSample]
+    ) -> dict[str, float]:
         """Do one optimizer update on whole rollouts, none when no row has a gradient; returns its metrics."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
         rows, batches = self._batches(learner, samples)
@@ -326,4 +337,6 @@ class GRPO:
             # sum_t w_t c_t loss_t / total: this batch's part of the update's loss.
             loss = self._objective.loss(batch, model=learner.loaded.model, tuned=self._tuned, tally=tally)
             backward(loss)  # frees this batch's graph before the next forward pass
-        return tally.report() | {"grad_norm": learner.apply()}
+        rollouts = {sample.rollout for sample in samples}
+        anchored = self._anchor.add_gradient(learner, self._tuned, held, rollouts=rollouts)
+        return tally.report() | anchored | {"grad_norm": learner.apply()}

@@ -34,6 +34,7 @@ import torch
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch import gae
+from agl_algo_torch.anchor import Anchor
 from agl_algo_torch.batch import RowSample, from_row, micro_batches, split_updates
 from agl_algo_torch.critic import CriticLearner
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
@@ -92,6 +93,7 @@ class PPO:
             default `{clip_low = 0.2, clip_high = 0.2}`.
         value_clip: Clip distance of the critic's values; 0 turns it off.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
             before, as in DAPO. 0 turns that off.
@@ -126,6 +128,7 @@ class PPO:
         value_clip: float = 0.5,  # in the unit of the returns
         kl: KL = "k3",
         kl_coef: float = 0.0,
+        anchor_coef: float = 0.0,
         entropy_coef: float = 0.0,
         mask_truncated: bool = False,
         overlong_limit: int = 0,
@@ -213,7 +216,10 @@ class PPO:
             dtype=dtype,
             threads=threads,
         )
-        self._tuned = TunedPolicy(settings=settings, algorithm="ppo", keep=keep, has_reference=bool(kl_coef))
+        self._anchor = Anchor("ppo", coef=anchor_coef, kl=kl, token_budget=token_budget)
+        self._tuned = TunedPolicy(
+            settings=settings, algorithm="ppo", keep=keep, has_reference=bool(kl_coef or anchor_coef)
+        )
         self._critic: CriticLearner | None = None
         self._step, self._updates = 0, 0
 
@@ -248,7 +254,8 @@ class PPO:
         metrics |= rollout_shares(collected.episodes, dropped=sum(collected.dropped.values()), loud=loud)
 
         # 3. Update policy and critic.
-        metrics |= await self._train(learner, critic, valued)
+        held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
+        metrics |= await self._train(learner, critic, valued, held=held)
         metrics["update_s"] = time.perf_counter() - started
 
         # 4. Save what training continues from, then make the new weights live; without an update there are none.
@@ -377,7 +384,7 @@ class PPO:
         return [replace(row, sample=whiten(row.sample)) for row in rows]
 
     async def _train(
-        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow]
+        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow], *, held: Sequence[RowSample]
     ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
         if not rows:
@@ -388,12 +395,14 @@ class PPO:
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
                 chosen = [by_row[id(sample)] for sample in part]
-                reports.append(await asyncio.to_thread(self._update, learner, critic, chosen))
+                reports.append(await asyncio.to_thread(self._update, learner, critic, chosen, held=held))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
         names = dict.fromkeys(name for report in reports for name in report)
         return {name: mean([report[name] for report in reports if name in report]) for name in names}
 
-    def _update(self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow]) -> dict[str, float]:
+    def _update(
+        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow], *, held: Sequence[RowSample]
+    ) -> dict[str, float]:
         """Do one update of the critic, and one of the policy once the critic's warm-up is over; returns metrics."""
         learner.use_threads()
         samples = [row.sample for row in rows]
@@ -416,7 +425,9 @@ class PPO:
             # L^CLIP of equation 7, negated because the optimizer descends, or another loss in its place.
             loss = self._objective.loss(batch, model=model, tuned=self._tuned, tally=tally)
             backward(loss)  # gradients of micro-batches add up in the parameters
-        return report | tally.report() | {"grad_norm": learner.apply()}
+        rollouts = {sample.rollout for sample in samples}
+        anchored = self._anchor.add_gradient(learner, self._tuned, held, rollouts=rollouts)
+        return report | tally.report() | anchored | {"grad_norm": learner.apply()}
 
 
 def _return_of(credit: CallCredit) -> float:

@@ -1,0 +1,157 @@
+"""The KL anchor on calls of agents that share the weights and are not trained."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from agl.errors import ConfigError
+from agl.schemas import Episode, Transition, Weights, pack_ids
+from agl_algo_torch.anchor import Anchor
+from agl_algo_torch.grpo import GRPO
+from agl_algo_torch.model import load_model
+from agl_algo_torch.ppo import PPO
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
+
+from .token_world import World, paid_by_another, published, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# peft 0.21 reads an attribute that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+QUESTION, ANSWER = [40, 50], [60, 61, 62]
+
+
+def other_call(rollout_id: str, **changes: Any) -> Transition:
+    """The call of an agent on the same weights that the agent filter leaves out."""
+    call = Transition(
+        rollout_id=rollout_id,
+        attempt_id=f"{rollout_id}.1",
+        span_id=f"{rollout_id}/other",
+        agent="reader",
+        policy="llm",
+        prompt_ids=pack_ids(QUESTION),
+        response_ids=pack_ids(ANSWER),
+        reject="not_selected",
+    )
+    return replace(call, **changes)
+
+
+class SharedWorld(World):
+    """Each rollout also has a call of an agent that is not trained."""
+
+    def play(self, order: RolloutOrder) -> Episode:
+        episode = super().play(order)
+        return replace(episode, transitions=(*episode.transitions, other_call(order.rollout.rollout_id)))
+
+
+def scenario_of(make: Any, model_dir: Path, **params: Any) -> AlgorithmScenario:
+    settings = {"steps": 3, "tasks_per_step": 4, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
+    return AlgorithmScenario(
+        make=lambda: make(**settings),
+        play=SharedWorld().play,
+        tunes=("llm",),
+        resources={"llm": Weights(uri=str(model_dir))},
+        max_steps=40,
+    )
+
+
+class TestConformance(AlgorithmConformance):
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(GRPO, model_dir, anchor_coef=0.1, updates_per_step=2, lora_rank=4)
+
+
+def drift(model: Path, start: Path) -> float:
+    """The change of the other agent's answer, in nats per token."""
+
+    def logp(path: Path) -> torch.Tensor:
+        ids = torch.tensor([QUESTION + ANSWER])
+        with torch.no_grad():
+            found = load_model(str(path), device="cpu").model(input_ids=ids).logits[0].log_softmax(-1)
+        return found[len(QUESTION) - 1 : -1].gather(1, torch.tensor(ANSWER)[:, None])[:, 0]
+
+    return float((logp(model) - logp(start)).abs().mean())
+
+
+@pytest.mark.parametrize("make", [GRPO, PPO])
+def test_other_agents_answers_stay_where_they_were(make: Any, model_dir: Path, tmp_path: Path) -> None:
+    drifts: dict[float, float] = {}
+    for coef in (0.0, 100.0):
+        bench = AlgorithmBench(scenario_of(make, model_dir, steps=6, anchor_coef=coef), tmp_path / str(coef))
+        reports = asyncio.run(run(bench))
+        drifts[coef] = drift(published(bench), model_dir)
+        assert bool(coef) == any("anchor_kl" in report.metrics for report in reports)
+    assert drifts[100.0] < 0.5 * drifts[0.0], drifts
+
+
+def test_gradient_is_that_of_the_mean_distance_over_all_held_tokens(model_dir: Path, tmp_path: Path) -> None:
+    anchor = Anchor("grpo", coef=0.7, kl="k3", token_budget=8)
+    longer = other_call("payer-001", response_ids=pack_ids([*ANSWER, 63, 64]), temperature=0.5)
+    episodes = [
+        replace(episode, transitions=(call,))
+        for episode, call in zip(paid_by_another(model_dir, count=2), [other_call("payer-000"), longer], strict=True)
+    ]
+
+    async def body() -> None:
+        bench = AlgorithmBench(scenario_of(GRPO, model_dir, kl_coef=0.1), tmp_path)
+        async with bench:
+            grpo = GRPO(anchor_coef=0.7, threads=1, device="cpu")
+            await grpo.setup(bench.context())
+            learner = await grpo._tuned.learner(updates=0)
+            model = learner.loaded.model
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.01  # away from the reference
+            rows = anchor.rows(episodes, policy="llm")
+            found = anchor.add_gradient(learner, grpo._tuned, rows, rollouts={"payer-000", "payer-001"})
+            ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad()
+            distances = []
+            for call in (other_call("payer-000"), longer):
+                answer = [60, 61, 62, 63, 64][: len(call.response_ids) // 4]
+                ids = torch.tensor([QUESTION + answer])
+
+                def logp(network: Any, ids: Any = ids, answer: Any = answer, heat: float = call.temperature) -> Any:
+                    scores = (network(input_ids=ids).logits[0] / heat).log_softmax(-1)
+                    return scores[len(QUESTION) - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+                with grpo._tuned.reference.active() as start:
+                    reference = logp(start)
+                d = reference - logp(model)
+                distances.append(d.exp() - d - 1)
+            whole = torch.cat(distances).mean()
+            assert float(whole.detach()) == pytest.approx(found["anchor_kl"], abs=1e-6)
+            (0.7 * whole).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"reject": ""}, {"reject": "error"}, {"policy": "other"}, {"prompt_ids": b""}, {"response_ids": b""}],
+    ids=str,
+)
+def test_other_calls_are_not_held(changes: dict[str, Any], model_dir: Path) -> None:
+    (episode,) = paid_by_another(model_dir, count=1)
+    anchor = Anchor("grpo", coef=1.0, kl="k3", token_budget=64)
+    held = replace(episode, transitions=(other_call("payer-000"),))
+    assert 1 == len(anchor.rows([held], policy="llm"))
+    assert [] == anchor.rows([replace(episode, transitions=(other_call("payer-000", **changes),))], policy="llm")
+    assert [] == Anchor("grpo", coef=0.0, kl="k3", token_budget=64).rows([held], policy="llm")
+
+
+@pytest.mark.parametrize(("params", "message"), [({"anchor_coef": -1.0}, "anchor_coef"), ({"kl": "k1"}, "k1")])
+def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPO(**{"anchor_coef": 0.1, **params})
