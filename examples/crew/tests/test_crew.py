@@ -129,6 +129,7 @@ def test_experiment_runs_from_nothing(example: Path) -> None:
 
     result = json.loads(run(example, "-m", "agl", "run", "experiment.toml", "--json", *settings))
 
-    assert {"crew-lm": "crew-1-grpo-1"} == result["resources"]
+    assert 1 == result["steps"]["grpo"]
+    assert ["crew-lm"] == list(result["resources"])
     assert [0.0, 0.0] == [result["before"], result["after"]]
     assert "agent 'lead'" in run(example, "-m", "agl", "why", "latest", "--store", "sqlite:///out/runs.db")

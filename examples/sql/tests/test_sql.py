@@ -125,7 +125,9 @@ def test_the_whole_experiment_runs(example: Path, data: Path) -> None:
     result = json.loads(run(example, "-m", "agl", "run", "experiment.toml", "--json", *sets(TINY)))
     calls = run(example, "-m", "agl", "export", "--format", "transitions", "--store", "sqlite:///out/runs.db")
 
-    assert {"check_llm": "sql-1-sft-check-1", "main_llm": "sql-1-grpo-1"} == result["resources"]
+    assert 1 == result["steps"]["grpo"]
+    assert {"check_llm", "main_llm"} == set(result["resources"])
+    assert "sql-1-sft-check-1" == result["resources"]["check_llm"]
     seen = {(row["agent"], row["policy"]) for row in map(json.loads, calls.splitlines())}
     assert {("write", "main_llm"), ("check", "check_llm")} <= seen
     assert seen <= {("write", "main_llm"), ("rewrite", "main_llm"), ("check", "check_llm")}

@@ -303,7 +303,7 @@ def test_show_prints_the_score_that_did_not_select_the_winner(optimize: Optimize
     def words(score: dict[str, Any], how: str) -> str:
         return f"score {score['mean']:.3f} [{score['low']:.3f}, {score['high']:.3f}] n={score['n']} ({how})"
 
-    assert lines[run.fit.resources["clerk_prompt"]].endswith(words(run.result["score"], "test tasks"))
+    assert words(run.result["score"], "test tasks") in lines[run.fit.resources["clerk_prompt"]]
     assert lines[winner["versions"]["clerk_prompt"]].endswith(words(run.result["score"], "test tasks"))
     assert lines["orders-1-initial"].endswith(words(run.result["seed_score"], "test tasks"))
     raced = [row for row in run.lineage if row["score"] and row["id"] not in (winner["id"], run.lineage[0]["id"])]

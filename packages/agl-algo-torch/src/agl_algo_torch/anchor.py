@@ -45,7 +45,8 @@ class Anchor:
         not_negative(algorithm, anchor_coef=coef)
         if coef:
             check_penalty(algorithm, kl)
-        self._coef, self._kl, self._token_budget = coef, kl, token_budget
+        self._coef, self._token_budget = coef, token_budget
+        self._kl: KL = kl
 
     @property
     def is_on(self) -> bool:
