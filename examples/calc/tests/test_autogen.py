@@ -103,7 +103,8 @@ def test_experiment_runs_from_nothing(example: Path) -> None:
 
     result = json.loads(run(example, "-m", "agl", "run", "autogen.toml", "--json", *settings))
 
-    assert {"calc-lm": "calc-autogen-1-grpo-1"} == result["resources"]
+    assert 1 == result["steps"]["grpo"]
+    assert ["calc-lm"] == list(result["resources"])
     assert [0.0, 0.0] == [result["before"], result["after"]]
     assert "agent 'calculator'" in run(
         example, "-m", "agl", "why", "latest", "--store", "sqlite:///out/autogen/runs.db"

@@ -180,7 +180,6 @@ def test_a_short_training_runs_from_the_first_step_to_the_last(tmp_path: Path) -
     points = curves.read_points(folder / "out/runs.db", "mixed")
 
     assert {"sft": 1, "apo": 3, "grpo": 1} == result["steps"]
-    assert "mixed-1-grpo-1" == result["resources"]["writer"]
     assert [result["before"], result["after"]] == [points[0].reward, points[-1].reward]
     assert points[0].rollouts == 0 < points[-1].rollouts <= TINY["algorithm.apo.params.budget"] + 2
     for arm in ("grpo-only", "apo-only"):

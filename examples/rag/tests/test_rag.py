@@ -173,6 +173,7 @@ def test_experiment_runs_from_nothing(example: Path, data: Path) -> None:
 
     result = json.loads(run(example, "-m", "agl", "run", "experiment.toml", "--json", *settings))
 
-    assert {"rag-lm": "rag-1-grpo-1"} == result["resources"]
+    assert 1 == result["steps"]["grpo"]
+    assert ["rag-lm"] == list(result["resources"])
     assert [0.0, 0.0] == [result["before"], result["after"]]
     assert "agent 'searcher'" in run(example, "-m", "agl", "why", "latest", "--store", "sqlite:///out/runs.db")
