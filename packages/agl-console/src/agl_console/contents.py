@@ -3,12 +3,12 @@
 Everything here was written by agents, models and tools, and may have any shape and any length.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from agl import semconv
 from agl.dialects import call_messages
 from agl.schemas import ModelCall, Record, Span, to_json
-from agl_run.commands import ShownMessages
+from agl_run.commands import ShownMessages, labelled_texts
 
 CUT = 2000
 """Characters of a text that a rollout's page shows; the page of a span shows all of them, up to ``LONGEST``."""
@@ -77,34 +77,8 @@ class Contents:
     def _conversation(self, call: ModelCall) -> tuple[int, list[Text]]:
         messages = call_messages(call)
         common = self._shown.add(messages)
-        return common, [text for message in messages[common:] for text in self._message(message)]
-
-    def _message(self, message: dict[str, Any]) -> list[Text]:
-        role = str(message.get("role", "message"))
-        reasoning = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)]
-        texts = [self.text(f"{role} thinks", _plain(each), role=role) for each in reasoning]
-        if message.get("content"):
-            texts.append(self.text(role, _plain(message["content"]), role=role))
-        for call in _objects(message.get("tool_calls")):
-            called = _object(call.get("function")) or _object(call.get("custom"))
-            arguments = called.get("arguments", called.get("input", ""))
-            texts.append(self.text(f"{role} calls {called.get('name', '')}", arguments, role=role))
-        return texts or [self.text(role, "(empty)", role=role)]
-
-
-def _plain(content: Any) -> str:
-    """Return a content's text; parts that are no text are written as JSON."""
-    if isinstance(content, str):
-        return content
-    parts = _objects(content)
-    if not parts:
-        return to_json(content).decode()
-    return "\n".join(str(part["text"]) if "text" in part else to_json(part).decode() for part in parts)
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+        return common, [
+            self.text(label, text, role=str(message.get("role", "message")))
+            for message in messages[common:]
+            for label, text in labelled_texts(message)
+        ]

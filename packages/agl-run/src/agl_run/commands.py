@@ -14,8 +14,8 @@ from agl_run.cli.query import (
     rewards_of,
     seconds_of,
 )
-from agl_run.comparable import ShownMessages
 from agl_run.comparison import interval
+from agl_run.conversations import ShownMessages, labelled_texts
 from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command
 from agl_run.experiment.labels import NAME as LABEL
@@ -49,6 +49,7 @@ __all__ = [
     "json_line",
     "json_option",
     "labelled",
+    "labelled_texts",
     "load_settings",
     "make_query",
     "manager_of",

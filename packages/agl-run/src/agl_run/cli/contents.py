@@ -3,12 +3,12 @@
 Everything here was written by agents, models and tools, and may have any shape.
 """
 
-from typing import Any, cast
+from typing import Any
 
 from agl import semconv
 from agl.dialects import call_messages
 from agl.schemas import ErrorInfo, ModelCall, Span, to_json
-from agl_run.comparable import ShownMessages
+from agl_run.conversations import ShownMessages, labelled_texts
 
 CUT = 200
 """Characters of a text that are shown unless all of it is asked for."""
@@ -92,42 +92,15 @@ class Contents:
         messages = call_messages(call)
         common = self._shown.add(messages)
         above = [f"({common} messages as above)"] if common else []
-        return above + [line for message in messages[common:] for line in self._message(message)]
-
-    def _message(self, message: dict[str, Any]) -> list[str]:
-        role = str(message.get("role", "message"))
-        lines: list[str] = []
-        for key in ("reasoning_content", "reasoning"):
-            if message.get(key):
-                lines += self.text(f"{role} thinks", _plain(message[key]))
-        if message.get("content"):
-            lines += self.text(role, _plain(message["content"]))
-        for call in _objects(message.get("tool_calls")):
-            called = _object(call.get("function")) or _object(call.get("custom"))
-            arguments = called.get("arguments", called.get("input", ""))
-            lines += self.text(f"{role} calls {called.get('name', '')}", arguments)
-        return lines or [f"{role}: (empty)"]
+        return above + [
+            line
+            for message in messages[common:]
+            for label, text in labelled_texts(message)
+            for line in self.text(label, text)
+        ]
 
     def _messages(self, span: Span) -> list[str]:
         """Return the messages that a framework reported with a call that was not recorded."""
         named = ((semconv.INPUT_MESSAGES, "input"), (semconv.OUTPUT_MESSAGES, "output"))
         given = [(label, span.attributes[name]) for name, label in named if name in span.attributes]
         return [line for label, value in given for line in self.text(label, value)]
-
-
-def _plain(content: Any) -> str:
-    """Return a content's text; parts that are no text are written as JSON."""
-    if isinstance(content, str):
-        return content
-    parts = _objects(content)
-    if not parts:
-        return to_json(content).decode()
-    return "\n".join(str(part["text"]) if "text" in part else to_json(part).decode() for part in parts)
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -1,0 +1,69 @@
+"""The messages of calls as labelled texts for people; what an earlier call has shown is told apart.
+
+Everything here was written by agents, models and tools, and may have any shape.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, cast
+
+import msgspec
+
+from agl.schemas import to_json
+from agl_run.comparable import comparable
+
+
+class ShownMessages:
+    """Remembers the conversations of a rollout, so that each message is shown once."""
+
+    def __init__(self) -> None:
+        self._shown: set[bytes] = set()
+
+    def add(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Add a conversation; returns how many of its messages, from the first, an earlier one began with too."""
+        digests = list(_digests(comparable(messages)))
+        common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
+        self._shown.update(digests)
+        return common
+
+
+def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
+    """Return a digest of each beginning of a conversation, the shortest first."""
+    digest = b""
+    for message in messages:
+        text = msgspec.json.encode(message, order="sorted")
+        digest = hashlib.blake2b(digest + text, digest_size=16).digest()
+        yield digest
+
+
+def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a message says, each part with its label: reasoning, content and tool calls with their arguments."""
+    role = str(message.get("role", "message"))
+    reasoning = [message[key] for key in ("reasoning_content", "reasoning") if message.get(key)]
+    found = [(f"{role} thinks", _plain(each)) for each in reasoning]
+    if message.get("content"):
+        found.append((role, _plain(message["content"])))
+    for call in _objects(message.get("tool_calls")):
+        called = _object(call.get("function")) or _object(call.get("custom"))
+        arguments = called.get("arguments", called.get("input", ""))
+        found.append((f"{role} calls {called.get('name', '')}", _plain(arguments)))
+    return found or [(role, "(empty)")]
+
+
+def _plain(content: Any) -> str:
+    """Return a content's text; parts that are no text are written as JSON."""
+    if isinstance(content, str):
+        return content
+    parts = _objects(content)
+    if not parts:
+        return to_json(content).decode()
+    return "\n".join(str(part["text"]) if "text" in part else to_json(part).decode() for part in parts)
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
