@@ -318,6 +318,26 @@ async def test_names_of_runs_and_algorithms_are_escaped_in_figures(opened: Open)
     )
 
 
+async def test_numbers_are_those_of_the_newest_run_over_the_steps_of_all_algorithms(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="calc", run=2))
+    common = {"experiment": "calc", "name": "reward", "step": 1}
+    await store.log_metrics(
+        [
+            Metric(run=1, algorithm="grpo", value=0.9, experiment_step=1, **common),
+            Metric(run=2, algorithm="grpo", value=0.1, experiment_step=6, **common),
+            Metric(run=2, algorithm="older", value=0.2, **common),
+        ]
+    )
+    async with opened(store) as client:
+        runs, learning, compared = [await data_of(client, each) for each in ("/", "/runs/calc", "/?compare=calc")]
+    assert {0.1, 0.2} == {last["value"] for last in runs["runs"][0]["rewards"]}
+    for data in (learning, compared):
+        lines = {line["algorithm"]: line for line in data["figures"][0]["series"]}
+        assert ([1], [6], [0.1]) == tuple(lines["grpo"][part] for part in ("steps", "places", "values"))
+        assert ([1], [1], [0.2]) == tuple(lines["older"][part] for part in ("steps", "places", "values"))
+
+
 async def test_empty_store_says_what_records_a_run(opened: Open) -> None:
     async with opened(MemoryStore()) as client:
         assert "agl run experiment.toml" in await text_of(client, "/")

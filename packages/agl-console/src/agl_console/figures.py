@@ -1,10 +1,11 @@
-"""Figures: numbers over steps as lines, several in one figure, thinned to what a screen can show."""
+"""Figures: numbers over the steps of an experiment as lines, several in one figure, thinned to what a screen shows."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 from agl.contracts import Metric
 from agl.schemas import Record
+from agl_run.commands import place_of
 
 POINTS = 1000
 """Points of a line at most; of more, evenly spread ones are drawn, with the first and the last."""
@@ -15,19 +16,22 @@ class Line(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         run: The experiment.
+        steps: The algorithm's own steps.
+        places: The steps of all algorithms together, on which the lines of several algorithms compare.
         low: Lower ends of the intervals, ``None`` where there is none; ``high`` the upper ends.
     """
 
     run: str
     algorithm: str
     steps: list[int]
+    places: list[int]
     values: list[float]
     low: list[float | None]
     high: list[float | None]
 
 
 class Figure(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Lines over steps; ``is_thinned`` if some points are left out."""
+    """Lines over the steps of all algorithms; ``is_thinned`` if some points are left out."""
 
     name: str
     series: list[Line]
@@ -61,7 +65,8 @@ def _line(run: str, algorithm: str, found: Sequence[Metric], ends: dict[tuple[st
         [ends.get((algorithm, metric.step, f"{metric.name}_{end}")) for metric in found] for end in ("low", "high")
     )
     steps, values = [metric.step for metric in found], [metric.value for metric in found]
-    return Line(run=run, algorithm=algorithm, steps=steps, values=values, low=low, high=high)
+    places = [place_of(metric) for metric in found]
+    return Line(run=run, algorithm=algorithm, steps=steps, places=places, values=values, low=low, high=high)
 
 
 def _thinned(found: Sequence[Metric]) -> Sequence[Metric]:

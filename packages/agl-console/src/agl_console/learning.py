@@ -88,7 +88,7 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
     records = await store.experiments(name)
     if not records:
         raise NotFoundError("run", name, "agl console --json / lists those of the store")
-    record, metrics = records[0], await store.metrics(name)
+    record, metrics = records[0], await store.metrics(name, run=records[0].run)
     shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
     newest = sorted({metric.step for metric in shown}, reverse=True)
     steps = newest[:rows]

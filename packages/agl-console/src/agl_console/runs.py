@@ -90,7 +90,7 @@ async def runs_view(store: Store, chosen: RunsFilter) -> RunsView:
     if chosen.compare:
         return await _compared(store, records, chosen.compare)
     page = [record for record in records if record.name > chosen.after][: PAGE + 1]
-    rows = [await _row(store, record, await store.metrics(record.name, name=REWARD)) for record in page[:PAGE]]
+    rows = [await _row(store, record, await _metrics(store, record, REWARD)) for record in page[:PAGE]]
     following = {"after": page[PAGE - 1].name} if len(page) > PAGE else {}
     return RunsView(runs=rows, compared=[], figures=[], differences=[], next=following)
 
@@ -128,7 +128,7 @@ async def _compared(store: Store, records: Sequence[ExperimentRecord], names: Se
     if len(wanted) > COMPARED:
         raise ConfigError(f"{len(wanted)} runs are too many to tell their curves apart; choose {COMPARED} at most")
     parts = (REWARD, f"{REWARD}_low", f"{REWARD}_high")
-    rewards = {name: [m for part in parts for m in await store.metrics(name, name=part)] for name in wanted}
+    rewards = {name: await _metrics(store, known[name], *parts) for name in wanted}
     figure = figure_of(REWARD, rewards)
     settings = {name: await load_settings(store, known[name]) for name in wanted}
     return RunsView(
@@ -138,6 +138,11 @@ async def _compared(store: Store, records: Sequence[ExperimentRecord], names: Se
         differences=_differences([settings[name] for name in wanted]),
         next={},
     )
+
+
+async def _metrics(store: Store, record: ExperimentRecord, *names: str) -> list[Metric]:
+    """Return the numbers of an experiment's newest run."""
+    return [metric for name in names for metric in await store.metrics(record.name, name=name, run=record.run)]
 
 
 async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]) -> RunRow:

@@ -1,6 +1,7 @@
 """Shared parts of commands: the plugin manager, stores, rollouts, labels, keys, retention, explanations and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
+from agl_run.cli.logged import place_of
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_line, json_option, print_json, print_table, visible
 from agl_run.cli.query import (
@@ -56,6 +57,7 @@ __all__ = [
     "move",
     "pages",
     "pass_manager",
+    "place_of",
     "print_json",
     "print_table",
     "retaining",

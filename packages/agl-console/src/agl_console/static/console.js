@@ -7,16 +7,16 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// One list of steps for all lines of a figure, each with a value or null at every step.
+// One list of places for all lines of a figure, each with a value or null at every place.
 function aligned(series) {
-  const steps = [...new Set(series.flatMap((line) => line.steps))].sort((a, b) => a - b);
-  const place = new Map(steps.map((step, index) => [step, index]));
+  const places = [...new Set(series.flatMap((line) => line.places))].sort((a, b) => a - b);
+  const index = new Map(places.map((place, at) => [place, at]));
   const spread = (line, values) => {
-    const row = new Array(steps.length).fill(null);
-    line.steps.forEach((step, index) => { row[place.get(step)] = values[index]; });
+    const row = new Array(places.length).fill(null);
+    line.places.forEach((place, at) => { row[index.get(place)] = values[at]; });
     return row;
   };
-  return { steps, columns: series.map((line) => ["values", "low", "high"].map((part) => spread(line, line[part]))) };
+  return { places, columns: series.map((line) => ["values", "low", "high"].map((part) => spread(line, line[part]))) };
 }
 
 function label(line, series) {
@@ -44,17 +44,17 @@ function range(_plot, low, high) {
 function draw(figure, strokes) {
   const place = figure.querySelector(".plot");
   const { series } = JSON.parse(figure.querySelector("script").textContent);
-  const { steps, columns } = aligned(series);
+  const { places, columns } = aligned(series);
   const options = { width: place.clientWidth, height: 210, series: [{ label: "step" }], bands: [] };
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
   options.axes = [axis, { ...axis, size: 60 }];
   options.scales = { x: { time: false }, y: { range } };
   options.cursor = { drag: { x: false, y: false } };
-  const table = [steps];
+  const table = [places];
   series.forEach((line, index) => {
     const stroke = strokes.get(`${line.run}\n${line.algorithm}`);
     const [values, low, high] = columns[index];
-    const points = { show: steps.length < 60, size: 5, stroke, fill: stroke };
+    const points = { show: places.length < 60, size: 5, stroke, fill: stroke };
     options.series.push({ label: label(line, series), stroke, width: 2, points, spanGaps: true });
     table.push(values);
     if (low.some((value) => value !== null)) {
@@ -74,12 +74,13 @@ function draw(figure, strokes) {
 // The rollouts of the step that was clicked, of the line that is nearest; a figure of several runs leads nowhere.
 function openStep(figure, series, plot) {
   const address = figure.closest("[data-steps]")?.dataset.steps;
-  const step = plot.data[0][plot.cursor.idx];
-  if (address === undefined || step === undefined) return;
+  const place = plot.data[0][plot.cursor.idx];
+  if (address === undefined || place === undefined) return;
   const height = plot.posToVal(plot.cursor.top, "y");
-  const distance = (line) => Math.abs(line.values[line.steps.indexOf(step)] - height);
-  const own = series.filter((line) => line.steps.includes(step)).sort((one, other) => distance(one) - distance(other));
-  location.assign(`${address}&step=${step}&algorithm=${encodeURIComponent(own[0].algorithm)}`);
+  const at = (line) => line.places.indexOf(place);
+  const distance = (line) => Math.abs(line.values[at(line)] - height);
+  const [own] = series.filter((line) => line.places.includes(place)).sort((one, other) => distance(one) - distance(other));
+  location.assign(`${address}&step=${own.steps[at(own)]}&algorithm=${encodeURIComponent(own.algorithm)}`);
 }
 
 function drawAll() {
