@@ -34,9 +34,14 @@ def test_algorithms_that_do_not_report_silence_are_not_watched() -> None:
 
 def test_line_of_a_step_shows_what_tells_why_it_learns() -> None:
     metrics = {"reward": 0.5, "silent_share": 0.25, "effective_share": 0.98, "entropy": 1.25, "logprob_gap": 1e-6}
-    assert "reward 0.500, 25% silent, 98% effective, entropy 1.25, logprob_gap 1e-06" in _line(
-        "grpo", StepReport(step=2, metrics=metrics, published=("llm@v2",)), total=3, left=""
-    )
+    shown = "reward 0.500, 25% silent, 98% effective, entropy 1.25, logprob_gap 1e-06"
+    for clipped, ending in (
+        ({}, ""),
+        ({"clipped_low": 0.0}, ""),
+        ({"clipped_low": 0.1, "clipped_high": 0.2}, ", 30% clipped"),
+    ):
+        report = StepReport(step=2, metrics=metrics | clipped, published=("llm@v2",))
+        assert f"grpo step 2 of 3: {shown}{ending}" == _line("grpo", report, total=3, left="")
 
 
 def test_line_of_a_step_without_an_update_says_so() -> None:

@@ -474,7 +474,7 @@ def _make_folder(path: Path) -> Path:
 _SHOWN = re.compile(r"reward|loss|score")
 _SHARES = ("truncated", "dropped", "silent", "effective")
 """Shares that an algorithm may report of a step's rollouts or tokens, as metrics such as `silent_share`."""
-_HEALTH = ("kl", "entropy", "clipped_low", "clipped_high", "logprob_gap")
+_HEALTH = ("kl", "entropy", "logprob_gap")
 """Metrics that tell why a policy learns or does not."""
 
 
@@ -484,6 +484,8 @@ def _line(name: str, report: StepReport, *, total: int, left: str) -> str:
         f"{report.metrics[f'{key}_share']:.0%} {key}" for key in _SHARES if f"{key}_share" in report.metrics
     ]
     shown += [f"{key} {report.metrics[key]:.3g}" for key in _HEALTH if key in report.metrics]
+    clipped = report.metrics.get("clipped_low", 0.0) + report.metrics.get("clipped_high", 0.0)
+    shown += [f"{clipped:.0%} clipped"] if clipped else []
     if report.metrics.get("updates_skipped") and not report.published:
         shown.append("trained nothing")
     ending = "".join(f"; {part}" for part in (report.stop_reason, left) if part)
