@@ -33,7 +33,7 @@ class IPO(PairAlgorithm):
         group_size: Rollouts per task, by default 4; refused with a source.
         max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
         beta: Strength of the reference: the margin that a pair is brought to is 1 / (2 `beta`).
-        is_per_token: Whether a margin compares means per token, see the module; else sums.
+        is_per_token: Whether a margin compares means per token of the two rollouts; else sums, as in the paper.
         min_gap: Least difference of two rewards that is a preference.
         pairs: `extremes` (one pair per group) or `all`.
         reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).

@@ -51,7 +51,7 @@ class SFT:
         batch_size: Dialogues per update.
         updates_per_step: Updates between two saved states.
         is_shuffled: Whether every epoch has its own order; else the file's order.
-        aggregation: How tokens are averaged, see the module.
+        aggregation: `token`: every token counts the same; `sequence`: every dialogue does, however long.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         token_budget: Padded tokens that one forward pass may take.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.

@@ -26,6 +26,7 @@ from agl_run.experiment.roles import check_patterns
 from agl_run.experiment.sampling import check_rules
 from agl_run.experiment.store_url import check_store_url
 from agl_run.experiment.tables import Tasks
+from agl_run.experiment.work_folder import work_folder
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 
 
@@ -60,7 +61,7 @@ def make_plan(
         resources={name: _resource(name, given) for name, given in config.resource.items()},
         store=store,
         rewards=rewards or {},
-        workdir=folder / (section.workdir or f"runs/{section.name}"),
+        workdir=work_folder(folder, section),
     )
     _check_section(plan)
     _check_tasks(plan)

@@ -141,7 +141,8 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         seed: Of everything random.
         hidden: Keys of a task that only reward emitters see.
         group_key: Key of a task that is its identity for group baselines; by default the whole task.
-        workdir: Where checkpoints and metrics go; by default ``runs/NAME``.
+        workdir: Where checkpoints and metrics go; by default ``runs/NAME``. In a folder that another experiment works
+            in already, this one gets a folder of its own.
         validate_every: Steps between validations; 0 for only before and after.
         validation_limit: Validation tasks at most; 0 for all.
         final: The versions that are live at the end: ``best`` of those that were validated, or the ``last`` ones.

@@ -30,6 +30,7 @@ from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Announcement, Serving, make_serving, withdraw
 from agl_run.experiment.store_url import located, without_password
 from agl_run.experiment.waiting import loading, told
+from agl_run.experiment.work_folder import own
 from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
 from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
@@ -77,6 +78,7 @@ class Session:
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
         self._stack.callback(lock.release)
+        own(self.plan.workdir, self.plan.name)
         store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(store.close)

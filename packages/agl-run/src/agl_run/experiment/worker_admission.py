@@ -13,6 +13,7 @@ from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import Plan, load_agent
 from agl_run.experiment.serving import Serving, settings_of
+from agl_run.experiment.work_folder import work_folder
 from agl_run.runners.agent import AgentSpec
 from agl_run.runners.liveness import place
 from agl_run.runners.remote_gateway import RemoteGateway
@@ -48,7 +49,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
         val=(),
         resources={},
         store=None,
-        workdir=folder / (section.workdir or f"runs/{section.name}"),
+        workdir=work_folder(folder, section),
     )
     manager.runner(config.runner.use)
     for name in config.tracers:
