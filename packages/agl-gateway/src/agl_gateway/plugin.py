@@ -27,7 +27,7 @@ def agl_stores() -> Iterable[StoreEntry]:
 def agl_commands() -> Iterable[CommandEntry]:
     """Registers ``agl serve`` and ``agl resources split``."""
     yield CommandEntry(
-        name="serve", factory="agl_gateway.cli:serve", summary="Serve a store and a gateway to other processes."
+        name="serve", factory="agl_gateway.cli:serve", summary="serve a store and a gateway to other processes"
     )
     yield CommandEntry(
         name="split",
