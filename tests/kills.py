@@ -111,7 +111,7 @@ class Campaign:
         return self._is_over(programs)
 
     def _is_over(self, programs: Iterable[Program]) -> bool:
-        """Whether the number is reached and every program was among them; on a busy machine some start late."""
+        """Return true once enough were killed, every program among them; on a busy machine some start late."""
         is_reached = sum(row.kills for row in self.rows.values()) >= self.kills
         return is_reached and all(self.rows[each.name].kills or each.is_done() for each in programs)
 

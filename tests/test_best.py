@@ -1,4 +1,4 @@
-"""What an experiment keeps of its training: scores, the label ``best``, the versions at the end, and the way back."""
+"""An experiment keeps the scores of its versions, ends with the best of them, and goes back to them on a collapse."""
 
 import asyncio
 import signal

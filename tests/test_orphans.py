@@ -75,7 +75,7 @@ def command_of(pid: str) -> str:
 
 
 def shares(pid: str, process: subprocess.Popen[str]) -> bool:
-    """Whether another process has the pipe of this one's errors open."""
+    """Return true if another process has the pipe of this one's errors open."""
     assert process.stderr is not None
     pipe = os.readlink(f"/proc/self/fd/{process.stderr.fileno()}")
     try:

@@ -1,4 +1,4 @@
-"""What a step did with each call: in its report, and in `agl why` for two algorithms of one experiment."""
+"""Steps report how they used each call, and `agl why` prints it for two algorithms of one experiment."""
 
 from __future__ import annotations
 

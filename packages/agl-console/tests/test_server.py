@@ -1,4 +1,4 @@
-"""Who may read the console, what every answer forbids a browser, and how changes are told."""
+"""The console refuses strangers, restricts the browser with every answer, and tells pages of changes."""
 
 import asyncio
 import base64

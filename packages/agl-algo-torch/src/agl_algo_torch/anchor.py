@@ -50,7 +50,7 @@ class Anchor:
 
     @property
     def is_on(self) -> bool:
-        """Whether it needs the policy at the start."""
+        """True if the anchor has a weight, so that the policy at the start is needed."""
         return self._coef > 0
 
     def rows(self, episodes: Sequence[Episode], *, policy: str) -> list[RowSample]:
@@ -85,7 +85,7 @@ class Anchor:
 
 
 def _is_held(call: Transition, policy: str) -> bool:
-    """Whether the policy answered the call, with token ids, and the agent filter leaves it out."""
+    """Return true for a call that the policy answered with token ids and the agent filter leaves out."""
     return call.reject == "not_selected" and call.policy == policy and bool(call.prompt_ids and call.response_ids)
 
 

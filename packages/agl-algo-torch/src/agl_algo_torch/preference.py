@@ -1,4 +1,4 @@
-"""What `dpo`, `ipo` and `kto` share: updates by the log-ratios of whole rollouts to a reference policy.
+"""Trains a policy by the log-ratios of whole rollouts to a reference policy, for `dpo`, `ipo` and `kto`.
 
 The log-ratio of a rollout is r = log pi(rollout) - log ref(rollout), where log pi(rollout) sums over the policy's
 tokens of all its turns and rows. One step:
@@ -72,7 +72,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What an algorithm says of the examples of one update.
+    """The slopes of the loss for the rollouts of one update, and the numbers to log.
 
     Attributes:
         factors: -d loss / d r by rollout, where r is the sum of its log-ratio and the loss the update's mean.
@@ -272,7 +272,7 @@ class PreferenceAlgorithm(ABC, Generic[E]):
 
 
 def can_teach(episode: Episode) -> bool:
-    """Whether an episode has a reward, and tokens of the policy."""
+    """Return true for an episode that has a reward and tokens of the policy."""
     return episode.reward is not None and any(any(row.mask) for row in episode.rows)
 
 

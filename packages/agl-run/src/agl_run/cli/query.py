@@ -26,7 +26,7 @@ _LISTED = 8
 """Candidates at most that an ambiguous beginning of an id is answered with."""
 
 _SLIP = 0.9
-"""How close an id must be to be meant; ids of one time begin alike."""
+"""Least resemblance, from 0 to 1, of an id that is proposed for a misspelt one: ids of one time begin alike."""
 
 CONVERSATIONS = "served-conversations"
 """The experiment of conversations that a gateway serves; their rollouts run until the conversation ends."""

@@ -344,7 +344,7 @@ class DrivenAlgorithm:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether the algorithm, which has begun, can continue from an earlier state."""
+        """True if the algorithm, which has begun, can continue from an earlier state."""
         return isinstance(self._algorithm, ReversibleAlgorithm)
 
     async def go_back(self, state: AlgorithmState | None, *, rate: float) -> AlgorithmState:
