@@ -36,6 +36,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.registry",
         "agl_objectives.testing",
         "agl_objectives.trial",
+        "agl_objectives.uses",
     ),
     "agl-run": ("agl_run", "agl_run.commands", "agl_run.lightning", "agl_run.replay", "agl_run.sql"),
     "agl-testing": (

@@ -221,8 +221,8 @@ class GRPO:
         )
         self._tell_unused(batch.final, batch.calls)
         metrics = batch.metrics | {"collect_s": collect_s}
-        loud = {sample.rollout for sample in batch.samples if not sample.is_silent}
-        metrics |= rollout_shares(collected.episodes, dropped=sum(collected.dropped.values()), loud=loud)
+        dropped = sum(collected.dropped.values())
+        metrics |= rollout_shares(collected.episodes, dropped=dropped, loud=batch.loud)
         # Rollouts that were not handed over, by reason: they failed, or have no reward, and the experiment drops such.
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 

@@ -44,14 +44,14 @@ from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.preparation import overlong
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative, shares
 from agl_algo_torch.typed_torch import backward
-from agl_algo_torch.uses import group_uses
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.answers import rollout_shares, without_truncated
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -271,7 +271,7 @@ class PPO:
             trained=tuple(dict.fromkeys(row.sample.rollout for row in valued)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=_uses(groups, returns, rows, valued),
+            uses=_uses(groups, returns, rows, valued, loud=loud),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -449,6 +449,8 @@ def _uses(
     returns: Sequence[Mapping[str, float]],
     rows: Sequence[RewardedRow],
     valued: Sequence[ValuedRow],
+    *,
+    loud: Collection[str],
 ) -> dict[str, tuple[CallUse, ...]]:
     """Return what became of every call, by rollout id: its return, and the mean advantage of its tokens."""
     means: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -459,7 +461,7 @@ def _uses(
             if bool(chosen.any()):
                 means[given.row.rollout_id][part.span_id] = float(row.sample.advantages[own_T][chosen].mean())
     advantages = [means[episode.rollout.rollout_id] for episode in _flat(groups)]
-    return group_uses(groups, [row.sample for row in valued], credits=returns, advantages=advantages)
+    return group_uses(groups, trained=advantages, loud=loud, credits=returns, advantages=advantages)
 
 
 def _value_metrics(rows: Sequence[ValuedRow]) -> dict[str, float]:

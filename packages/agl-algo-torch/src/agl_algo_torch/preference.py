@@ -36,7 +36,7 @@ from agl_algo_torch.forward import recompute_logprobs
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
-from agl_algo_torch.uses import call_uses
+from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

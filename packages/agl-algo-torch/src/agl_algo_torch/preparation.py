@@ -14,9 +14,9 @@ import torch
 
 from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, from_row
-from agl_algo_torch.uses import group_uses
 from agl_objectives.answers import SoftOverlong, without_truncated
 from agl_objectives.estimating import call_advantages, trained_tokens
+from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,14 +33,15 @@ NO_PUNISHMENT = SoftOverlong()
 class PreparedBatch:
     """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log.
 
-    `calls` are those with credit, and `final` those of them whose credit was an advantage already. `uses` are what
-    became of every call, by rollout id.
+    `calls` are those with credit, and `final` those of them whose credit was an advantage already. `loud` are the ids
+    of the rollouts that have a gradient, and `uses` what became of every call, by rollout id.
     """
 
     samples: list[RowSample]
     metrics: dict[str, float]
     calls: int
     final: int
+    loud: set[str]
     uses: dict[str, tuple[CallUse, ...]]
 
 
@@ -74,12 +75,14 @@ def prepare(
         samples += [row for row in rows if row.trained_tokens]
     final = sum(call.is_advantage for calls in credits for call in calls)
     given = [{call.span_id: call.value for call in calls} for calls in credits]
+    loud = {sample.rollout for sample in samples if not sample.is_silent}
     return PreparedBatch(
         samples=samples,
-        metrics=_metrics(groups, samples),
+        metrics=_metrics(groups, rows=len(samples), loud=loud),
         calls=sum(map(len, credits)),
         final=final,
-        uses=group_uses(groups, samples, credits=given, advantages=advantages),
+        loud=loud,
+        uses=group_uses(groups, trained=advantages, loud=loud, credits=given, advantages=advantages),
     )
 
 
@@ -94,11 +97,10 @@ def overlong(algorithm: str, *, limit: int, buffer: int) -> SoftOverlong:
     return soft
 
 
-def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> dict[str, float]:
+def _metrics(groups: Sequence[Sequence[Episode]], *, rows: int, loud: set[str]) -> dict[str, float]:
     # A missing reward is left out of the mean, not taken for 0.
     rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
     # A group is silent when no rollout of it has an advantage: all right, all wrong, or nothing to train.
-    loud = {sample.rollout for sample in samples if not sample.is_silent}
     silent = sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group))
     calls = [call for group in groups for e in group for call in e.transitions if not call.reject]
     return {
@@ -107,6 +109,6 @@ def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) 
         "groups": float(len(groups)),
         "groups_silent": float(silent),
         "rollouts": float(sum(len(group) for group in groups)),
-        "rows": float(len(samples)),
+        "rows": float(rows),
         "calls_distribution_changed": float(sum(call.is_distribution_changed for call in calls)),
     }

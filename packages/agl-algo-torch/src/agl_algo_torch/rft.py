@@ -38,8 +38,8 @@ from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
-from agl_algo_torch.uses import call_uses
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

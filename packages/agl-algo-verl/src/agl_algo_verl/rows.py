@@ -20,9 +20,9 @@ from agl.errors import MissingTokenIdsError
 from agl_algo_verl.errors import RowTooLongError
 from agl_algo_verl.objectives import chosen_estimator
 from agl_algo_verl.typed import from_bytes
-from agl_algo_verl.uses import rollout_uses
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
 from agl_objectives.estimating import call_advantages, trained_tokens
+from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -154,7 +154,17 @@ def prepare(
     kept = tuple(tuple(calls) for calls in credits)
     # A critic's values and a penalty come later and change advantages per token: there is no number per call then.
     is_final = not settings.has_critic and not settings.algorithm.use_kl_in_reward
-    uses = rollout_uses(groups, samples, credits=kept, advantages=by_span if is_final else None, refused=refused)
+    trained: defaultdict[str, set[str]] = defaultdict(set)
+    for sample in samples:
+        trained[sample.rollout].update(span_id for span_id, _, _ in sample.calls)
+    uses = group_uses(
+        groups,
+        trained=[trained[rollout] for rollout, _ in rollouts],
+        loud=loud,
+        credits=[{call.span_id: call.value for call in calls} for calls in kept],
+        advantages=by_span if is_final else None,
+        refused=refused,
+    )
     return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept, uses=uses, tokens=tokens)
 
 

@@ -1,0 +1,96 @@
+"""Reports how a step used every recorded call of the rollouts that it looked at, for `agl why`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agl.contracts import CallUse
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from agl.schemas import Episode
+
+__all__ = ["CUT", "NO_CREDIT", "SILENT", "call_uses", "group_uses"]
+
+SILENT = "no gradient: every advantage of its group is 0"
+CUT = "its answer was cut at a limit of tokens"
+NO_CREDIT = "the credit gave it no number"
+
+
+def call_uses(
+    episode: Episode,
+    *,
+    trained: Collection[str],
+    credits: Mapping[str, float] | None = None,
+    advantages: Mapping[str, float] | None = None,
+    note: str = "",
+    left_out: str = "",
+    refused: Mapping[str, str] | None = None,
+) -> tuple[CallUse, ...]:
+    """Return the use of every call of an episode, in its order.
+
+    Args:
+        episode: The rollout.
+        trained: Span ids of the calls that the step trained on.
+        credits: What the credit assignment gave, by span id.
+        advantages: The advantages, by span id.
+        note: Said of trained calls.
+        left_out: Why calls that could train were left out; by default what `credits` says about each.
+        refused: Why the row of a call was left out, by span id.
+    """
+    credits, advantages, refused = credits or {}, advantages or {}, refused or {}
+    uses: list[CallUse] = []
+    for call in episode.transitions:
+        span_id = call.span_id
+        is_trained = span_id in trained and not call.reject
+        reason = call.reject or refused.get(span_id) or left_out or (CUT if span_id in credits else NO_CREDIT)
+        uses.append(
+            CallUse(
+                span_id=span_id,
+                row=call.branch if is_trained else -1,
+                credit=credits.get(span_id),
+                advantage=advantages.get(span_id) if is_trained else None,
+                note=note if is_trained else reason,
+            )
+        )
+    return tuple(uses)
+
+
+def group_uses(
+    groups: Sequence[Sequence[Episode]],
+    *,
+    trained: Sequence[Collection[str]],
+    loud: Collection[str],
+    credits: Sequence[Mapping[str, float]],
+    advantages: Sequence[Mapping[str, float]] | None,
+    refused: Mapping[str, Mapping[str, str]] | None = None,
+) -> dict[str, tuple[CallUse, ...]]:
+    """Return the uses by rollout id; groups without a gradient are named as silent.
+
+    Args:
+        groups: The episodes that share a task.
+        trained: Span ids of each episode's calls that the step trained on, in order of `groups`, as all sequences are.
+        loud: Ids of the rollouts that have a gradient.
+        credits: What credit gave the calls of each episode, by span id.
+        advantages: The advantages of each episode's calls; None where there is no number per call.
+        refused: Why a row was left out, by rollout and span id of its calls.
+    """
+    notes = [
+        SILENT if advantages is not None and not any(e.rollout.rollout_id in loud for e in group) else ""
+        for group in groups
+        for _ in group
+    ]
+    episodes = [episode for group in groups for episode in group]
+    values = [None] * len(episodes) if advantages is None else advantages
+    return {
+        episode.rollout.rollout_id: call_uses(
+            episode,
+            trained=own,
+            credits=given,
+            advantages=found,
+            note=note,
+            refused=(refused or {}).get(episode.rollout.rollout_id),
+        )
+        for episode, own, given, found, note in zip(episodes, trained, credits, values, notes, strict=True)
+    }
