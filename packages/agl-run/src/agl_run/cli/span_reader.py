@@ -11,10 +11,10 @@ from agl.errors import NotFoundError
 from agl.schemas import Span
 
 _PAGE = 16
-CHOSEN_PAGE = 32
+CHOSEN_PAGE = 16
 """Spans of a page that are chosen among others, for which the store looks through the attempt."""
 
-_KEPT = 4
+_KEPT = 2
 """Pages that are kept, for spans that are wanted in another order than they were recorded."""
 
 _NAMING = (
