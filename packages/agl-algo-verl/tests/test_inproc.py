@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ from agl.schemas import LLM, ResourceVersion, Weights
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import World, scenario
+from .world import World, good_tokens, scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,15 +102,68 @@ def test_rows_that_fill_a_micro_batch_change_nothing(model_dir: Path, tmp_path: 
 
 
 def test_rows_that_are_too_long_are_counted_and_not_trained(model_dir: Path, tmp_path: Path) -> None:
-    metrics, weights = train(tmp_path, model_dir, **{"data.max_response_length": 3, "trainer.total_training_steps": 1})
-    assert (0.0, 8.0) == (metrics[0]["rows"], metrics[0]["rows_response_too_long"])
-    start = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
-    assert all(torch.equal(start[name], tensor) for name, tensor in weights.items())
+    keys: dict[str, Any] = {"data.max_response_length": 3, "trainer.total_training_steps": 1}
+    bench = AlgorithmBench(scenario(model_dir, **keys), tmp_path)
+
+    async def body() -> Any:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            return await algorithm.step()
+
+    report = asyncio.run(body())
+    assert (0.0, 8.0) == (report.metrics["rows"], report.metrics["rows_response_too_long"])
+    assert () == report.published
 
 
-def test_groups_without_a_difference_are_counted_and_have_no_gradient(model_dir: Path, tmp_path: Path) -> None:
-    metrics, _ = train(tmp_path, model_dir, World(lambda _: 1.0), **{"trainer.total_training_steps": 1})
-    assert (2.0, 2.0, 0.0) == (metrics[0]["groups"], metrics[0]["groups_silent"], metrics[0]["grad_norm"])
+class Wavering:
+    """Rewards good tokens in some steps, by place, and everything alike in the others."""
+
+    def __init__(self, *loud: bool, rollouts: int = 8) -> None:
+        self._loud, self._rollouts, self._calls = loud, rollouts, 0
+
+    def __call__(self, response: list[int]) -> float:
+        step, self._calls = self._calls // self._rollouts, self._calls + 1
+        return good_tokens(response) if self._loud[step] else 1.0
+
+
+def test_a_step_without_a_gradient_changes_and_publishes_nothing(model_dir: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"actor.optim.lr_scheduler_type": "cosine", "trainer.total_training_steps": 4}
+    bench = AlgorithmBench(scenario(model_dir, World(Wavering(True, False, False, True)), **keys), tmp_path)
+
+    async def body() -> list[Any]:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            reports = [await algorithm.step() for _ in range(2)]
+            state = algorithm.state()
+            await algorithm.close()
+            again = bench.scenario.make()
+            await again.setup(bench.context())
+            await again.restore(state)
+            return [*reports, await again.step(), await again.step()]
+
+    reports = asyncio.run(body())
+
+    assert [1, 0, 0, 1] == [len(report.published) for report in reports]
+    metrics = [report.metrics for report in reports]
+    assert [(2.0, 2.0, 1.0)] * 2 == [(m["groups"], m["groups_silent"], m["updates_skipped"]) for m in metrics[1:3]]
+    assert not any("grad_norm" in m for m in metrics[1:3])
+    # VERL logs the rate of the update to come: the schedule has counted the silent steps too, and is at its end.
+    assert metrics[3]["lr"] == pytest.approx(3e-3 * 0.5 * (1 + math.cos(math.pi)), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"actor.entropy_coeff": 0.01}, {"actor.use_kl_loss": True}, {"loss": "kl-cov"}],
+    ids=["entropy", "kl", "loss"],
+)
+def test_a_step_whose_silent_rows_have_a_gradient_all_the_same_trains(
+    model_dir: Path, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    metrics, _ = train(tmp_path, model_dir, World(lambda _: 1.0), **keys, **{"trainer.total_training_steps": 1})
+    assert "updates_skipped" not in metrics[0]
+    assert "grad_norm" in metrics[0]
 
 
 def test_importance_weights_are_truncated_where_the_sampler_differs(model_dir: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from agl_algo_verl.typed import verl_part
 from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Collection, Generator, Sequence
     from pathlib import Path
 
     import torch
@@ -74,14 +74,14 @@ class VerlCritic:
         # vf_loss, vf_clipfrac and vpred_mean are the critic's alone; grad_norm and lr the policy reports as well.
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
-    def save(self, workdir: Path, *, step: int, keep: int) -> None:
-        """Write a checkpoint beside the policy's and remove old ones; the last `keep` stay, and two at least."""
+    def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+        """Write a checkpoint beside the policy's and remove old ones, except the last `keep`, two and `kept`."""
 
         def fill(directory: Path) -> None:
             self._worker.save_checkpoint(str(directory), global_step=step)
 
         write_directory(step_directory(workdir / "critic", step), fill)
-        prune(workdir / "critic", step=step, keep=max(2, keep))
+        prune(workdir / "critic", step=step, keep=max(2, keep), kept=kept)
 
     def load(self, workdir: Path, *, step: int) -> None:
         """Continue from the checkpoint of a step; raises ConfigError where there is none."""

@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
 
@@ -36,9 +36,9 @@ def step_directory(parent: Path, step: int) -> Path:
     return parent / f"{step:06d}"
 
 
-def prune(parent: Path, *, step: int, keep: int) -> None:
-    """Remove the directories of steps before the last `keep`, counted back from `step`."""
+def prune(parent: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+    """Remove the directories of steps before the last `keep`, counted back from `step`, except those of `kept`."""
     oldest = step_directory(parent, max(0, step - keep + 1)).name
     for path in parent.glob("[0-9]*"):
-        if path.is_dir() and path.name < oldest:
+        if path.is_dir() and path.name < oldest and int(path.name) not in kept:
             shutil.rmtree(path, ignore_errors=True)

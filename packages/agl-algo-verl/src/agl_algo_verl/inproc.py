@@ -8,7 +8,7 @@ One step:
        `logprob_gap`. Where they are needed, log pi_ref of the reference and the values of the critic (`learning.py`)
     4. advantages once more where these change them: less a KL penalty, or by VERL's GAE (`shaping.py`)
     5. updates by the loss (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times
-    6. save a checkpoint and publish the weights, which the policy then serves
+    6. save a checkpoint and publish the weights, which the policy then serves; a step without an update publishes none
 
 Deviations from VERL's own trainer, and why:
 - Agents run outside of it and speak to the policy of the experiment, so VERL has no rollout worker here.
@@ -119,13 +119,18 @@ class VERL:
         prepared = await asyncio.to_thread(self._prepare, supplied)
         metrics |= prepared.metrics
 
-        started = time.perf_counter()
+        started, updates = time.perf_counter(), self._learner.updates
         metrics |= await self._learner.train(prepared, step=step, progress=context.progress)
         metrics["update_s"] = time.perf_counter() - started  # seconds, log-probabilities and values included
 
         # The checkpoint is on disk before the weights are live: no version serves that training cannot continue from.
-        resource = await self._learner.publishable(step=step)
-        version = await context.publish(self._tuned, resource, step=step)
+        kept = context.kept()
+        await self._learner.save(step=step, kept=kept)
+        published: tuple[str, ...] = ()
+        if self._learner.updates > updates:
+            resource = await self._learner.export(step=step, kept=kept)
+            version = await context.publish(self._tuned, resource, step=step)
+            published = (f"{self._tuned}@{version.version}",)
         self._step = step
         is_finished = step >= self._steps
         return StepReport(
@@ -133,7 +138,7 @@ class VERL:
             is_finished=is_finished,
             metrics=metrics,
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),  # each once, in order
-            published=(f"{self._tuned}@{version.version}",),
+            published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
             uses=prepared.uses,
         )
@@ -146,7 +151,15 @@ class VERL:
         """Continue from a checkpoint: weights, optimizer moments, schedule and random state."""
         self._step = int(state["step"])
         self._supply.restore(state["supply"])
-        await self._learner.restore(state, step=self._step)
+        await self._learner.restore(state)
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        if missing := await self._learner.go_back(state, rate=rate):
+            self._context.say(
+                f"the saved state {missing} is gone; training goes on with new moments of AdamW"
+                + (", and the KL is one to the live weights" if self.settings.has_reference else "")
+            )
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Return whether VERL's configuration asks for more steps than were done."""

@@ -7,7 +7,8 @@ and computes nothing itself. One step:
     2. the reference's, log pi_ref, where a KL term asks for them
     3. beta * KL off the rewards, where asked for; beta is updated with the KL of this step for the next one
     4. the critic's values V, and advantages from them
-    5. the critic's updates, then the policy's
+    5. the critic's updates, then the policy's, of which one without a gradient is left out: AdamW would move the
+       weights by its momentum alone
 
 All of 1 to 4 come before any update: PPO's ratio pi / pi_old and the critic's clipped loss compare with the models
 that the step began with (Schulman et al. 2017, arXiv 1707.06347, sections 3 and 5).
@@ -18,14 +19,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agl_algo_verl.files import step_directory
 from agl_algo_verl.kl_control import KlController
+from agl_algo_verl.objectives import chosen_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agl.schemas import Json, Weights
     from agl_algo_verl.critic import VerlCritic
@@ -34,6 +37,14 @@ if TYPE_CHECKING:
     from agl_algo_verl.worker import VerlWorker
 
     Part = tuple[list[RowSample], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """The checkpoint of an earlier step that training goes on from, `""` for none, and its place in the schedule."""
+
+    checkpoint: str
+    place: int
 
 
 class VerlLearner:
@@ -54,6 +65,10 @@ class VerlLearner:
         self._critic: VerlCritic | None = None
         self._kl = KlController(settings.algorithm)
         self._opened = ""  # the version of the weights that the policy was opened from
+        self._rate = 1.0  # factor of the configured learning rate
+        self._behind: Behind | None = None
+        self.updates = 0
+        """Updates of the policy since this object was made."""
 
     @property
     def opened(self) -> str:
@@ -81,7 +96,7 @@ class VerlLearner:
         # alone.
         if self._critic is None or self._settings.trainer.critic_warmup <= step:
             mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
-            jobs += self._jobs(self._policy.update, samples, prepared, tasks=mini, epochs=epochs)
+            jobs += self._jobs(self._update_policy, samples, prepared, tasks=mini, epochs=epochs)
         values: defaultdict[str, list[float]] = defaultdict(list)
         for done, (update, (rows, count), is_last) in enumerate(jobs, start=1):
             for name, value in (await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last)).items():
@@ -89,30 +104,56 @@ class VerlLearner:
             progress(done, len(jobs), "update")
         return metrics | {name: sum(found) / len(found) for name, found in values.items()}
 
-    async def publishable(self, *, step: int) -> Weights:
-        """Save a checkpoint of everything, then write the weights to serve and return the resource that names them.
-
-        In this order, so that weights which serve always have a checkpoint that training can continue from.
-        """
-        await asyncio.to_thread(self._policy.save, self._workdir, step=step, keep=self._keep)
+    async def save(self, *, step: int, kept: Collection[int]) -> None:
+        """Save a checkpoint of everything, and remove old ones except those of the steps `kept`."""
+        await asyncio.to_thread(self._policy.save, self._workdir, step=step, keep=self._keep, kept=kept)
         if self._critic is not None:
-            await asyncio.to_thread(self._critic.save, self._workdir, step=step, keep=self._keep)
-        return await asyncio.to_thread(self._policy.export, self._workdir, step=step, keep=self._keep)
+            await asyncio.to_thread(self._critic.save, self._workdir, step=step, keep=self._keep, kept=kept)
+        self._behind = None
+
+    async def export(self, *, step: int, kept: Collection[int]) -> Weights:
+        """Write the weights to serve and return the resource that names them; removes old ones like `save`."""
+        return await asyncio.to_thread(self._policy.export, self._workdir, step=step, keep=self._keep, kept=kept)
 
     def state(self, *, step: int) -> dict[str, Json]:
         """Return the newest checkpoint, the version that training started from and the weight of a KL penalty."""
-        path = self._workdir / "state" / f"{step:06d}"
+        path = step_directory(self._workdir / "state", step)
+        checkpoint, place = str(path) if path.is_dir() else "", None
+        if self._behind is not None:
+            checkpoint, place = self._behind.checkpoint, self._behind.place
         return {
-            "checkpoint": str(path) if path.is_dir() else "",
+            "checkpoint": checkpoint,
             "opened": self._opened,
             "kl_coef": self._kl.value,
+            "rate": self._rate,
+            "place": place,
         }
 
-    async def restore(self, state: Mapping[str, Json], *, step: int) -> None:
+    async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from `state`: weights, optimizer moments, schedules, random state and critic."""
         self._opened, self._kl.value = str(state["opened"]), float(state["kl_coef"])
-        if state["checkpoint"]:
-            await asyncio.to_thread(self._resume, Path(str(state["checkpoint"])), step)
+        self._rate = float(state.get("rate", 1.0))
+        checkpoint, place = str(state["checkpoint"]), state.get("place")
+        self._behind = None if place is None else Behind(checkpoint=checkpoint, place=int(place))
+        if checkpoint:
+            await asyncio.to_thread(self._resume, Path(checkpoint))
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> str:
+        """Continue from an earlier `state` with `rate` times the learning rate; its schedule goes on where it is.
+
+        Without the state's checkpoint, and for an empty state, the live weights are opened next, with new moments.
+        Returns the checkpoint that is missing, or `""`.
+        """
+        checkpoint = str(state.get("checkpoint", ""))
+        missing = checkpoint if checkpoint and not Path(checkpoint).is_dir() else ""
+        checkpoint = "" if missing else checkpoint
+        place = 0 if self._worker is None else self._worker.place
+        self._worker, self._rate = None, rate  # free the old model before the new one is loaded
+        self._opened, self._kl.value = str(state.get("opened", "")), float(state.get("kl_coef", self._kl.value))
+        self._behind = Behind(checkpoint=checkpoint, place=place)
+        if checkpoint:
+            await asyncio.to_thread(self._resume, Path(checkpoint))
+        return missing
 
     def close(self) -> None:
         """Drop the models."""
@@ -128,17 +169,24 @@ class VerlLearner:
         from agl_algo_verl.worker import VerlWorker
 
         worker = VerlWorker(origin=origin, settings=self._settings, steps=self._steps, threads=self._threads)
+        self._place(worker)
         if self._settings.has_critic and self._critic is None:
             self._critic = self._make_critic(worker)
         return worker
 
-    def _resume(self, checkpoint: Path, step: int) -> None:
+    def _resume(self, checkpoint: Path) -> None:
         from agl_algo_verl.worker import VerlWorker
 
         self._worker = VerlWorker.resume(checkpoint, settings=self._settings, steps=self._steps, threads=self._threads)
+        self._place(self._worker)
         if self._settings.has_critic:
             self._critic = self._make_critic(self._worker)
-            self._critic.load(self._workdir, step=step)
+            self._critic.load(self._workdir, step=int(checkpoint.name))
+
+    def _place(self, worker: VerlWorker) -> None:
+        """Give a policy that was just opened the learning rate of a run that went back."""
+        if self._behind is not None or self._rate != 1.0:
+            worker.use_rate(self._rate, place=None if self._behind is None else self._behind.place)
 
     def _make_critic(self, worker: VerlWorker) -> VerlCritic:
         from agl_algo_verl.critic import VerlCritic
@@ -156,6 +204,22 @@ class VerlLearner:
         # The order of mini-batches is that of the tasks, which was drawn when they were collected; it is the same in
         # every epoch. Schedules count steps of the experiment and not updates, so only the last update moves them.
         return [(update, parts[index % len(parts)], index + 1 == total) for index in range(total)]
+
+    def _update_policy(self, rows: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+        """Do one update of the policy, none where nothing has a gradient; the schedule counts the step either way."""
+        if self._has_gradient(rows):
+            self.updates += 1
+            return self._policy.update(rows, rollouts=rollouts, is_last=is_last)
+        if is_last:
+            self._policy.move_schedule()
+        return {"updates_skipped": 1.0}
+
+    def _has_gradient(self, rows: Sequence[RowSample]) -> bool:
+        """Return true if a loss of these rows can have a gradient."""
+        actor, choice = self._settings.actor, chosen_loss(self._settings)
+        trains_silent = choice is not None and choice.found().entry.trains_silent
+        others = actor.entropy_coeff or (actor.use_kl_loss and actor.kl_loss_coef) or trains_silent
+        return any(row.trained_tokens and (others or not row.is_silent) for row in rows)
 
     def _evaluate(self, prepared: PreparedStep) -> tuple[list[RowSample], dict[str, float]]:
         """Return the rows with what the models say of them and advantages that follow from it, and what to log."""

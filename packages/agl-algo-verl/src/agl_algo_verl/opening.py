@@ -181,13 +181,22 @@ def _optimizer(optim: OptimKeys, *, steps: int) -> Any:
     )
 
 
-def use_rate_of_schedule(engine: Any) -> None:
+def use_rate_of_schedule(engine: Any, *, peak: float | None = None, place: int | None = None) -> None:
     """Give the optimizer the learning rate of its schedule's next update, after a checkpoint was loaded.
 
     A checkpoint brings the rate that was next when it was saved. Where the run has more steps than it had then, the
     schedule falls more slowly and that rate is too low.
+
+    Args:
+        engine: VERL's engine.
+        peak: The highest rate of the schedule, for one that differs from the checkpoint's.
+        place: Steps of the schedule that are done, where training goes on at another place than the checkpoint's.
     """
     scheduler = engine.lr_scheduler
+    if peak is not None:
+        scheduler.base_lrs = [peak for _ in scheduler.base_lrs]
+    if place is not None:
+        scheduler.last_epoch = place
     places = zip(engine.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     for group, rate, shape in places:
         group["lr"] = rate * shape(scheduler.last_epoch)  # `last_epoch` is torch's name for the updates so far

@@ -76,6 +76,11 @@ class RowSample:
         """Tokens with mask 1."""
         return int(self.mask.sum())
 
+    @property
+    def is_silent(self) -> bool:
+        """True if no trained token has an advantage."""
+        return not bool((self.mask & (self.advantages != 0)).any())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedStep:

@@ -30,7 +30,7 @@ from agl_algo_verl.typed import verl_part
 from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Collection, Generator, Sequence
     from pathlib import Path
 
     from tensordict import TensorDict
@@ -125,8 +125,21 @@ class VerlWorker:
             options["is_threshold"] = correction.rollout_is_threshold  # the bound of `batches.importance`
         return plain_metrics(self._worker.train_batch(self._batch(samples, **options))["metrics"])
 
-    def save(self, workdir: Path, *, step: int, keep: int) -> None:
-        """Write a training checkpoint and remove old ones; the last `keep` stay, and two at least.
+    @property
+    def place(self) -> int:
+        """Steps of the learning rate's schedule that are done."""
+        return int(self._worker.engine.lr_scheduler.last_epoch)
+
+    def move_schedule(self) -> None:
+        """Count a step without an update in the schedule of the learning rate."""
+        self._worker.engine.lr_scheduler_step()
+
+    def use_rate(self, rate: float, *, place: int | None = None) -> None:
+        """Train with `rate` times the configured learning rate, and go on from `place` in its schedule if given."""
+        use_rate_of_schedule(self._worker.engine, peak=rate * self._settings.actor.optim.lr, place=place)
+
+    def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+        """Write a training checkpoint and remove old ones, except the last `keep`, the last two and those of `kept`.
 
         The one before stays because the run's state names it until the new state is saved.
         """
@@ -136,16 +149,16 @@ class VerlWorker:
             (directory / ORIGIN).write_text(json.dumps({"uri": self.origin.uri}), encoding="utf-8")
 
         write_directory(step_directory(workdir / "state", step), fill)
-        prune(workdir / "state", step=step, keep=max(2, keep))
+        prune(workdir / "state", step=step, keep=max(2, keep), kept=kept)
 
-    def export(self, workdir: Path, *, step: int, keep: int) -> Weights:
+    def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
         """Write the weights to serve as a Hugging Face directory and return the resource that names it.
 
         A probe beside them (`probe.py`) lets a policy check that it serves these weights.
         """
         target = step_directory(workdir.absolute() / "weights", step)
         write_directory(target, self._write_weights)
-        prune(workdir / "weights", step=step, keep=keep)
+        prune(workdir / "weights", step=step, keep=keep, kept=kept)
         return Weights(uri=str(target), format="hf")
 
     def _write_weights(self, directory: Path) -> None:
