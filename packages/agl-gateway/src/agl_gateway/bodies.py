@@ -5,26 +5,20 @@ The server itself inflates nothing, so a body costs no more than its own bytes b
 
 import asyncio
 import time
-import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import StreamReader, web
 
 from agl_gateway.budget import ByteBudget
+from agl_gateway.inflating import ENCODINGS, READABLE, inflate, largest, too_large
 from agl_gateway.problems import Problem
 
-_MAX_INFLATED = 64 * 1024 * 1024
 _INFLATING = 2
 """Bodies that are inflated at once; each may take as much memory as the limit of its endpoint."""
 
 _LARGE = 1024 * 1024
 _MIN_RATE = 64 * 1024
 """Bytes per second at which bodies must arrive."""
-
-_STEP, _PIECE = 64 * 1024, 256 * 1024
-_GZIP, _ZLIB, _RAW = 31, 15, -15
-_ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 
 class BodyReader:
@@ -46,8 +40,8 @@ class BodyReader:
 
         Raises:
             Problem: 413 when the body exceeds ``limit`` bytes, compressed or not, the rest of which is neither read nor
-                inflated; 408 when it arrives too slowly; 415 for an encoding other than gzip or deflate, or several;
-                400 when it cannot be read; 503 when large bodies wait too long for each other.
+                inflated; 408 when it arrives too slowly; 415 for an encoding other than gzip, deflate and zstd, or for
+                several; 400 when it cannot be read; 503 when large bodies wait too long for each other.
         """
         encoding = _encoding_of(request)
         expected = _expected_size(request, encoding, limit)
@@ -56,7 +50,7 @@ class BodyReader:
         body = await self._read(request.content, limit)
         if encoding and body:
             loop = asyncio.get_running_loop()
-            body = await loop.run_in_executor(self._inflating, _inflate, body, encoding, limit)
+            body = await loop.run_in_executor(self._inflating, inflate, body, encoding, limit)
         self._keep(request, len(body))
         return body
 
@@ -91,7 +85,7 @@ class BodyReader:
                 400, f"the request's body cannot be read ({error}); send it again", code="bad_body"
             ) from error
         if size > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         return b"".join(parts)
 
     async def _arrived(self, content: StreamReader, started: float, size: int) -> bytes:
@@ -113,16 +107,13 @@ class BodyReader:
 
 
 def _expected_size(request: web.BaseRequest, encoding: str, limit: int) -> int:
-    """Return the most bytes that a body may have when it is read and inflated; raises a 413 for one that is too long.
-
-    No stream of deflate becomes more than 1,032 times as long.
-    """
+    """Return the most bytes that a body may have, read and inflated; raises a 413 for one that is too long."""
     sent = request.content_length
     if sent is None:
         return limit if request.can_read_body else 0
     if sent > limit:
-        raise _too_large(limit)
-    return min(limit, 1032 * sent) if encoding else sent
+        raise too_large(limit)
+    return min(limit, largest(sent, encoding)) if encoding else sent
 
 
 def _encoding_of(request: web.BaseRequest) -> str:
@@ -130,68 +121,10 @@ def _encoding_of(request: web.BaseRequest) -> str:
     encodings = [item for item in (part.strip().lower() for part in sent.split(",")) if item not in ("", "identity")]
     if not encodings:
         return ""
-    if len(encodings) > 1 or encodings[0] not in _ENCODINGS:
+    if len(encodings) > 1 or encodings[0] not in ENCODINGS:
         raise Problem(
             415,
-            f"the gateway does not read content-encoding {sent!r}; send gzip or deflate, once, or no content-encoding",
+            f"the gateway does not read content-encoding {sent!r}; send {READABLE}, once, or no content-encoding",
             code="unsupported_encoding",
         )
     return encodings[0]
-
-
-def _inflate(body: bytes, encoding: str, limit: int) -> bytes:
-    pieces, left = list[bytes](), limit
-    try:
-        for piece in _pieces(memoryview(body), _wbits(body, encoding)):
-            left -= len(piece)
-            if left < 0:
-                raise _too_large(limit)
-            pieces.append(piece)
-    except zlib.error as error:
-        raise _unreadable(encoding) from error
-    return b"".join(pieces)
-
-
-def _wbits(body: bytes, encoding: str) -> int:
-    if encoding != "deflate":
-        return _GZIP
-    return _ZLIB if body[0] & 0x0F == 8 else _RAW  # some clients send deflate without zlib's header
-
-
-def _pieces(body: memoryview, wbits: int) -> Iterator[bytes]:
-    """Inflate in small pieces, so that no thread waits long; raises ``zlib.error`` unless all is one stream."""
-    inflater = zlib.decompressobj(wbits)
-    for start in range(0, len(body), _STEP):
-        sent: bytes | memoryview = body[start : start + _STEP]
-        while len(sent):
-            yield inflater.decompress(sent, _PIECE)
-            sent = inflater.unconsumed_tail
-    yield inflater.flush()
-    if not inflater.eof or inflater.unused_data:
-        raise zlib.error("the body is more or less than one stream")
-
-
-def _too_large(limit: int) -> Problem:
-    return Problem(
-        413, f"the request's body is larger than {limit} bytes; send it in smaller parts", code="request_too_large"
-    )
-
-
-def _unreadable(encoding: str) -> Problem:
-    return Problem(
-        400,
-        f"the request's body cannot be read as content-encoding {encoding!r}; send what the header says, or no "
-        "content-encoding",
-        code="invalid_encoding",
-    )
-
-
-def plain_bytes(body: bytes, encoding: str) -> bytes:
-    """Return the decompressed ``body``; unchanged if that fails or exceeds 64 MiB."""
-    if encoding not in ("gzip", "deflate"):
-        return body
-    inflater = zlib.decompressobj(wbits=47 if encoding == "gzip" else 15)
-    try:
-        return inflater.decompress(body, _MAX_INFLATED)
-    except zlib.error:
-        return body

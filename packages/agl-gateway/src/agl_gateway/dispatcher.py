@@ -7,6 +7,7 @@ from aiohttp import web
 
 from agl.dialects import dialect_of
 from agl.errors import StoreError
+from agl.schemas import Dialect
 from agl.tracing import AttemptToken
 from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations
@@ -14,6 +15,7 @@ from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.problems import Problem, problem_response
 from agl_gateway.quotas import Quotas
 from agl_gateway.relay import Relay
+from agl_gateway.side_calls import SIDE_CALLS, SideCalls
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class Dispatcher:
     """Dispatches every request of the gateway to its handler.
 
     Args:
+        side_calls: Answers what belongs to a model API and samples nothing.
         routes: Further routes, from ``"METHOD /path"`` to handler; a path that ends in ``/*`` is a prefix.
         conversations: Records calls without an attempt's token; ``None`` refuses them.
     """
@@ -36,6 +39,7 @@ class Dispatcher:
         self,
         *,
         relay: Relay,
+        side_calls: SideCalls,
         bodies: BodyReader,
         identities: Identities,
         attempts: RunningAttempts,
@@ -45,6 +49,7 @@ class Dispatcher:
     ) -> None:
         self._conversations = conversations
         self._relay = relay
+        self._side_calls = side_calls
         self._bodies = bodies
         self._identities = identities
         self._attempts = attempts
@@ -73,27 +78,31 @@ class Dispatcher:
                 return await self._model_api(request, endpoint, key, (rollout_id, attempt_id))
             return await self._other(request)
         except Problem as problem:
-            return problem_response(problem, dialect_of(path))
+            return problem_response(problem, _dialect_at(path))
         except StoreError as error:
             problem = Problem(503, f"the gateway's store does not answer: {error}", is_retryable=True)
-            return problem_response(problem, dialect_of(path))
+            return problem_response(problem, _dialect_at(path))
 
     async def _model_api(
         self, request: web.BaseRequest, endpoint: str, key: str, expected: tuple[str, str] | None
     ) -> web.StreamResponse:
-        if endpoint not in MODEL_ENDPOINTS and endpoint != "/models":
+        if endpoint not in MODEL_ENDPOINTS and endpoint not in SIDE_CALLS and endpoint != "/models":
             return await self._other(request)
         claim = self._identities.verify(key)
         if endpoint == "/models":
             return self._models()
         if request.method != "POST":
             raise Problem(405, f"{request.path} accepts POST, not {request.method}")
+        is_conversation = claim.scope != "attempt" and expected is None and self._conversations is not None
+        if not is_conversation:
+            _check(claim, expected)
+            await self._attempts.require(claim)
+        if endpoint in SIDE_CALLS:
+            return await self._side_calls.answer(request, endpoint, rollout_id=claim.rollout_id)
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # MODEL_ENDPOINTS are the dialects' endpoints
-        if claim.scope != "attempt" and expected is None and self._conversations is not None:
+        if is_conversation and self._conversations is not None:
             return await self._relay.converse(request, self._conversations, dialect=dialect, endpoint=endpoint)
-        _check(claim, expected)
-        await self._attempts.require(claim)
         await self._quotas.add_call(claim)
         return await self._relay.relay(
             request,
@@ -118,6 +127,14 @@ class Dispatcher:
             known = ", ".join(f"/v1{endpoint}" for endpoint in MODEL_ENDPOINTS)
             raise Problem(404, f"the gateway has no {name}; model calls go to {known} and /v1/models")
         return await handle(request)
+
+
+def _dialect_at(path: str) -> Dialect | None:
+    """Return the API whose errors a client reads at ``path``."""
+    for endpoint, dialect in SIDE_CALLS.items():
+        if path.endswith(endpoint):
+            return dialect
+    return dialect_of(path)
 
 
 def _split(path: str) -> tuple[str, str, str, str]:

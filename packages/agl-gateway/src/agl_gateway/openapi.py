@@ -17,6 +17,9 @@ _MODEL_PATHS = {
     "/v1/responses": "OpenAI responses, relayed and recorded.",
     "/v1/messages": "Anthropic messages, relayed and recorded.",
     "/v1/embeddings": "OpenAI embeddings, relayed and recorded.",
+    "/v1/messages/count_tokens": "The tokens of an Anthropic request, by its server or estimated; not recorded.",
+    "/v1/responses/input_tokens": "The tokens of a request for a response, likewise.",
+    "/v1/responses/compact": "OpenAI's compaction of a conversation, relayed and not recorded.",
 }
 
 _SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
@@ -71,6 +74,7 @@ def _model_call(text: str) -> dict[str, Any]:
 def _other_paths() -> dict[str, Any]:
     answer = {"responses": {"200": {"description": "OK"}}}
     return {
+        "/": {"get": {"summary": "Says that a gateway is here; clients look before their first call.", **answer}},
         "/v1/models": {"get": {"summary": "The model names that requests may use.", "security": _ATTEMPT, **answer}},
         "/v1/traces": {
             "post": {

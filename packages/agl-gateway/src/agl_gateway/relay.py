@@ -1,10 +1,12 @@
 """Relays a client's request to the backend and the answer back, byte for byte, then hands both to the recorder."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
@@ -15,12 +17,13 @@ from agl.dialects import Exchange, Request
 from agl.errors import CaptureError
 from agl.schemas import Dialect, Json
 from agl_gateway.arms import ArmRoutes, policy_of
-from agl_gateway.bodies import BodyReader, plain_bytes
+from agl_gateway.bodies import BodyReader
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
 from agl_gateway.draws import DrawSeeds
 from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
 from agl_gateway.gate import Gate
+from agl_gateway.inflating import plain_bytes
 from agl_gateway.json_values import check_values
 from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
@@ -28,8 +31,12 @@ from agl_gateway.routing import Router, UpstreamTarget
 from agl_gateway.sampling import SamplingRules
 from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
 
+_log = logging.getLogger(__name__)
+
 _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
 """Problems of a server that has not answered; another server may be asked, because sampling has no side effects."""
+
+_NOT_FOUND = 404
 
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
@@ -100,6 +107,7 @@ class Relay:
         self._sampling = sampling
         self._seeds = seeds
         self._request_ids = RequestIds()
+        self._told: set[str] = set()
 
     async def relay(
         self, request: web.BaseRequest, *, dialect: Dialect, endpoint: str, rollout_id: str, attempt_id: str
@@ -215,9 +223,24 @@ class Relay:
             body = await response.read()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise problem_of(error, url) from error
+        if response.status == _NOT_FOUND and call.target is not None:
+            self._tell_missing_path(call.target.upstream, url)
         self._record(call, body, status=response.status)
         await self._wait_stored(call)
         return web.Response(body=body, status=response.status, headers=self._reply_headers(call, response))
+
+    def _tell_missing_path(self, upstream: Upstream, url: str) -> None:
+        """Say once per policy that an address without a path, at which a server has nothing, may lack ``/v1``."""
+        if urlsplit(upstream.base_url).path.strip("/") or upstream.name in self._told:
+            return
+        self._told.add(upstream.name)
+        address = upstream.base_url.rstrip("/")
+        _log.warning(
+            "%s answered 404. The address of policy %r has no path, and most APIs are below /v1: try %s/v1",
+            url.split("?", 1)[0],
+            upstream.name,
+            address,
+        )
 
     async def _relay_stream(
         self, request: web.BaseRequest, call: _Call, response: aiohttp.ClientResponse

@@ -26,6 +26,7 @@ from agl_gateway.relay import Relay
 from agl_gateway.rollout_facts import RolloutFacts
 from agl_gateway.routing import Router
 from agl_gateway.sampling import SamplingRules
+from agl_gateway.side_calls import SideCalls
 from agl_gateway.split_api import RESOURCES, SplitApi
 from agl_gateway.splits import Split, check_labels
 from agl_gateway.splitter import Splitter
@@ -157,6 +158,9 @@ class GatewayService:
         await self._check_split()
         handler = Dispatcher(
             relay=self.relay,
+            side_calls=SideCalls(
+                relay=self.relay, session=self.session, bodies=self._bodies, max_body=self._settings.max_body
+            ),
             bodies=self._bodies,
             identities=self.identities,
             attempts=self.attempts,
@@ -228,6 +232,8 @@ class GatewayService:
         return {
             "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
+            "GET /": status.root,
+            "HEAD /": status.root,
             "GET /identity": workers.identity,
             "POST /settle": workers.settle,
             "GET /metrics": status.metrics,

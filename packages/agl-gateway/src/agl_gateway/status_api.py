@@ -1,4 +1,4 @@
-"""``/healthz``, and ``/metrics`` and ``/openapi.json`` for operators and generators."""
+"""``/`` and ``/healthz``, and ``/metrics`` and ``/openapi.json`` for operators and generators."""
 
 import asyncio
 
@@ -35,6 +35,11 @@ class StatusApi:
         self._recorder = recorder
         self._queue = queue
         self._rate = rate
+
+    async def root(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer clients that look whether anything is here before they call a model."""
+        del request
+        return web.json_response({"service": "agl gateway"})
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with metrics in Prometheus' text format."""
