@@ -89,6 +89,9 @@ def agl_commands() -> Iterable[CommandEntry]:
         name="metrics", factory="agl_run.cli.metrics:metrics", summary="print the numbers that algorithms logged"
     )
     yield CommandEntry(name="plot", factory="agl_run.cli.metrics:plot", summary="draw metrics over the steps")
+    yield CommandEntry(
+        name="suggest", factory="agl_run.cli.suggest:suggest", summary="say what keeps an experiment from learning"
+    )
     yield CommandEntry(name="sql", factory="agl_run.cli.sql:sql", summary="query everything that is recorded")
     yield CommandEntry(name="replay", factory="agl_run.cli.replay:replay", summary="run a recorded rollout again")
     yield CommandEntry(name="export", factory="agl_run.cli.export:export", summary="write recorded data as JSON lines")

@@ -75,10 +75,10 @@ def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> 
 
 
 def _commands(result: FitResult, store_url: str) -> list[str]:
-    """Return the commands that show the run; a curve needs a step."""
+    """Return the commands that show the run; curves and suggestions need a step."""
     looks = [("runs",), ("show", "latest"), ("why", "latest"), ("export", "--output", "runs.jsonl")]
-    curves = [("plot", result.experiment)] if any(result.steps.values()) else []
-    return [command(*words, store_url=store_url) for words in (*looks, *curves)]
+    of_steps = [("plot", result.experiment), ("suggest", result.experiment)] if any(result.steps.values()) else []
+    return [command(*words, store_url=store_url) for words in (*looks, *of_steps)]
 
 
 def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dict[str, str]:

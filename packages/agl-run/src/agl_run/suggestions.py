@@ -1,0 +1,345 @@
+"""Finds in the metrics of a run what keeps it from learning, and says what to change.
+
+Each rule looks at one algorithm's steps, mostly at the means of the last ones against those of the first. It speaks
+only where the numbers that it reads were logged and are clear, and with the numbers that made it speak. The limits are
+conventions, not theorems: they mark what is worth a look.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from agl.contracts import Metric
+from agl.schemas import Record
+
+VALIDATE = "validate"
+"""The name under which validations are logged."""
+
+_WINDOW = 5
+"""Steps at the end, and at the start, whose means are compared."""
+
+_LEAST = 3
+"""Steps below which no rule speaks."""
+
+_LONG = 20
+"""Steps below which a mean that stays where it is means nothing."""
+
+
+class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One thing to change.
+
+    Attributes:
+        rule: The rule's name, such as ``silent-groups``.
+        algorithm: Whose steps it is about.
+        step: The last of the steps that were looked at.
+        evidence: What was measured, with its numbers.
+        change: What to do, with the setting's name and a value where there is one.
+    """
+
+    rule: str
+    algorithm: str
+    step: int
+    evidence: str
+    change: str
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of one algorithm in order: their numbers, and their metrics by name."""
+
+    numbers: Sequence[int]
+    metrics: Sequence[Mapping[str, float]]
+
+    def all(self, name: str) -> list[float]:
+        """Return the values of the steps that logged ``name``."""
+        return [step[name] for step in self.metrics if name in step]
+
+    def end(self, name: str) -> float | None:
+        """Return the mean over the last steps; ``None`` if too few of them logged it."""
+        found = [step[name] for step in self.metrics[-_WINDOW:] if name in step]
+        return fmean(found) if len(found) >= _LEAST else None
+
+    def change(self, name: str) -> tuple[float, float] | None:
+        """Return the means over the first and the last steps; ``None`` if these are not apart."""
+        found = self.all(name)
+        return (fmean(found[:_WINDOW]), fmean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
+
+    @property
+    def is_better(self) -> bool:
+        """True if the reward has risen from the first steps to the last, by more than their noise."""
+        rewards = self.all("reward")
+        return len(rewards) >= 2 * _WINDOW and _slope(rewards)[0] > 2 * _slope(rewards)[1]
+
+
+_Finding = tuple[str, str]
+_Rule = Callable[[_Steps], _Finding | None]
+
+
+def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
+    """Return what to change, by the metrics of one run, in the order of its algorithms and of the rules."""
+    every = dict(_by_algorithm(metrics))
+    validations = every.pop(VALIDATE, None)
+    found: list[Suggestion] = []
+    for algorithm, steps in every.items():
+        if len(steps.numbers) < _LEAST:
+            continue
+        findings = {rule: look(steps) for rule, look in {**_RULES, "overfitting": _overfitting(validations)}.items()}
+        if not any(findings.values()):
+            findings["no-progress"] = _still(steps)  # the others say why it is so
+        findings |= {rule: look(steps) for rule, look in _TIMES.items()}
+        found += [
+            Suggestion(rule=rule, algorithm=algorithm, step=steps.numbers[-1], evidence=finding[0], change=finding[1])
+            for rule, finding in findings.items()
+            if finding is not None
+        ]
+    return found
+
+
+def _by_algorithm(metrics: Sequence[Metric]) -> Iterator[tuple[str, _Steps]]:
+    tables: dict[str, dict[int, dict[str, float]]] = {}
+    for metric in metrics:
+        if not math.isfinite(metric.value):
+            continue
+        tables.setdefault(metric.algorithm, {}).setdefault(metric.step, {})[metric.name] = metric.value
+    for algorithm, table in tables.items():
+        numbers = sorted(table)
+        yield algorithm, _Steps(numbers, [table[number] for number in numbers])
+
+
+def _silent_groups(steps: _Steps) -> _Finding | None:
+    share = steps.end("silent_share")
+    if share is None or share < 0.6:
+        return None
+    reward = steps.end("reward")
+    mean = "" if reward is None else f", and the mean reward is {reward:.3g}"
+    return (
+        f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward{mean}",
+        "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, or a "
+        "larger group_size; if it is as high as it gets, these tasks are learned: harder ones, or stop",
+    )
+
+
+def _dropped(steps: _Steps) -> _Finding | None:
+    share = steps.end("dropped_share")
+    if share is None or share < 0.1:
+        return None
+    names = sorted({name for step in steps.metrics[-_WINDOW:] for name in step if name.startswith("dropped_")})
+    parts = {name.removeprefix("dropped_"): steps.end(name) for name in names if name != "dropped_share"}
+    why = ", ".join(f"{mean:.1f} a step: {name}" for name, mean in parts.items() if mean)
+    return (
+        f"{share:.0%} of the rollouts take no part in training{f' ({why})' if why else ''}",
+        "agl runs --status failed shows their errors; repair the agent or its reward",
+    )
+
+
+def _truncated(steps: _Steps) -> _Finding | None:
+    share = steps.end("truncated_share")
+    if share is None or share < 0.1:
+        return None
+    return (
+        f"{share:.0%} of the rollouts have an answer that was cut at a limit of tokens",
+        "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true",
+    )
+
+
+def _narrowed(steps: _Steps) -> _Finding | None:
+    calls = steps.end("calls_sampling_kept")
+    if not calls:
+        return None
+    return (
+        f"{calls:.0f} calls a step were sampled with top-p, penalties or temperature 0, which biases the gradient",
+        'sampling = "override" in [policy.NAME], or remove those parameters from the agent',
+    )
+
+
+def _clipped(steps: _Steps) -> _Finding | None:
+    low, high = steps.end("clipped_low"), steps.end("clipped_high")
+    share = (low or 0.0) + (high or 0.0)
+    if share < 0.3:
+        return None
+    return (
+        f"the clip removed the gradient of {share:.0%} of the tokens",
+        "the policy moves too far within a step: fewer epochs or updates_per_step, or half the lr",
+    )
+
+
+def _stale(steps: _Steps) -> _Finding | None:
+    share = steps.end("effective_share")
+    if share is None or share > 0.5:
+        return None
+    return (
+        f"importance weights leave {share:.0%} of the tokens' worth",
+        "the rollouts are too old for the policy that learns from them: fewer updates_per_step, or half the lr",
+    )
+
+
+def _far(steps: _Steps) -> _Finding | None:
+    found = steps.change("kl")
+    if found is None or found[1] < 0.1 or found[1] < 5 * found[0] or steps.is_better:
+        return None
+    return (
+        f"the distance to the start grew from {found[0]:.3g} to {found[1]:.3g} nats per token, and the reward did not",
+        "raise kl_coef, or halve the lr",
+    )
+
+
+def _spread_lost(steps: _Steps) -> _Finding | None:
+    found = steps.change("entropy")
+    if found is None or found[0] <= 0 or found[1] > 0.1 * found[0] or steps.is_better:
+        return None
+    return (
+        f"the entropy fell from {found[0]:.3g} to {found[1]:.3g} nats, and the reward did not rise",
+        "the policy repeats itself: entropy_coef = 0.001 or more, a higher clip_high, or half the lr",
+    )
+
+
+def _longer(steps: _Steps) -> _Finding | None:
+    each = [
+        {**step, "length": step["tokens"] / step["rollouts"]}
+        for step in steps.metrics
+        if step.get("rollouts") and "tokens" in step
+    ]
+    found = _Steps(steps.numbers, each).change("length")
+    if found is None or found[1] < 2 * found[0] or steps.is_better:
+        return None
+    return (
+        f"a rollout's answers grew from {found[0]:.0f} to {found[1]:.0f} tokens, and the reward did not rise",
+        "take reward off long answers: overlong_limit and overlong_buffer",
+    )
+
+
+def _leap(steps: _Steps) -> _Finding | None:
+    norms = steps.all("grad_norm")
+    if len(norms) < 2 * _WINDOW:
+        return None
+    usual, most = median(norms[:-_WINDOW]), max(norms[-_WINDOW:])
+    if usual <= 0 or most < 10 * usual:
+        return None
+    return (
+        f"the gradient's length leapt to {most:.3g}, {most / usual:.0f} times what it was",
+        "halve the lr; max_grad_norm bounds what one step can do",
+    )
+
+
+def _blind_critic(steps: _Steps) -> _Finding | None:
+    share = steps.end("explained_variance")
+    if share is None or share >= 0 or len(steps.numbers) < 2 * _WINDOW:
+        return None
+    return (
+        f"the critic explains {share:.0%} of the returns: less than their mean would",
+        "a higher critic_lr, critic_warmup = 10, or grpo, which needs no critic",
+    )
+
+
+def _no_pairs(steps: _Steps) -> _Finding | None:
+    if steps.end("pairs") != 0:
+        return None
+    return (
+        "there is no pair to prefer: the rewards of every group are equal",
+        "a larger group_size, or a reward that tells good from better",
+    )
+
+
+def _nothing_good(steps: _Steps) -> _Finding | None:
+    if steps.end("imitated") != 0:
+        return None
+    return "no rollout was good enough to imitate", "lower min_reward"
+
+
+def _one_kind(steps: _Steps) -> _Finding | None:
+    good, bad = steps.end("good"), steps.end("bad")
+    if good is None or bad is None or (good and bad):
+        return None
+    return (
+        f"all rollouts count as {'good' if good else 'bad'}, and the loss compares the two kinds",
+        f"{'raise' if good else 'lower'} good_from",
+    )
+
+
+def _split_rows(steps: _Steps) -> _Finding | None:
+    rows, rollouts = steps.end("rows"), steps.end("rollouts")
+    if not rows or not rollouts or rows < 3 * rollouts:
+        return None
+    return (
+        f"a rollout becomes {rows / rollouts:.1f} training rows, which each repeat its conversation",
+        "agl why latest names the call where the conversation no longer continues: the agent rewrites its history",
+    )
+
+
+def _slow_rollouts(steps: _Steps) -> _Finding | None:
+    return _bottleneck(steps, "collect_s", "waiting for rollouts", "raise concurrency in [runner], or add agl worker")
+
+
+def _slow_updates(steps: _Steps) -> _Finding | None:
+    return _bottleneck(steps, "update_s", "updates", 'a GPU, there with dtype = "bfloat16" and a larger token_budget')
+
+
+def _bottleneck(steps: _Steps, name: str, doing: str, change: str) -> _Finding | None:
+    collect, update = steps.end("collect_s"), steps.end("update_s")
+    part = steps.end(name)
+    if collect is None or update is None or part is None or collect + update < 1 or part < 0.8 * (collect + update):
+        return None
+    return f"{part / (collect + update):.0%} of a step's {collect + update:.1f} s are {doing}", change
+
+
+def _still(steps: _Steps) -> _Finding | None:
+    rewards, silent = steps.all("reward"), steps.end("silent_share")
+    if len(rewards) < _LONG or silent is None or silent >= 0.6:
+        return None
+    slope, error = _slope(rewards)
+    if abs(slope) > 2 * error or (steps.end("clipped_low") or 0.0) + (steps.end("clipped_high") or 0.0) > 0.1:
+        return None
+    return (
+        f"in {len(rewards)} steps the reward changed by {slope * len(rewards):+.3g} ± {2 * error * len(rewards):.2g}, "
+        "though groups differ and little is clipped",
+        "raise the lr threefold, or take more tasks_per_step",
+    )
+
+
+def _overfitting(validations: _Steps | None) -> _Rule:
+    def look(steps: _Steps) -> _Finding | None:
+        rewards = [] if validations is None else validations.all("reward")
+        if len(rewards) < 4 or not steps.is_better:
+            return None
+        best, ends = max(rewards), rewards[-2:]
+        if max(ends) > 0.9 * best:
+            return None
+        return (
+            f"the training reward rises, and the last two validations fell to {ends[0]:.3g} and {ends[1]:.3g} from "
+            f"{best:.3g}",
+            "more training tasks, fewer steps, or kl_coef; the best versions have the label best",
+        )
+
+    return look
+
+
+def _slope(values: Sequence[float]) -> tuple[float, float]:
+    """Return the slope per step of a line through the values, and its standard error."""
+    count = len(values)
+    middle, mean = (count - 1) / 2, fmean(values)
+    across = sum((place - middle) ** 2 for place in range(count))
+    slope = sum((place - middle) * (value - mean) for place, value in enumerate(values)) / across
+    rest = sum((value - mean - slope * (place - middle)) ** 2 for place, value in enumerate(values))
+    return slope, (rest / max(1, count - 2) / across) ** 0.5
+
+
+_RULES: dict[str, _Rule] = {
+    "silent-groups": _silent_groups,
+    "dropped-rollouts": _dropped,
+    "cut-answers": _truncated,
+    "narrowed-sampling": _narrowed,
+    "clipped-updates": _clipped,
+    "stale-rollouts": _stale,
+    "distance-grows": _far,
+    "entropy-lost": _spread_lost,
+    "answers-grow": _longer,
+    "gradient-leaps": _leap,
+    "critic-blind": _blind_critic,
+    "no-pairs": _no_pairs,
+    "nothing-to-imitate": _nothing_good,
+    "one-kind": _one_kind,
+    "split-rows": _split_rows,
+}
+
+_TIMES: dict[str, _Rule] = {"slow-rollouts": _slow_rollouts, "slow-updates": _slow_updates}

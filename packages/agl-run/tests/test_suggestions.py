@@ -1,0 +1,163 @@
+"""Each situation is found by its rule and by no other, and a healthy run is left alone."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from msgspec.structs import replace
+
+from agl.contracts import ExperimentRecord, Metric
+from agl_run import SQLiteStore
+from agl_run.cli.main import cli
+from agl_run.suggestions import suggestions_of
+
+STEPS = 12
+Values = Callable[[int], float]
+
+
+def wobble(step: int) -> float:
+    """Noise that follows from the step, between -1 and 1."""
+    return math.sin(7.0 * step)
+
+
+HEALTHY: dict[str, Values] = {
+    "reward": lambda step: 0.2 + 0.04 * step + 0.01 * wobble(step),
+    "silent_share": lambda step: 0.25 + 0.05 * wobble(step),
+    "dropped_share": lambda _: 0.01,
+    "truncated_share": lambda _: 0.02,
+    "clipped_low": lambda _: 0.01,
+    "clipped_high": lambda _: 0.02,
+    "effective_share": lambda _: 0.97,
+    "kl": lambda step: 0.002 * step,
+    "entropy": lambda step: 1.5 * 0.98**step,
+    "tokens": lambda step: 4000 + 40 * step,
+    "rollouts": lambda _: 64,
+    "rows": lambda _: 70,
+    "grad_norm": lambda step: 1.0 + 0.3 * wobble(step),
+    "collect_s": lambda _: 6.0,
+    "update_s": lambda _: 4.0,
+}
+FLAT: dict[str, Values] = {"reward": lambda step: 0.2 + 0.01 * wobble(step)}
+
+SITUATIONS: dict[str, dict[str, Values]] = {
+    "silent-groups": {"silent_share": lambda _: 0.8},
+    "dropped-rollouts": {"dropped_share": lambda _: 0.3, "dropped_failed": lambda _: 19.0},
+    "cut-answers": {"truncated_share": lambda step: 0.05 * step},
+    "narrowed-sampling": {"calls_sampling_kept": lambda _: 32.0},
+    "clipped-updates": {"clipped_low": lambda _: 0.15, "clipped_high": lambda _: 0.2},
+    "stale-rollouts": {"effective_share": lambda _: 0.3},
+    "distance-grows": {**FLAT, "kl": lambda step: 0.01 * 1.6**step},
+    "entropy-lost": {**FLAT, "entropy": lambda step: 2.0 * 0.6**step},
+    "answers-grow": {**FLAT, "tokens": lambda step: 4000 * 1.2**step},
+    "gradient-leaps": {"grad_norm": lambda step: 30.0 if step == STEPS else 1.0},
+    "critic-blind": {"explained_variance": lambda _: -0.4},
+    "no-pairs": {"pairs": lambda _: 0.0},
+    "nothing-to-imitate": {"imitated": lambda _: 0.0},
+    "one-kind": {"good": lambda _: 0.0, "bad": lambda _: 64.0},
+    "split-rows": {"rows": lambda _: 640.0},
+    "slow-rollouts": {"collect_s": lambda _: 90.0},
+    "slow-updates": {"update_s": lambda _: 90.0},
+}
+
+
+def logged(
+    changes: dict[str, Values], *, steps: int = STEPS, algorithm: str = "grpo", validations: Sequence[float] = ()
+) -> list[Metric]:
+    found = [
+        Metric(experiment="e", algorithm=algorithm, step=step, name=name, value=value(step))
+        for step in range(1, steps + 1)
+        for name, value in {**HEALTHY, **changes}.items()
+    ]
+    return found + [
+        Metric(experiment="e", algorithm="validate", step=3 * place, name="reward", value=value)
+        for place, value in enumerate(validations)
+    ]
+
+
+@pytest.mark.parametrize("rule", SITUATIONS)
+def test_situation_is_found_and_no_other(rule: str) -> None:
+    (found,) = suggestions_of(logged(SITUATIONS[rule]))
+    assert (rule, "grpo", STEPS) == (found.rule, found.algorithm, found.step)
+    assert any(letter.isdigit() for letter in found.evidence) or rule in ("no-pairs", "nothing-to-imitate", "one-kind")
+
+
+def test_learning_by_heart_is_found() -> None:
+    found = suggestions_of(logged({}, validations=(0.2, 0.4, 0.5, 0.41, 0.4)))
+    assert ["overfitting"] == [one.rule for one in found]
+    assert "fell to 0.41 and 0.4 from 0.5" in found[0].evidence
+
+
+def test_reward_that_stays_where_it_is_is_found_unless_another_rule_says_why() -> None:
+    assert ["no-progress"] == [one.rule for one in suggestions_of(logged(FLAT, steps=30))]
+    lost = {**FLAT, **SITUATIONS["entropy-lost"]}
+    assert ["entropy-lost"] == [one.rule for one in suggestions_of(logged(lost, steps=30))]
+    assert [] == suggestions_of(logged(FLAT, steps=15))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 12, 60])
+def test_healthy_run_is_left_alone(steps: int) -> None:
+    assert [] == suggestions_of(logged({}, steps=steps, validations=(0.2, 0.3, 0.4, 0.39, 0.5)))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in SITUATIONS if rule != "gradient-leaps"])
+def test_two_steps_are_not_enough(rule: str) -> None:
+    assert [] == suggestions_of(logged(SITUATIONS[rule], steps=2))
+
+
+def test_each_algorithm_is_looked_at_by_itself_and_unknown_numbers_do_no_harm() -> None:
+    both = logged(SITUATIONS["silent-groups"]) + logged(SITUATIONS["split-rows"], algorithm="ppo")
+    odd = [Metric(experiment="e", algorithm="search", step=step, name="best", value=math.nan) for step in range(1, 9)]
+    found = suggestions_of(both + odd)
+    assert [("grpo", "silent-groups"), ("ppo", "split-rows")] == [(one.algorithm, one.rule) for one in found]
+    assert [] == suggestions_of([])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """The URL of a store with two runs, of which the second one has a fault."""
+    url = f"sqlite:///{tmp_path}/runs.db"
+
+    async def fill() -> None:
+        made = SQLiteStore(url)
+        await made.save_state({}, experiment=ExperimentRecord(name="e", run=2))
+        await made.log_metrics(logged({}))
+        await made.log_metrics([replace(metric, run=2) for metric in logged(SITUATIONS["clipped-updates"])])
+        await made.close()
+
+    asyncio.run(fill())
+    return url
+
+
+def agl(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["suggest", *words])
+
+
+def test_command_names_evidence_and_setting_of_the_newest_run(store: str) -> None:
+    lines = agl("--store", store).stdout.splitlines()
+    assert "e, run 2, grpo, up to step 12: the clip removed the gradient of 35% of the tokens" == lines[0]
+    assert lines[1].startswith("  the policy moves too far within a step: fewer epochs")
+    assert lines[1].endswith("[clipped-updates]")
+    assert 2 == len(lines)
+
+
+def test_command_says_so_where_nothing_stands_out(store: str) -> None:
+    assert (
+        "e, run 1: nothing stands out in 12 steps and validations\n" == agl("e", "--run", "1", "--store", store).stdout
+    )
+
+
+def test_command_writes_all_runs_as_json(store: str) -> None:
+    runs = json.loads(agl("--run", "all", "--json", "--store", store).stdout)
+    assert [(1, []), (2, ["clipped-updates"])] == [
+        (each["run"], [one["rule"] for one in each["suggestions"]]) for each in runs
+    ]
+
+
+def test_command_names_the_experiments_there_are(store: str) -> None:
+    result = agl("f", "--store", store)
+    assert 1 == result.exit_code
+    assert "experiment 'f' has no metrics; choose from: e" in result.stderr
