@@ -88,7 +88,7 @@ def test_situation_is_found_and_no_other(rule: str) -> None:
 def test_learning_by_heart_is_found() -> None:
     found = suggestions_of(logged({}, validations=(0.2, 0.4, 0.5, 0.41, 0.4)))
     assert ["overfitting"] == [one.rule for one in found]
-    assert "fell to 0.41 and 0.4 from 0.5" in found[0].evidence
+    assert "fell from 0.5 to 0.41 and 0.4" in found[0].evidence
 
 
 def test_reward_that_stays_where_it_is_is_found_unless_another_rule_says_why() -> None:

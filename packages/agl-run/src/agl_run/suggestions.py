@@ -6,7 +6,7 @@ conventions, not theorems: they mark what is worth a look.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -76,35 +76,38 @@ _Finding = tuple[str, str]
 _Rule = Callable[[_Steps], _Finding | None]
 
 
+Table = Mapping[int, Mapping[str, float]]
+"""The metrics of one algorithm by step and name."""
+
+
 def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
     """Return what to change, by the metrics of one run, in the order of its algorithms and of the rules."""
-    every = dict(_by_algorithm(metrics))
-    validations = every.pop(VALIDATE, None)
-    found: list[Suggestion] = []
-    for algorithm, steps in every.items():
-        if len(steps.numbers) < _LEAST:
-            continue
-        findings = {rule: look(steps) for rule, look in {**_RULES, "overfitting": _overfitting(validations)}.items()}
-        if not any(findings.values()):
-            findings["no-progress"] = _still(steps)  # the others say why it is so
-        findings |= {rule: look(steps) for rule, look in _TIMES.items()}
-        found += [
-            Suggestion(rule=rule, algorithm=algorithm, step=steps.numbers[-1], evidence=finding[0], change=finding[1])
-            for rule, finding in findings.items()
-            if finding is not None
-        ]
-    return found
-
-
-def _by_algorithm(metrics: Sequence[Metric]) -> Iterator[tuple[str, _Steps]]:
     tables: dict[str, dict[int, dict[str, float]]] = {}
     for metric in metrics:
-        if not math.isfinite(metric.value):
-            continue
         tables.setdefault(metric.algorithm, {}).setdefault(metric.step, {})[metric.name] = metric.value
-    for algorithm, table in tables.items():
-        numbers = sorted(table)
-        yield algorithm, _Steps(numbers, [table[number] for number in numbers])
+    validations = tables.pop(VALIDATE, {})
+    return [one for name, table in tables.items() for one in suggestions_for(name, table, validations=validations)]
+
+
+def suggestions_for(algorithm: str, table: Table, *, validations: Table) -> list[Suggestion]:
+    """Return what to change, by the metrics of one algorithm and the validations of its run."""
+    steps, validated = _steps(table), _steps(validations)
+    if len(steps.numbers) < _LEAST:
+        return []
+    findings = {rule: look(steps) for rule, look in _RULES.items()} | {"overfitting": _overfitting(steps, validated)}
+    if not any(findings.values()):
+        findings["no-progress"] = _still(steps)  # the others say why it is so
+    findings |= {rule: look(steps) for rule, look in _TIMES.items()}
+    return [
+        Suggestion(rule=rule, algorithm=algorithm, step=steps.numbers[-1], evidence=finding[0], change=finding[1])
+        for rule, finding in findings.items()
+        if finding is not None
+    ]
+
+
+def _steps(table: Table) -> _Steps:
+    numbers = sorted(table)
+    return _Steps(numbers, [{k: v for k, v in table[number].items() if math.isfinite(v)} for number in numbers])
 
 
 def _silent_groups(steps: _Steps) -> _Finding | None:
@@ -297,21 +300,17 @@ def _still(steps: _Steps) -> _Finding | None:
     )
 
 
-def _overfitting(validations: _Steps | None) -> _Rule:
-    def look(steps: _Steps) -> _Finding | None:
-        rewards = [] if validations is None else validations.all("reward")
-        if len(rewards) < 4 or not steps.is_better:
-            return None
-        best, ends = max(rewards), rewards[-2:]
-        if max(ends) > 0.9 * best:
-            return None
-        return (
-            f"the training reward rises, and the last two validations fell to {ends[0]:.3g} and {ends[1]:.3g} from "
-            f"{best:.3g}",
-            "more training tasks, fewer steps, or kl_coef; the best versions have the label best",
-        )
-
-    return look
+def _overfitting(steps: _Steps, validations: _Steps) -> _Finding | None:
+    rewards = validations.all("reward")
+    if len(rewards) < 4 or not steps.is_better:
+        return None
+    best, ends = max(rewards), rewards[-2:]
+    if max(ends) > 0.9 * best:
+        return None
+    return (
+        f"the training reward rises, and the last validations fell from {best:.3g} to {ends[0]:.3g} and {ends[1]:.3g}",
+        "more training tasks, fewer steps, or kl_coef; the best versions have the label best",
+    )
 
 
 def _slope(values: Sequence[float]) -> tuple[float, float]:

@@ -38,8 +38,8 @@ from agl_run.experiment.recorded import SourceReader, Sources
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.experiment.session import Session
 from agl_run.experiment.settings import changed_settings, training_settings
-from agl_run.experiment.silence import SilenceWatch
 from agl_run.experiment.state import AlgorithmState
+from agl_run.experiment.step_watch import StepWatch
 from agl_run.experiment.validations import Validations, files_of
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
 from agl_run.training_records import TrainingRecord, save_training
@@ -263,7 +263,7 @@ class DrivenAlgorithm:
         manager = driver.session.plan.manager
         self._total = steps_in_all(manager.resolve(manager.algorithm(config.use)), config.params)
         self._times = StepTimes()
-        self._silence = SilenceWatch(lambda text: driver.progress.say(f"{config.name}: {text}"))
+        self._watch = StepWatch(lambda text: driver.progress.say(f"{config.name}: {text}"))
         self.is_finished = state.is_finished
 
     @property
@@ -340,7 +340,7 @@ class DrivenAlgorithm:
         left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
         self._driver.progress.update(f"{name} steps", report.step, self._total, left)
         self._driver.progress.say(_line(name, report, total=self._total, left=left))
-        self._silence.add(report)
+        self._watch.add(report)
 
     @property
     def can_go_back(self) -> bool:

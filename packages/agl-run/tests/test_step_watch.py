@@ -1,35 +1,45 @@
-"""Steps that teach nothing are told, once for each time that they fall silent."""
+"""Steps that teach nothing are told, once for each reason."""
 
 from agl.contracts import StepReport
 from agl_run.experiment.drive import _line
-from agl_run.experiment.silence import SilenceWatch
+from agl_run.experiment.step_watch import StepWatch
 
 
-def told(*shares: float | None, reward: float = 0.0) -> list[str]:
+def told(*shares: float | None, reward: float = 0.0, **others: float) -> list[str]:
     said: list[str] = []
-    watch = SilenceWatch(said.append)
+    watch = StepWatch(said.append)
     for step, share in enumerate(shares, start=1):
         metrics = {} if share is None else {"silent_share": share, "reward": reward}
-        watch.add(StepReport(step=step, metrics=metrics))
+        watch.add(StepReport(step=step, metrics={**metrics, **others}))
     return said
 
 
-def test_three_silent_steps_in_a_row_are_told_once_with_what_to_change() -> None:
-    (text,) = told(1.0, 0.95, 0.9, 1.0, 1.0, reward=0.02)
-    assert text.startswith("95% of the rollouts of the last 3 steps taught nothing")
-    assert "(0.020 on average)" in text
-    assert "warm the policy up" in text
-    assert "harder ones" in text
+def test_three_silent_steps_are_told_once_with_what_to_change() -> None:
+    (text,) = told(1.0, 0.95, 0.9, 1.0, 1.0, 0.2, 0.2, 0.2, 0.2, 0.2, 1.0, 1.0, 1.0, 1.0, reward=0.02)
+    assert text.startswith("95% of the rollouts taught nothing")
+    assert "the mean reward is 0.02" in text
+    assert "a warm start with sft or rft" in text
     assert "\n" not in text
 
 
-def test_step_with_a_gradient_begins_the_count_again() -> None:
-    assert [] == told(1.0, 1.0, 0.5, 1.0, 1.0)
-    assert 2 == len(told(1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0))
+def test_each_rule_is_told_by_itself_and_the_time_of_a_step_is_not() -> None:
+    assert 2 == len(told(1.0, 1.0, 1.0, 1.0, truncated_share=0.5, collect_s=90.0, update_s=1.0))
 
 
-def test_algorithms_that_do_not_report_silence_are_not_watched() -> None:
+def test_steps_with_a_gradient_are_not_told() -> None:
+    assert [] == told(1.0, 1.0)
+    assert [] == told(0.5, 0.5, 0.5, 0.5, 0.5)
+
+
+def test_algorithms_that_report_nothing_are_not_told() -> None:
     assert [] == told(None, None, None, None)
+
+
+def test_long_run_is_watched_in_little_memory() -> None:
+    watch = StepWatch(lambda _: None)
+    for step in range(1, 1001):
+        watch.add(StepReport(step=step, metrics={"reward": 0.001 * step}))
+    assert 60 == len(watch._steps)
 
 
 def test_line_of_a_step_shows_what_tells_why_it_learns() -> None:
