@@ -51,7 +51,14 @@ def read_run(file: Path) -> SinkRead:
                 if f"{key.partition('/')[0]}/*" in axes:
                     step = row[axes[f"{key.partition('/')[0]}/*"]]
                     figures[key].append((int(step), float(value)))
-    return SinkRead(name=name, figures=figures, config=flat_config(config), tables=tables, result=result)
+    has_ended = "exit_code" in result  # the library writes the end of its file after finish() has returned
+    return SinkRead(
+        name=name,
+        figures=figures,
+        config=flat_config(config),
+        tables=tables,
+        result=result if has_ended else {},
+    )
 
 
 def values_of(items: Any) -> dict[str, Any]:

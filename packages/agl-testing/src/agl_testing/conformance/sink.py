@@ -25,7 +25,7 @@ class SinkRead(Record, frozen=True, kw_only=True):
         figures: The values of each metric with their steps, in the order in which they are kept.
         config: The configuration by dotted name, as texts.
         tables: The newest table of each name, a dictionary for each row.
-        result: The summary of the end, and ``status``, as texts; empty before.
+        result: The summary of the end, and ``status``, as texts; empty as long as the file may lack something.
     """
 
     name: str
@@ -76,7 +76,7 @@ class SinkConformance(Conformance):
     def test_steps_of_several_algorithms_arrive_each_on_its_own_axis(self, tmp_path: Path) -> None:
         run(str(tmp_path), self.use, self.params(tmp_path), left={"steps": 3}, right={"steps": 2})
 
-        (found,) = self.read(tmp_path)
+        found = self._ended(tmp_path)
         assert found.name == "small-1"
         assert [(1, 0.125), (2, 0.25), (3, 0.375)] == found.figures["left/score"]
         assert [(1, 0.125), (2, 0.25)] == found.figures["right/score"]
@@ -87,7 +87,7 @@ class SinkConformance(Conformance):
     def test_configuration_tables_and_result_arrive(self, tmp_path: Path) -> None:
         run(str(tmp_path), self.use, self.params(tmp_path), left={"steps": 2, "text": "sk-0123456789abcdef"})
 
-        (found,) = self.read(tmp_path)
+        found = self._ended(tmp_path)
         assert found.config["experiment.name"] == "small"
         assert found.config["algorithm.left.params.steps"] == "2"
         assert found.config["algorithm.left.params.text"] == "sk-***"
@@ -115,7 +115,7 @@ class SinkConformance(Conformance):
 
         run(str(tmp_path), self.use, params, resume=True, **counting)
 
-        (found,) = self.read(tmp_path)
+        found = self._ended(tmp_path)
         assert [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)] == found.figures["left/score"]
         assert [0, 4] == [step for step, _ in found.figures["validate/reward"]]
         assert found.result["status"] == self.statuses["finished"]
@@ -124,7 +124,7 @@ class SinkConformance(Conformance):
         with pytest.raises(ZeroDivisionError):
             run(str(tmp_path), self.use, self.params(tmp_path), left={"steps": 4, "fail_at": 3})
 
-        (found,) = self.read(tmp_path)
+        found = self._ended(tmp_path)
         assert [1, 2] == [step for step, _ in found.figures["left/score"]]
         assert found.result["status"] == self.statuses["failed"]
 
@@ -133,7 +133,7 @@ class SinkConformance(Conformance):
 
         run(str(tmp_path), self.use, self.params(tmp_path), left=counting)
 
-        (found,) = self.read(tmp_path)
+        found = self._ended(tmp_path)
         names = {name: values for name, values in found.figures.items() if name.startswith("left/")}
         assert len(HOSTILE) + 4 == len(names)
         assert {1.0, 2.0, 3.0, 4.0, 5.0} <= {values[0][1] for values in names.values()}
@@ -156,7 +156,7 @@ class SinkConformance(Conformance):
         require(bool(self.search), "search", self.contract)
         logged = search(str(tmp_path), self.use, self.params(tmp_path), algorithm=self.search)
 
-        (found,) = self.read(tmp_path)
+        found = self._ended(tmp_path)
         own = [metric for metric in logged if metric.algorithm == self.search]
         for name in ("spent_rollouts", "best_val_score"):
             expected = [(metric.step, metric.value) for metric in own if metric.name == name]
@@ -168,6 +168,11 @@ class SinkConformance(Conformance):
         assert all(set(str(row["from"]).split(", ")) <= candidates.keys() for row in made)
         assert any(row["decision"] == "accepted" and isinstance(row["score"], float) for row in made)
         assert all("{order}" in str(row["text"]) for row in candidates.values() if row["decision"] == "accepted")
+
+    def _ended(self, folder: Path) -> SinkRead:
+        """Return the only run once its end can be read."""
+        (found,) = wait_until(lambda: [one for one in self.read(folder) if one.result])
+        return found
 
     def _scores(self, folder: Path) -> list[int]:
         return [step for found in self.read(folder) for step, _ in found.figures.get("left/score", [])]
