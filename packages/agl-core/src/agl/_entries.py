@@ -101,7 +101,10 @@ class GatewayEntry(Entry, frozen=True, kw_only=True):
 
 
 class ExporterEntry(Entry, frozen=True, kw_only=True):
-    """Registers a destination of finished rollouts; the factory builds an :class:`agl.contracts.Exporter`."""
+    """Registers a destination of finished rollouts; the factory builds an :class:`agl.contracts.Exporter`.
+
+    It may build an ``agl_run.sinks.Sink`` instead, which shows the numbers of a run.
+    """
 
 
 class CommandEntry(Entry, frozen=True, kw_only=True):

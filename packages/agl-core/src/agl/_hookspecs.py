@@ -131,7 +131,7 @@ class AglSpec:
 
     @hookspec
     def agl_exporters(self) -> Iterable[ExporterEntry]:  # pyright: ignore[reportReturnType]  # specification only
-        """Destinations of finished rollouts, named in ``[[exporter]] use = "..."``.
+        """Destinations of finished rollouts, or of a run's numbers, named in ``[[exporter]] use = "..."``.
 
         .. code-block:: python
 
@@ -160,8 +160,8 @@ class AglSpec:
     ) -> None:
         """An algorithm finished a step and its state is saved, or the experiment was validated.
 
-        Called in the process that runs the experiment, once for every step in the order in which they finish; metric
-        sinks are observers of this. ``run`` counts the experiment's fresh starts, from 1, and ``experiment_step`` the
+        Called in the process that runs the experiment, once for every step in the order in which they finish.
+        ``run`` counts the experiment's fresh starts, from 1, and ``experiment_step`` the
         steps of all algorithms together, this one included. A validation comes as the algorithm ``validate``: its
         ``report.step`` counts those before it too, and its metrics are ``reward`` and ``failed``. ``workdir`` is the
         experiment's work directory.

@@ -11,7 +11,7 @@ from agl.contracts import RolloutQuery, Store, VersionScore
 from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
-from agl_run.cli.candidates import Candidate, candidates_of, owner_of
+from agl_run.candidates import Candidate, candidates_of, owner_of
 from agl_run.cli.query import COUNTED, is_counted, pages, rewards_of
 from agl_run.comparison import interval
 from agl_run.experiment import labels

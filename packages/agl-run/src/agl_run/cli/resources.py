@@ -10,7 +10,7 @@ import click
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
-from agl_run.cli.candidates import COLUMNS, Candidate, candidates_of
+from agl_run.candidates import COLUMNS, Candidate, candidates_of
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, origin_of, shown, text_of

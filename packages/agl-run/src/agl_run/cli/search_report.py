@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl_run.cli.candidates import COLUMNS, Candidate, Search, searches_of
+from agl_run.candidates import COLUMNS, Candidate, Search, searches_of
 
 
 async def report(store: Store, name: str, *, experiment: str | None) -> str:

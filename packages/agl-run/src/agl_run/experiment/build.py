@@ -1,6 +1,6 @@
 """Builds every component of a plan once, so that wrong parameters and missing packages show before a run."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from agl.contracts import Exporter, RewardEmitter, RewardSetup, Upstream
@@ -13,6 +13,7 @@ from agl_run.experiment.models import policy_params
 from agl_run.experiment.own_rewards import build_own, is_own
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.waiting import loading, told
+from agl_run.sinks import Sink
 
 
 async def check_components(plan: Plan, *, say: Callable[[str], None] | None = None) -> None:
@@ -32,8 +33,9 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
         build_rewards(plan)
         for name in config.tracers:
             manager.build(manager.tracer(name))
-        for exporter in build_exporters(plan):
+        for _, exporter in build_exporters(plan):
             await exporter.close()
+        build_sinks(plan)
     trained = plan.trained_policies() if plan.needs_token_ids() else set[str]()
     for name, policy in config.policy.items():
         with told(loading(name, policy.use, policy.params, folder=plan.folder), say=say):
@@ -89,10 +91,20 @@ def build_rewards(
     return [(item.use, build(item.use, item.params)) for item in plan.config.reward]
 
 
-def build_exporters(plan: Plan) -> list[Exporter]:
-    """Build the destinations of finished rollouts."""
+def build_exporters(plan: Plan) -> list[tuple[str, Exporter]]:
+    """Build the destinations of finished rollouts, with their names."""
+    return [(name, built) for name, built in _destinations(plan) if not isinstance(built, Sink)]
+
+
+def build_sinks(plan: Plan) -> list[tuple[str, Sink]]:
+    """Build the destinations of the run's numbers, with their names."""
+    return [(name, built) for name, built in _destinations(plan) if isinstance(built, Sink)]
+
+
+def _destinations(plan: Plan) -> Iterator[tuple[str, Exporter | Sink]]:
     manager = plan.manager
-    return [manager.build(manager.exporter(item.use), **item.params) for item in plan.config.exporter]
+    for item in plan.config.exporter:
+        yield item.use, manager.build(manager.exporter(item.use), **item.params)
 
 
 def no_token_ids(name: str, use: str) -> str:

@@ -197,7 +197,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
         credit: How rewards reach calls.
         reward: Reward emitters, run after every attempt.
         gateway: The capture proxy.
-        exporter: Destinations of finished rollouts, such as a tracing backend.
+        exporter: Destinations of finished rollouts, such as a tracing backend, or of the numbers of the run.
         retention: Old rollouts that the run removes once it has ended.
         tracers: Names of tracers of frameworks; ``otel``, ``wire`` and ``unrecorded`` are always on.
         plugins: ``{ disabled = ["name"] }``.

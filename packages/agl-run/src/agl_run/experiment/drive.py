@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -57,6 +57,7 @@ class Driver:
     Attributes:
         reports: The reports on the run's rollouts.
         validations: The run's validations; load them first.
+        on_logged: Called when the store has new numbers.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Driver:
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self.validated: Sequence[Episode] = ()
+        self.on_logged: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -194,6 +196,7 @@ class Driver:
         ]
         if metrics:
             await self.session.store.log_metrics(metrics)
+            self.on_logged()
         plan = self.session.plan
         plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **place)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from agl.contracts import ExperimentRecord
-from agl.schemas import Episode, Mode, Record
+from agl.schemas import Episode, Json, Mode, Record
 from agl_run.experiment import state as saved
 from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.collapse import CollapseError, CollapseGuard
@@ -23,6 +23,7 @@ from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows,
 from agl_run.experiment.retention import retain_after_run
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
+from agl_run.experiment.sinking import Sinks
 from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.unused import unused_credits
 from agl_run.experiment.validations import after_step
@@ -131,32 +132,49 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         driver, turns = await _start(session, beginning, progress)
         for text in unused_credits(plan):
             _LOG.warning("%s", text)
-        before, choice = await _run(driver, turns)
-        driver.reports.sampling.conclude()
-        driver.reports.patterns.conclude()
-        driver.reports.failures.conclude()
-        found = {one.turn: one.mean for one in driver.validations.all()} | ({} if before is None else {0: before})
-        best, best_step = max(((mean, turn) for turn, mean in found.items()), default=(None, 0))
-        result = FitResult(
-            experiment=plan.name,
-            before=before,
-            after=choice and choice.reward,
-            last=found.get(driver.state.turn),
-            kept_step=None if choice is None or choice.is_last else choice.turn,
-            best=best,
-            best_step=best_step,
-            steps={c.name: (await driver.load(c)).step for c in plan.config.algorithm},
-            resources=session.live.versions(),
-            workdir=str(plan.workdir),
-            seconds=time.monotonic() - started,
-            failed=driver.reports.failures.counts.failed,
-            errors=driver.reports.failures.counts.errors,
-        )
+        async with Sinks(driver, say=progress.say) as sinks:
+            result = await _fit(driver, turns)
+            sinks.summary = _summary(result)
         await _retain(driver)
-        return result
+        return msgspec.structs.replace(result, seconds=time.monotonic() - started)
     finally:
         progress.close()
         await session.close()
+
+
+async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
+    """Run the experiment from its start or where it was stopped, and conclude the reports."""
+    before, choice = await _run(driver, turns)
+    driver.reports.sampling.conclude()
+    driver.reports.patterns.conclude()
+    driver.reports.failures.conclude()
+    plan = driver.session.plan
+    found = {one.turn: one.mean for one in driver.validations.all()} | ({} if before is None else {0: before})
+    best, best_step = max(((mean, turn) for turn, mean in found.items()), default=(None, 0))
+    return FitResult(
+        experiment=plan.name,
+        before=before,
+        after=choice and choice.reward,
+        last=found.get(driver.state.turn),
+        kept_step=None if choice is None or choice.is_last else choice.turn,
+        best=best,
+        best_step=best_step,
+        steps={c.name: (await driver.load(c)).step for c in plan.config.algorithm},
+        resources=driver.session.live.versions(),
+        workdir=str(plan.workdir),
+        failed=driver.reports.failures.counts.failed,
+        errors=driver.reports.failures.counts.errors,
+    )
+
+
+def _summary(result: FitResult) -> dict[str, Json]:
+    """Return what sinks show of a result: rewards and steps as numbers, the live versions by name."""
+    rewards = {"before": result.before, "after": result.after, "best": result.best}
+    measured = {f"reward_{when}": value for when, value in rewards.items() if value is not None}
+    best = {} if result.best is None else {"best_step": result.best_step}
+    steps = {f"steps/{name}": count for name, count in result.steps.items()}
+    versions = {f"version/{name}": version for name, version in result.resources.items()}
+    return {**measured, **best, **steps, **versions, "failed_rollouts": result.failed}
 
 
 async def _retain(driver: Driver) -> None:

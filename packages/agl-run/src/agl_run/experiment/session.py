@@ -178,8 +178,8 @@ class Session:
 
     async def _start_exporters(self) -> None:
         """Send what finishes from now on to the exporters, first to last; they are stopped after the worker."""
-        for exporter, config in zip(build_exporters(self.plan), self.plan.config.exporter, strict=True):
-            exporting = Exporting(self.store, exporter, experiment=self.plan.name, name=config.use, say=self._say)
+        for name, exporter in build_exporters(self.plan):
+            exporting = Exporting(self.store, exporter, experiment=self.plan.name, name=name, say=self._say)
             await self._stack.enter_async_context(exporting)
 
     async def _start_policies(self) -> None:

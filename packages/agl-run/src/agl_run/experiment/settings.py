@@ -21,7 +21,8 @@ _OF_EXPERIMENT = (
 )
 """Keys of ``[experiment]`` that decide which rewards train."""
 
-_SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
+_SECRET = re.compile(r"key|token|secret|password|authorization", re.IGNORECASE)
+_NO_SECRET = ("_env", "group_key")
 
 _LONGEST = 60
 _DIGEST = "sha256:"
@@ -54,6 +55,11 @@ def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[
     return [f"{name} {_shown(now.get(name))} (was {_shown(before.get(name))})" for name in differing]
 
 
+def is_secret(name: str) -> bool:
+    """Return true if a text under this dotted name may be a secret."""
+    return bool(_SECRET.search(name)) and not name.endswith(_NO_SECRET)
+
+
 def refuse_other_kind(experiment: str, algorithm: AlgorithmConfig, before: Mapping[str, str]) -> None:
     """Raise :class:`ConfigError` if an algorithm of this name was of another kind: its state is of no use to this."""
     kind = before.get("use")
@@ -84,8 +90,7 @@ def _text(name: str, value: Any) -> str:
         text = msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError):
         text = f"an object of {type(value).__name__}"
-    is_secret = isinstance(value, str) and _SECRET.search(name) and not name.endswith("_env")
-    if len(text) > _LONGEST or is_secret:
+    if len(text) > _LONGEST or (isinstance(value, str) and is_secret(name)):
         return _DIGEST + hashlib.sha256(text.encode()).hexdigest()
     return text
 

@@ -64,8 +64,8 @@ class Trainer:
         schedule: ``sequential``, ``alternate`` or ``concurrent``, or a ``ScheduleConfig``, whose ``every``
             sets the steps in a turn, and ``first`` the algorithms that run to their end before the others.
         gateway: ``auto``, ``none``, or a ``GatewayConfig``.
-        exporters: Destinations of finished rollouts: names, or components such as
-            ``agl.algorithms.component("otlp", endpoint="http://127.0.0.1:6006")``.
+        exporters: Destinations of finished rollouts, or of the run's numbers: names, such as ``"tensorboard"``, or
+            components, such as ``agl.algorithms.component("otlp", endpoint="http://127.0.0.1:6006")``.
         retention: Old rollouts that ``fit`` removes once it has ended, such as ``RetentionConfig(older_than="30d")``.
         disabled_plugins: Names of plugins or distributions to leave out; ignored if ``plugins`` is given.
         progress: Shows the progress; bars or lines by default.

@@ -11,6 +11,7 @@ from agl_testing.conformance.plugin import PluginConformance
 from agl_testing.conformance.reward import RewardCase, RewardConformance
 from agl_testing.conformance.runner import COMMAND_AGENTS, PYTHON_AGENTS, RunnerConformance
 from agl_testing.conformance.samples import chat_span, make_episode, rollout_of
+from agl_testing.conformance.sink import SinkConformance, SinkRead
 from agl_testing.conformance.store import StoreConformance, StoreLocation
 from agl_testing.conformance.tracer import TracerConformance, TracerScenario
 
@@ -26,6 +27,8 @@ __all__ = [
     "RewardConformance",
     "RolloutOrder",
     "RunnerConformance",
+    "SinkConformance",
+    "SinkRead",
     "StoreConformance",
     "StoreLocation",
     "TracerConformance",

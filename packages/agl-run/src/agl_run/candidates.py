@@ -3,13 +3,13 @@
 A search takes part by keeping in its state ``lineage``, a list of candidates, and ``journal``, an entry for each.
 """
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Record, ResourceVersion
-from agl_run.cli.output import short
 
 _DECISIONS = {"pool": "accepted", "proposed": "undecided", "rejected": "refused", "beaten": "beaten"}
 
@@ -130,7 +130,7 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
         if self.evidence:
             yield f"from the rollouts: {', '.join(self.evidence)}"
         if self.critique:
-            yield f"critique: {short(self.critique, 1200)}"
+            yield f"critique: {textwrap.shorten(self.critique, 1200, placeholder='…')}"
         yield from (f"step {gate.step}: {gate.words}" for gate in self.gates)
         yield from (f"score on {how}: {score.words}" for how, score in self.scores.items())
         yield (
@@ -169,7 +169,7 @@ class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def searches_of(store: Store, name: str) -> list[Search]:
     """Return the searches that tuned a resource, by experiment and run."""
     versions = await store.resources(name)
-    found = [search for record in await store.experiments() for search in await _searches(store, record)]
+    found = [search for record in await store.experiments() for search in await searches_in(store, record)]
     return [
         msgspec.structs.replace(search, candidates=[_published(c, versions) for c in search.candidates])
         for search in sorted(found, key=lambda search: (search.experiment, search.run))
@@ -203,7 +203,8 @@ class _Progress(Record, frozen=True, kw_only=True):
     best: str = ""
 
 
-async def _searches(store: Store, experiment: ExperimentRecord) -> list[Search]:
+async def searches_in(store: Store, experiment: ExperimentRecord) -> list[Search]:
+    """Return the searches of all runs of an experiment, without the versions that published their candidates."""
     found: list[Search] = []
     for key, data in (await store.load_state(f"experiment/{experiment.name}/")).items():
         run, _, algorithm = key.removeprefix(f"experiment/{experiment.name}/").partition("/algorithm/")

@@ -1,0 +1,3 @@
+"""Experiments of agl in MLflow."""
+
+__all__: list[str] = []

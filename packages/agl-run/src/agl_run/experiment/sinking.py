@@ -1,0 +1,199 @@
+"""Shows a running experiment in its sinks, without holding it up.
+
+The store is the queue: a sink gets what the store has of the run and this process has not given it yet, so a sink that
+was away misses nothing, and a resumed run fills the gaps of the one before.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from agl.contracts import Store
+from agl.errors import AglError, FencedError
+from agl_run.experiment.build import build_sinks
+from agl_run.experiment.drive import Driver
+from agl_run.experiment.sink_contents import read_rows, read_tables, shown_config
+from agl_run.experiment.state import run_key
+from agl_run.own_thread import OwnThread
+from agl_run.sinks import Sink, SinkEnd, SinkRun, SinkTable, shortened
+
+if TYPE_CHECKING:
+    from agl.schemas import Json
+
+_LOG = logging.getLogger("agl_run.experiment")
+
+END_S = 30.0
+"""Seconds that an experiment waits at its end for what its sinks do not have yet."""
+
+PAUSE_S = 2.0
+"""Least pause between two readings of the store."""
+
+SHARE = 20
+"""A pause is at least this many times as long as the reading before it, so that reading takes 5 % of the time."""
+
+TABLES_S = 60.0
+"""Least pause between two writings of the tables, which are whole each time."""
+
+LONGEST_PAUSE_S = 60.0
+"""Longest pause after an error; the first one is :data:`PAUSE_S`, and each is twice the one before."""
+
+_LONGEST_PROBLEM = 1000
+
+
+class Sinks:
+    """Every sink of a run: ``async with Sinks(driver, say=...) as sinks:``, with the result set before it ends.
+
+    Args:
+        driver: The run.
+        say: Called with a line for each sink at the end.
+
+    Attributes:
+        summary: How the run ended, by name, for the sinks.
+    """
+
+    def __init__(self, driver: Driver, *, say: Callable[[str], None]) -> None:
+        self._driver, self._say = driver, say
+        self._running: list[_Sinking] = []
+        self.summary: dict[str, Json] = {}
+
+    async def __aenter__(self) -> "Sinks":
+        """Start to give each sink what there is; the run does not wait for them."""
+        driver = self._driver
+        for name, sink in build_sinks(driver.session.plan):
+            run = await self._run(name)
+            one = _Sinking(driver.session.store, sink, run, name=name, store_url=driver.session.store_url)
+            self._running.append(one)
+        driver.on_logged = self._wake
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Give each sink the rest within the limit of time, all at once, and tell what is left."""
+        status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
+        end = SinkEnd(status=status, summary=self.summary)
+        for line in await asyncio.gather(*(one.conclude(end) for one in self._running)):
+            if line:
+                self._say(line)
+
+    def _wake(self) -> None:
+        for one in self._running:
+            one.wake()
+
+    async def _run(self, name: str) -> SinkRun:
+        """Describe the run; its id has a random end, which the store keeps for when the run is resumed."""
+        plan, state, store = self._driver.session.plan, self._driver.state, self._driver.session.store
+        key = run_key(plan.name, state.run, f"sink/{name}")
+        known = (await store.load_state(key)).get(key)
+        if known is None:
+            known = secrets.token_hex(4).encode()
+            await store.save_state({key: known})
+        return SinkRun(
+            id=f"{plan.name}-{state.run}-{known.decode()}",
+            name=f"{plan.name}-{state.run}",
+            experiment=plan.name,
+            run=state.run,
+            agent=plan.agent.identity,
+            config=shown_config(plan.config),
+            folder=str(plan.workdir),
+        )
+
+
+class _Sinking:
+    """Gives one sink what the store has of a run."""
+
+    def __init__(self, store: Store, sink: Sink, run: SinkRun, *, name: str, store_url: str) -> None:
+        self._store, self._sink, self._run, self._name, self._store_url = store, sink, run, name, store_url
+        self._thread = OwnThread(f"agl-{name}")
+        self._news, self._ending = asyncio.Event(), asyncio.Event()
+        self._has_begun, self._is_told = False, False
+        self._given: set[tuple[str, int]] = set()
+        self._known = 0
+        self._tables: Sequence[SinkTable] = ()
+        self._tables_at = -TABLES_S
+        self._end = SinkEnd(status="stopped")
+        self._task = asyncio.create_task(self._follow())
+
+    def wake(self) -> None:
+        """Note that the store has new numbers."""
+        self._news.set()
+
+    async def conclude(self, end: SinkEnd) -> str:
+        """Give the rest within the limit of time; returns a line that says what was written, ``""`` after a warning."""
+        self._end = end
+        self._ending.set()
+        self._news.set()
+        await asyncio.wait({self._task}, timeout=END_S)
+        has_all = self._task.done() and self._task.result()
+        self._task.cancel()
+        self._thread.close()
+        if has_all:
+            return f"{self._name}: {len(self._given)} steps written to {self._sink.destination}"
+        _LOG.warning(
+            "%s: %d of the run's %d known steps and its end were not written to %s; the store has them all",
+            *(self._name, self._known - len(self._given), self._known, self._sink.destination),
+        )
+        return ""
+
+    async def _follow(self) -> bool:
+        """Give until the run ends; returns true if everything was given in the end."""
+        pause = PAUSE_S
+        while True:
+            is_last, has_failed = self._ending.is_set(), False
+            self._news.clear()
+            try:
+                wait_s, pause = await self._give(is_last=is_last), PAUSE_S
+            except FencedError:
+                return False  # another trainer took over, and gives the rest
+            except Exception as error:  # noqa: BLE001  # isolation point: the experiment goes on
+                self._tell_once(error)
+                self._news.set()
+                self._has_begun, self._tables = False, ()
+                self._given.clear()
+                has_failed, wait_s, pause = True, pause, min(2 * pause, LONGEST_PAUSE_S)
+            if is_last:
+                return not has_failed
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), wait_s)
+            await self._news.wait()
+
+    async def _give(self, *, is_last: bool) -> float:
+        """Give what is new, at the end the run's end too; returns the seconds to wait before the next time."""
+        sink, run = self._sink, self._run
+        started = time.monotonic()
+        every = await read_rows(self._store, run.experiment, run.run)
+        seconds = time.monotonic() - started
+        self._known = len(every)
+        if not self._has_begun:
+            await self._thread.call(lambda: sink.begin(run))
+            self._has_begun = True
+        rows = [row for row in every if (row.algorithm, row.step) not in self._given]
+        if rows:
+            await self._thread.call(lambda: sink.log(rows))
+            self._given.update((row.algorithm, row.step) for row in rows)
+        if is_last or started - self._tables_at > max(TABLES_S, SHARE * seconds):
+            await self._give_tables()
+        if is_last:
+            await self._thread.call(lambda: sink.end(self._end))
+        return max(PAUSE_S, SHARE * seconds)
+
+    async def _give_tables(self) -> None:
+        """Give the tables that changed."""
+        sink, run = self._sink, self._run
+        tables = await read_tables(self._store, run.experiment, run.run, store_url=self._store_url)
+        changed = [table for table in tables if table not in self._tables]
+        if changed:
+            await self._thread.call(lambda: sink.show(changed))
+        self._tables, self._tables_at = tables, time.monotonic()
+
+    def _tell_once(self, error: Exception) -> None:
+        if not self._is_told:
+            self._is_told = True
+            problem = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
+            _LOG.warning(
+                "%s: %s; the experiment goes on, and its numbers are written when this works again",
+                *(self._name, shortened(problem, _LONGEST_PROBLEM)),
+                exc_info=_LOG.isEnabledFor(logging.DEBUG),
+            )

@@ -1,0 +1,226 @@
+"""Sinks of plugins: they get everything of a run, and nothing that they do changes it."""
+
+import asyncio
+import logging
+import threading
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agl
+from agl.algorithms import component
+from agl.contracts import ExporterEntry
+from agl.errors import ConfigError
+from agl_run import ExperimentConfig, Quiet, parse_config
+from agl_run.experiment import sinking
+from agl_run.experiment.sink_contents import shown_config
+from agl_run.sinks import SinkEnd, SinkRow, SinkRun, SinkTable, flat_config, shortened
+
+TASKS = [{"n": 1}, {"n": 3}]
+
+
+class Kept:
+    """Keeps what it gets; raises first what it is given."""
+
+    destination = "memory"
+
+    def __init__(self, *raises: BaseException) -> None:
+        self.raises = list(raises)
+        self.runs: list[SinkRun] = []
+        self.rows: list[SinkRow] = []
+        self.tables: dict[str, SinkTable] = {}
+        self.ends: list[SinkEnd] = []
+
+    def begin(self, run: SinkRun) -> None:
+        self.runs.append(run)
+        self.rows.clear()
+        if self.raises:
+            raise self.raises.pop(0)
+
+    def log(self, rows: list[SinkRow]) -> None:
+        self.rows.extend(rows)
+
+    def show(self, tables: list[SinkTable]) -> None:
+        self.tables.update({table.name: table for table in tables})
+
+    def end(self, end: SinkEnd) -> None:
+        self.ends.append(end)
+
+
+def trainer(folder: Path, *sinks: Kept, **settings: Any) -> agl.Trainer:
+    class Plugin:
+        @agl.hookimpl
+        def agl_exporters(self) -> Iterable[ExporterEntry]:
+            for number, sink in enumerate(sinks):
+                yield ExporterEntry(name=f"kept-{number}", factory=lambda sink=sink: sink)
+
+    manager = agl.PluginManager.from_environment()
+    manager.register(Plugin(), name="kept")
+    names = [f"kept-{number}" for number in range(len(sinks))]
+    options = {"exporters": names, "store": "memory://", "folder": folder, "name": "small", **settings}
+    return agl.Trainer(plugins=manager, progress=Quiet(), **options)
+
+
+def solve(task: dict[str, int]) -> float:
+    return task["n"] / 2
+
+
+def config_of(text: str) -> ExperimentConfig:
+    return parse_config(tomllib.loads(f'[experiment]\nagent = "agent:solve"\n{text}'))
+
+
+def test_every_sink_gets_the_run_its_rows_its_rollouts_and_its_end(tmp_path: Path) -> None:
+    one, other = Kept(), Kept()
+
+    trainer(tmp_path, one, other).fit(solve, val_dataset=TASKS)
+
+    for sink in (one, other):
+        (run,) = sink.runs
+        assert ("small-1", "small", 1) == (run.name, run.experiment, run.run)
+        assert [("validate", 0, 0)] == [(row.algorithm, row.step, row.experiment_step) for row in sink.rows]
+        assert {"reward": 1.0, "failed": 0.0} == sink.rows[0].metrics
+        assert {0.5, 1.5} == {row[5] for row in sink.tables["rollouts"].rows}
+        (end,) = sink.ends
+        assert ("finished", 1.0) == (end.status, end.summary["reward_after"])
+    assert one.runs[0].id != other.runs[0].id
+
+
+def test_a_run_that_a_person_stops_ends_as_stopped(tmp_path: Path) -> None:
+    sink = Kept()
+
+    async def stop() -> None:
+        running = asyncio.create_task(trainer(tmp_path, sink).fit_async(_wait, val_dataset=TASKS))
+        while not sink.runs:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(stop())
+
+    assert ["stopped"] == [end.status for end in sink.ends]
+
+
+async def _wait(task: dict[str, int]) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+def test_sink_begins_again_after_errors_which_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sinking, "PAUSE_S", 0.01)
+    sink = Kept(ValueError("no room"), SystemExit(3))
+
+    async def patient(task: dict[str, int]) -> float:
+        while len(sink.runs) < 3:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    trainer(tmp_path, sink).fit(patient, val_dataset=TASKS)
+
+    assert 1 == len({run.id for run in sink.runs})
+    assert ["validate"] == [row.algorithm for row in sink.rows]
+    assert ["finished"] == [end.status for end in sink.ends]
+    own = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "kept-0" in r.getMessage()]
+    assert [
+        "kept-0: ValueError: no room; the experiment goes on, and its numbers are written when this works again"
+    ] == own
+
+
+def test_sink_that_hangs_holds_the_end_up_for_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sinking, "END_S", 0.1)
+    opened = threading.Event()
+
+    class Stuck(Kept):
+        def log(self, rows: list[SinkRow]) -> None:
+            opened.wait()
+
+    result = trainer(tmp_path, Stuck()).fit(solve, val_dataset=TASKS)
+    opened.set()
+
+    assert result.after == 1.0
+    assert "kept-0: 1 of the run's 1 known steps and its end were not written to memory" in caplog.text
+
+
+def test_dry_run_and_check_write_nothing(tmp_path: Path) -> None:
+    sink = Kept()
+
+    trainer(tmp_path, sink).dev(solve, TASKS)
+
+    assert [] == sink.runs
+
+
+def test_sink_with_an_unknown_parameter_is_refused_before_the_first_rollout(tmp_path: Path) -> None:
+    ran: list[int] = []
+
+    with pytest.raises(ConfigError, match="the exporter 'kept-0' takes no parameter 'colour'"):
+        trainer(tmp_path, Kept(), exporters=component("kept-0", colour="red")).fit(
+            lambda task: ran.append(task["n"]), val_dataset=TASKS
+        )
+
+    assert [] == ran
+
+
+def test_configuration_is_shown_without_secrets() -> None:
+    config = config_of(
+        """
+        store = "postgresql://me:swordfish@host/runs"
+        group_key = "id"
+        [policy.monkey]
+        use = "openai"
+        base_url = "http://me:swordfish@host/v1"
+        api_key = "swordfish"
+        api_key_env = "MY_KEY"
+        headers = { Authorization = "Bearer swordfish-swordfish" }
+        [policy.monkey.nested]
+        tokens = ["swordfish"]
+        max_tokens = 5
+        [[exporter]]
+        use = "wandb"
+        params = { password = "swordfish", project = "p" }
+        """
+    )
+
+    shown = shown_config(config)
+
+    assert "swordfish" not in repr(shown)
+    flat = flat_config(shown)
+    assert ("id", "openai", "MY_KEY") == tuple(
+        flat[name] for name in ("experiment.group_key", "policy.monkey.use", "policy.monkey.params.api_key_env")
+    )
+    assert ("5", "p") == (flat["policy.monkey.params.nested.max_tokens"], flat["exporter.wandb.project"])
+
+
+def test_place_of_a_validation_is_behind_the_step_before_it_and_before_the_next() -> None:
+    places = [row(algorithm, step).place for algorithm, step in (("a", 1), ("validate", 1), ("b", 2))]
+    assert sorted(set(places)) == places
+
+
+@given(st.lists(st.text(), unique=True, min_size=2, max_size=2))
+def test_names_are_plain_short_and_never_become_one(names: list[str]) -> None:
+    made = row("a", 1, metrics=dict.fromkeys(names, 1.0)).named()
+    assert len({*names, "step", "experiment_step"}) == len(made)
+    for name in made:
+        assert len(name) <= 200
+        assert name.isascii()
+        assert name.isprintable()
+        assert "//" not in name
+
+
+@given(st.text(max_size=300), st.integers(min_value=60, max_value=200))
+def test_shortened_text_has_its_length_and_no_control_characters(text: str, limit: int) -> None:
+    short = shortened(text, limit, rest="agl show p@1")
+    assert len(short) <= limit
+    assert not any(ord(each) < 32 and each not in "\t\n" for each in short)
+    short.encode()
+
+
+def row(algorithm: str, step: int, *, metrics: dict[str, float] | None = None) -> SinkRow:
+    return SinkRow(algorithm=algorithm, step=step, experiment_step=step, time=0.0, metrics=metrics or {})

@@ -1,0 +1,3 @@
+"""Experiments of agl in TensorBoard."""
+
+__all__: list[str] = []

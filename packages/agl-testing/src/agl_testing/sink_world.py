@@ -1,0 +1,171 @@
+"""A run for tests of sinks: algorithms that count, publish a prompt in each step, and stop where they are told to.
+
+run(folder, "mlflow", {}, left={"steps": 3}, right={"steps": 2})
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import agl
+from agl.algorithms import algorithm as config_of
+from agl.algorithms import component
+from agl.contracts import AlgorithmContext, AlgorithmEntry, Metric, StepReport
+from agl.schemas import Json, PromptTemplate
+from agl.stores import MemoryStore
+from agl_run import FitResult, Quiet
+from agl_testing.prompt_world import easy
+from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward
+
+__all__ = ["HELD", "Counting", "run", "search", "started"]
+
+HELD = "held"
+"""The file that an algorithm makes when it has reached the step at which it waits to be killed."""
+
+_PROGRAM = "import json, sys\nfrom agl_testing.sink_world import run\nrun(**json.loads(sys.argv[1]))"
+
+
+class Counting:
+    """Publishes a prompt in each step, and keeps a candidate for it as a prompt search does.
+
+    Args:
+        steps: Steps in all.
+        hold_at: The step in which it waits for ever, unless the file :data:`HELD` is there.
+        fail_at: The step in which it raises.
+        text: The text of its prompts; the step is added.
+        metrics: Further numbers of each step.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int = 3,
+        hold_at: int = 0,
+        fail_at: int = 0,
+        text: str = "count",
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        self._steps, self._hold_at, self._fail_at, self._text = steps, hold_at, fail_at, text
+        self._metrics = metrics or {}
+        self._step = 0
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Keep the context."""
+        self._context = context
+
+    async def step(self) -> StepReport:
+        """Run a task, publish and count; or hold, or fail."""
+        step, context = self._step + 1, self._context
+        held = context.folder / HELD
+        if step == self._hold_at and not held.exists():
+            held.touch()
+            await asyncio.Event().wait()
+        if step == self._fail_at:
+            raise ZeroDivisionError("this step fails")
+        await context.collect(context.train[:1], step=step)
+        for name in context.tunes:
+            await context.publish(name, PromptTemplate(template=f"{self._text} {step}"), step=step)
+        self._step = step
+        return StepReport(
+            step=step, is_finished=step == self._steps, metrics={"score": step / 8, "cost": 1.0 / step, **self._metrics}
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """Return the step, and the candidates in the form of a prompt search."""
+        every = range(self._step + 1)
+        parents = {n: {"parents": [f"c{n - 1}"], "operator": "edit"} for n in every[1:]}
+        lineage: list[Json] = [
+            {"id": f"c{n}", "texts": {"p": f"{self._text} {n}"}, "step": n, "status": "pool", **parents.get(n, {})}
+            for n in every
+        ]
+        score = {"low": 0.0, "high": 1.0, "n": 4}
+        journal = {f"c{n}": {"scores": {"validation tasks": {**score, "mean": n / 8}}} for n in every}
+        return {"step": self._step, "lineage": lineage, "journal": journal}
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue after the step of the state."""
+        self._step = int(state["step"])
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+class _Plugin:
+    @agl.hookimpl
+    def agl_algorithms(self) -> Iterable[AlgorithmEntry]:
+        yield AlgorithmEntry(name="counting", factory=Counting, tunes=("prompt_template",), needs_token_ids=False)
+
+
+def run(folder: str, use: str, params: Mapping[str, Any], *, resume: bool = False, **counting: Any) -> FitResult:
+    """Run the experiment ``small`` in a folder, with one counting algorithm for each of ``counting`` and one sink.
+
+    Args:
+        folder: The folder of the experiment, its store and its work directory.
+        use: The sink.
+        params: The sink's parameters.
+        resume: Continue the run.
+        counting: The parameters of each algorithm by its name; it tunes the prompt ``NAME_prompt``.
+    """
+    manager = agl.PluginManager.from_environment()
+    manager.register(_Plugin(), name="sink-world")
+    prompts = {name: f"{name}_prompt" for name in counting}
+    trainer = agl.Trainer(
+        algorithm=[config_of("counting", name=name, tunes=prompts[name], **own) for name, own in counting.items()],
+        name="small",
+        store=f"sqlite:///{folder}/runs.db",
+        workdir=f"{folder}/work",
+        folder=folder,
+        initial_resources={prompt: PromptTemplate(template="count 0") for prompt in prompts.values()},
+        schedule="alternate",
+        exporters=component(use, **params),
+        plugins=manager,
+        progress=Quiet(),
+    )
+    return trainer.fit(_solve, [{"n": 1}], [{"n": 2}], resume=resume)
+
+
+def started(folder: Path, use: str, params: Mapping[str, Any], **counting: Any) -> "subprocess.Popen[str]":
+    """Start :func:`run` in a process of its own."""
+    arguments = {"folder": str(folder), "use": use, "params": params, **counting}
+    return subprocess.Popen([sys.executable, "-c", _PROGRAM, json.dumps(arguments)], text=True)
+
+
+def search(folder: str, use: str, params: Mapping[str, Any], *, algorithm: str, budget: int = 120) -> list[Metric]:
+    """Let a prompt search of ``agl-algo-apo`` run in a small world with one sink; returns the numbers that it logged.
+
+    Args:
+        folder: The folder of the experiment ``small``, its store and its work directory.
+        use: The sink.
+        params: The sink's parameters.
+        algorithm: The search, such as ``apo`` or ``gepa``.
+        budget: Rollouts that it may pay for.
+    """
+    world = msgspec.structs.replace(easy(), train_size=16, val_size=16)
+    store = MemoryStore("memory://")
+    with model_server(world, ScriptedOptimizer()) as server:
+        endpoint = {"base_url": server.base_url, "model": "editor", "retry_s": 0.01, "wait_s": 0.2}
+        trainer = agl.Trainer(
+            algorithm=config_of(algorithm, tunes=list(world.seeds()), optimizer=endpoint, budget=budget),
+            name="small",
+            store=store,
+            initial_resources=world.seeds(),
+            rewards=(order_reward(world),),
+            hidden=HIDDEN,
+            folder=folder,
+            workdir=f"{folder}/work",
+            exporters=component(use, **params),
+            progress=Quiet(),
+        )
+        trainer.fit(order_agent(world).rollout, world.train, world.val)
+    return asyncio.run(store.metrics("small"))
+
+
+def _solve(task: dict[str, int]) -> float:
+    return task["n"] / 2

@@ -1,0 +1,3 @@
+"""Experiments of agl in Weights & Biases."""
+
+__all__: list[str] = []
