@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from agl import semconv
-from agl.contracts import ExperimentRecord, Metric, Presence, Store, VersionScore
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, Store, VersionScore
 from agl.schemas import (
     ErrorInfo,
+    JsonResource,
     ModelCall,
     Outcome,
     PromptTemplate,
@@ -16,6 +17,7 @@ from agl.schemas import (
     Reward,
     Rollout,
     Span,
+    Weights,
     pack_floats,
     pack_ids,
 )
@@ -159,18 +161,43 @@ def rollout_name(number: int) -> str:
     return f"sums-1-grpo-train-{number % 3 + 1:05d}-{number:05d}-000"
 
 
-async def fill(store: Store) -> None:
-    """Two runs with numbers and versions, one of a long name that was lost, and rollouts of every fate."""
-    await store.publish(
-        [
-            ResourceVersion(
-                name="style", version=f"sums-1-grpo-{step}", resource=PromptTemplate(template="say"), step=step
-            )
-            for step in (1, 2)
-        ]
-    )
+def version(name: str, version: str, resource: Any, *, parent: str = "", step: int = 0, **metadata: Any) -> Any:
+    """A version that the algorithm ``grpo`` made at a step, or without one the first of the experiment ``sums``."""
+    made = {"algorithm": "grpo", "step": step} if step else {}
+    named = {"experiment": "sums", **metadata} if not step else metadata
+    created = {"created_at": START_NS / 1e9 + step, "metadata": named}
+    return ResourceVersion(name=name, version=version, resource=resource, parent=parent, **made, **created)
+
+
+async def publish(store: Store) -> None:
+    """A prompt with two branches, a version that was only tried, labels and a score; weights; tools; a long text."""
+    texts = {"first": "Answer.\nBe brief.\n", "sums-1-grpo-1": "Answer.\nBe kind.\n"}
+    texts["sums-1-grpo-2"] = f"Answer.\nBe kind.\n{HOSTILE}\n"
+    lines = list(texts)
+    prompts = [
+        version("style", made, PromptTemplate(template=text), parent=lines[step - 1] if step else "", step=step)
+        for step, (made, text) in enumerate(texts.items())
+    ]
+    aside = PromptTemplate(template="Answer at length.")
+    prompts.insert(2, version("style", "sums-1-grpo-1-b", aside, parent="first", step=1))
+    tried = version("style", "sums-1-grpo-3-c", aside, parent="sums-1-grpo-2", step=3, candidate=True)
+    others = [
+        version("main_llm", "sums-1-grpo-1", Weights(uri="checkpoints/1"), step=1),
+        version("tools", "first", JsonResource(value=[{"name": "look_up", "about": HOSTILE}])),
+        version(LONG_NAME, LONG_NAME, PromptTemplate(template=LONG_LINE)),
+        version(LONG_NAME, f"{LONG_NAME}-2", PromptTemplate(template=LONG_LINE + "y"), parent=LONG_NAME),
+    ]
+    await store.publish([*prompts, tried, *others])
+    for to, why in (("first", ""), ("sums-1-grpo-1", HOSTILE), ("sums-1-grpo-2", "better on 40 tasks")):
+        await store.move_label(LabelMove(name="style", label="production", version=to, reason=why))
+    await store.move_label(LabelMove(name="style", label="production", version="sums-1-grpo-1", is_back=True))
     score = VersionScore(name="style", version="sums-1-grpo-2", mean=0.8, low=0.7, high=0.9, n=40, how="fresh rollouts")
     await store.save_scores([score])
+
+
+async def fill(store: Store) -> None:
+    """Two runs with numbers and versions, one of a long name that was lost, and rollouts of every fate."""
+    await publish(store)
     runs = (("sums", "finished", 60, 0.05), ("sums-slow", "running", 40, 0.02), (LONG_NAME, "running", 3, 0.1))
     for name, status, steps, speed in runs:
         live = {"style": "sums-1-grpo-2"} if name == "sums" else {}

@@ -9,10 +9,11 @@ from aiohttp.test_utils import TestClient
 from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, Metric, RolloutQuery
-from agl.schemas import Rollout
+from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
+from agl_console.versions import VERSIONS
 
 from .conftest import Open
 from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, call, record, rollout_name
@@ -28,7 +29,12 @@ VIEWS = (
     *("/rollouts/sums-1-grpo-failed", "/rollouts/sums-1-grpo-waiting", "/rollouts/sums-1-grpo-long"),
     *(f"/rollouts/{FIRST}/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
     *("/rollouts/sums-1-grpo-hostile/spans/3", "/rollouts/sums-1-grpo-long/spans/3"),
+    *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
+    *("/versions/tools", f"/versions/{LONG_NAME}"),
 )
+
+
+HOSTILE_VERSIONS = ("/versions/style", "/versions/tools")
 
 
 async def text_of(client: TestClient, address: str) -> str:
@@ -294,7 +300,9 @@ async def test_span_shows_long_texts_further_than_the_rollout(opened: Open) -> N
     assert len(whole) < 500_000
 
 
-@pytest.mark.parametrize("address", [view for view in VIEWS if "hostile" in view or view == "/rollouts"])
+@pytest.mark.parametrize(
+    "address", [view for view in VIEWS if "hostile" in view or view == "/rollouts" or view in HOSTILE_VERSIONS]
+)
 async def test_what_models_wrote_is_shown_and_never_obeyed(opened: Open, address: str) -> None:
     async with opened() as client:
         page = await text_of(client, address)
@@ -338,10 +346,73 @@ async def test_numbers_are_those_of_the_newest_run_over_the_steps_of_all_algorit
         assert ([1], [1], [0.2]) == tuple(lines["older"][part] for part in ("steps", "places", "values"))
 
 
+async def test_versions_stand_in_a_tree_that_keeps_the_newest_line_straight(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/versions/style")
+        tried = await data_of(client, "/versions/style?tried=yes")
+    rows = [(row["depth"], row["version"], row["parent"]) for row in data["versions"]]
+    assert [
+        (0, "first", ""),
+        (1, "sums-1-grpo-1-b", "first"),
+        (0, "sums-1-grpo-1", "first"),
+        (0, "sums-1-grpo-2", "sums-1-grpo-1"),
+    ] == rows
+    assert ["sums-1-grpo-3-c"] == [row["version"] for row in tried["versions"] if row["is_tried"]]
+
+
+async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open) -> None:
+    async with opened() as client:
+        newest = await data_of(client, "/versions/style")
+        chosen = await data_of(client, "/versions/style?version=production&against=first")
+        first = await data_of(client, "/versions/style?version=first")
+        long = await data_of(client, f"/versions/{LONG_NAME}")
+    assert ("sums-1-grpo-2", "sums-1-grpo-1") == (newest["shown"]["version"], newest["against"])
+    assert [f"+{HOSTILE}"] == [line["text"] for line in newest["diff"] if line["kind"] == "added"]
+    assert ("sums-1-grpo-1", "first") == (chosen["shown"]["version"], chosen["against"])
+    changed = [line["text"] for line in chosen["diff"] if line["kind"] in ("added", "removed")]
+    assert ["-Be brief.", "+Be kind."] == changed
+    assert ("", []) == (first["against"], first["diff"])
+    assert (True, []) == (long["is_too_long"], long["diff"])
+
+
+async def test_version_names_its_maker_score_labels_and_promotions(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/versions/style")
+        (style,) = [row for row in (await data_of(client, "/versions"))["resources"] if row["name"] == "style"]
+    rows = {row["version"]: row for row in data["versions"]}
+    assert ("grpo step 2", "sums", ["sums"]) == tuple(
+        rows["sums-1-grpo-2"][field] for field in ("origin", "experiment", "live")
+    )
+    assert ("the experiment sums", "sums") == (rows["first"]["origin"], rows["first"]["experiment"])
+    assert (0.8, 0.7, 0.9, 40) == tuple(rows["sums-1-grpo-2"]["score"][field] for field in ("mean", "low", "high", "n"))
+    assert ["production"] == rows["sums-1-grpo-1"]["labels"]
+    moves = [(move["version"], move["is_back"]) for move in data["moves"]]
+    assert [("sums-1-grpo-1", True), ("sums-1-grpo-2", False), ("sums-1-grpo-1", False), ("first", False)] == moves
+    assert ("prompt", {"production": "sums-1-grpo-1"}, 0.8) == (style["kind"], style["labels"], style["best"]["mean"])
+
+
+async def test_versions_are_shown_in_pages_of_the_newest(opened: Open) -> None:
+    store = MemoryStore()
+    made = [
+        ResourceVersion(name="p", version=f"v{number}", parent=f"v{number - 1}", resource=Weights(uri=str(number)))
+        for number in range(VERSIONS + 30)
+    ]
+    await store.publish(made)
+    async with opened(store) as client:
+        first = await data_of(client, "/versions/p")
+        answer = await client.get("/versions/p", params=first["next"] | {"format": "json"})
+        second = await answer.json()
+    shown = [row["version"] for page in (second, first) for row in page["versions"]]
+    assert [version.version for version in made] == shown
+    assert {} == second["next"]
+    assert {0} == {row["depth"] for row in first["versions"]}
+
+
 async def test_empty_store_says_what_records_a_run(opened: Open) -> None:
     async with opened(MemoryStore()) as client:
         assert "agl run experiment.toml" in await text_of(client, "/")
         assert "agl exec" in await text_of(client, "/rollouts")
+        assert "[resource.NAME]" in await text_of(client, "/versions")
 
 
 WRONG = {
@@ -352,6 +423,9 @@ WRONG = {
     f"/rollouts/{FIRST}/tokens?start=50": (400, "50 tokens"),
     f"/rollouts/{FIRST}/spans/99": (404, "has no span"),
     f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
+    "/versions/unknown": (404, "unknown"),
+    "/versions/style?version=v9": (404, "style@v9"),
+    "/versions/style?tried=no": (400, "tried"),
     "/rollouts?step=first": (400, "step"),
     "/rollouts?steps=1": (400, "steps"),
     "/rollouts?status=done": (400, "status"),

@@ -15,6 +15,7 @@ from agl_console.rollout import RolloutFilter, rollout_tokens_view, rollout_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
 from agl_console.runs import RunsFilter, runs_view
 from agl_console.tokens import TokensFilter
+from agl_console.versions import ResourcesFilter, VersionsFilter, resources_view, versions_view
 
 F = TypeVar("F", bound=Record)
 
@@ -44,7 +45,9 @@ async def read_view(store: Store, path: str, query: Query) -> View:
     for pattern, template, read in _VIEWS:
         if match := pattern.fullmatch(path):
             return View(template, await read(store, [unquote(part) for part in match.groups()], query))
-    raise NotFoundError("page", path, "the console has /, /runs/NAME, /rollouts and /rollouts/ID")
+    raise NotFoundError(
+        "page", path, "the console has /, /runs/NAME, /rollouts, /rollouts/ID, /versions and /versions/NAME"
+    )
 
 
 async def _runs(store: Store, _names: Sequence[str], query: Query) -> Record:
@@ -71,6 +74,14 @@ async def _span(store: Store, names: Sequence[str], query: Query) -> Record:
     return await span_view(store, names[0], int(names[1]), _parsed(query, RolloutFilter))
 
 
+async def _resources(store: Store, _names: Sequence[str], query: Query) -> Record:
+    return await resources_view(store, _parsed(query, ResourcesFilter))
+
+
+async def _versions(store: Store, names: Sequence[str], query: Query) -> Record:
+    return await versions_view(store, names[0], _parsed(query, VersionsFilter))
+
+
 _VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query], Awaitable[Record]]], ...] = (
     (re.compile("/"), "runs.html", _runs),
     (re.compile("/runs/([^/]+)"), "learning.html", _learning),
@@ -78,6 +89,8 @@ _VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query]
     (re.compile("/rollouts/([^/]+)"), "rollout.html", _rollout),
     (re.compile("/rollouts/([^/]+)/tokens"), "tokens.html", _tokens),
     (re.compile("/rollouts/([^/]+)/spans/([0-9]{1,12})"), "span.html", _span),
+    (re.compile("/versions"), "resources.html", _resources),
+    (re.compile("/versions/([^/]+)"), "versions.html", _versions),
 )
 
 

@@ -1,6 +1,7 @@
-"""Shared parts of commands: the plugin manager, stores, rollouts, labels, keys, retention, explanations and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, versions, labels, keys, explanations and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
+from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions, resource_text
 from agl_run.cli.logged import place_of
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_line, json_option, print_json, print_table, visible
@@ -36,11 +37,13 @@ __all__ = [
     "KEY_ADVICE",
     "LABEL",
     "PLACEHOLDER_KEY",
+    "ListedVersion",
     "RetentionLimits",
     "ShownMessages",
     "as_url",
     "build_store",
     "command",
+    "diff_versions",
     "explain",
     "filter_options",
     "find_ids",
@@ -51,6 +54,7 @@ __all__ = [
     "json_option",
     "labelled",
     "labelled_texts",
+    "list_versions",
     "load_settings",
     "make_query",
     "manager_of",
@@ -60,6 +64,7 @@ __all__ = [
     "place_of",
     "print_json",
     "print_table",
+    "resource_text",
     "retaining",
     "rewards_of",
     "seconds_of",
