@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agl import semconv
-from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, Store, VersionScore
+from agl.contracts import CallUse, ExperimentRecord, LabelMove, Metric, Presence, Store, VersionScore
 from agl.schemas import (
     ErrorInfo,
     JsonResource,
@@ -20,7 +20,11 @@ from agl.schemas import (
     Weights,
     pack_floats,
     pack_ids,
+    to_builtins,
 )
+
+TRAINING = "agl.training"
+"""The attribute of a span that says what a step made of a rollout."""
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)> \u202eright to left\u202c nul:\x00 escape:\x1b[31mred "
@@ -92,7 +96,13 @@ def team(recorder: Recorder, *, text: str, reward: float | None, version: str) -
         semconv.TOOL_ARGUMENTS: {"word": text},
         semconv.TOOL_RESULT: text,
     }
-    recorder.add("execute_tool look_up", parent=writer, attributes=attributes)
+    recorder.add("execute_tool look_up", parent=writer, attributes=attributes, status="ok" if reward else "error")
+    handed = {
+        semconv.OPERATION: semconv.OP_HANDOFF,
+        semconv.HANDOFF_SOURCE: "planner",
+        semconv.HANDOFF_TARGET: "writer",
+    }
+    recorder.add("handoff writer", parent=root, attributes=handed, lasts_ms=1)
     more = [*asked, {"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
     recorder.add(
         "chat small",
@@ -109,6 +119,17 @@ def agent(recorder: Recorder, parent: str, name: str) -> str:
     return recorder.add(f"invoke_agent {name}", parent=parent, attributes=attributes, lasts_ms=350)
 
 
+def training(rollout_id: str, spans: Sequence[Span], *, step: int, reward: float) -> Span:
+    """What a step of ``grpo`` made of the calls: the planner's trained, the last one of the writer's did not."""
+    calls = [span.span_id for span in spans if span.call is not None]
+    uses = [
+        CallUse(span_id=name, row=row, credit=reward, advantage=reward - 0.5) for row, name in enumerate(calls[:-1])
+    ]
+    uses += [CallUse(span_id=name, note="its answer was cut at a limit of tokens") for name in calls[-1:]]
+    record = {"experiment": "sums", "run": 1, "algorithm": "grpo", "step": step, "calls": to_builtins(uses)}
+    return Span(rollout_id=rollout_id, attempt_id="", span_id="a" * 16, name="training", attributes={TRAINING: record})
+
+
 async def record(
     store: Store,
     rollout_id: str,
@@ -120,6 +141,7 @@ async def record(
     experiment: str = "sums",
     group: str = "task-1",
     spans: Any = team,
+    trains: bool = False,
 ) -> None:
     """Record a rollout from the queue to its end."""
     metadata = {"algorithm": "grpo", "step": step}
@@ -133,6 +155,8 @@ async def record(
     await store.finish(
         [Outcome(attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=tuple(recorder.spans))]
     )
+    if trains and reward is not None:
+        await store.append_spans([training(rollout_id, recorder.spans, step=step, reward=reward)])
 
 
 def numbers(experiment: str, *, steps: int, speed: float) -> list[Metric]:
@@ -208,7 +232,7 @@ async def fill(store: Store) -> None:
     await store.announce(Presence(experiment="sums-slow", session="s"))
     for number in range(12):
         step, task = number % 3 + 1, number % 4
-        await record(store, rollout_name(number), reward=number / 12, step=step, group=f"task-{task}")
+        await record(store, rollout_name(number), reward=number / 12, step=step, group=f"task-{task}", trains=True)
     failure = ErrorInfo(type="KeyError", message="'answer'", traceback="  File \"team.py\", line 3\nKeyError: 'answer'")
     await record(store, "sums-1-grpo-failed", reward=None, error=failure)
     await record(store, "sums-1-grpo-hostile", text=HOSTILE, reward=0.5)

@@ -16,7 +16,7 @@ from agl_console.rollouts import PAGE, SCANNED
 from agl_console.versions import VERSIONS
 
 from .conftest import Open
-from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, call, record, rollout_name
+from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name
 
 FIRST = rollout_name(0)
 VIEWS = (
@@ -29,11 +29,13 @@ VIEWS = (
     *("/rollouts/sums-1-grpo-failed", "/rollouts/sums-1-grpo-waiting", "/rollouts/sums-1-grpo-long"),
     *(f"/rollouts/{FIRST}/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
     *("/rollouts/sums-1-grpo-hostile/spans/3", "/rollouts/sums-1-grpo-long/spans/3"),
+    *("/runs/sums/agents", f"/runs/{LONG_NAME}/agents", "/runs/sums/agents?newest=3&mode=train"),
     *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
     *("/versions/tools", f"/versions/{LONG_NAME}"),
 )
 
 
+WORDS: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}], "said": "gone"}
 HOSTILE_VERSIONS = ("/versions/style", "/versions/tools")
 
 
@@ -220,12 +222,13 @@ async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Ope
         (2, "call", "writer"),
         (2, "tool", "writer"),
         (2, "call", "writer"),
+        (1, "handoff", ""),
         (1, "reward", ""),
     ] == nodes
     assert 0.5 == data["reward"]
     assert 0.5 == data["nodes"][-1]["reward"]["value"]
     assert ["row 0 at 30", "row 1 at 20", "row 1 at 60"] == [node["fate"] for node in data["nodes"] if node["fate"]]
-    assert [2, 1] == [data["nodes"][-2]["repeated"], len(data["nodes"][-2]["texts"]) - 1]
+    assert [2, 1] == [data["nodes"][-3]["repeated"], len(data["nodes"][-3]["texts"]) - 1]
     assert any("3 calls recorded, 0 rejected; 2 rows, 70 tokens train" in line for line in data["why"])
 
 
@@ -346,6 +349,53 @@ async def test_numbers_are_those_of_the_newest_run_over_the_steps_of_all_algorit
         assert ([1], [1], [0.2]) == tuple(lines["older"][part] for part in ("steps", "places", "values"))
 
 
+async def test_agents_have_their_credit_tokens_errors_and_hand_offs(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/runs/sums/agents?mode=train&newest=500")
+    agents = {row["agent"]: row for row in data["agents"]}
+    assert (15, 30) == (agents["planner"]["calls"], agents["writer"]["calls"])
+    mean = sum(number / 12 for number in range(12)) / 12
+    for row in agents.values():
+        assert (row["credit"], row["advantage"]) == (pytest.approx(mean), pytest.approx(mean - 0.5))
+    assert (12 * 20, 12 * 30) == (agents["planner"]["trained"], agents["writer"]["trained"])
+    assert 0.4 == pytest.approx(agents["planner"]["share"])
+    assert (0, 2) == (agents["planner"]["errors"], agents["writer"]["errors"])
+    assert (["writer", "planner"], [[15, 0], [15, 0]]) == (data["names"], data["follows"])
+    assert [("planner", "writer", 15)] == [(pair["first"], pair["second"], pair["count"]) for pair in data["handoffs"]]
+
+
+async def test_agents_inside_each_other_are_counted_by_call(opened: Open) -> None:
+    def nested(recorder: Recorder, **_: Any) -> None:
+        critic = agent(recorder, agent(recorder, recorder.add("rollout"), "boss"), "critic")
+        for number in range(2):
+            recorder.add("chat small", parent=critic, call=call(number, prompt=(), answer=(), version="v", **WORDS))
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="nest"))
+    await record(store, "nested", spans=nested, experiment="nest")
+    async with opened(store) as client:
+        data = await data_of(client, "/runs/nest/agents")
+    assert [{"first": "boss", "second": "critic", "count": 2}] == data["inside"]
+    assert [None, None] == [data["agents"][0]["credit"], data["agents"][0]["share"]]
+
+
+async def test_agents_are_those_of_the_newest_rollouts(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/runs/sums/agents?newest=3")
+        page = await text_of(client, "/runs/sums/agents?newest=3")
+        empty = await text_of(client, f"/runs/{LONG_NAME}/agents")
+    assert (3, False) == (data["looked_through"], data["is_all"])
+    assert "The newest 3 of the rollouts that fit" in page
+    assert "none was started yet" in empty
+
+
+async def test_rollout_says_what_steps_made_of_its_calls(opened: Open) -> None:
+    async with opened() as client:
+        why = (await data_of(client, "/rollouts/sums-1-grpo-train-00001-00006-000"))["why"]
+    assert any("grpo, step 1: trained on 2 of 3 calls; the step was not saved" in line for line in why)
+    assert any("did not train: its answer was cut" in line for line in why)
+
+
 async def test_versions_stand_in_a_tree_that_keeps_the_newest_line_straight(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/versions/style")
@@ -423,6 +473,8 @@ WRONG = {
     f"/rollouts/{FIRST}/tokens?start=50": (400, "50 tokens"),
     f"/rollouts/{FIRST}/spans/99": (404, "has no span"),
     f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
+    "/runs/unknown/agents": (404, "unknown"),
+    "/runs/sums/agents?newest=0": (400, "newest"),
     "/versions/unknown": (404, "unknown"),
     "/versions/style?version=v9": (404, "style@v9"),
     "/versions/style?tried=no": (400, "tried"),

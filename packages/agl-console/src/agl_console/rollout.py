@@ -18,7 +18,7 @@ from agl_console.tokens import (
     tokens_view,
 )
 from agl_console.tree import Node, facts_of, fate_of, kind_of, seconds_of, tree_of
-from agl_run.commands import explain, find_ids
+from agl_run.commands import explain, explain_training, find_ids, is_saved, training_of
 
 SPANS = 300
 """Spans of a page."""
@@ -58,7 +58,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         attempt: The number of the attempt whose spans are shown, 0 for the rollout's own spans.
         seconds: What the time axis spans.
         rows: The rows that train.
-        why: The outcome of every call in words, as ``agl why`` prints it.
+        why: The outcome of every call, and what steps made of it, in words, as ``agl why`` prints it.
         late: Whether spans belong to the rollout and to no attempt.
         next: The query of the next page, empty on the last.
     """
@@ -121,6 +121,9 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
     nodes = tree_of(page, {call.span_id: call for call in episode.transitions})
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
+    why = explain(episode, every)
+    for record in training_of(every):
+        why += explain_training(record, is_saved=await is_saved(store, rollout_id, record))
     following = {"attempt": str(number), "after": str(page[-1].sequence)} if not is_last else {}
     return RolloutView(
         rollout_id=rollout_id,
@@ -140,8 +143,8 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         nodes=nodes,
         seconds=_length(page),
         rows=[summary_of(row) for row in episode.rows],
-        why=explain(episode, every),
-        late=any(not span.attempt_id for span in every),
+        why=why,
+        late=any(not span.attempt_id for span in every if not training_of([span])),
         is_finished=rollout.is_finished,
         next=following,
     )

@@ -10,6 +10,7 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record
+from agl_console.agents import AgentsFilter, agents_view
 from agl_console.learning import LearningFilter, learning_view
 from agl_console.rollout import RolloutFilter, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
@@ -58,6 +59,10 @@ async def _learning(store: Store, names: Sequence[str], query: Query) -> Record:
     return await learning_view(store, names[0], _parsed(query, LearningFilter))
 
 
+async def _agents(store: Store, names: Sequence[str], query: Query) -> Record:
+    return await agents_view(store, names[0], _parsed(query, AgentsFilter))
+
+
 async def _rollouts(store: Store, _names: Sequence[str], query: Query) -> Record:
     return await rollouts_view(store, _parsed(query, RolloutsFilter))
 
@@ -85,6 +90,7 @@ async def _versions(store: Store, names: Sequence[str], query: Query) -> Record:
 _VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query], Awaitable[Record]]], ...] = (
     (re.compile("/"), "runs.html", _runs),
     (re.compile("/runs/([^/]+)"), "learning.html", _learning),
+    (re.compile("/runs/([^/]+)/agents"), "agents.html", _agents),
     (re.compile("/rollouts"), "rollouts.html", _rollouts),
     (re.compile("/rollouts/([^/]+)"), "rollout.html", _rollout),
     (re.compile("/rollouts/([^/]+)/tokens"), "tokens.html", _tokens),

@@ -26,10 +26,11 @@ from agl_run.experiment.retaining import retaining
 from agl_run.experiment.retention import RetentionLimits
 from agl_run.experiment.state import load_settings
 from agl_run.experiment.store_url import as_url
-from agl_run.explain import explain
+from agl_run.explain import explain, explain_training
 from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.refusals import KEY_ADVICE
 from agl_run.store_contract import build_store
+from agl_run.training_records import TrainingRecord, is_saved, training_of
 
 __all__ = [
     "CONVERSATIONS",
@@ -40,16 +41,19 @@ __all__ = [
     "ListedVersion",
     "RetentionLimits",
     "ShownMessages",
+    "TrainingRecord",
     "as_url",
     "build_store",
     "command",
     "diff_versions",
     "explain",
+    "explain_training",
     "filter_options",
     "find_ids",
     "id_prefix",
     "interval",
     "is_counted",
+    "is_saved",
     "json_line",
     "json_option",
     "labelled",
@@ -69,6 +73,7 @@ __all__ = [
     "rewards_of",
     "seconds_of",
     "store_option",
+    "training_of",
     "visible",
     "with_store",
 ]
