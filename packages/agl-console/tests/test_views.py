@@ -2,6 +2,7 @@
 
 import html
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,13 +31,14 @@ VIEWS = (
     *(f"/rollouts/{FIRST}/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
     *("/rollouts/sums-1-grpo-hostile/spans/3", "/rollouts/sums-1-grpo-long/spans/3"),
     *("/runs/sums/agents", f"/runs/{LONG_NAME}/agents", "/runs/sums/agents?newest=3&mode=train"),
+    *("/group?experiment=sums&group=task-1", "/group?experiment=sums&group=task-0&algorithm=grpo&step=1"),
     *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
     *("/versions/tools", f"/versions/{LONG_NAME}"),
 )
 
 
 WORDS: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}], "said": "gone"}
-HOSTILE_VERSIONS = ("/versions/style", "/versions/tools")
+WITH_HOSTILE_TEXTS = ("/versions/style", "/versions/tools", "/group?experiment=sums&group=task-1")
 
 
 async def text_of(client: TestClient, address: str) -> str:
@@ -304,7 +306,7 @@ async def test_span_shows_long_texts_further_than_the_rollout(opened: Open) -> N
 
 
 @pytest.mark.parametrize(
-    "address", [view for view in VIEWS if "hostile" in view or view == "/rollouts" or view in HOSTILE_VERSIONS]
+    "address", [view for view in VIEWS if "hostile" in view or view == "/rollouts" or view in WITH_HOSTILE_TEXTS]
 )
 async def test_what_models_wrote_is_shown_and_never_obeyed(opened: Open, address: str) -> None:
     async with opened() as client:
@@ -396,6 +398,56 @@ async def test_rollout_says_what_steps_made_of_its_calls(opened: Open) -> None:
     assert any("did not train: its answer was cut" in line for line in why)
 
 
+Said = tuple[str, Sequence[int], Sequence[int], str]
+"""A call of a scripted rollout: who, the tokens of the prompt and of the answer, and the answer."""
+
+PARTINGS: dict[str, tuple[list[Said], str | None]] = {
+    "equal": ([("a", [1, 2], [3, 4], "yes"), ("b", [5], [6], "no")], None),
+    "other answer": ([("a", [1, 2], [3, 9], "yes!"), ("b", [5], [6], "no")], "call 1, answer, token 2"),
+    "other prompt": ([("a", [1, 2], [3, 4], "yes"), ("b", [7], [6], "no")], "call 2, prompt, token 1"),
+    "other agent": ([("a", [1, 2], [3, 4], "yes"), ("c", [5], [6], "no")], "call 2, made by c and not by b"),
+    "shorter": ([("a", [1, 2], [3, 4], "yes")], "call 2, which only the first one makes"),
+    "without ids": ([("a", [], [], "yes"), ("b", [], [], "know")], "call 2, answer"),
+}
+
+
+@pytest.mark.parametrize("other", PARTINGS)
+async def test_group_marks_where_a_rollout_departs_from_the_first(opened: Open, other: str) -> None:
+    def said(calls: Sequence[Said]) -> Any:
+        def fill(recorder: Recorder, **_: Any) -> None:
+            for number, (who, prompt, answer, text) in enumerate(calls):
+                words = {"messages": WORDS["messages"], "said": text}
+                parent = agent(recorder, "", who)
+                made = call(number, prompt=prompt, answer=answer, version="v", **words)
+                recorder.add("chat", parent=parent, call=made)
+
+        return fill
+
+    calls, words = PARTINGS[other]
+    store = MemoryStore()
+    await record(store, "r-0", spans=said(PARTINGS["equal"][0]), group="same", experiment="parts")
+    await record(store, "r-1", spans=said(calls), group="same", experiment="parts")
+    async with opened(store) as client:
+        data = await data_of(client, "/group?experiment=parts&group=same")
+    parting = data["members"][1]["parting"]
+    assert words == (parting and parting["words"])
+    assert data["first"] == (parting and parting["call"])
+
+
+async def test_group_has_the_rewards_and_what_the_step_made_of_them(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/group?experiment=sums&group=task-0&algorithm=grpo&step=2")
+        newest = await data_of(client, "/group?experiment=sums&group=task-1&against=sums-1-grpo-hostile")
+        rollout = await text_of(client, f"/rollouts/{rollout_name(4)}")
+    (member,) = data["members"]
+    numbers = [member[name] for name in ("reward", "baseline", "credit", "advantage")]
+    assert [4 / 12, 4 / 12, 4 / 12, 4 / 12 - 0.5] == numbers
+    assert {(1, 1), (2, 1), (3, 1)} == {(ran["step"], ran["rollouts"]) for ran in data["steps"]}
+    assert ["sums-1-grpo-hostile", "sums-1-grpo-failed"] == [one["rollout_id"] for one in newest["members"]][:2]
+    assert (0.5 + 0.25 + 0.75) / 3 == pytest.approx(newest["members"][0]["baseline"])
+    assert "/group?experiment=sums&amp;group=task-0&amp;algorithm=grpo&amp;step=2" in rollout
+
+
 async def test_versions_stand_in_a_tree_that_keeps_the_newest_line_straight(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/versions/style")
@@ -475,6 +527,10 @@ WRONG = {
     f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
     "/runs/unknown/agents": (404, "unknown"),
     "/runs/sums/agents?newest=0": (400, "newest"),
+    "/group": (400, "names no group"),
+    "/group?experiment=sums&group=task-9": (404, "has 0 rollouts"),
+    "/group?experiment=sums&group=task-0&algorithm=grpo&step=9": (404, "step 9"),
+    "/group?experiment=sums&group=task-0&against=other": (404, "other"),
     "/versions/unknown": (404, "unknown"),
     "/versions/style?version=v9": (404, "style@v9"),
     "/versions/style?tried=no": (400, "tried"),

@@ -11,6 +11,7 @@ from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record
 from agl_console.agents import AgentsFilter, agents_view
+from agl_console.group import GroupFilter, group_view
 from agl_console.learning import LearningFilter, learning_view
 from agl_console.rollout import RolloutFilter, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
@@ -79,6 +80,10 @@ async def _span(store: Store, names: Sequence[str], query: Query) -> Record:
     return await span_view(store, names[0], int(names[1]), _parsed(query, RolloutFilter))
 
 
+async def _group(store: Store, _names: Sequence[str], query: Query) -> Record:
+    return await group_view(store, _parsed(query, GroupFilter))
+
+
 async def _resources(store: Store, _names: Sequence[str], query: Query) -> Record:
     return await resources_view(store, _parsed(query, ResourcesFilter))
 
@@ -95,6 +100,7 @@ _VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query]
     (re.compile("/rollouts/([^/]+)"), "rollout.html", _rollout),
     (re.compile("/rollouts/([^/]+)/tokens"), "tokens.html", _tokens),
     (re.compile("/rollouts/([^/]+)/spans/([0-9]{1,12})"), "span.html", _span),
+    (re.compile("/group"), "group.html", _group),
     (re.compile("/versions"), "resources.html", _resources),
     (re.compile("/versions/([^/]+)"), "versions.html", _versions),
 )
