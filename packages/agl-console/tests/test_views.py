@@ -9,7 +9,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 from msgspec.structs import replace
 
-from agl.contracts import ExperimentRecord, Metric, RolloutQuery
+from agl.contracts import ExperimentRecord, Metric, Presence, RolloutQuery
 from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_console.rollout import SPANS
@@ -30,6 +30,7 @@ VIEWS = (
     *("/rollouts/sums-1-grpo-failed", "/rollouts/sums-1-grpo-waiting", "/rollouts/sums-1-grpo-long"),
     *(f"/rollouts/{FIRST}/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
     *("/rollouts/sums-1-grpo-hostile/spans/3", "/rollouts/sums-1-grpo-long/spans/3"),
+    *("/runs/sums/system", "/runs/sums/system?before=9", "/runs/sums-slow/system", f"/runs/{LONG_NAME}/system"),
     *("/runs/sums/agents", f"/runs/{LONG_NAME}/agents", "/runs/sums/agents?newest=3&mode=train"),
     *("/group?experiment=sums&group=task-1", "/group?experiment=sums&group=task-0&algorithm=grpo&step=1"),
     *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
@@ -448,6 +449,51 @@ async def test_group_has_the_rewards_and_what_the_step_made_of_them(opened: Open
     assert "/group?experiment=sums&amp;group=task-0&amp;algorithm=grpo&amp;step=2" in rollout
 
 
+async def test_step_is_parted_into_what_was_recorded_and_the_rest(opened: Open) -> None:
+    def logged(step: int, time: float, **values: float) -> list[Metric]:
+        place = {"experiment": "timed", "algorithm": "grpo", "step": step, "experiment_step": step, "time": time}
+        return [Metric(name=name, value=value, **place) for name, value in values.items()]
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="timed"))
+    await store.log_metrics(logged(1, 100.0, collect_s=2.0, update_s=1.0))
+    ray = {"collect_s": 2.0, "train_s": 5.0, "update_s": 3.0, "weight_sync_s": 1.0}
+    await store.log_metrics(logged(2, 110.0, **ray))
+    async with opened(store) as client:
+        newest, first = (await data_of(client, "/runs/timed/system"))["steps"]
+    assert [("rollouts", 0, 2), ("update", 2, 1)] == [tuple(part.values()) for part in first["parts"]]
+    assert [("rollouts", 0, 2), ("update", 2, 3), ("publish", 5, 1), ("other training", 6, 1), ("rest", 7, 3)] == [
+        tuple(part.values()) for part in newest["parts"]
+    ]
+    assert (3, 10) == (first["seconds"], newest["seconds"])
+
+
+async def test_steps_of_the_machinery_are_shown_in_pages(opened: Open) -> None:
+    async with opened() as client:
+        first = await data_of(client, "/runs/sums/system")
+        second = await data_of(client, f"/runs/sums/system?before={first['next']['before']}")
+        third = await data_of(client, f"/runs/sums/system?before={second['next']['before']}")
+    assert list(range(60, 0, -1)) == [step["step"] for page in (first, second, third) for step in page["steps"]]
+    assert {} == third["next"]
+
+
+async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="busy", owner="host@place:1:a"))
+    await store.announce(Presence(experiment="busy", session="s"))
+    await record(store, "done", experiment="busy")
+    await store.enqueue([Rollout(rollout_id=f"r-{number}", task=number, experiment="busy") for number in range(3)])
+    await store.claim(worker="host@place:1:a", experiment="busy", lease_s=60.0)
+    async with opened(store) as client:
+        data = await data_of(client, "/runs/busy/system")
+        page = await text_of(client, "/runs/busy/system")
+    assert (2, 1) == (data["queued"], data["running"])
+    assert [("r-0", True)] == [(lease["rollout_id"], 0 < lease["left_s"] <= 60) for lease in data["leases"]]
+    assert [("trainer", "busy", 1)] == [(one["role"], one["state"], one["attempts"]) for one in data["workers"]]
+    assert (1, 3, 70) == (data["looked_through"], *(sum(bar[n] for bar in data["rates"]) for n in ("calls", "tokens")))
+    assert "<b>1</b> of 1 processes alive" in page
+
+
 async def test_versions_stand_in_a_tree_that_keeps_the_newest_line_straight(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/versions/style")
@@ -525,6 +571,7 @@ WRONG = {
     f"/rollouts/{FIRST}/tokens?start=50": (400, "50 tokens"),
     f"/rollouts/{FIRST}/spans/99": (404, "has no span"),
     f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
+    "/runs/unknown/system": (404, "unknown"),
     "/runs/unknown/agents": (404, "unknown"),
     "/runs/sums/agents?newest=0": (400, "newest"),
     "/group": (400, "names no group"),

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from msgspec.structs import replace
 
-from agl.contracts import CallUse, ExperimentRecord, Recording, RolloutQuery, Store
+from agl.contracts import CallUse, ExperimentRecord, Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import build_episode
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, Episode, Json, Rollout, Span
@@ -25,10 +25,12 @@ async def run_of(store: Store, name: str) -> ExperimentRecord:
     return records[0]
 
 
-async def newest_recordings(store: Store, query: RolloutQuery, most: int) -> AsyncIterator[Recording]:
-    """Read up to ``most`` rollouts of a query with all of their spans, fewer if these are large."""
+async def newest_recordings(
+    store: Store, query: RolloutQuery, most: int, *, spans: SpanChoice = "all"
+) -> AsyncIterator[Recording]:
+    """Read up to ``most`` rollouts of a query with their spans, fewer if these are large."""
     for _ in range(_PAGES):
-        page = await store.recordings(replace(query, limit=most), spans="all", max_bytes=_PAGE_BYTES)
+        page = await store.recordings(replace(query, limit=most), spans=spans, max_bytes=_PAGE_BYTES)
         for recording in page:
             yield recording
         most -= len(page)

@@ -16,6 +16,7 @@ from agl_console.learning import LearningFilter, learning_view
 from agl_console.rollout import RolloutFilter, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
 from agl_console.runs import RunsFilter, runs_view
+from agl_console.system import SystemFilter, system_view
 from agl_console.tokens import TokensFilter
 from agl_console.versions import ResourcesFilter, VersionsFilter, resources_view, versions_view
 
@@ -64,6 +65,10 @@ async def _agents(store: Store, names: Sequence[str], query: Query) -> Record:
     return await agents_view(store, names[0], _parsed(query, AgentsFilter))
 
 
+async def _system(store: Store, names: Sequence[str], query: Query) -> Record:
+    return await system_view(store, names[0], _parsed(query, SystemFilter))
+
+
 async def _rollouts(store: Store, _names: Sequence[str], query: Query) -> Record:
     return await rollouts_view(store, _parsed(query, RolloutsFilter))
 
@@ -96,6 +101,7 @@ _VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query]
     (re.compile("/"), "runs.html", _runs),
     (re.compile("/runs/([^/]+)"), "learning.html", _learning),
     (re.compile("/runs/([^/]+)/agents"), "agents.html", _agents),
+    (re.compile("/runs/([^/]+)/system"), "system.html", _system),
     (re.compile("/rollouts"), "rollouts.html", _rollouts),
     (re.compile("/rollouts/([^/]+)"), "rollout.html", _rollout),
     (re.compile("/rollouts/([^/]+)/tokens"), "tokens.html", _tokens),

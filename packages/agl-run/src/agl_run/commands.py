@@ -1,4 +1,4 @@
-"""Shared parts of commands: the plugin manager, stores, rollouts, versions, labels, keys, explanations and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, versions, labels, workers, keys and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions, resource_text
@@ -16,6 +16,7 @@ from agl_run.cli.query import (
     rewards_of,
     seconds_of,
 )
+from agl_run.cli.workers import ListedWorker, list_workers
 from agl_run.comparison import interval
 from agl_run.conversations import ShownMessages, labelled_texts
 from agl_run.experiment.collect import id_prefix
@@ -39,6 +40,7 @@ __all__ = [
     "LABEL",
     "PLACEHOLDER_KEY",
     "ListedVersion",
+    "ListedWorker",
     "RetentionLimits",
     "ShownMessages",
     "TrainingRecord",
@@ -59,6 +61,7 @@ __all__ = [
     "labelled",
     "labelled_texts",
     "list_versions",
+    "list_workers",
     "load_settings",
     "make_query",
     "manager_of",
