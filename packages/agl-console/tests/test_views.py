@@ -14,6 +14,7 @@ from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
+from agl_console.tokens import tone_of
 from agl_console.versions import VERSIONS
 
 from .conftest import Open
@@ -279,6 +280,23 @@ async def test_tokens_have_probabilities_versions_and_what_trains(opened: Open) 
     assert ["v1", "v1b"] == data["versions"]
     assert [None, 0, None, 1] == [cells[index]["version"] for index in (19, 20, 50, 60)]
     assert cells[70:] == part["cells"]
+
+
+async def test_tokens_have_the_advantage_that_a_step_reported_for_their_call(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, f"/rollouts/{rollout_name(9)}/tokens?row=1")
+        part = await data_of(client, f"/rollouts/{rollout_name(9)}/tokens?row=1&start=45")
+        span = await data_of(client, f"/rollouts/{rollout_name(0)}/spans/3")
+    cells = data["cells"]
+    assert [*range(20, 50)] == [cell["position"] for cell in cells if cell["advantage"] == 0.25]
+    assert {None, 3} == {cell["tone"] for cell in cells}
+    assert cells[45:] == part["cells"]
+    assert [0.25, None] == [segment["advantage"] for segment in data["rows"][1]["segments"]]
+    assert [None] * 30 + [-3] * 20 == [cell["tone"] for cell in span["cells"]]
+
+
+def test_tones_of_advantages_are_thirds_of_the_largest() -> None:
+    assert [-3, -2, -1, 0, 1, 2, 3] == [tone_of(value, 3.0) for value in (-3.0, -2.0, -0.1, 0.0, 1.0, 1.5, 2.5)]
 
 
 async def test_tokens_of_a_rejected_call_do_not_train(opened: Open) -> None:

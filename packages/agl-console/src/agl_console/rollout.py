@@ -7,7 +7,7 @@ from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
 from agl_console.contents import LONGEST, Contents, Text
-from agl_console.reading import attempt_of, episode_of, rollout_of, spans_of
+from agl_console.reading import attempt_of, episode_of, rollout_of, spans_of, uses_of
 from agl_console.tokens import (
     RowSummary,
     TokenCell,
@@ -119,6 +119,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     number, attempt_id = _chosen(rollout, attempts, chosen.attempt)
     episode, every = await episode_of(store, rollout, attempts)
     page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
+    uses = uses_of(every)
     nodes = tree_of(page, {call.span_id: call for call in episode.transitions})
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     why = explain(episode, every)
@@ -142,7 +143,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         attempt=number,
         nodes=nodes,
         seconds=_length(page),
-        rows=[summary_of(row) for row in episode.rows],
+        rows=[summary_of(row, uses) for row in episode.rows],
         why=why,
         late=any(not span.attempt_id for span in every if not training_of([span])),
         is_finished=rollout.is_finished,
@@ -154,8 +155,8 @@ async def rollout_tokens_view(store: Store, name: str, chosen: TokensFilter) -> 
     """Read a window of the tokens of a rollout's row."""
     (rollout_id,) = await find_ids(store, [name])
     rollout, attempts = await rollout_of(store, rollout_id)
-    episode, _ = await episode_of(store, rollout, attempts)
-    return tokens_view(episode, chosen)
+    episode, every = await episode_of(store, rollout, attempts)
+    return tokens_view(episode, chosen, uses_of(every))
 
 
 async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilter) -> SpanView:
@@ -170,6 +171,8 @@ async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilte
     episode, every = await episode_of(store, rollout, attempts)
     call = next((call for call in episode.transitions if call.span_id == span.span_id), None)
     who = Enclosing([each for each in every if each.attempt_id == span.attempt_id]).who(span)
+    use = uses_of(every).get(span.span_id)
+    trains = call is not None and not call.reject
     contents = Contents(limit=LONGEST)
     return SpanView(
         rollout_id=rollout_id,
@@ -188,7 +191,7 @@ async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilte
         reward=span.reward,
         texts=contents.of(span)[1],
         attributes=[contents.text(key, value) for key, value in sorted(span.attributes.items())],
-        cells=call_cells(span.call, trains=call is not None and not call.reject) if span.call else [],
+        cells=call_cells(span.call, trains=trains, advantage=use.advantage if use else None) if span.call else [],
     )
 
 
