@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -48,19 +49,22 @@ AGENTS = ("planner", "writer", "critic")
 VIEWS = {
     "runs": "/",
     "learning": "/runs/large",
+    "agents": "/runs/large/agents",
+    "system": "/runs/large/system",
     "rollouts": "/rollouts?experiment=large",
     "rollouts of a step": "/rollouts?experiment=large&algorithm=grpo&step=7",
     "rollouts by reward": "/rollouts?experiment=large&low=0.9",
     "rollout": "/rollouts/{rollout}",
     "tokens": "/rollouts/{rollout}/tokens",
+    "group": "/group?experiment=large&group=task-0",
     "versions": "/versions",
     "version": "/versions/style",
 }
 
 
 def run(*, quick: bool) -> list[Figure]:
-    """The figures over 2,000 rollouts, or 500 for a quick look."""
-    return measured(500 if quick else 2000)
+    """The figures over 2,000 rollouts, or 500 for a quick look; none where ``agl-console`` is not installed."""
+    return measured(500 if quick else 2000) if find_spec("agl_console") else []
 
 
 def measured(rollouts: int, kept: Path | None = None) -> list[Figure]:
