@@ -220,7 +220,7 @@ async def publish(store: Store) -> None:
 
 
 async def fill(store: Store) -> None:
-    """Two runs with numbers and versions, one of a long name that was lost, and rollouts of every fate."""
+    """Two runs with numbers and versions, one of a long name, one that failed at its start, and rollouts."""
     await publish(store)
     runs = (("sums", "finished", 60, 0.05), ("sums-slow", "running", 40, 0.02), (LONG_NAME, "running", 3, 0.1))
     for name, status, steps, speed in runs:
@@ -230,6 +230,7 @@ async def fill(store: Store) -> None:
         await store.save_state({f"experiment/{name}/1/algorithm/grpo": state}, experiment=experiment)
         await store.log_metrics(numbers(name, steps=steps, speed=speed))
     await store.announce(Presence(experiment="sums-slow", session="s"))
+    await store.save_state({}, experiment=ExperimentRecord(name="refused", agent="team:solve"))
     for number in range(12):
         step, task = number % 3 + 1, number % 4
         await record(store, rollout_name(number), reward=number / 12, step=step, group=f"task-{task}", trains=True)

@@ -34,6 +34,7 @@ VIEWS = (
     *("/runs/sums/system", "/runs/sums/system?before=9", "/runs/sums-slow/system", f"/runs/{LONG_NAME}/system"),
     *("/runs/sums/agents", f"/runs/{LONG_NAME}/agents", "/runs/sums/agents?newest=3&mode=train"),
     *("/group?experiment=sums&group=task-1", "/group?experiment=sums&group=task-0&algorithm=grpo&step=1"),
+    *("/runs/refused", "/runs/refused/agents", "/runs/refused/system", "/?compare=refused"),
     *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
     *("/versions/tools", f"/versions/{LONG_NAME}"),
 )
@@ -68,7 +69,7 @@ async def test_runs_show_status_last_reward_and_best_version(opened: Open) -> No
     async with opened() as client:
         runs = {run["name"]: run for run in (await data_of(client, "/"))["runs"]}
         page = await text_of(client, "/")
-    assert {"sums": "finished", "sums-slow": "running", LONG_NAME: "stopped"} == {
+    assert {"sums": "finished", "sums-slow": "running", LONG_NAME: "stopped", "refused": "stopped"} == {
         name: run["status"] for name, run in runs.items()
     }
     assert ["grpo", "validate"] == [last["algorithm"] for last in runs["sums"]["rewards"]]
@@ -510,6 +511,15 @@ async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> 
     assert [("trainer", "busy", 1)] == [(one["role"], one["state"], one["attempts"]) for one in data["workers"]]
     assert (1, 3, 70) == (data["looked_through"], *(sum(bar[n] for bar in data["rates"]) for n in ("calls", "tokens")))
     assert "<b>1</b> of 1 processes alive" in page
+
+
+async def test_run_that_failed_at_its_start_says_what_is_missing(opened: Open) -> None:
+    async with opened() as client:
+        assert "No numbers are logged yet" in await text_of(client, "/runs/refused")
+        assert "none was started yet" in await text_of(client, "/runs/refused/agents")
+        system = await text_of(client, "/runs/refused/system")
+    assert "No step has recorded its times yet" in system
+    assert "No process takes part in this run now" in system
 
 
 async def test_versions_stand_in_a_tree_that_keeps_the_newest_line_straight(opened: Open) -> None:
