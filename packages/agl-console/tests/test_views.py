@@ -2,20 +2,23 @@
 
 import html
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient
 from msgspec.structs import replace
 
-from agl.contracts import ExperimentRecord, Metric, RolloutQuery
-from agl.schemas import Rollout
+from agl.contracts import ExperimentRecord, Metric, Presence, RolloutQuery
+from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
+from agl_console.tokens import tone_of
+from agl_console.versions import VERSIONS
 
 from .conftest import Open
-from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, call, record, rollout_name
+from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name
 
 FIRST = rollout_name(0)
 VIEWS = (
@@ -28,7 +31,17 @@ VIEWS = (
     *("/rollouts/sums-1-grpo-failed", "/rollouts/sums-1-grpo-waiting", "/rollouts/sums-1-grpo-long"),
     *(f"/rollouts/{FIRST}/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
     *("/rollouts/sums-1-grpo-hostile/spans/3", "/rollouts/sums-1-grpo-long/spans/3"),
+    *("/runs/sums/system", "/runs/sums/system?before=9", "/runs/sums-slow/system", f"/runs/{LONG_NAME}/system"),
+    *("/runs/sums/agents", f"/runs/{LONG_NAME}/agents", "/runs/sums/agents?newest=3&mode=train"),
+    *("/group?experiment=sums&group=task-1", "/group?experiment=sums&group=task-0&algorithm=grpo&step=1"),
+    *("/runs/refused", "/runs/refused/agents", "/runs/refused/system", "/?compare=refused"),
+    *("/versions", "/versions/style", "/versions/style?version=first&against=production", "/versions/main_llm"),
+    *("/versions/tools", f"/versions/{LONG_NAME}"),
 )
+
+
+WORDS: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}], "said": "gone"}
+WITH_HOSTILE_TEXTS = ("/versions/style", "/versions/tools", "/group?experiment=sums&group=task-1")
 
 
 async def text_of(client: TestClient, address: str) -> str:
@@ -56,7 +69,7 @@ async def test_runs_show_status_last_reward_and_best_version(opened: Open) -> No
     async with opened() as client:
         runs = {run["name"]: run for run in (await data_of(client, "/"))["runs"]}
         page = await text_of(client, "/")
-    assert {"sums": "finished", "sums-slow": "running", LONG_NAME: "stopped"} == {
+    assert {"sums": "finished", "sums-slow": "running", LONG_NAME: "stopped", "refused": "stopped"} == {
         name: run["status"] for name, run in runs.items()
     }
     assert ["grpo", "validate"] == [last["algorithm"] for last in runs["sums"]["rewards"]]
@@ -214,12 +227,13 @@ async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Ope
         (2, "call", "writer"),
         (2, "tool", "writer"),
         (2, "call", "writer"),
+        (1, "handoff", ""),
         (1, "reward", ""),
     ] == nodes
     assert 0.5 == data["reward"]
     assert 0.5 == data["nodes"][-1]["reward"]["value"]
     assert ["row 0 at 30", "row 1 at 20", "row 1 at 60"] == [node["fate"] for node in data["nodes"] if node["fate"]]
-    assert [2, 1] == [data["nodes"][-2]["repeated"], len(data["nodes"][-2]["texts"]) - 1]
+    assert [2, 1] == [data["nodes"][-3]["repeated"], len(data["nodes"][-3]["texts"]) - 1]
     assert any("3 calls recorded, 0 rejected; 2 rows, 70 tokens train" in line for line in data["why"])
 
 
@@ -269,6 +283,23 @@ async def test_tokens_have_probabilities_versions_and_what_trains(opened: Open) 
     assert cells[70:] == part["cells"]
 
 
+async def test_tokens_have_the_advantage_that_a_step_reported_for_their_call(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, f"/rollouts/{rollout_name(9)}/tokens?row=1")
+        part = await data_of(client, f"/rollouts/{rollout_name(9)}/tokens?row=1&start=45")
+        span = await data_of(client, f"/rollouts/{rollout_name(0)}/spans/3")
+    cells = data["cells"]
+    assert [*range(20, 50)] == [cell["position"] for cell in cells if cell["advantage"] == 0.25]
+    assert {None, 3} == {cell["tone"] for cell in cells}
+    assert cells[45:] == part["cells"]
+    assert [0.25, None] == [segment["advantage"] for segment in data["rows"][1]["segments"]]
+    assert [None] * 30 + [-3] * 20 == [cell["tone"] for cell in span["cells"]]
+
+
+def test_tones_of_advantages_are_thirds_of_the_largest() -> None:
+    assert [-3, -2, -1, 0, 1, 2, 3] == [tone_of(value, 3.0) for value in (-3.0, -2.0, -0.1, 0.0, 1.0, 1.5, 2.5)]
+
+
 async def test_tokens_of_a_rejected_call_do_not_train(opened: Open) -> None:
     def late(recorder: Recorder, **_: Any) -> None:
         failed = call(1, prompt=range(3), answer=range(3, 6), version="v", messages=[], said="x")
@@ -294,7 +325,9 @@ async def test_span_shows_long_texts_further_than_the_rollout(opened: Open) -> N
     assert len(whole) < 500_000
 
 
-@pytest.mark.parametrize("address", [view for view in VIEWS if "hostile" in view or view == "/rollouts"])
+@pytest.mark.parametrize(
+    "address", [view for view in VIEWS if "hostile" in view or view == "/rollouts" or view in WITH_HOSTILE_TEXTS]
+)
 async def test_what_models_wrote_is_shown_and_never_obeyed(opened: Open, address: str) -> None:
     async with opened() as client:
         page = await text_of(client, address)
@@ -338,10 +371,224 @@ async def test_numbers_are_those_of_the_newest_run_over_the_steps_of_all_algorit
         assert ([1], [1], [0.2]) == tuple(lines["older"][part] for part in ("steps", "places", "values"))
 
 
+async def test_agents_have_their_credit_tokens_errors_and_hand_offs(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/runs/sums/agents?mode=train&newest=500")
+    agents = {row["agent"]: row for row in data["agents"]}
+    assert (15, 30) == (agents["planner"]["calls"], agents["writer"]["calls"])
+    mean = sum(number / 12 for number in range(12)) / 12
+    for row in agents.values():
+        assert (row["credit"], row["advantage"]) == (pytest.approx(mean), pytest.approx(mean - 0.5))
+    assert (12 * 20, 12 * 30) == (agents["planner"]["trained"], agents["writer"]["trained"])
+    assert 0.4 == pytest.approx(agents["planner"]["share"])
+    assert (0, 2) == (agents["planner"]["errors"], agents["writer"]["errors"])
+    assert (["writer", "planner"], [[15, 0], [15, 0]]) == (data["names"], data["follows"])
+    assert [("planner", "writer", 15)] == [(pair["first"], pair["second"], pair["count"]) for pair in data["handoffs"]]
+
+
+async def test_agents_inside_each_other_are_counted_by_call(opened: Open) -> None:
+    def nested(recorder: Recorder, **_: Any) -> None:
+        critic = agent(recorder, agent(recorder, recorder.add("rollout"), "boss"), "critic")
+        for number in range(2):
+            recorder.add("chat small", parent=critic, call=call(number, prompt=(), answer=(), version="v", **WORDS))
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="nest"))
+    await record(store, "nested", spans=nested, experiment="nest")
+    async with opened(store) as client:
+        data = await data_of(client, "/runs/nest/agents")
+    assert [{"first": "boss", "second": "critic", "count": 2}] == data["inside"]
+    assert [None, None] == [data["agents"][0]["credit"], data["agents"][0]["share"]]
+
+
+async def test_agents_are_those_of_the_newest_rollouts(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/runs/sums/agents?newest=3")
+        page = await text_of(client, "/runs/sums/agents?newest=3")
+        empty = await text_of(client, f"/runs/{LONG_NAME}/agents")
+    assert (3, False) == (data["looked_through"], data["is_all"])
+    assert "The newest 3 of the rollouts that fit" in page
+    assert "none was started yet" in empty
+
+
+async def test_rollout_says_what_steps_made_of_its_calls(opened: Open) -> None:
+    async with opened() as client:
+        why = (await data_of(client, "/rollouts/sums-1-grpo-train-00001-00006-000"))["why"]
+    assert any("grpo, step 1: trained on 2 of 3 calls; the step was not saved" in line for line in why)
+    assert any("did not train: its answer was cut" in line for line in why)
+
+
+Said = tuple[str, Sequence[int], Sequence[int], str]
+"""A call of a scripted rollout: who, the tokens of the prompt and of the answer, and the answer."""
+
+PARTINGS: dict[str, tuple[list[Said], str | None]] = {
+    "equal": ([("a", [1, 2], [3, 4], "yes"), ("b", [5], [6], "no")], None),
+    "other answer": ([("a", [1, 2], [3, 9], "yes!"), ("b", [5], [6], "no")], "call 1, answer, token 2"),
+    "other prompt": ([("a", [1, 2], [3, 4], "yes"), ("b", [7], [6], "no")], "call 2, prompt, token 1"),
+    "other agent": ([("a", [1, 2], [3, 4], "yes"), ("c", [5], [6], "no")], "call 2, made by c and not by b"),
+    "shorter": ([("a", [1, 2], [3, 4], "yes")], "call 2, which only the first one makes"),
+    "without ids": ([("a", [], [], "yes"), ("b", [], [], "know")], "call 2, answer"),
+}
+
+
+@pytest.mark.parametrize("other", PARTINGS)
+async def test_group_marks_where_a_rollout_departs_from_the_first(opened: Open, other: str) -> None:
+    def said(calls: Sequence[Said]) -> Any:
+        def fill(recorder: Recorder, **_: Any) -> None:
+            for number, (who, prompt, answer, text) in enumerate(calls):
+                words = {"messages": WORDS["messages"], "said": text}
+                parent = agent(recorder, "", who)
+                made = call(number, prompt=prompt, answer=answer, version="v", **words)
+                recorder.add("chat", parent=parent, call=made)
+
+        return fill
+
+    calls, words = PARTINGS[other]
+    store = MemoryStore()
+    await record(store, "r-0", spans=said(PARTINGS["equal"][0]), group="same", experiment="parts")
+    await record(store, "r-1", spans=said(calls), group="same", experiment="parts")
+    async with opened(store) as client:
+        data = await data_of(client, "/group?experiment=parts&group=same")
+    parting = data["members"][1]["parting"]
+    assert words == (parting and parting["words"])
+    assert data["first"] == (parting and parting["call"])
+
+
+async def test_group_has_the_rewards_and_what_the_step_made_of_them(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/group?experiment=sums&group=task-0&algorithm=grpo&step=2")
+        newest = await data_of(client, "/group?experiment=sums&group=task-1&against=sums-1-grpo-hostile")
+        rollout = await text_of(client, f"/rollouts/{rollout_name(4)}")
+    (member,) = data["members"]
+    numbers = [member[name] for name in ("reward", "baseline", "credit", "advantage")]
+    assert [4 / 12, 4 / 12, 4 / 12, 4 / 12 - 0.5] == numbers
+    assert {(1, 1), (2, 1), (3, 1)} == {(ran["step"], ran["rollouts"]) for ran in data["steps"]}
+    assert ["sums-1-grpo-hostile", "sums-1-grpo-failed"] == [one["rollout_id"] for one in newest["members"]][:2]
+    assert (0.5 + 0.25 + 0.75) / 3 == pytest.approx(newest["members"][0]["baseline"])
+    assert "/group?experiment=sums&amp;group=task-0&amp;algorithm=grpo&amp;step=2" in rollout
+
+
+async def test_step_is_parted_into_what_was_recorded_and_the_rest(opened: Open) -> None:
+    def logged(step: int, time: float, **values: float) -> list[Metric]:
+        place = {"experiment": "timed", "algorithm": "grpo", "step": step, "experiment_step": step, "time": time}
+        return [Metric(name=name, value=value, **place) for name, value in values.items()]
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="timed"))
+    await store.log_metrics(logged(1, 100.0, collect_s=2.0, update_s=1.0))
+    ray = {"collect_s": 2.0, "train_s": 5.0, "update_s": 3.0, "weight_sync_s": 1.0}
+    await store.log_metrics(logged(2, 110.0, **ray))
+    async with opened(store) as client:
+        newest, first = (await data_of(client, "/runs/timed/system"))["steps"]
+    assert [("rollouts", 0, 2), ("update", 2, 1)] == [tuple(part.values()) for part in first["parts"]]
+    assert [("rollouts", 0, 2), ("update", 2, 3), ("publish", 5, 1), ("other training", 6, 1), ("rest", 7, 3)] == [
+        tuple(part.values()) for part in newest["parts"]
+    ]
+    assert (3, 10) == (first["seconds"], newest["seconds"])
+
+
+async def test_steps_of_the_machinery_are_shown_in_pages(opened: Open) -> None:
+    async with opened() as client:
+        first = await data_of(client, "/runs/sums/system")
+        second = await data_of(client, f"/runs/sums/system?before={first['next']['before']}")
+        third = await data_of(client, f"/runs/sums/system?before={second['next']['before']}")
+    assert list(range(60, 0, -1)) == [step["step"] for page in (first, second, third) for step in page["steps"]]
+    assert {} == third["next"]
+
+
+async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="busy", owner="host@place:1:a"))
+    await store.announce(Presence(experiment="busy", session="s"))
+    await record(store, "done", experiment="busy")
+    await store.enqueue([Rollout(rollout_id=f"r-{number}", task=number, experiment="busy") for number in range(3)])
+    await store.claim(worker="host@place:1:a", experiment="busy", lease_s=60.0)
+    async with opened(store) as client:
+        data = await data_of(client, "/runs/busy/system")
+        page = await text_of(client, "/runs/busy/system")
+    assert (2, 1) == (data["queued"], data["running"])
+    assert [("r-0", True)] == [(lease["rollout_id"], 0 < lease["left_s"] <= 60) for lease in data["leases"]]
+    assert [("trainer", "busy", 1)] == [(one["role"], one["state"], one["attempts"]) for one in data["workers"]]
+    assert (1, 3, 70) == (data["looked_through"], *(sum(bar[n] for bar in data["rates"]) for n in ("calls", "tokens")))
+    assert "<b>1</b> of 1 processes alive" in page
+
+
+async def test_run_that_failed_at_its_start_says_what_is_missing(opened: Open) -> None:
+    async with opened() as client:
+        assert "No numbers are logged yet" in await text_of(client, "/runs/refused")
+        assert "none was started yet" in await text_of(client, "/runs/refused/agents")
+        system = await text_of(client, "/runs/refused/system")
+    assert "No step has recorded its times yet" in system
+    assert "No process takes part in this run now" in system
+
+
+async def test_versions_stand_in_a_tree_that_keeps_the_newest_line_straight(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/versions/style")
+        tried = await data_of(client, "/versions/style?tried=yes")
+    rows = [(row["depth"], row["version"], row["parent"]) for row in data["versions"]]
+    assert [
+        (0, "first", ""),
+        (1, "sums-1-grpo-1-b", "first"),
+        (0, "sums-1-grpo-1", "first"),
+        (0, "sums-1-grpo-2", "sums-1-grpo-1"),
+    ] == rows
+    assert ["sums-1-grpo-3-c"] == [row["version"] for row in tried["versions"] if row["is_tried"]]
+
+
+async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open) -> None:
+    async with opened() as client:
+        newest = await data_of(client, "/versions/style")
+        chosen = await data_of(client, "/versions/style?version=production&against=first")
+        first = await data_of(client, "/versions/style?version=first")
+        long = await data_of(client, f"/versions/{LONG_NAME}")
+    assert ("sums-1-grpo-2", "sums-1-grpo-1") == (newest["shown"]["version"], newest["against"])
+    assert [f"+{HOSTILE}"] == [line["text"] for line in newest["diff"] if line["kind"] == "added"]
+    assert ("sums-1-grpo-1", "first") == (chosen["shown"]["version"], chosen["against"])
+    changed = [line["text"] for line in chosen["diff"] if line["kind"] in ("added", "removed")]
+    assert ["-Be brief.", "+Be kind."] == changed
+    assert ("", []) == (first["against"], first["diff"])
+    assert (True, []) == (long["is_too_long"], long["diff"])
+
+
+async def test_version_names_its_maker_score_labels_and_promotions(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/versions/style")
+        (style,) = [row for row in (await data_of(client, "/versions"))["resources"] if row["name"] == "style"]
+    rows = {row["version"]: row for row in data["versions"]}
+    assert ("grpo step 2", "sums", ["sums"]) == tuple(
+        rows["sums-1-grpo-2"][field] for field in ("origin", "experiment", "live")
+    )
+    assert ("the experiment sums", "sums") == (rows["first"]["origin"], rows["first"]["experiment"])
+    assert (0.8, 0.7, 0.9, 40) == tuple(rows["sums-1-grpo-2"]["score"][field] for field in ("mean", "low", "high", "n"))
+    assert ["production"] == rows["sums-1-grpo-1"]["labels"]
+    moves = [(move["version"], move["is_back"]) for move in data["moves"]]
+    assert [("sums-1-grpo-1", True), ("sums-1-grpo-2", False), ("sums-1-grpo-1", False), ("first", False)] == moves
+    assert ("prompt", {"production": "sums-1-grpo-1"}, 0.8) == (style["kind"], style["labels"], style["best"]["mean"])
+
+
+async def test_versions_are_shown_in_pages_of_the_newest(opened: Open) -> None:
+    store = MemoryStore()
+    made = [
+        ResourceVersion(name="p", version=f"v{number}", parent=f"v{number - 1}", resource=Weights(uri=str(number)))
+        for number in range(VERSIONS + 30)
+    ]
+    await store.publish(made)
+    async with opened(store) as client:
+        first = await data_of(client, "/versions/p")
+        answer = await client.get("/versions/p", params=first["next"] | {"format": "json"})
+        second = await answer.json()
+    shown = [row["version"] for page in (second, first) for row in page["versions"]]
+    assert [version.version for version in made] == shown
+    assert {} == second["next"]
+    assert {0} == {row["depth"] for row in first["versions"]}
+
+
 async def test_empty_store_says_what_records_a_run(opened: Open) -> None:
     async with opened(MemoryStore()) as client:
         assert "agl run experiment.toml" in await text_of(client, "/")
         assert "agl exec" in await text_of(client, "/rollouts")
+        assert "[resource.NAME]" in await text_of(client, "/versions")
 
 
 WRONG = {
@@ -352,6 +599,16 @@ WRONG = {
     f"/rollouts/{FIRST}/tokens?start=50": (400, "50 tokens"),
     f"/rollouts/{FIRST}/spans/99": (404, "has no span"),
     f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
+    "/runs/unknown/system": (404, "unknown"),
+    "/runs/unknown/agents": (404, "unknown"),
+    "/runs/sums/agents?newest=0": (400, "newest"),
+    "/group": (400, "names no group"),
+    "/group?experiment=sums&group=task-9": (404, "has 0 rollouts"),
+    "/group?experiment=sums&group=task-0&algorithm=grpo&step=9": (404, "step 9"),
+    "/group?experiment=sums&group=task-0&against=other": (404, "other"),
+    "/versions/unknown": (404, "unknown"),
+    "/versions/style?version=v9": (404, "style@v9"),
+    "/versions/style?tried=no": (400, "tried"),
     "/rollouts?step=first": (400, "step"),
     "/rollouts?steps=1": (400, "steps"),
     "/rollouts?status=done": (400, "status"),

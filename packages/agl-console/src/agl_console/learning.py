@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 
 from agl.contracts import Metric, Store, VersionScore
-from agl.errors import NotFoundError
 from agl.schemas import Record
 from agl_console.figures import Figure, figure_of
+from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, status_of
 from agl_run.commands import load_settings
 
@@ -85,10 +85,8 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows: int = STEPS) -> LearningView:
     """Read a run's numbers, with tables of ``rows`` steps; raises :class:`NotFoundError` for an unknown run."""
-    records = await store.experiments(name)
-    if not records:
-        raise NotFoundError("run", name, "agl console --json / lists those of the store")
-    record, metrics = records[0], await store.metrics(name, run=records[0].run)
+    record = await run_of(store, name)
+    metrics = await store.metrics(name, run=record.run)
     shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
     newest = sorted({metric.step for metric in shown}, reverse=True)
     steps = newest[:rows]

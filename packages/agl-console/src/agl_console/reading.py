@@ -1,15 +1,51 @@
 """Reads the spans of one attempt in small pages: a rollout may have thousands of calls, each a long conversation."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from msgspec.structs import replace
 
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import CallUse, ExperimentRecord, Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import build_episode
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, Episode, Json, Rollout, Span
+from agl_run.commands import training_of
 
 _PAGE = 32
+
+_PAGE_BYTES = 2 << 20
+_PAGES = 4
+"""Pages of recordings that are read for one view, ``_PAGE_BYTES`` of spans each."""
+
+
+async def run_of(store: Store, name: str) -> ExperimentRecord:
+    """Read the record of a run, which is an experiment; raises :class:`NotFoundError`."""
+    records = await store.experiments(name)
+    if not records:
+        raise NotFoundError("run", name, "agl console --json / lists those of the store")
+    return records[0]
+
+
+async def newest_recordings(
+    store: Store, query: RolloutQuery, most: int, *, spans: SpanChoice = "all"
+) -> AsyncIterator[Recording]:
+    """Read up to ``most`` rollouts of a query with their spans, fewer if these are large."""
+    for _ in range(_PAGES):
+        page = await store.recordings(replace(query, limit=most), spans=spans, max_bytes=_PAGE_BYTES)
+        for recording in page:
+            yield recording
+        most -= len(page)
+        if not page or most <= 0:
+            return
+        query = query.next(page[-1].rollout)
+
+
+def uses_of(spans: Iterable[Span]) -> dict[str, CallUse]:
+    """Return what steps made of a rollout's calls, by span id; a step that trained on a call counts before others."""
+    found: dict[str, CallUse] = {}
+    for use in (use for record in training_of(spans) for use in record.calls):
+        if use.row >= 0 or use.span_id not in found or found[use.span_id].row < 0:
+            found[use.span_id] = use
+    return found
 
 
 async def rollout_of(store: Store, rollout_id: str) -> tuple[Rollout, list[Attempt]]:

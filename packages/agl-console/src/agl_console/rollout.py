@@ -7,7 +7,7 @@ from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
 from agl_console.contents import LONGEST, Contents, Text
-from agl_console.reading import attempt_of, episode_of, rollout_of, spans_of
+from agl_console.reading import attempt_of, episode_of, rollout_of, spans_of, uses_of
 from agl_console.tokens import (
     RowSummary,
     TokenCell,
@@ -18,7 +18,7 @@ from agl_console.tokens import (
     tokens_view,
 )
 from agl_console.tree import Node, facts_of, fate_of, kind_of, seconds_of, tree_of
-from agl_run.commands import explain, find_ids
+from agl_run.commands import explain, explain_training, find_ids, is_saved, training_of
 
 SPANS = 300
 """Spans of a page."""
@@ -58,7 +58,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         attempt: The number of the attempt whose spans are shown, 0 for the rollout's own spans.
         seconds: What the time axis spans.
         rows: The rows that train.
-        why: The outcome of every call in words, as ``agl why`` prints it.
+        why: The outcome of every call, and what steps made of it, in words, as ``agl why`` prints it.
         late: Whether spans belong to the rollout and to no attempt.
         next: The query of the next page, empty on the last.
     """
@@ -119,8 +119,12 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     number, attempt_id = _chosen(rollout, attempts, chosen.attempt)
     episode, every = await episode_of(store, rollout, attempts)
     page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
+    uses = uses_of(every)
     nodes = tree_of(page, {call.span_id: call for call in episode.transitions})
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
+    why = explain(episode, every)
+    for record in training_of(every):
+        why += explain_training(record, is_saved=await is_saved(store, rollout_id, record))
     following = {"attempt": str(number), "after": str(page[-1].sequence)} if not is_last else {}
     return RolloutView(
         rollout_id=rollout_id,
@@ -139,9 +143,9 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         attempt=number,
         nodes=nodes,
         seconds=_length(page),
-        rows=[summary_of(row) for row in episode.rows],
-        why=explain(episode, every),
-        late=any(not span.attempt_id for span in every),
+        rows=[summary_of(row, uses) for row in episode.rows],
+        why=why,
+        late=any(not span.attempt_id for span in every if not training_of([span])),
         is_finished=rollout.is_finished,
         next=following,
     )
@@ -151,8 +155,8 @@ async def rollout_tokens_view(store: Store, name: str, chosen: TokensFilter) -> 
     """Read a window of the tokens of a rollout's row."""
     (rollout_id,) = await find_ids(store, [name])
     rollout, attempts = await rollout_of(store, rollout_id)
-    episode, _ = await episode_of(store, rollout, attempts)
-    return tokens_view(episode, chosen)
+    episode, every = await episode_of(store, rollout, attempts)
+    return tokens_view(episode, chosen, uses_of(every))
 
 
 async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilter) -> SpanView:
@@ -167,6 +171,8 @@ async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilte
     episode, every = await episode_of(store, rollout, attempts)
     call = next((call for call in episode.transitions if call.span_id == span.span_id), None)
     who = Enclosing([each for each in every if each.attempt_id == span.attempt_id]).who(span)
+    use = uses_of(every).get(span.span_id)
+    trains = call is not None and not call.reject
     contents = Contents(limit=LONGEST)
     return SpanView(
         rollout_id=rollout_id,
@@ -185,7 +191,7 @@ async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilte
         reward=span.reward,
         texts=contents.of(span)[1],
         attributes=[contents.text(key, value) for key, value in sorted(span.attributes.items())],
-        cells=call_cells(span.call, trains=call is not None and not call.reject) if span.call else [],
+        cells=call_cells(span.call, trains=trains, advantage=use.advantage if use else None) if span.call else [],
     )
 
 

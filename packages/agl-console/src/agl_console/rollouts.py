@@ -23,7 +23,7 @@ from agl_run.commands import id_prefix, interval
 PAGE = 50
 """Rollouts of a page."""
 
-SCANNED = 1000
+SCANNED = 500
 """Rollouts that are looked through for one page."""
 
 _CHUNK = 250
@@ -209,7 +209,7 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
 async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
     """Add a page of rollouts that were looked at."""
     fitting = await _with_agent(store, [one for one in page if _is_of_step(one, chosen)], chosen.agent)
-    rewards = [(recording, episode_reward(recording.spans)) for recording in fitting]
+    rewards = [(replace(recording, spans=[]), episode_reward(recording.spans)) for recording in fitting]
     last = page[-1] if page else seen.last
     return _Seen(fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last, is_end=seen.is_end)
 

@@ -2,8 +2,11 @@
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
+from agl.contracts import CallUse
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Episode, ModelCall, Record, Row, unpack_floats, unpack_ids
 
@@ -28,6 +31,8 @@ class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
         logprob: Behaviour log-probability, ``None`` where the token was not sampled.
         level: 0 for a certain token up to 6 for a surprising one; ``None`` where it was not sampled.
         version: Index into ``versions`` of the weights that sampled it; ``None`` where it was not sampled.
+        advantage: That of its call, which a step reported; ``None`` without one.
+        tone: -3 for the lowest advantage below 0 up to 3 for the highest above, on the scale of the row.
     """
 
     position: int
@@ -36,10 +41,15 @@ class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
     logprob: float | None
     level: int | None
     version: int | None
+    advantage: float | None = None
+    tone: int | None = None
 
 
 class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A part of a row that one call sampled; ``logprob`` is the mean of its tokens, ``None`` if it has none."""
+    """A part of a row that one call sampled; ``logprob`` is the mean of its tokens, ``None`` if it has none.
+
+    ``advantage`` is what a step reported for the call, ``None`` without a report.
+    """
 
     start: int
     stop: int
@@ -47,6 +57,7 @@ class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     agent: str
     model_version: str
     logprob: float | None
+    advantage: float | None
 
 
 class RowSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -75,10 +86,13 @@ class TokensView(Record, frozen=True, kw_only=True, omit_defaults=False):
     next: dict[str, str]
 
 
-def tokens_view(episode: Episode, chosen: TokensFilter) -> TokensView:
-    """Return a window of a row's tokens; raises :class:`NotFoundError` for a row that the rollout lacks."""
+def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallUse]) -> TokensView:
+    """Return a window of a row's tokens; raises :class:`NotFoundError` for a row that the rollout lacks.
+
+    ``uses`` are what steps made of the calls, by span id.
+    """
     rollout_id = episode.rollout.rollout_id
-    summaries = [summary_of(row) for row in episode.rows]
+    summaries = [summary_of(row, uses) for row in episode.rows]
     if not episode.rows and chosen.row == 0:
         return TokensView(rollout_id=rollout_id, rows=[], row=0, versions=[], cells=[], previous={}, next={})
     row = next((row for row in episode.rows if row.branch == chosen.row), None)
@@ -101,37 +115,42 @@ def tokens_view(episode: Episode, chosen: TokensFilter) -> TokensView:
         mask=row.mask[chosen.start : stop],
         start=chosen.start,
     )
+    (summary,) = (each for each in summaries if each.branch == row.branch)
     place = {"row": str(row.branch)}
     return TokensView(
         rollout_id=rollout_id,
         rows=summaries,
         row=row.branch,
         versions=versions,
-        cells=cells,
+        cells=_with_advantages(cells, summary.segments),
         previous={**place, "start": str(max(0, chosen.start - WINDOW))} if chosen.start else {},
         next={**place, "start": str(stop)} if stop < total else {},
     )
 
 
-def call_cells(call: ModelCall, *, trains: bool) -> list[TokenCell]:
+def call_cells(call: ModelCall, *, trains: bool, advantage: float | None) -> list[TokenCell]:
     """Return the last tokens of a call's prompt and the first ones of its answer, a window in all.
 
-    ``trains`` says whether the call reaches a row.
+    ``trains`` says whether the call reaches a row; ``advantage`` is what a step reported for it.
     """
     answer = unpack_ids(call.response_ids[: WINDOW * 4])
     prompt = unpack_ids(call.prompt_ids[-max(1, WINDOW - len(answer)) * 4 :])
     given = unpack_floats(call.logprobs[: len(answer) * 4])
     logprobs = [0.0] * len(prompt) + (given if len(given) == len(answer) else [math.nan] * len(answer))
-    return cells_of(
+    cells = cells_of(
         [*prompt, *answer],
         logprobs,
         versions=[-1] * len(prompt) + [0] * len(answer),
         mask=bytes(len(prompt)) + (b"\x01" if trains else b"\x00") * len(answer),
         start=call.prompt_len - len(prompt),
     )
+    if advantage is None:
+        return cells
+    tone = tone_of(advantage, abs(advantage))
+    return [cell if cell.version is None else replace(cell, advantage=advantage, tone=tone) for cell in cells]
 
 
-def summary_of(row: Row) -> RowSummary:
+def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
     """Count the tokens of a row and of its sampled parts."""
     segments = [
         SegmentRow(
@@ -141,6 +160,7 @@ def summary_of(row: Row) -> RowSummary:
             agent=segment.agent,
             model_version=segment.model_version,
             logprob=_mean(unpack_floats(row.logprobs[segment.start * 4 : segment.stop * 4])),
+            advantage=uses[segment.span_id].advantage if segment.span_id in uses else None,
         )
         for segment in row.segments
     ]
@@ -167,6 +187,29 @@ def cells_of(
 def level_of(logprob: float) -> int:
     """Return 0 for a certain token up to 6 for one of probability below 2 %."""
     return sum(1 for bound in _LEVELS if logprob < bound)
+
+
+def tone_of(advantage: float, largest: float) -> int:
+    """Return -3 for the lowest advantage up to 3 for the highest, 0 for none, where ``largest`` is the scale's end."""
+    if not advantage or not math.isfinite(advantage):
+        return 0
+    size = 1 if abs(advantage) <= largest / 3 else 2 if abs(advantage) <= largest * 2 / 3 else 3
+    return size if advantage > 0 else -size
+
+
+def _with_advantages(cells: Sequence[TokenCell], segments: Sequence[SegmentRow]) -> list[TokenCell]:
+    """Give the sampled tokens the advantage of their call."""
+    known = [abs(segment.advantage) for segment in segments if segment.advantage is not None]
+    largest = max(filter(math.isfinite, known), default=0.0)
+    found = list(cells)
+    first = cells[0].position if cells else 0
+    for segment in segments:
+        if segment.advantage is None:
+            continue
+        tone = tone_of(segment.advantage, largest)
+        for at in range(max(0, segment.start - first), min(len(found), segment.stop - first)):
+            found[at] = replace(found[at], advantage=segment.advantage, tone=tone)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -10,11 +10,15 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record
+from agl_console.agents import AgentsFilter, agents_view
+from agl_console.group import GroupFilter, group_view
 from agl_console.learning import LearningFilter, learning_view
 from agl_console.rollout import RolloutFilter, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
 from agl_console.runs import RunsFilter, runs_view
+from agl_console.system import SystemFilter, system_view
 from agl_console.tokens import TokensFilter
+from agl_console.versions import ResourcesFilter, VersionsFilter, resources_view, versions_view
 
 F = TypeVar("F", bound=Record)
 
@@ -44,7 +48,9 @@ async def read_view(store: Store, path: str, query: Query) -> View:
     for pattern, template, read in _VIEWS:
         if match := pattern.fullmatch(path):
             return View(template, await read(store, [unquote(part) for part in match.groups()], query))
-    raise NotFoundError("page", path, "the console has /, /runs/NAME, /rollouts and /rollouts/ID")
+    raise NotFoundError(
+        "page", path, "the console has /, /runs/NAME, /rollouts, /rollouts/ID, /versions and /versions/NAME"
+    )
 
 
 async def _runs(store: Store, _names: Sequence[str], query: Query) -> Record:
@@ -53,6 +59,14 @@ async def _runs(store: Store, _names: Sequence[str], query: Query) -> Record:
 
 async def _learning(store: Store, names: Sequence[str], query: Query) -> Record:
     return await learning_view(store, names[0], _parsed(query, LearningFilter))
+
+
+async def _agents(store: Store, names: Sequence[str], query: Query) -> Record:
+    return await agents_view(store, names[0], _parsed(query, AgentsFilter))
+
+
+async def _system(store: Store, names: Sequence[str], query: Query) -> Record:
+    return await system_view(store, names[0], _parsed(query, SystemFilter))
 
 
 async def _rollouts(store: Store, _names: Sequence[str], query: Query) -> Record:
@@ -71,13 +85,30 @@ async def _span(store: Store, names: Sequence[str], query: Query) -> Record:
     return await span_view(store, names[0], int(names[1]), _parsed(query, RolloutFilter))
 
 
+async def _group(store: Store, _names: Sequence[str], query: Query) -> Record:
+    return await group_view(store, _parsed(query, GroupFilter))
+
+
+async def _resources(store: Store, _names: Sequence[str], query: Query) -> Record:
+    return await resources_view(store, _parsed(query, ResourcesFilter))
+
+
+async def _versions(store: Store, names: Sequence[str], query: Query) -> Record:
+    return await versions_view(store, names[0], _parsed(query, VersionsFilter))
+
+
 _VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query], Awaitable[Record]]], ...] = (
     (re.compile("/"), "runs.html", _runs),
     (re.compile("/runs/([^/]+)"), "learning.html", _learning),
+    (re.compile("/runs/([^/]+)/agents"), "agents.html", _agents),
+    (re.compile("/runs/([^/]+)/system"), "system.html", _system),
     (re.compile("/rollouts"), "rollouts.html", _rollouts),
     (re.compile("/rollouts/([^/]+)"), "rollout.html", _rollout),
     (re.compile("/rollouts/([^/]+)/tokens"), "tokens.html", _tokens),
     (re.compile("/rollouts/([^/]+)/spans/([0-9]{1,12})"), "span.html", _span),
+    (re.compile("/group"), "group.html", _group),
+    (re.compile("/versions"), "resources.html", _resources),
+    (re.compile("/versions/([^/]+)"), "versions.html", _versions),
 )
 
 

@@ -1,6 +1,7 @@
-"""Shared parts of commands: the plugin manager, stores, rollouts, labels, keys, retention, explanations and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, versions, labels, workers, keys and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
+from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions, resource_text
 from agl_run.cli.logged import place_of
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_line, json_option, print_json, print_table, visible
@@ -15,6 +16,7 @@ from agl_run.cli.query import (
     rewards_of,
     seconds_of,
 )
+from agl_run.cli.workers import ListedWorker, list_workers
 from agl_run.comparison import interval
 from agl_run.conversations import ShownMessages, labelled_texts
 from agl_run.experiment.collect import id_prefix
@@ -25,10 +27,11 @@ from agl_run.experiment.retaining import retaining
 from agl_run.experiment.retention import RetentionLimits
 from agl_run.experiment.state import load_settings
 from agl_run.experiment.store_url import as_url
-from agl_run.explain import explain
+from agl_run.explain import explain, explain_training
 from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.refusals import KEY_ADVICE
 from agl_run.store_contract import build_store
+from agl_run.training_records import TrainingRecord, is_saved, training_of
 
 __all__ = [
     "CONVERSATIONS",
@@ -36,21 +39,29 @@ __all__ = [
     "KEY_ADVICE",
     "LABEL",
     "PLACEHOLDER_KEY",
+    "ListedVersion",
+    "ListedWorker",
     "RetentionLimits",
     "ShownMessages",
+    "TrainingRecord",
     "as_url",
     "build_store",
     "command",
+    "diff_versions",
     "explain",
+    "explain_training",
     "filter_options",
     "find_ids",
     "id_prefix",
     "interval",
     "is_counted",
+    "is_saved",
     "json_line",
     "json_option",
     "labelled",
     "labelled_texts",
+    "list_versions",
+    "list_workers",
     "load_settings",
     "make_query",
     "manager_of",
@@ -60,10 +71,12 @@ __all__ = [
     "place_of",
     "print_json",
     "print_table",
+    "resource_text",
     "retaining",
     "rewards_of",
     "seconds_of",
     "store_option",
+    "training_of",
     "visible",
     "with_store",
 ]

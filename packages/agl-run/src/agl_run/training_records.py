@@ -70,6 +70,14 @@ def training_of(spans: Iterable[Span]) -> list[TrainingRecord]:
     return list(found.values())
 
 
+async def is_saved(store: Store, rollout_id: str, record: TrainingRecord) -> bool:
+    """Return false for training that no saved step accounts for, because the process ended before it was saved."""
+    if not record.is_trained or not await store.experiments(record.experiment):
+        return True
+    steps = await store.trained(record.experiment, run=record.run, algorithm=record.algorithm, rollout_ids=[rollout_id])
+    return steps.get(rollout_id) == record.step
+
+
 def _is_record(span: Span) -> bool:
     """Return true for a record that an experiment wrote; an agent can only write spans of its own attempt."""
     return not span.attempt_id and TRAINING in span.attributes

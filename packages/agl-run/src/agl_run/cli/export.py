@@ -31,7 +31,7 @@ from agl.stores import read_recordings
 from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dialogues import dialogues
-from agl_run.cli.lineage import shown, text_of
+from agl_run.cli.lineage import resource_text, shown
 from agl_run.cli.models import copy_model
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.query import check_experiment, deciding, filter_options, find_ids, make_query, span_options
@@ -147,7 +147,7 @@ def _as_python(version: ResourceVersion) -> str:
 
 
 _OF_RESOURCES: dict[str, Callable[[ResourceVersion], str]] = {
-    "text": lambda version: text_of(version.resource),
+    "text": lambda version: resource_text(version.resource),
     "json": lambda version: to_json(version).decode(),
     "python": _as_python,
 }

@@ -67,8 +67,14 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
         return f"mean {mean:.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
 
 
-async def listed(store: Store, name: str | None, *, has_candidates: bool) -> list[ListedVersion]:
-    """List the newest version of every resource, or all versions of one, in order of publication."""
+async def list_versions(
+    store: Store, name: str | None, *, has_candidates: bool, has_trials: bool = True
+) -> list[ListedVersion]:
+    """List the newest version of every resource, or all versions of one, in order of publication.
+
+    ``has_trials`` counts the rollouts of trials, which costs more the more there are. Raises :class:`NotFoundError`
+    for a resource without a version.
+    """
     versions = await store.resources(name)
     if name is not None and not versions:
         raise NotFoundError("resource", name, await _known(store, name))
@@ -77,7 +83,7 @@ async def listed(store: Store, name: str | None, *, has_candidates: bool) -> lis
     pointing = {n: await labels.labels_of(store, n) for n in names}
     scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
     tried = [] if name is None else await candidates_of(store, name)
-    trials = {} if name is None else await _trials(store, name, kept)
+    trials = await _trials(store, name, kept) if name is not None and has_trials else {}
     found: list[ListedVersion] = []
     for v in kept:
         score = scores.get((v.name, v.version)) or score_of(v.metadata)
@@ -160,7 +166,7 @@ async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: 
     return list(found.values())
 
 
-def text_of(resource: Resource) -> str:
+def resource_text(resource: Resource) -> str:
     """Return a prompt's text, or any other resource as indented JSON."""
     if isinstance(resource, PromptTemplate):
         return resource.template
@@ -168,9 +174,9 @@ def text_of(resource: Resource) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 
-def diff(old: ResourceVersion, new: ResourceVersion) -> list[str]:
+def diff_versions(old: ResourceVersion, new: ResourceVersion) -> list[str]:
     """Return a unified diff of two versions; empty if they are equal."""
-    before, after = text_of(old.resource).splitlines(), text_of(new.resource).splitlines()
+    before, after = resource_text(old.resource).splitlines(), resource_text(new.resource).splitlines()
     return list(difflib.unified_diff(before, after, old.version, new.version, lineterm="", n=3))
 
 

@@ -13,7 +13,17 @@ from agl.errors import ConfigError
 from agl_run.candidates import COLUMNS, Candidate, candidates_of
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
-from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, origin_of, shown, text_of
+from agl_run.cli.lineage import (
+    Arm,
+    ListedVersion,
+    ShownVersion,
+    arms,
+    diff_versions,
+    list_versions,
+    origin_of,
+    resource_text,
+    shown,
+)
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json, print_table, short, visible, when
@@ -50,7 +60,7 @@ def list_(
     if why:
         _list_candidates(manager, name, store_url, as_json=as_json)
         return
-    found = with_store(manager, store_url, lambda store: listed(store, name, has_candidates=candidates))
+    found = with_store(manager, store_url, lambda store: list_versions(store, name, has_candidates=candidates))
     if as_json:
         print_json(found)
         return
@@ -136,7 +146,7 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 
     async def work(store: Store) -> list[str]:
         before, after = await shown(store, name, old), await shown(store, name, new)
-        return diff(before.version, after.version)
+        return diff_versions(before.version, after.version)
 
     lines = with_store(manager, store_url, work)
     for line in lines or ["no difference"]:
@@ -290,7 +300,7 @@ def _row(item: ListedVersion) -> tuple[str, ...]:
         ", ".join(item.labels) or "-",
         item.score or "-",
         item.tried or "-",
-        short(text_of(version.resource), 40),
+        short(resource_text(version.resource), 40),
     )
 
 
@@ -302,4 +312,4 @@ def _lines(found: ShownVersion) -> list[str]:
     lines += [f"lineage: {' <- '.join([version.version, *found.ancestors])}"]
     lines += [f"{key}: {short(value, 200)}" for key, value in version.metadata.items()]
     lines += [] if found.candidate is None else list(found.candidate.lines())
-    return [*lines, "", text_of(version.resource)]
+    return [*lines, "", resource_text(version.resource)]

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -12,6 +13,7 @@ from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
 from agl_run.cli.output import json_option, print_json
+from agl_run.cli.watching import console_of
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.fitting import FitResult
 from agl_run.experiment.hints import MEMORY, command
@@ -27,6 +29,7 @@ STOPPED = 130
 @experiment_argument
 @click.option("--resume", is_flag=True, help="Continue an experiment that was stopped, or was given more steps.")
 @click.option("--fresh", is_flag=True, help="Start again an experiment that ran before.")
+@click.option("--console", "has_console", is_flag=True, help="Show the runs in a browser while this one lasts.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @json_option
 @pass_manager
@@ -36,6 +39,7 @@ def run(
     settings: tuple[str, ...],
     resume: bool,
     fresh: bool,
+    has_console: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -44,8 +48,12 @@ def run(
         raise click.UsageError("--resume continues and --fresh starts again; give one")
     signal.signal(signal.SIGTERM, _interrupt)
     trainer = make_trainer(file, settings, manager=manager, progress=Quiet() if quiet or as_json else None)
+    url = located(trainer.config.experiment.store, file.absolute().parent)
     try:
-        result = trainer.fit(resume=resume, fresh=fresh)
+        with console_of(manager, url) if has_console else nullcontext() as address:
+            if address:
+                click.echo(f"console at {address} while this run lasts", err=True)
+            result = trainer.fit(resume=resume, fresh=fresh)
     except KeyboardInterrupt:
         again = run_again(file, settings, "--resume")
         click.echo(f"\nstopped; everything up to the last step is kept. Continue with: {again}", err=True)
@@ -53,7 +61,6 @@ def run(
     if as_json:
         print_json(result)
         return
-    url = located(trainer.config.experiment.store, file.absolute().parent)
     click.echo(_summary(result, config=trainer.config, store_url=without_password(url)))
 
 

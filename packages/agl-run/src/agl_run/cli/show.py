@@ -14,7 +14,7 @@ from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, 
 from agl_run.cli.completion import LATEST, complete_rollout
 from agl_run.cli.contents import Contents
 from agl_run.cli.context import pass_manager
-from agl_run.cli.lineage import ListedVersion, diff, listed
+from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_line, json_option, print_json, short, when
 from agl_run.cli.query import find, find_exact, span_options
@@ -91,7 +91,7 @@ async def _find(
     store: Store, name: str, number: int | None, chosen: SpanQuery | None
 ) -> "ShownRollout | list[ListedVersion]":
     if name != LATEST and await find_exact(store, name) is None and await store.resources(name):
-        return await listed(store, name, has_candidates=True)
+        return await list_versions(store, name, has_candidates=True)
     return await _load(store, name, number, chosen)
 
 
@@ -109,7 +109,7 @@ def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
         why = f"; {item.why}" if item.why else ""
         trials = f"; tried by agl dev: {item.tried}" if item.tried else ""
         yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}{why}{trials}"
-    yield from diff(published[0].version, published[-1].version)
+    yield from diff_versions(published[0].version, published[-1].version)
 
 
 async def _load(store: Store, rollout_id: str, number: int | None, chosen_spans: SpanQuery | None) -> ShownRollout:

@@ -15,7 +15,7 @@ from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find
 from agl_run.cli.span_reader import SpanReader
 from agl_run.explain import explain, explain_training
-from agl_run.training_records import TrainingRecord, training_of
+from agl_run.training_records import TrainingRecord, is_saved, training_of
 
 
 class ShownTraining(Record, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ def why(
         spans = [_without_text(span) for reader in readers async for span in reader]
         attempt = deciding(rollout, attempts)
         training = [
-            ShownTraining(record=record, is_saved=await _is_saved(store, rollout.rollout_id, record))
+            ShownTraining(record=record, is_saved=await is_saved(store, rollout.rollout_id, record))
             for record in training_of(spans)
         ]
         return build_episode(rollout, attempt, spans, agent_match=agents, policy=policy), spans, training
@@ -72,14 +72,6 @@ def why(
         return
     for line in lines:
         echo(line)
-
-
-async def _is_saved(store: Store, rollout_id: str, record: TrainingRecord) -> bool:
-    """Return false for training that no saved step accounts for, because the process ended before it was saved."""
-    if not record.is_trained or not await store.experiments(record.experiment):
-        return True
-    steps = await store.trained(record.experiment, run=record.run, algorithm=record.algorithm, rollout_ids=[rollout_id])
-    return steps.get(rollout_id) == record.step
 
 
 def _without_text(span: Span) -> Span:

@@ -53,7 +53,7 @@ def workers(manager: PluginManager, experiment: str | None, store_url: str | Non
     A trainer or worker reports every four seconds; without a report for 15 seconds, or with its process ended on this
     machine, it is gone.
     """
-    found = with_store(manager, store_url, lambda store: _listed(store, experiment))
+    found = with_store(manager, store_url, lambda store: list_workers(store, experiment))
     if as_json:
         print_json(found)
     elif found:
@@ -63,7 +63,8 @@ def workers(manager: PluginManager, experiment: str | None, store_url: str | Non
         click.echo("no process takes part in an experiment of this store")
 
 
-async def _listed(store: Store, experiment: str | None) -> list[ListedWorker]:
+async def list_workers(store: Store, experiment: str | None) -> list[ListedWorker]:
+    """List the processes that run or take part in an experiment, or in all of them for ``None``."""
     held = await _held(store)
     return [
         _worker(record, presence, held)

@@ -22,7 +22,8 @@ GRACE_S = 2.0
 _SLACK_S = 4.0
 """Seconds beyond the grace after which a keeper that does not end is killed itself."""
 
-_KEEPER = str(Path(__file__).with_name("keeper.py"))
+KEEPER = str(Path(__file__).with_name("keeper.py"))
+"""The keeper's script."""
 
 
 class KeptProcess:
@@ -68,7 +69,7 @@ class KeptProcess:
         numbers = (str(its.fileno()), str(os.getpid()), str(GRACE_S), "stop" if stops_rest else "leave")
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", _KEEPER, *numbers, *words),
+                *(sys.executable, "-I", "-S", KEEPER, *numbers, *words),
                 env=environment,
                 pass_fds=(its.fileno(),),
                 start_new_session=has_session,

@@ -23,6 +23,9 @@ SETTINGS = (
     "cache_size = -16000",
 )
 
+READER_SETTINGS = ("query_only = ON", "cache_size = -4000")
+"""Settings of a connection that only reads, of which a store has several: each fills a cache of so many kilobytes."""
+
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE rollouts (
@@ -122,10 +125,8 @@ def connect(path: Path, *, busy_s: float, is_reader: bool = False) -> sqlite3.Co
     """Open a connection for one thread at a time, with WAL and full durability."""
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
-        for setting in SETTINGS:
+        for setting in (*SETTINGS, *(READER_SETTINGS if is_reader else ())):
             connection.execute(f"PRAGMA {setting}")
-        if is_reader:
-            connection.execute("PRAGMA query_only = ON")
     except BaseException:
         connection.close()
         raise

@@ -1,0 +1,195 @@
+"""The view of agents: calls, credit, trained tokens, errors and hand-offs of each agent of a run.
+
+A store keeps no such sums. They are made here of the newest rollouts, at most ``MOST`` of them, and the page says of
+how many.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Annotated, Literal
+
+import msgspec
+
+from agl import semconv
+from agl.contracts import CallUse, Recording, RolloutQuery, Store
+from agl.episodes import Enclosing, chronological
+from agl.schemas import Mode, Record, RolloutStatus, Span
+from agl_console.reading import newest_recordings, run_of, uses_of
+
+LOOKED = 100
+"""Rollouts that are looked through by default."""
+
+MOST = 500
+
+SHOWN = 12
+"""Agents of the matrix of hand-offs: those with the most calls."""
+
+LISTED = 100
+"""Agents, and pairs of names, that a table lists at most."""
+
+
+class AgentsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query; ``newest`` is the number of rollouts to look through."""
+
+    newest: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = LOOKED
+    mode: Mode | Literal[""] = ""
+    status: RolloutStatus | Literal[""] = ""
+
+
+class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """An agent in the rollouts that were looked through.
+
+    Attributes:
+        agent: Its name, ``""`` for calls outside of any agent.
+        rollouts: Rollouts in which it made a call.
+        credit: Mean credit of its calls, over those for which a step reported one; ``advantage`` likewise.
+        tokens: Tokens that the model sampled for it; ``trained`` those of them on which a step trained.
+        share: Its part of all trained tokens, ``None`` if none were trained.
+        errors: Its spans that ended with an error, tools included.
+    """
+
+    agent: str
+    rollouts: int
+    calls: int
+    credit: float | None
+    advantage: float | None
+    tokens: int
+    trained: int
+    share: float | None
+    errors: int
+
+
+class Pair(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Two names and how often the one led to the other."""
+
+    first: str
+    second: str
+    count: int
+
+
+class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The agents of a run, those with the most calls first.
+
+    Attributes:
+        looked_through: Rollouts that were looked through.
+        is_all: Whether these are all that fit the filters.
+        names: The agents of the matrix.
+        follows: Row and column of the matrix: how often a call of the row's agent was followed by one of the column's.
+        inside: How many calls were made in the second one inside the first one.
+        handoffs: The hand-offs that a framework reported.
+    """
+
+    name: str
+    filters: dict[str, str]
+    looked_through: int
+    is_all: bool
+    agents: list[AgentRow]
+    names: list[str]
+    follows: list[list[int]]
+    inside: list[Pair]
+    handoffs: list[Pair]
+
+
+async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsView:
+    """Sum up the agents in the newest rollouts of a run; raises :class:`NotFoundError` for an unknown run."""
+    await run_of(store, name)
+    query = RolloutQuery(
+        experiment=name,
+        mode=chosen.mode or None,
+        status=(chosen.status,) if chosen.status else (),
+        sort="created_at",
+        is_newest_first=True,
+    )
+    sums = _Sums()
+    looked, last = 0, None
+    async for recording in newest_recordings(store, query, chosen.newest):
+        sums.add(recording)
+        looked, last = looked + 1, recording.rollout
+    behind = [] if last is None else await store.rollouts(msgspec.structs.replace(query.next(last), limit=1))
+    names = [agent for agent, _ in sums.calls.most_common(SHOWN)]
+    filters = {"newest": str(chosen.newest), "mode": chosen.mode, "status": chosen.status}
+    return AgentsView(
+        name=name,
+        filters={key: value for key, value in filters.items() if value and value != str(LOOKED)},
+        looked_through=looked,
+        is_all=not behind,
+        agents=sums.rows(),
+        names=names,
+        follows=[[sums.follows[first, second] for second in names] for first in names],
+        inside=_pairs(sums.inside),
+        handoffs=_pairs(sums.handoffs),
+    )
+
+
+class _Sums:
+    """What is counted by agent, over recordings."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.follows: Counter[tuple[str, str]] = Counter()
+        self.inside: Counter[tuple[str, str]] = Counter()
+        self.handoffs: Counter[tuple[str, str]] = Counter()
+        self._rollouts: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._trained: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._credits: dict[str, list[float]] = {}
+        self._advantages: dict[str, list[float]] = {}
+
+    def add(self, recording: Recording) -> None:
+        """Count the deciding attempt of a rollout."""
+        own = [span for span in recording.spans if span.attempt_id == recording.rollout.attempt_id]
+        spans, enclosing, uses = chronological(own).spans, Enclosing(own), uses_of(recording.spans)
+        callers = [self._call(span, enclosing, uses) for span in spans if span.call is not None]
+        self._rollouts.update(set(callers))
+        self.follows.update(pairwise(callers))
+        for span in spans:
+            if span.status == "error" and span.name != semconv.ROOT_SPAN_NAME:
+                self._errors[enclosing.who(span).agent] += 1
+            source, target = (span.attributes.get(key) for key in (semconv.HANDOFF_SOURCE, semconv.HANDOFF_TARGET))
+            if isinstance(target, str):
+                self.handoffs[source if isinstance(source, str) else enclosing.who(span).agent, target] += 1
+
+    def _call(self, span: Span, enclosing: Enclosing, uses: Mapping[str, CallUse]) -> str:
+        who, use = enclosing.who(span), uses.get(span.span_id)
+        tokens = span.call.response_len if span.call else 0
+        self.calls[who.agent] += 1
+        self._tokens[who.agent] += tokens
+        self.inside.update(pair for pair in pairwise(who.path) if pair[0] != pair[1])
+        if use is not None and use.row >= 0:
+            self._trained[who.agent] += tokens
+        if use is not None and use.credit is not None:
+            self._credits.setdefault(who.agent, []).append(use.credit)
+        if use is not None and use.advantage is not None:
+            self._advantages.setdefault(who.agent, []).append(use.advantage)
+        return who.agent
+
+    def rows(self) -> list[AgentRow]:
+        """Return a row for each agent, that with the most calls first."""
+        agents = dict.fromkeys([*(agent for agent, _ in self.calls.most_common()), *self._errors])
+        trained = self._trained.total()
+        return [
+            AgentRow(
+                agent=agent,
+                rollouts=self._rollouts[agent],
+                calls=self.calls[agent],
+                credit=_mean(self._credits.get(agent, ())),
+                advantage=_mean(self._advantages.get(agent, ())),
+                tokens=self._tokens[agent],
+                trained=self._trained[agent],
+                share=self._trained[agent] / trained if trained else None,
+                errors=self._errors[agent],
+            )
+            for agent in list(agents)[:LISTED]
+        ]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _pairs(counts: Counter[tuple[str, str]]) -> list[Pair]:
+    found: Iterable[tuple[tuple[str, str], int]] = counts.most_common(LISTED)
+    return [Pair(first=first, second=second, count=count) for (first, second), count in found]

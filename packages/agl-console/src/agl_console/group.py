@@ -1,0 +1,297 @@
+"""The view of a group: the rollouts of one task side by side, and the first call in which each departs from another."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from msgspec.structs import replace
+
+from agl.contracts import CallUse, Recording, RolloutQuery, Store
+from agl.dialects import call_messages
+from agl.episodes import Enclosing, chronological, episode_reward
+from agl.errors import ConfigError, NotFoundError
+from agl.schemas import ModelCall, Record, Rollout, Span
+from agl_console.reading import newest_recordings, uses_of
+from agl_run.commands import labelled_texts
+
+LOOKED = 200
+"""Rollouts of the task, the newest ones, among which those of a step are looked for."""
+
+COMPARED = 16
+"""Rollouts that are shown side by side at most."""
+
+CALLS = 30
+"""Calls of each that are shown."""
+
+CUT = 400
+"""Characters of an answer that are shown."""
+
+_BEFORE = 120
+"""Characters before the place where two answers part that are shown."""
+
+
+class GroupFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query.
+
+    Attributes:
+        group: The group's id, which is the task's identity; the run is ``experiment``.
+        algorithm: The algorithm that asked for the rollouts, and ``step`` its step; by default those of the newest.
+        against: The rollout with which the others are compared, by default the first.
+    """
+
+    experiment: str = ""
+    group: str = ""
+    algorithm: str = ""
+    step: int | None = None
+    against: str = ""
+
+
+class Parting(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The first difference from the rollout that is compared with.
+
+    Attributes:
+        call: The number of the call, from 0.
+        where: ``agent``, ``message`` (of the prompt), ``answer``, or ``end`` where only one of them goes on.
+        message: The number of the message of the prompt, from 0; ``None`` elsewhere.
+        token: The token of the prompt or of the answer, from 0; ``None`` where tokens are not recorded or equal.
+        words: All of this in words.
+    """
+
+    call: int
+    where: str
+    message: int | None
+    token: int | None
+    words: str
+
+
+class CallCell(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A call of a rollout: its answer, of which ``same`` is what the compared one says too, and ``other`` the rest."""
+
+    sequence: int
+    agent: str
+    same: str
+    other: str
+    tokens: int
+    credit: float | None
+    advantage: float | None
+    note: str
+
+
+class Member(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout of the group.
+
+    Attributes:
+        baseline: Mean reward of the group's rollouts that are shown, ``None`` without a reward.
+        credit: Mean credit of its calls as the last step reported it; ``advantage`` likewise, over trained calls.
+        parting: Its first difference, ``None`` for the rollout that is compared with, and for one that equals it.
+        calls: Its first calls; ``total`` is how many there are.
+    """
+
+    rollout_id: str
+    status: str
+    reward: float | None
+    baseline: float | None
+    credit: float | None
+    advantage: float | None
+    parting: Parting | None
+    calls: list[CallCell]
+    total: int
+
+
+class GroupView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The rollouts of a task in one step.
+
+    Attributes:
+        against: The rollout with which the others are compared.
+        first: The first call in which any of them departs, from 0; ``None`` if all are equal.
+        steps: The algorithms and steps in which the newest rollouts of the task ran.
+        left_out: Rollouts of the step that are not shown.
+    """
+
+    experiment: str
+    group: str
+    algorithm: str
+    step: int | None
+    against: str
+    first: int | None
+    members: list[Member]
+    steps: list["Ran"]
+    left_out: int
+
+
+class Ran(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A step in which the task was run; ``step`` is ``None`` for rollouts of no step."""
+
+    algorithm: str
+    step: int | None
+    rollouts: int
+
+
+async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
+    """Read the rollouts of a task side by side.
+
+    Raises:
+        ConfigError: No group is named.
+        NotFoundError: The newest rollouts of the task are of other steps, or there are none.
+    """
+    if not chosen.group:
+        raise ConfigError("the address names no group; the page of a rollout links to its group")
+    query = RolloutQuery(
+        experiment=chosen.experiment, group_id=chosen.group, sort="created_at", is_newest_first=True, limit=LOOKED
+    )
+    every = await store.rollouts(query)
+    ran: dict[tuple[str, int | None], list[Rollout]] = {}
+    for rollout in every:
+        ran.setdefault(_step_of(rollout), []).append(rollout)
+    wanted = (chosen.algorithm, chosen.step) if chosen.step is not None or chosen.algorithm else next(iter(ran), None)
+    if wanted is None or wanted not in ran:
+        where = "" if wanted is None else f" in {wanted[0]} step {wanted[1]}"
+        raise NotFoundError(
+            "group", chosen.group + where, f"the run {chosen.experiment!r} has {len(every)} rollouts of it in all"
+        )
+    ids = sorted(rollout.rollout_id for rollout in ran[wanted])
+    against = chosen.against or ids[0]
+    if against not in ids:
+        raise NotFoundError("rollout", against, f"the group has: {', '.join(ids[:COMPARED])}")
+    shown = list(dict.fromkeys([against, *ids]))[:COMPARED]
+    recordings = [one async for one in newest_recordings(store, RolloutQuery(ids=tuple(shown)), COMPARED)]
+    members = _members([_Run(recording) for recording in recordings], against)
+    return GroupView(
+        experiment=chosen.experiment,
+        group=chosen.group,
+        algorithm=wanted[0],
+        step=wanted[1],
+        against=against,
+        first=min((member.parting.call for member in members if member.parting), default=None),
+        members=members,
+        steps=[Ran(algorithm=key[0], step=key[1], rollouts=len(found)) for key, found in ran.items()],
+        left_out=len(ids) - len(members),
+    )
+
+
+class _Call:
+    """A call as it is compared: who made it, its prompt, and its answer."""
+
+    def __init__(self, span: Span, call: ModelCall, agent: str) -> None:
+        messages = call_messages(call)
+        has_answer = call.response is not None and bool(messages)
+        self.span = span
+        self.call = call
+        self.agent = agent
+        self.prompt: Sequence[Mapping[str, Any]] = messages[:-1] if has_answer else messages
+        self.answer = "\n".join(text for _, text in labelled_texts(messages[-1])) if has_answer else ""
+
+
+class _Run:
+    """The calls of a rollout's deciding attempt in order, and what steps made of them."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.rollout = recording.rollout
+        own = [span for span in recording.spans if span.attempt_id == self.rollout.attempt_id]
+        enclosing = Enclosing(own)
+        spans = chronological(own).spans
+        self.calls = [_Call(span, span.call, enclosing.who(span).agent) for span in spans if span.call is not None]
+        self.reward = episode_reward(own)
+        self.uses = uses_of(recording.spans)
+
+
+def _members(runs: Sequence[_Run], against: str) -> list[Member]:
+    """Return the columns, the rollout that is compared with first."""
+    ordered = sorted(runs, key=lambda run: (run.rollout.rollout_id != against, run.rollout.rollout_id))
+    rewards = [run.reward for run in ordered if run.reward is not None]
+    baseline = fmean(rewards) if rewards else None
+    return [_member(run, ordered[0], baseline) for run in ordered]
+
+
+def _member(run: _Run, other: _Run, baseline: float | None) -> Member:
+    own = [run.uses[call.span.span_id] for call in run.calls if call.span.span_id in run.uses]
+    credits = [use.credit for use in own if use.credit is not None]
+    advantages = [use.advantage for use in own if use.advantage is not None]
+    cells = [
+        _cell(call, other.calls[at] if at < len(other.calls) else None, run.uses)
+        for at, call in enumerate(run.calls[:CALLS])
+    ]
+    return Member(
+        rollout_id=run.rollout.rollout_id,
+        status=run.rollout.status,
+        reward=run.reward,
+        baseline=baseline,
+        credit=fmean(credits) if credits else None,
+        advantage=fmean(advantages) if advantages else None,
+        parting=parting_of(other.calls, run.calls),
+        calls=cells,
+        total=len(run.calls),
+    )
+
+
+def _cell(call: _Call, other: _Call | None, uses: Mapping[str, CallUse]) -> CallCell:
+    same = _common(call.answer, other.answer) if other else 0
+    start = max(0, same - _BEFORE) if len(call.answer) > CUT else 0
+    use = uses.get(call.span.span_id)
+    return CallCell(
+        sequence=call.span.sequence,
+        agent=call.agent,
+        same=("…" if start else "") + call.answer[start:same],
+        other=call.answer[same : start + CUT] + ("…" if len(call.answer) > max(same, start + CUT) else ""),
+        tokens=call.call.response_len,
+        credit=use.credit if use else None,
+        advantage=use.advantage if use else None,
+        note=use.note if use and use.row < 0 else "",
+    )
+
+
+def parting_of(first: Sequence[_Call], second: Sequence[_Call]) -> Parting | None:
+    """Return the first difference of the calls of two rollouts; ``None`` if there is none."""
+    for at, (one, other) in enumerate(zip(first, second, strict=False)):
+        found = _difference(one, other)
+        if found is not None:
+            words = f"call {at + 1}, {found.words}"
+            return replace(found, call=at, words=words)
+    if len(first) == len(second):
+        return None
+    at = min(len(first), len(second))
+    words = f"call {at + 1}, which only {'this one' if len(second) > len(first) else 'the first one'} makes"
+    return Parting(call=at, where="end", message=None, token=None, words=words)
+
+
+def _difference(one: _Call, other: _Call) -> Parting | None:
+    if one.agent != other.agent:
+        words = f"made by {other.agent or 'no agent'} and not by {one.agent or 'no agent'}"
+        return Parting(call=0, where="agent", message=None, token=None, words=words)
+    token = _token(one.call.prompt_ids, other.call.prompt_ids)
+    message = _common(one.prompt, other.prompt)
+    is_shorter = message < max(len(one.prompt), len(other.prompt))
+    if is_shorter or token is not None:
+        found = message if is_shorter else None
+        words = _place("prompt", f"message {message + 1}" if is_shorter else "", token)
+        return Parting(call=0, where="message", message=found, token=token, words=words)
+    token = _token(one.call.response_ids, other.call.response_ids)
+    if token is not None or one.answer != other.answer:
+        return Parting(call=0, where="answer", message=None, token=token, words=_place("answer", "", token))
+    return None
+
+
+def _place(part: str, message: str, token: int | None) -> str:
+    return ", ".join(filter(None, (part, message, "" if token is None else f"token {token + 1}")))
+
+
+def _token(one: bytes, other: bytes) -> int | None:
+    """Return the index of the first token that differs; ``None`` if none does, or one side has no ids."""
+    return None if one == other or not one or not other else _common(one, other) // 4
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common beginning, found by halving: texts may have a million characters."""
+    same, differs = 0, min(len(one), len(other)) + 1
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            differs = middle
+    return same
+
+
+def _step_of(rollout: Rollout) -> tuple[str, int | None]:
+    algorithm, step = rollout.metadata.get("algorithm"), rollout.metadata.get("step")
+    return algorithm if isinstance(algorithm, str) else "", step if isinstance(step, int) else None

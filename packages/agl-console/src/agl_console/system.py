@@ -1,0 +1,235 @@
+"""The view of a run's machinery: how long the parts of its steps took, its workers, leases and queue, and its calls.
+
+Everything comes from what was recorded. The time between the numbers of two steps that no metric accounts for is called
+the rest. Calls per second are those of the newest rollouts, because a store keeps no sums over all.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from agl.contracts import Metric, RolloutQuery, SpanQuery, Store
+from agl.schemas import Record, RolloutStatus
+from agl_console.reading import newest_recordings, run_of
+from agl_run.commands import ListedWorker, list_workers, place_of
+
+STEPS = 25
+"""Steps of a page."""
+
+LOOKED = 100
+"""Finished rollouts whose calls are counted."""
+
+LEASES = 50
+"""Running attempts that are listed."""
+
+COUNTED = 1000
+"""Queued or running rollouts beyond which they are not counted: a store's count costs more the larger it is."""
+
+BARS = 20
+"""Bars of the calls over time."""
+
+PARTS = {
+    "collect_s": "rollouts",
+    "old_log_prob_s": "log-probabilities",
+    "update_s": "update",
+    "update_critic_s": "update of the critic",
+    "weight_sync_s": "publish",
+    "save_s": "save",
+}
+"""Metrics of seconds that are shown as parts of a step, in the order in which a step does them."""
+
+_TRAIN = "train_s"
+"""Seconds that hold some of the others."""
+
+
+class SystemFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query: steps of all algorithms below this one; ``None`` for the newest."""
+
+    before: int | None = None
+
+
+class Part(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A part of a step: ``start`` is in seconds from the step's begin."""
+
+    name: str
+    start: float
+    seconds: float
+
+
+class StepTimes(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A step: its parts one behind the other.
+
+    Attributes:
+        place: The steps of all algorithms together.
+        seconds: From the numbers of the step before, of any algorithm, to its own; the sum of the parts if that is
+            unknown or less.
+    """
+
+    algorithm: str
+    step: int
+    place: int
+    ended_at: float
+    seconds: float
+    parts: list[Part]
+
+
+class Lease(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A running attempt; ``left_s`` is what is left of its lease, below 0 when it lapsed."""
+
+    rollout_id: str
+    attempt: int
+    worker: str
+    since: float
+    left_s: float
+
+
+class CallRate(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The calls that ended in a part of the time; ``start`` is in Unix seconds."""
+
+    start: float
+    seconds: float
+    calls: int
+    tokens: int
+
+
+class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The machinery of a run.
+
+    Attributes:
+        longest: Seconds of the time axis: of the longest step, the rest of which counts up to three times its parts.
+        queued: Queued rollouts, ``COUNTED`` for this many or more; ``running`` likewise.
+        looked_through: Finished rollouts whose calls ``rates`` counts.
+        next: The query of the page with older steps, empty on the last.
+    """
+
+    name: str
+    steps: list[StepTimes]
+    longest: float
+    workers: list[ListedWorker]
+    leases: list[Lease]
+    queued: int
+    running: int
+    counted: int
+    looked_through: int
+    rates: list[CallRate]
+    next: dict[str, str]
+
+
+async def system_view(store: Store, name: str, chosen: SystemFilter) -> SystemView:
+    """Read the machinery of a run; raises :class:`NotFoundError` for an unknown run."""
+    record = await run_of(store, name)
+    metrics = [metric for part in (*PARTS, _TRAIN) for metric in await store.metrics(name, name=part, run=record.run)]
+    every = steps_of(metrics)
+    behind = [step for step in every if chosen.before is None or step.place < chosen.before]
+    looked, rates = await _rates(store, name)
+    return SystemView(
+        name=name,
+        steps=behind[:STEPS],
+        longest=max((_length(step) for step in behind[:STEPS]), default=0.0),
+        workers=await list_workers(store, name),
+        leases=await _leases(store, name),
+        queued=await _count(store, name, "queued"),
+        running=await _count(store, name, "running"),
+        counted=COUNTED,
+        looked_through=looked,
+        rates=rates,
+        next={"before": str(behind[STEPS - 1].place)} if len(behind) > STEPS else {},
+    )
+
+
+def steps_of(metrics: Sequence[Metric]) -> list[StepTimes]:
+    """Return the steps with their parts, the newest first."""
+    values: dict[tuple[float, int, str, int], dict[str, float]] = {}
+    ended: dict[tuple[int, str, int], float] = {}
+    for metric in metrics:
+        key = (place_of(metric), metric.algorithm, metric.step)
+        ended[key] = max(ended.get(key, 0.0), metric.time)
+    for metric in metrics:
+        key = (place_of(metric), metric.algorithm, metric.step)
+        if math.isfinite(metric.value) and metric.value >= 0:
+            values.setdefault((ended[key], *key), {})[metric.name] = metric.value
+    found: list[StepTimes] = []
+    before = 0.0
+    for (now, place, algorithm, step), seconds in sorted(values.items()):
+        parts = _parts(seconds)
+        recorded = sum(part.seconds for part in parts)
+        rest = now - before - recorded if before and now else 0.0
+        if rest > 0:
+            parts.append(Part(name="rest", start=recorded, seconds=rest))
+        length = recorded + max(0.0, rest)
+        found.append(StepTimes(algorithm=algorithm, step=step, place=place, ended_at=now, seconds=length, parts=parts))
+        before = now
+    return found[::-1]
+
+
+def _parts(seconds: Mapping[str, float]) -> list[Part]:
+    """Return the parts of a step in order, with what is left of the training that holds some of them."""
+    named = [(words, seconds[name]) for name, words in PARTS.items() if name in seconds]
+    inside = sum(seconds.get(name, 0.0) for name in PARTS if name != "collect_s")
+    if seconds.get(_TRAIN, 0.0) > inside:
+        named.append(("other training", seconds[_TRAIN] - inside))
+    parts: list[Part] = []
+    start = 0.0
+    for words, value in named:
+        parts.append(Part(name=words, start=start, seconds=value))
+        start += value
+    return parts
+
+
+def _length(step: StepTimes) -> float:
+    """Return the seconds of a step that the axis has to hold: a pause between two sessions would hide the others."""
+    recorded = sum(part.seconds for part in step.parts if part.name != "rest")
+    return min(step.seconds, 4 * recorded)
+
+
+async def _count(store: Store, name: str, status: RolloutStatus) -> int:
+    return len(await store.rollouts(RolloutQuery(experiment=name, status=(status,), limit=COUNTED)))
+
+
+async def _leases(store: Store, name: str) -> list[Lease]:
+    """Return the running attempts, those whose lease ends first."""
+    query = RolloutQuery(experiment=name, status=("running",), limit=LEASES)
+    attempts = [
+        attempt
+        for recording in await store.recordings(query, spans="none")
+        for attempt in recording.attempts
+        if attempt.status == "running"
+    ]
+    now = time.time()
+    return [
+        Lease(
+            rollout_id=attempt.rollout_id,
+            attempt=attempt.number,
+            worker=attempt.worker,
+            since=attempt.started_at,
+            left_s=attempt.lease_until - now,
+        )
+        for attempt in sorted(attempts, key=lambda attempt: attempt.lease_until)
+    ]
+
+
+async def _rates(store: Store, name: str) -> tuple[int, list[CallRate]]:
+    """Count the calls of the newest finished rollouts over time; returns of how many rollouts, and the bars."""
+    query = RolloutQuery(
+        experiment=name, status=("succeeded", "failed"), sort="finished_at", is_newest_first=True, limit=LOOKED
+    )
+    found = [one async for one in newest_recordings(store, query, LOOKED, spans=SpanQuery(kind="call"))]
+    calls = [
+        (max(span.start_ns, span.end_ns) / 1e9, span.call.response_len, span.start_ns / 1e9)
+        for recording in found
+        for span in recording.spans
+        if span.call is not None and span.start_ns
+    ]
+    if not calls:
+        return len(found), []
+    start, end = min(begun for _, _, begun in calls), max(ended for ended, _, _ in calls)
+    width = max(end - start, 1e-3) / BARS
+    bars = [CallRate(start=start + number * width, seconds=width, calls=0, tokens=0) for number in range(BARS)]
+    counts, tokens = [0] * BARS, [0] * BARS
+    for ended, sampled, _ in calls:
+        number = min(BARS - 1, int((ended - start) / width))
+        counts[number] += 1
+        tokens[number] += sampled
+    return len(found), [replace(bar, calls=counts[at], tokens=tokens[at]) for at, bar in enumerate(bars)]

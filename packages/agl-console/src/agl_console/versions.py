@@ -1,0 +1,304 @@
+"""The views of versions: every prompt, skill, tool and weights; and one of them as a tree, with a diff and its labels.
+
+A store returns all versions of a resource at once. A page shows the newest ``VERSIONS`` of them, and compares texts up
+to ``DIFFED`` characters.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from agl.contracts import ExperimentRecord, LabelMove, Store, VersionScore
+from agl.errors import NotFoundError
+from agl.hints import did_you_mean
+from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
+from agl_console.contents import LONGEST, Text
+from agl_run.commands import ListedVersion, diff_versions, list_versions, resource_text
+
+PAGE = 50
+"""Resources on a page."""
+
+VERSIONS = 200
+"""Versions on a page."""
+
+DIFFED = 100_000
+"""Characters of each of two texts that are compared at most, and a tenth as many lines."""
+
+MOVES = 100
+"""Moves of labels on a page."""
+
+DEEPEST = 12
+"""Branches by which rows are indented; deeper ones stand below each other."""
+
+
+class ResourcesFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query: the last name of the page before."""
+
+    after: str = ""
+
+
+class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The address's query.
+
+    Attributes:
+        version: The version or label to show, by default the newest.
+        against: The version or label to compare it with, by default its parent.
+        tried: ``yes`` for the versions too that an algorithm only tried.
+        before: The oldest version of the page before.
+    """
+
+    version: str = ""
+    against: str = ""
+    tried: Literal["", "yes"] = ""
+    before: str = ""
+
+
+class ResourceRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A resource: its newest version, and the best measured one."""
+
+    name: str
+    kind: str
+    version: str
+    origin: str
+    created_at: float
+    labels: dict[str, str]
+    best: VersionScore | None
+
+
+class ResourcesView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A page of resources by name; ``next`` is the query of the next one, empty on the last."""
+
+    resources: list[ResourceRow]
+    next: dict[str, str]
+
+
+class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version in the tree.
+
+    Attributes:
+        depth: Branches between it and the line that leads to the newest version.
+        origin: The algorithm and step that made it, or the experiment that began with it; ``""`` for a person.
+        experiment: The experiment that published it, ``""`` if unknown.
+        score: The measured score, ``None`` if it was never measured.
+        claimed: The score that an algorithm stored with it, in words.
+        why: The decision of the search that made it.
+        live: Experiments in which it is live.
+        is_tried: Whether an algorithm only tried it.
+    """
+
+    version: str
+    parent: str
+    depth: int
+    origin: str
+    experiment: str
+    created_at: float
+    labels: list[str]
+    score: VersionScore | None
+    claimed: str
+    why: str
+    live: list[str]
+    is_tried: bool
+
+
+class DiffLine(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A line of a unified diff; ``kind`` is ``added``, ``removed``, ``place`` or ``same``."""
+
+    kind: str
+    text: str
+
+
+class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The versions of one resource, one of which is shown.
+
+    Attributes:
+        kind: ``prompt``, ``weights``, ``model`` or ``data``.
+        versions: The newest versions as a tree: a branch stands below the version that it leaves.
+        total: Versions of the resource that the filter selects.
+        shown: The version that is shown, and ``text`` its text.
+        against: The version it is compared with, ``""`` for none.
+        diff: The difference, empty where there is none.
+        is_too_long: Whether the texts are too long to compare.
+        moves: Moves of labels, the newest first.
+        next: The query of the page with older versions, empty on the last.
+    """
+
+    name: str
+    kind: str
+    filters: dict[str, str]
+    versions: list[VersionRow]
+    total: int
+    shown: VersionRow
+    text: Text
+    against: str
+    diff: list[DiffLine]
+    is_too_long: bool
+    moves: list[LabelMove]
+    next: dict[str, str]
+
+
+async def resources_view(store: Store, chosen: ResourcesFilter) -> ResourcesView:
+    """Read a page of resources by name."""
+    every = sorted(await list_versions(store, None, has_candidates=True), key=lambda item: item.version.name)
+    behind = [item for item in every if item.version.name > chosen.after]
+    rows = [await _resource(store, item) for item in behind[:PAGE]]
+    return ResourcesView(resources=rows, next={"after": rows[-1].name} if len(behind) > PAGE else {})
+
+
+async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> VersionsView:
+    """Read the versions of a resource.
+
+    Raises:
+        NotFoundError: There is no such resource, version or label.
+    """
+    every = await list_versions(store, name, has_candidates=True, has_trials=False)
+    labels = {move.label: move.version for move in await store.labels(name)}
+    known = {item.version.version: item for item in every}
+    published = [item for item in every if not _is_tried(item.version)] or every
+    listed = every if chosen.tried else published
+    page = _page(listed, _found(name, chosen.before, labels, known))
+    shown = known[_found(name, chosen.version, labels, known) or published[-1].version.version]
+    parent = shown.version.parent if shown.version.parent in known else ""
+    against = _found(name, chosen.against, labels, known) or parent
+    is_too_long, diff = _difference(known[against].version, shown.version) if against else (False, [])
+    text = resource_text(shown.version.resource)
+    origins = _Origins(await store.experiments(), {score.version: score for score in await store.scores(name)})
+    filters = {field: getattr(chosen, field) for field in ("version", "against", "tried")}
+    filters = {field: value for field, value in filters.items() if value}
+    return VersionsView(
+        name=name,
+        kind=kind_of(shown.version.resource),
+        filters=filters,
+        versions=[origins.row(item, depth) for depth, item in in_tree(page)],
+        total=len(listed),
+        shown=origins.row(shown, 0),
+        text=Text(label=shown.version.version, text=text[:LONGEST], length=len(text)),
+        against=against,
+        diff=diff,
+        is_too_long=is_too_long,
+        moves=await _moves(store, name, list(labels)),
+        next={**filters, "before": page[0].version.version} if page[0] is not listed[0] else {},
+    )
+
+
+def kind_of(resource: Resource) -> str:
+    """Name the kind of a resource in one word."""
+    if isinstance(resource, PromptTemplate):
+        return "prompt"
+    if isinstance(resource, Weights):
+        return "weights"
+    return "model" if isinstance(resource, LLM) else "data"
+
+
+def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]]:
+    """Return versions with their depths, children below their parents, the newest line last.
+
+    The line that leads to the newest version stays at the depth of its parent; every other child begins a branch.
+    """
+    known = {item.version.version for item in versions}
+    children: dict[str, list[ListedVersion]] = {}
+    newest: dict[str, int] = {}
+    for place, item in reversed(list(enumerate(versions))):
+        version = item.version
+        is_below = version.parent in known and version.parent != version.version
+        children.setdefault(version.parent if is_below else "", []).append(item)
+        newest[version.version] = max(newest.get(version.version, 0), place)
+        newest[version.parent] = max(newest.get(version.parent, 0), newest[version.version])
+    waiting = [(0, item) for item in children.pop("", [])]
+    ordered: list[tuple[int, ListedVersion]] = []
+    while waiting:
+        depth, item = waiting.pop()
+        ordered.append((min(depth, DEEPEST), item))
+        below = sorted(children.pop(item.version.version, []), key=lambda child: -newest[child.version.version])
+        waiting += [(depth + (number > 0), child) for number, child in enumerate(below)]
+    return ordered + [(0, item) for left in children.values() for item in left]  # their parents form a circle
+
+
+class _Origins:
+    """What is known of the origins and scores of a resource's versions."""
+
+    def __init__(self, experiments: Sequence[ExperimentRecord], scores: Mapping[str, VersionScore]) -> None:
+        self._experiments = experiments
+        self._scores = scores
+
+    def row(self, item: ListedVersion, depth: int) -> VersionRow:
+        """Return the row of a version."""
+        version = item.version
+        score = self._scores.get(version.version)
+        live = [record.name for record in self._experiments if record.live.get(version.name) == version.version]
+        return VersionRow(
+            version=version.version,
+            parent=version.parent,
+            depth=depth,
+            origin=item.origin,
+            experiment=self._experiment(version),
+            created_at=version.created_at,
+            labels=item.labels,
+            score=score,
+            claimed="" if score else item.score,
+            why=item.why,
+            live=live,
+            is_tried=_is_tried(version),
+        )
+
+    def _experiment(self, version: ResourceVersion) -> str:
+        """Return the experiment that published a version: it names it, or its algorithm's versions begin with it."""
+        named = version.metadata.get("experiment")
+        if isinstance(named, str) or not version.algorithm:
+            return named if isinstance(named, str) else ""
+        made = (
+            record.name
+            for record in self._experiments
+            if re.match(f"{re.escape(record.name)}-[0-9]+-{re.escape(version.algorithm)}-", version.version)
+        )
+        return next(made, "")
+
+
+async def _resource(store: Store, item: ListedVersion) -> ResourceRow:
+    version = item.version
+    scores = await store.scores(version.name)
+    return ResourceRow(
+        name=version.name,
+        kind=kind_of(version.resource),
+        version=version.version,
+        origin=item.origin,
+        created_at=version.created_at,
+        labels={move.label: move.version for move in await store.labels(version.name)},
+        best=max(scores, key=lambda score: score.mean, default=None),
+    )
+
+
+def _found(name: str, wanted: str, labels: Mapping[str, str], known: Mapping[str, ListedVersion]) -> str:
+    """Return the version that is named, itself or by a label; ``""`` where none is named."""
+    version = labels.get(wanted, wanted)
+    if version and version not in known:
+        there = did_you_mean(wanted, [*labels, *known], otherwise=f"{name} has {len(known)} versions: /versions/{name}")
+        raise NotFoundError("version", f"{name}@{wanted}", there)
+    return version
+
+
+def _page(listed: Sequence[ListedVersion], before: str) -> Sequence[ListedVersion]:
+    """Return the newest versions, or those before one of them."""
+    places = [place for place, item in enumerate(listed) if item.version.version == before]
+    end = places[0] if places else len(listed)
+    return listed[max(0, end - VERSIONS) : end] or listed[:1]
+
+
+def _difference(old: ResourceVersion, new: ResourceVersion) -> tuple[bool, list[DiffLine]]:
+    """Return whether two texts are too long to compare, and their difference."""
+    texts = [resource_text(version.resource) for version in (old, new)]
+    if any(len(text) > DIFFED or text.count("\n") > DIFFED // 10 for text in texts):
+        return True, []
+    return False, [DiffLine(kind=_KINDS.get(line[:1], "same"), text=line) for line in diff_versions(old, new)[2:]]
+
+
+_KINDS = {"+": "added", "-": "removed", "@": "place"}
+
+
+async def _moves(store: Store, name: str, labels: Sequence[str]) -> list[LabelMove]:
+    moves = [move for label in labels for move in await store.label_moves(name, label)]
+    return sorted(moves, key=lambda move: move.moved_at, reverse=True)[:MOVES]
+
+
+def _is_tried(version: ResourceVersion) -> bool:
+    """Return true for a version that an algorithm only tried."""
+    return bool(version.metadata.get("candidate"))
