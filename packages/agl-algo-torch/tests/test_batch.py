@@ -52,7 +52,7 @@ def gradient(
     kept = [i for i, s in enumerate(samples) if s.trained_tokens and not (skip_silent and s.is_silent)]
     chosen, share = [samples[i] for i in kept], [weight[i] for i in kept]
     for batch in micro_batches(chosen, share, total=total, token_budget=budget, device=CPU):
-        logp_M = batch.logprobs(batch.logits(model))
+        logp_M = batch.logprobs(model)
         batch.mean(PPOClip()(batch.tokens(logp_M, old_M=logp_M.detach())).loss_M).backward()
     return torch.zeros_like(model.table) if model.table.grad is None else model.table.grad
 

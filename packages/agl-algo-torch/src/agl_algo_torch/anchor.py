@@ -75,9 +75,9 @@ class Anchor:
             token_budget=self._token_budget,
             device=learner.loaded.device,
         ):
-            logp_M = batch.logprobs(batch.logits(model))  # [M]
+            logp_M = batch.logprobs(model)  # [M]
             with torch.no_grad(), tuned.reference.active() as model_ref:
-                reference_M = batch.logprobs(batch.logits(model_ref))  # [M]
+                reference_M = batch.logprobs(model_ref)  # [M]
             distance = batch.mean(kl_estimate(logp_M, reference_M, kind=self._kl))
             backward(self._coef * distance)
             summed += float(distance.detach())

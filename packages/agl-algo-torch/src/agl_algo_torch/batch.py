@@ -1,6 +1,6 @@
 """Turns rows of the call forest into padded tensors: samples, updates that keep rollouts whole, micro-batches.
 
-B is the number of rows of a micro-batch, T its longest row, M its number of trained tokens, V the vocabulary.
+B is the number of rows of a micro-batch, T its longest row, M its number of trained tokens.
 Rows carry prompt and observation tokens with mask 0 and policy tokens with mask 1. A row is never cut here.
 
 Two ways of splitting meet in this file. An *update* is one step of the optimizer, and its size is part of the
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from agl.errors import ConfigError
-from agl_algo_torch.logprobs import token_logprobs
 from agl_algo_torch.model import computing
+from agl_algo_torch.scoring import Scores, Wanted, has_plain_head, score_hidden, trunk, whole_logits
 from agl_algo_torch.typed_torch import from_bytes, integers
 from agl_objectives.aggregation import Aggregation, token_weight, update_total
 from agl_objectives.contract import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -167,18 +167,34 @@ class MicroBatch:
     rows: tuple[int, ...]  # indices of the samples, in the order of the rows
     total: float  # the divisor of the whole update
 
-    def logits(self, model: nn.Module) -> Tensor:
-        """Run the model and return the logits of the trained tokens, [M, V]."""
-        # Padding is on the right, so positions count from 0 in every row and no position ids are needed.
+    def scores(self, model: nn.Module, *, has_entropy: bool = False, has_bonus: bool = False) -> Scores:
+        """Run the model and return the scores of the trained tokens, with the entropies that are asked for."""
+        wanted = Wanted(
+            targets_M=self.targets_M, temperature_M=self.temperature_M, has_entropy=has_entropy, has_bonus=has_bonus
+        )
+        if has_plain_head(model):
+            with computing(model):
+                hidden_M_H = self.run(trunk(model))
+            return score_hidden(model, hidden_M_H, wanted)
         with computing(model):
-            output = model(input_ids=self.ids, attention_mask=self.attention, use_cache=False)
-        # [B, T, V] -> [B, T - 1, V] -> [M, V]: the logits of position t belong to token t + 1, and those of a row's
-        # last token to nothing that was recorded.
-        return output.logits[:, :-1][self.predicts]
+            logits_M_V = self.run(whole_logits(model))
+        return wanted.of(logits_M_V)
 
-    def logprobs(self, logits_M_V: Tensor) -> Tensor:
-        """Return the log-probability of each trained token at the temperature that it was sampled with, [M]."""
-        return token_logprobs(logits_M_V, targets_M=self.targets_M, temperature_M=self.temperature_M)
+    def logprobs(self, model: nn.Module) -> Tensor:
+        """Run the model and return the log-probability of each trained token, [M], at its temperature."""
+        return self.scores(model).logp_M
+
+    def run(self, network: Callable[..., Tensor]) -> Tensor:
+        """Return what a network says at the positions before the trained tokens, [M, ...].
+
+        `network` takes a Hugging Face model's `input_ids`, `attention_mask` and `use_cache`, and returns a value for
+        every position, [B, T, ...].
+        """
+        # Padding is on the right, so positions count from 0 in every row and no position ids are needed.
+        values = network(input_ids=self.ids, attention_mask=self.attention, use_cache=False)
+        # [B, T, ...] -> [B, T - 1, ...] -> [M, ...]: what stands at position t belongs to token t + 1, and what stands
+        # at a row's last token to nothing that was recorded.
+        return values[:, :-1][self.predicts]
 
     def tokens(self, logp_M: Tensor, *, old_M: Tensor, entropy_M: Tensor | None = None) -> TokenBatch:
         """Return the trained tokens as losses read them."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from agl_algo_torch.batch import micro_batches
 from agl_algo_torch.checkpoint import load_training, prune, save_training, step_directory
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.scoring import last_hidden_states
 from agl_algo_torch.typed_torch import backward, seed_everything
 from agl_algo_torch.weights import serving_copy
 
@@ -45,9 +46,9 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the value before each trained token of the batch, [M], float32."""
-        hidden = self.trunk(input_ids=batch.ids, attention_mask=batch.attention, use_cache=False).last_hidden_state
-        # [B, T, H] -> [B, T - 1, H] -> [M, H] -> [M]: position t - 1 has seen the tokens before t, and no more.
-        return self.head(hidden[:, :-1][batch.predicts].float())[:, 0]
+        hidden_M_H = batch.run(last_hidden_states(self.trunk))
+        # [M, H] -> [M]: the position before a token has seen the tokens before it, and no more.
+        return self.head(hidden_M_H.float())[:, 0]
 
 
 class CriticLearner:

@@ -30,5 +30,5 @@ def recompute_logprobs(
     found: dict[int, Tensor] = {}
     # Weights are 0 because nothing is summed here.
     for batch in micro_batches(samples, [0.0] * len(samples), token_budget=token_budget, device=device):
-        found |= batch.scatter(batch.logprobs(batch.logits(model)))  # [M, V] -> [M] -> [T] per row
+        found |= batch.scatter(batch.logprobs(model))  # [M] -> [T] per row
     return [found[index] for index in range(len(samples))]  # micro-batches come longest first

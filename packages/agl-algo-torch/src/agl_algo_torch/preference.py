@@ -267,7 +267,7 @@ class PreferenceAlgorithm(ABC, Generic[E]):
             token_budget=budget,
             device=device,
         ):
-            backward(-(batch.advantages_M * batch.logprobs(batch.logits(model))).sum())
+            backward(-(batch.advantages_M * batch.logprobs(model)).sum())
         return judgement.metrics | {"grad_norm": learner.apply()}
 
 

@@ -215,8 +215,8 @@ class RFT:
         weight, total = loss_weights(rows, aggregation=self._aggregation)
         summed = 0.0
         for batch in micro_batches(rows, weight, total=total, token_budget=self._token_budget, device=loaded.device):
-            # -sum_t w_t log pi(y_t | y_<t) / total over this batch's tokens: [M, V] -> [M] -> []
-            loss = -batch.mean(batch.logprobs(batch.logits(loaded.model)))
+            # -sum_t w_t log pi(y_t | y_<t) / total over this batch's tokens: [M] -> []
+            loss = -batch.mean(batch.logprobs(loaded.model))
             backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
         return {"loss": summed, "grad_norm": learner.apply()}

@@ -133,7 +133,11 @@ class SFT:
     async def step(self) -> StepReport:
         """Do the next `updates_per_step` updates, save, and publish after the last one."""
         context, step, started = self._context, self._step + 1, time.perf_counter()
-        learner = self._learner = self._learner or await self._open()
+        if self._learner is None:
+            self._learner = await self._open()
+            for notice in self._learner.notices:
+                context.say(f"{context.name}: {notice}")
+        learner = self._learner
 
         # A resumed step begins at a multiple of `updates_per_step`; the last step may be shorter.
         losses: list[float] = []
@@ -209,7 +213,7 @@ class SFT:
         loaded.model.train()  # dropout, where the model has any; the policy algorithms leave it off
         summed, tokens = 0.0, 0
         for batch in micro_batches(samples, weight, total=total, token_budget=self._token_budget, device=loaded.device):
-            logp_M = batch.logprobs(batch.logits(loaded.model))  # [M], log pi(y_t | y_<t) of the assistant's tokens
+            logp_M = batch.logprobs(loaded.model)  # [M], log pi(y_t | y_<t) of the assistant's tokens
             loss = -batch.mean(logp_M)  # -sum_t w_t logp_t / total, this batch's part
             backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
