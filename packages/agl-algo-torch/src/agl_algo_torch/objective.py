@@ -74,7 +74,7 @@ class Objective:
         importance: Importance weights between the sampler and the old policy.
         kl: The estimate of a KL penalty, weighted by `kl_coef`.
         entropy_coef: Weight of the entropy bonus.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
 
     Raises:
         ConfigError: A setting is unknown or penalises nothing.

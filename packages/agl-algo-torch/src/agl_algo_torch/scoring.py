@@ -81,7 +81,7 @@ class Wanted:
 def score_hidden(model: nn.Module, hidden_M_H: Tensor, wanted: Wanted) -> Scores:
     """Return the scores of tokens by the last hidden states before them; the model has a plain head."""
     head = _head(model)
-    size = max(FEWEST_POSITIONS, CHUNK_LOGITS // int(_base(model).config.get_text_config().vocab_size))
+    size = max(FEWEST_POSITIONS, CHUNK_LOGITS // int(bare(model).config.get_text_config().vocab_size))
 
     def score(part_H: Tensor, part: Wanted) -> Scores:
         with computing(model):
@@ -106,7 +106,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 def trunk(model: nn.Module) -> Callable[..., Tensor]:
     """Return the network below the head of a Hugging Face causal LM, adapters included; it gives [B, T, H]."""
-    return last_hidden_states(_base(model).base_model)
+    return last_hidden_states(bare(model).base_model)
 
 
 def last_hidden_states(network: nn.Module) -> Callable[..., Tensor]:
@@ -144,7 +144,7 @@ def find_head(model: nn.Module) -> str:
     if is_plain:
         return ""
     return (
-        f"{type(_base(model)).__name__} makes more of its hidden states than a linear head does (such as a cap or a "
+        f"{type(bare(model)).__name__} makes more of its hidden states than a linear head does (such as a cap or a "
         "scale on the logits), so each forward pass holds the logits of all its tokens; lower token_budget if memory "
         "is short"
     )
@@ -171,12 +171,12 @@ def _passes_through(model: nn.Module) -> bool:
     return torch.equal(returned[0], logits) and torch.allclose(given[0], hidden)
 
 
-def _base(model: nn.Module) -> Any:
+def bare(model: nn.Module) -> Any:
     """Return the Hugging Face model itself, without the wrapper of its adapters."""
     return cast("Any", model).get_base_model() if has_lora(model) else model
 
 
 def _head(model: nn.Module) -> Any:
     """Return the layer that makes logits, `None` for a model without one."""
-    base = _base(model)
+    base = bare(model)
     return base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint as checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -50,6 +50,11 @@ def backward(loss: Tensor) -> None:
 def split(values: Tensor, size: int) -> list[Tensor]:
     """Return a tensor in parts of at most `size` along its first dimension, at least one part."""
     return list(cast("Any", values).split(size))
+
+
+def split_sizes(values: Tensor, sizes: Sequence[int], *, dim: int = 0) -> list[Tensor]:
+    """Return a tensor in parts of these sizes along a dimension."""
+    return list(cast("Any", values).split(list(sizes), dim=dim))
 
 
 def recomputed(function: Callable[..., T], *inputs: object) -> T:
