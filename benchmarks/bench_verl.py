@@ -138,8 +138,8 @@ def make_torch(steps: int) -> Any:
     )
 
 
-def make_model(target: Path) -> Path:
-    """A random Qwen2 of a million weights with a byte-level tokenizer."""
+def make_model(target: Path, *, vocabulary: int = VOCABULARY, hidden: int = 192) -> Path:
+    """A random Qwen2 with a byte-level tokenizer; of a million weights by default."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -151,11 +151,11 @@ def make_model(target: Path) -> Path:
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=192,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
         intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=6,
+        num_attention_heads=hidden // 32,
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,

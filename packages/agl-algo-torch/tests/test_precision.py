@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def train(learner: PolicyLearner, updates: int = UPDATES) -> list[float]:
     losses: list[float] = []
     for _ in range(updates):
         (batch,) = micro_batches(SAMPLES, [1.0] * 4, total=20.0, token_budget=100, device=learner.loaded.device)
-        loss = -batch.mean(batch.logprobs(batch.logits(learner.loaded.model)))
+        loss = -batch.mean(batch.logprobs(learner.loaded.model))
         backward(loss)
         learner.apply()
         losses.append(float(loss.detach()))
@@ -64,7 +64,11 @@ def test_small_updates_in_bfloat16_move_the_weights_along_the_path_of_float32(mo
 def test_passes_compute_in_bfloat16(model_dir: Path) -> None:
     learner = learner_of(model_dir, "bfloat16")
     (batch,) = micro_batches(SAMPLES, [1.0] * 4, token_budget=100, device=learner.loaded.device)
-    assert torch.bfloat16 == batch.logits(learner.loaded.model).dtype
+    seen: list[torch.dtype] = []
+    model: Any = learner.loaded.model
+    model.lm_head.register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+    batch.logprobs(model)
+    assert seen == [torch.bfloat16]
     assert {torch.float32} == {tensor.dtype for tensor in trainable_state(learner.loaded.model).values()}
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agl_algo_torch.batch import RowSample, micro_batches
+from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.tuned_policy import not_negative
 from agl_algo_torch.typed_torch import backward, from_bytes
 from agl_objectives.kl import KL, check_penalty, kl_estimate
@@ -35,7 +36,7 @@ class Anchor:
         algorithm: For messages.
         coef: Its weight; 0 turns it off.
         kl: The estimate.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
 
     Raises:
         ConfigError: The weight is negative, or the estimate penalises nothing.
@@ -74,10 +75,11 @@ class Anchor:
             total=max(1, tokens),
             token_budget=self._token_budget,
             device=learner.loaded.device,
+            is_packed=packs_rows(model),
         ):
-            logp_M = batch.logprobs(batch.logits(model))  # [M]
+            logp_M = batch.logprobs(model)  # [M]
             with torch.no_grad(), tuned.reference.active() as model_ref:
-                reference_M = batch.logprobs(batch.logits(model_ref))  # [M]
+                reference_M = batch.logprobs(model_ref)  # [M]
             distance = batch.mean(kl_estimate(logp_M, reference_M, kind=self._kl))
             backward(self._coef * distance)
             summed += float(distance.detach())

@@ -1,6 +1,6 @@
-"""Turns rows of the call forest into padded tensors: samples, updates that keep rollouts whole, micro-batches.
+"""Turns rows of the call forest into tensors: samples, updates that keep rollouts whole, micro-batches.
 
-B is the number of rows of a micro-batch, T its longest row, M its number of trained tokens, V the vocabulary.
+B is the number of rows of a micro-batch, T its longest row, N the number of all its tokens, M that of the trained ones.
 Rows carry prompt and observation tokens with mask 0 and policy tokens with mask 1. A row is never cut here.
 
 Two ways of splitting meet in this file. An *update* is one step of the optimizer, and its size is part of the
@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from agl.errors import ConfigError
-from agl_algo_torch.logprobs import token_logprobs
 from agl_algo_torch.model import computing
-from agl_algo_torch.typed_torch import from_bytes, integers
+from agl_algo_torch.packing import packed_inputs
+from agl_algo_torch.scoring import Scores, Wanted, has_plain_head, score_hidden, trunk, whole_logits
+from agl_algo_torch.typed_torch import from_bytes, split_sizes
 from agl_objectives.aggregation import Aggregation, token_weight, update_total
 from agl_objectives.contract import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -145,15 +146,17 @@ def loss_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows padded on the right, and the flat tensors of their trained tokens, on one device.
+    """Rows one behind the other, and the flat tensors of their trained tokens, on one device.
 
-    Everything that ends in `_M` is [M], in row-major order of the positions where `predicts` is true.
+    Everything that ends in `_M` is [M], in the order of the positions where `predicts_N` is true.
     `old_M` is absent unless every sample has it.
+    A pass computes the rows packed, or padded on the right to the longest one.
     """
 
-    ids: Tensor  # [B, T] int64
-    attention: Tensor  # [B, T] int64, 0 in the padding
-    predicts: Tensor  # [B, T - 1] bool, true where position t predicts a trained token t + 1
+    ids_N: Tensor  # int64
+    predicts_N: Tensor  # bool, true where a position predicts a trained token, which is the next one
+    lengths: tuple[int, ...]  # tokens of each row, N in all
+    is_packed: bool
     targets_M: Tensor  # the tokens that are predicted
     advantages_M: Tensor
     behaviour_M: Tensor  # log pi_behaviour
@@ -167,18 +170,39 @@ class MicroBatch:
     rows: tuple[int, ...]  # indices of the samples, in the order of the rows
     total: float  # the divisor of the whole update
 
-    def logits(self, model: nn.Module) -> Tensor:
-        """Run the model and return the logits of the trained tokens, [M, V]."""
-        # Padding is on the right, so positions count from 0 in every row and no position ids are needed.
+    def scores(self, model: nn.Module, *, has_entropy: bool = False, has_bonus: bool = False) -> Scores:
+        """Run the model and return the scores of the trained tokens, with the entropies that are asked for."""
+        wanted = Wanted(
+            targets_M=self.targets_M, temperature_M=self.temperature_M, has_entropy=has_entropy, has_bonus=has_bonus
+        )
+        if has_plain_head(model):
+            with computing(model):
+                hidden_M_H = self.run(trunk(model))
+            return score_hidden(model, hidden_M_H, wanted)
         with computing(model):
-            output = model(input_ids=self.ids, attention_mask=self.attention, use_cache=False)
-        # [B, T, V] -> [B, T - 1, V] -> [M, V]: the logits of position t belong to token t + 1, and those of a row's
-        # last token to nothing that was recorded.
-        return output.logits[:, :-1][self.predicts]
+            logits_M_V = self.run(whole_logits(model))
+        return wanted.of(logits_M_V)
 
-    def logprobs(self, logits_M_V: Tensor) -> Tensor:
-        """Return the log-probability of each trained token at the temperature that it was sampled with, [M]."""
-        return token_logprobs(logits_M_V, targets_M=self.targets_M, temperature_M=self.temperature_M)
+    def logprobs(self, model: nn.Module) -> Tensor:
+        """Run the model and return the log-probability of each trained token, [M], at its temperature."""
+        return self.scores(model).logp_M
+
+    def run(self, network: Callable[..., Tensor]) -> Tensor:
+        """Return what a network says at the positions before the trained tokens, [M, ...].
+
+        `network` takes the inputs of a Hugging Face model and returns a value for every position: [B, T, ...] for
+        padded rows, [1, N, ...] for packed ones.
+        """
+        if self.is_packed:
+            return network(**packed_inputs(self.ids_N, self.lengths))[0][self.predicts_N]  # [N, ...] -> [M, ...]
+        # Padding is on the right, so positions count from 0 in every row and no position ids are needed.
+        attention_B_T = self._padded(torch.ones_like(self.ids_N))
+        values = network(input_ids=self._padded(self.ids_N), attention_mask=attention_B_T, use_cache=False)
+        return values[self._padded(self.predicts_N)]  # [B, T, ...] -> [M, ...]; padding predicts nothing
+
+    def _padded(self, values_N: Tensor) -> Tensor:
+        """Return values of all tokens as rows, [B, T], with 0 behind the shorter ones."""
+        return _pad(split_sizes(values_N, self.lengths))
 
     def tokens(self, logp_M: Tensor, *, old_M: Tensor, entropy_M: Tensor | None = None) -> TokenBatch:
         """Return the trained tokens as losses read them."""
@@ -200,10 +224,9 @@ class MicroBatch:
 
     def scatter(self, values_M: Tensor) -> dict[int, Tensor]:
         """Return values per trained token as one tensor [T] per row, by the sample's index, on the CPU."""
-        full_B_T = torch.zeros(self.ids.shape, dtype=values_M.dtype, device=values_M.device)
-        full_B_T[:, 1:][self.predicts] = values_M  # a value belongs to the token, not to the position before it
-        lengths = integers(self.attention.sum(dim=1))
-        return {row: full_B_T[i, : lengths[i]].cpu() for i, row in enumerate(self.rows)}
+        full_N = torch.zeros(self.ids_N.shape, dtype=values_M.dtype, device=values_M.device)
+        full_N[1:][self.predicts_N[:-1]] = values_M  # a value belongs to the token, not to the position before it
+        return dict(zip(self.rows, split_sizes(full_N.cpu(), self.lengths), strict=True))
 
 
 def micro_batches(
@@ -213,9 +236,11 @@ def micro_batches(
     token_budget: int,
     device: torch.device,
     total: float = 1.0,
+    is_packed: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of at most `token_budget` padded tokens (rows times the longest row), long rows first.
+    """Yield micro-batches whose passes compute at most `token_budget` tokens, long rows first.
 
+    Padded rows compute their padding too: the number of rows times the longest one. Packed rows compute their tokens.
     `weight` is that of a trained token of each sample, and `total` what the update's weighted sums are divided by.
     A row that is longer than the budget comes alone. The order is deterministic. Raises ConfigError for a
     budget below 1.
@@ -226,42 +251,46 @@ def micro_batches(
     order = sorted(range(len(samples)), key=lambda index: (-len(samples[index].ids), index))
     chunk: list[int] = []
     for index in order:
-        # The first of a chunk is its longest. Padded size = longest * rows.
-        longest = len(samples[(chunk or [index])[0]].ids)
-        if chunk and longest * (len(chunk) + 1) > token_budget:
-            yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total)
+        lengths = [len(samples[each].ids) for each in (*chunk, index)]
+        if chunk and (sum(lengths) if is_packed else len(lengths) * lengths[0]) > token_budget:
+            yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total, is_packed=is_packed)
             chunk = []
         chunk.append(index)
     if chunk:
-        yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total)
+        yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total, is_packed=is_packed)
 
 
 def _collate(
-    samples: Sequence[RowSample], weight: Sequence[float], *, rows: tuple[int, ...], device: torch.device, total: float
+    samples: Sequence[RowSample],
+    weight: Sequence[float],
+    *,
+    rows: tuple[int, ...],
+    device: torch.device,
+    total: float,
+    is_packed: bool,
 ) -> MicroBatch:
     """Return the micro-batch of the samples `rows`."""
     chosen = [samples[index] for index in rows]
-    attention = _pad([torch.ones(len(sample.ids), dtype=torch.int64) for sample in chosen])  # [B, T]
-    ids = _pad([sample.ids for sample in chosen])  # [B, T]
-    predicts = _pad([sample.mask for sample in chosen])[:, 1:]  # [B, T - 1]; padding is 0, so it predicts nothing
+    trained_N = torch.cat([sample.trained for sample in chosen])  # never the first token of a row
     number = {rollout: n for n, rollout in enumerate(dict.fromkeys(sample.rollout for sample in samples))}
 
     old = [sample.old for sample in chosen if sample.old is not None]
     importance = [sample.importance for sample in chosen if sample.importance is not None]
 
     def flat(tensors: list[Tensor]) -> Tensor:
-        # [T] per row -> [B, T] -> [B, T - 1] -> [M]: what belongs to token t + 1 moves to position t.
-        return _pad(tensors)[:, 1:][predicts].to(device)
+        return torch.cat(tensors)[trained_N].to(device)  # [T] per row -> [N] -> [M]
 
     def spread(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-        # One value per row: [B] -> [B, T - 1] -> [M]
-        return torch.tensor(values, dtype=dtype)[:, None].expand(predicts.shape)[predicts].to(device)
+        # One value per row: [B] -> [M]
+        counts = torch.tensor([sample.trained_tokens for sample in chosen])
+        return torch.tensor(values, dtype=dtype).repeat_interleave(counts).to(device)
 
     return MicroBatch(
-        ids=ids.to(device),
-        attention=attention.to(device),
-        predicts=predicts.to(device),
-        targets_M=ids[:, 1:][predicts].to(device),
+        ids_N=torch.cat([sample.ids for sample in chosen]).to(device),
+        predicts_N=trained_N.roll(-1).to(device),  # a row's last position gets the next row's first token, untrained
+        lengths=tuple(len(sample.ids) for sample in chosen),
+        is_packed=is_packed,
+        targets_M=flat([sample.ids for sample in chosen]),
         advantages_M=flat([sample.advantages for sample in chosen]),
         behaviour_M=flat([sample.behaviour for sample in chosen]),
         temperature_M=flat([sample.temperature for sample in chosen]),

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from agl_algo_torch.batch import micro_batches
 from agl_algo_torch.checkpoint import load_training, prune, save_training, step_directory
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.packing import pack, packs_rows
+from agl_algo_torch.scoring import last_hidden_states
 from agl_algo_torch.typed_torch import backward, seed_everything
 from agl_algo_torch.weights import serving_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from agl_algo_torch.batch import MicroBatch, RowSample
@@ -45,9 +47,9 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the value before each trained token of the batch, [M], float32."""
-        hidden = self.trunk(input_ids=batch.ids, attention_mask=batch.attention, use_cache=False).last_hidden_state
-        # [B, T, H] -> [B, T - 1, H] -> [M, H] -> [M]: position t - 1 has seen the tokens before t, and no more.
-        return self.head(hidden[:, :-1][batch.predicts].float())[:, 0]
+        hidden_M_H = batch.run(last_hidden_states(self.trunk))
+        # [M, H] -> [M]: the position before a token has seen the tokens before it, and no more.
+        return self.head(hidden_M_H.float())[:, 0]
 
 
 class CriticLearner:
@@ -58,6 +60,8 @@ class CriticLearner:
         seed_everything(0)  # the new head draws from the global generator, which a resumed run must find alike
         loaded = serving_copy(learner.loaded)
         self._device = loaded.device
+        pack(loaded.model)  # the policy's notice says so where it cannot
+        self._is_packed = packs_rows(loaded.model)
         # float32 even beside a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
         # train, under LoRA too: adapters were merged into the copy.
         self.model = ValueModel(loaded.model.float()).to(loaded.device).requires_grad_(requires_grad=True)
@@ -70,7 +74,7 @@ class CriticLearner:
         """Return the value before each trained token, [T] per sample on the CPU, 0 elsewhere."""
         found: dict[int, Tensor] = {}
         # Weights are 0 because nothing is summed here.
-        for batch in micro_batches(samples, [0.0] * len(samples), token_budget=self._budget, device=self._device):
+        for batch in self._batches(samples, [0.0] * len(samples), total=1.0):
             found |= batch.scatter(self.model(batch))
         return [found[index] for index in range(len(samples))]
 
@@ -89,7 +93,7 @@ class CriticLearner:
             for sample, target, value in zip(samples, targets, old, strict=True)
         ]
         summed = 0.0  # the losses of micro-batches add up, as their gradients do
-        for batch in micro_batches(carried, weight, total=total, token_budget=self._budget, device=self._device):
+        for batch in self._batches(carried, weight, total=total):
             loss = value_loss(
                 self.model(batch),
                 targets_M=batch.advantages_M,
@@ -104,6 +108,11 @@ class CriticLearner:
         norm = apply_gradients(self._optimizer, self._settings, update=self.updates)
         self.updates += 1
         return {"value_loss": summed, "value_grad_norm": norm}
+
+    def _batches(self, samples: Sequence[RowSample], weight: Sequence[float], *, total: float) -> Iterator[MicroBatch]:
+        return micro_batches(
+            samples, weight, total=total, token_budget=self._budget, device=self._device, is_packed=self._is_packed
+        )
 
     def save(self, workdir: Path, learner: PolicyLearner, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
         """Write a checkpoint beside the learner's and remove old ones, except those of the steps `kept`.

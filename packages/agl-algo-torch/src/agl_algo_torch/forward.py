@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agl_algo_torch.batch import micro_batches
+from agl_algo_torch.packing import packs_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ def recompute_logprobs(
     """
     found: dict[int, Tensor] = {}
     # Weights are 0 because nothing is summed here.
-    for batch in micro_batches(samples, [0.0] * len(samples), token_budget=token_budget, device=device):
-        found |= batch.scatter(batch.logprobs(batch.logits(model)))  # [M, V] -> [M] -> [T] per row
+    weight, is_packed = [0.0] * len(samples), packs_rows(model)
+    for batch in micro_batches(samples, weight, token_budget=token_budget, device=device, is_packed=is_packed):
+        found |= batch.scatter(batch.logprobs(model))  # [M] -> [T] per row
     return [found[index] for index in range(len(samples))]  # micro-batches come longest first

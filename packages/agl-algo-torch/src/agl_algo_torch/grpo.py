@@ -37,6 +37,7 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong, prepare
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative
 from agl_algo_torch.typed_torch import backward
@@ -78,7 +79,7 @@ class GRPO:
             `sequence` or `geometric`; `tis_mode` is `truncate` or `mask`, which drops tokens beyond the cap and below
             `tis_floor`; `tis_normalised` divides by the mean over rollouts.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         keep: Saved states and exported weights that stay on disk.
@@ -315,6 +316,7 @@ class GRPO:
             total=total,
             token_budget=self._token_budget,
             device=learner.loaded.device,
+            is_packed=packs_rows(learner.loaded.model),
         )
         return rows, list(batches)
 

@@ -82,7 +82,7 @@ class KTO(PreferenceAlgorithm[Label]):
         reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
         epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
         lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         keep: Saved states and exported weights that stay on disk.

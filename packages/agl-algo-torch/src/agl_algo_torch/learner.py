@@ -16,6 +16,8 @@ from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, step_directory
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model, open_adapter
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.packing import pack
+from agl_algo_torch.scoring import find_head
 from agl_algo_torch.typed_torch import seed_everything
 
 if TYPE_CHECKING:
@@ -47,7 +49,10 @@ class LearnerSettings:
 
 
 class PolicyLearner:
-    """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from."""
+    """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from.
+
+    `notices` are sentences for people about what the model does not allow.
+    """
 
     def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
         """Load `origin`; raises ConfigError when it cannot be loaded."""
@@ -56,6 +61,7 @@ class PolicyLearner:
         self.updates = 0
         self.use_threads()
         self.loaded = _open(origin, settings)
+        self.notices = tuple(filter(None, [find_head(self.loaded.model), pack(self.loaded.model)]))
         self.optimizer = build_optimizer(self.loaded.model, settings.optim)
 
     @classmethod

@@ -26,7 +26,7 @@ def entropy(logits_M_V: Tensor) -> Tensor:
     """
     with torch.no_grad():
         logp_M_V = logits_M_V.float().log_softmax(dim=1)  # [M, V]
-        return -(logp_M_V.exp() * logp_M_V).sum(dim=1)  # H = -sum_v p_v log p_v
+        return -logp_M_V.exp().mul_(logp_M_V).sum(dim=1)  # H = -sum_v p_v log p_v
 
 
 def policy_entropy(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 
 `loss_t` comes from a loss of `agl_objectives` or of another plugin, c_t from importance weights, w_t and the total from
 the aggregation. What a loss or a weight must know of other rows is found here before the first micro-batch.
-M is the number of trained tokens of a micro-batch, T the length of a row, V the vocabulary.
+M is the number of trained tokens of a micro-batch, T the length of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from agl.errors import ConfigError
 from agl_algo_torch.batch import loss_weights
 from agl_algo_torch.forward import recompute_logprobs
-from agl_algo_torch.logprobs import entropy, policy_entropy
 from agl_algo_torch.tuned_policy import one_of
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
 from agl_objectives.contract import SurveyedLoss, TokenBatch
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from agl_algo_torch.batch import MicroBatch, RowSample
+    from agl_algo_torch.scoring import Scores
     from agl_algo_torch.tuned_policy import TunedPolicy
     from agl_objectives.importance import Importance
 
@@ -74,7 +74,7 @@ class Objective:
         importance: Importance weights between the sampler and the old policy.
         kl: The estimate of a KL penalty, weighted by `kl_coef`.
         entropy_coef: Weight of the entropy bonus.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
 
     Raises:
         ConfigError: A setting is unknown or penalises nothing.
@@ -156,27 +156,25 @@ class Objective:
 
         `tuned` holds the reference of the KL penalty.
         """
-        logits_M_V = batch.logits(model)  # [M, V], trained tokens only
-        logp_M = batch.logprobs(logits_M_V)  # [M], log pi(y_t), with gradient
+        scores = batch.scores(model, has_entropy=True, has_bonus=bool(self._entropy_coef))
+        logp_M = scores.logp_M  # [M], log pi(y_t), with gradient
         # log pi_old(y_t), [M]. In a step of one update it is logp itself: r = 1 in value, but the detach keeps
         # the gradient of r, which is that of logp.
         old_M = logp_M.detach() if batch.old_M is None else batch.old_M
-        entropy_M = entropy(logits_M_V.detach())  # [M]
-        tokens = batch.tokens(logp_M, old_M=old_M, entropy_M=entropy_M)
+        tokens = batch.tokens(logp_M, old_M=old_M, entropy_M=scores.entropy_M)
         terms = checked_terms(self._entry.name, self._loss(tokens), logp_M)
         loss = batch.mean(self._weighted(terms.loss_M, batch, old_M=old_M, tally=tally))
         if self._kl_coef:
             # The penalty is a term of the loss, as in GRPO's paper, and not of the reward, as in PPO for RLHF: the
             # advantages stay those of the task, and a critic need not learn what the policy's drift will cost.
             with torch.no_grad(), tuned.reference.active() as model_ref:
-                reference_M = batch.logprobs(batch.logits(model_ref))  # [M]
+                reference_M = batch.logprobs(model_ref)  # [M]
             kl_M = kl_estimate(logp_M, reference_M, kind=self._kl)
             loss = loss + self._kl_coef * batch.mean(kl_M)
             tally.sums["kl"] += float(kl_M.detach().sum())
-        if self._entropy_coef:
-            bonus_M = policy_entropy(logits_M_V, temperature_M=batch.temperature_M)
-            loss = loss - self._entropy_coef * batch.mean(bonus_M)
-        self._note(tally, loss, entropy_M=entropy_M, counts=terms.counts)
+        if scores.bonus_M is not None:
+            loss = loss - self._entropy_coef * batch.mean(scores.bonus_M)
+        self._note(tally, loss, scores, counts=terms.counts)
         _note_peaks(tally, logp_M.detach(), old_M=old_M, behaviour_M=batch.behaviour_M)
         return loss
 
@@ -194,10 +192,11 @@ class Objective:
         tally.weigh(weight_M)
         return loss_M * weight_M
 
-    def _note(self, tally: Tally, loss: Tensor, *, entropy_M: Tensor, counts: Mapping[str, float]) -> None:
+    def _note(self, tally: Tally, loss: Tensor, scores: Scores, *, counts: Mapping[str, float]) -> None:
         tally.sums["loss"] += float(loss.detach())  # already divided by the total
-        tally.sums["entropy"] += float(entropy_M.sum())
-        tally.sums["tokens"] += len(entropy_M)
+        if scores.entropy_M is not None:
+            tally.sums["entropy"] += float(scores.entropy_M.sum())
+        tally.sums["tokens"] += len(scores.logp_M)
         for name, value in counts.items():
             tally.sums[name] += value
 

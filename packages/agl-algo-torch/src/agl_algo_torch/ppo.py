@@ -41,6 +41,7 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative, shares
 from agl_algo_torch.typed_torch import backward
@@ -104,7 +105,7 @@ class PPO:
         critic_warmup: Steps at the start in which only the critic learns.
         critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         keep: Saved states and exported weights that stay on disk.
@@ -421,7 +422,14 @@ class PPO:
             return report
         model, device, tally = learner.loaded.model, learner.loaded.device, Tally()
         surveyed = self._objective.surveyed(samples, model=model, device=device)
-        for batch in micro_batches(surveyed, weight, total=total, token_budget=self._token_budget, device=device):
+        for batch in micro_batches(
+            surveyed,
+            weight,
+            total=total,
+            token_budget=self._token_budget,
+            device=device,
+            is_packed=packs_rows(model),
+        ):
             # L^CLIP of equation 7, negated because the optimizer descends, or another loss in its place.
             loss = self._objective.loss(batch, model=model, tuned=self._tuned, tally=tally)
             backward(loss)  # gradients of micro-batches add up in the parameters

@@ -34,6 +34,7 @@ from agl.contracts import StepReport
 from agl_algo_torch.batch import RowSample, from_row, micro_batches
 from agl_algo_torch.forward import recompute_logprobs
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
+from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.uses import call_uses
@@ -266,8 +267,9 @@ class PreferenceAlgorithm(ABC, Generic[E]):
             [1.0] * len(rows),  # not used: the mean over examples is in the factor
             token_budget=budget,
             device=device,
+            is_packed=packs_rows(model),
         ):
-            backward(-(batch.advantages_M * batch.logprobs(batch.logits(model))).sum())
+            backward(-(batch.advantages_M * batch.logprobs(model)).sum())
         return judgement.metrics | {"grad_norm": learner.apply()}
 
 

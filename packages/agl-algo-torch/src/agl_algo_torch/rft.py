@@ -35,6 +35,7 @@ from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batche
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
+from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
@@ -61,7 +62,7 @@ class RFT:
         epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
         aggregation: `token`, or `sequence`: every rollout counts the same, however long.
         lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         keep: Saved states and exported weights that stay on disk.
@@ -214,9 +215,16 @@ class RFT:
         # w_t: "token" is the usual cross-entropy; "sequence" keeps long rollouts from outvoting short ones.
         weight, total = loss_weights(rows, aggregation=self._aggregation)
         summed = 0.0
-        for batch in micro_batches(rows, weight, total=total, token_budget=self._token_budget, device=loaded.device):
-            # -sum_t w_t log pi(y_t | y_<t) / total over this batch's tokens: [M, V] -> [M] -> []
-            loss = -batch.mean(batch.logprobs(batch.logits(loaded.model)))
+        for batch in micro_batches(
+            rows,
+            weight,
+            total=total,
+            token_budget=self._token_budget,
+            device=loaded.device,
+            is_packed=packs_rows(loaded.model),
+        ):
+            # -sum_t w_t log pi(y_t | y_<t) / total over this batch's tokens: [M] -> []
+            loss = -batch.mean(batch.logprobs(loaded.model))
             backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
         return {"loss": summed, "grad_norm": learner.apply()}

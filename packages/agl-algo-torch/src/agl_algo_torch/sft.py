@@ -29,6 +29,7 @@ from agl_algo_torch.dialogues import read_dialogues, tokenize
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.tuned_policy import at_least_one, not_negative, one_of
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
@@ -53,7 +54,7 @@ class SFT:
         is_shuffled: Whether every epoch has its own order; else the file's order.
         aggregation: `token`: every token counts the same; `sequence`: every dialogue does, however long.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         keep: Saved states and exported weights that stay on disk.
@@ -133,7 +134,11 @@ class SFT:
     async def step(self) -> StepReport:
         """Do the next `updates_per_step` updates, save, and publish after the last one."""
         context, step, started = self._context, self._step + 1, time.perf_counter()
-        learner = self._learner = self._learner or await self._open()
+        if self._learner is None:
+            self._learner = await self._open()
+            for notice in self._learner.notices:
+                context.say(f"{context.name}: {notice}")
+        learner = self._learner
 
         # A resumed step begins at a multiple of `updates_per_step`; the last step may be shorter.
         losses: list[float] = []
@@ -208,8 +213,15 @@ class SFT:
         weight, total = loss_weights(samples, aggregation=self._aggregation)
         loaded.model.train()  # dropout, where the model has any; the policy algorithms leave it off
         summed, tokens = 0.0, 0
-        for batch in micro_batches(samples, weight, total=total, token_budget=self._token_budget, device=loaded.device):
-            logp_M = batch.logprobs(batch.logits(loaded.model))  # [M], log pi(y_t | y_<t) of the assistant's tokens
+        for batch in micro_batches(
+            samples,
+            weight,
+            total=total,
+            token_budget=self._token_budget,
+            device=loaded.device,
+            is_packed=packs_rows(loaded.model),
+        ):
+            logp_M = batch.logprobs(loaded.model)  # [M], log pi(y_t | y_<t) of the assistant's tokens
             loss = -batch.mean(logp_M)  # -sum_t w_t logp_t / total, this batch's part
             backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())

@@ -55,6 +55,7 @@ class TunedPolicy:
         self._reference: Reference | None = None
         self._start: Weights | None = None  # what the reference was opened from
         self._opened = ""  # the version that `_learner` was opened from
+        self._told = set[str]()
         self._rate = 1.0  # factor of the learning rate, smaller after each time that training went back
         self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
@@ -82,6 +83,7 @@ class TunedPolicy:
             self._learner = None  # free the old model before the new one is loaded
             self._learner = await asyncio.to_thread(self._open, version, updates)
             self._opened = version.version
+            self._tell(self._learner)
         return self._learner
 
     async def save(self, *, step: int) -> None:
@@ -123,6 +125,7 @@ class TunedPolicy:
         self._behind = None if done is None else Behind(checkpoint=checkpoint, updates=int(done))
         if checkpoint:
             self._learner = await asyncio.to_thread(self._resume, Path(checkpoint))
+            self._tell(self._learner)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float, updates: int) -> None:
         """Continue from the weights and moments of an earlier `state`, with `rate` times the learning rate.
@@ -144,6 +147,13 @@ class TunedPolicy:
     def close(self) -> None:
         """Drop the model and the reference."""
         self._learner = self._reference = None
+
+    def _tell(self, learner: PolicyLearner) -> None:
+        """Say what the model does not allow, once."""
+        for notice in learner.notices:
+            if notice not in self._told:
+                self._told.add(notice)
+                self._context.say(f"{self._context.name}: {notice}")
 
     def _opened_learner(self) -> PolicyLearner:
         if self._learner is None:

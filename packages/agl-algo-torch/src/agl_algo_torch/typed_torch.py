@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import safetensors.torch
 import torch
+import torch.utils.checkpoint as checkpoints
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
 
 _torch: Any = torch
 _files: Any = safetensors.torch
+_checkpoints: Any = checkpoints
+
+T = TypeVar("T")
 
 
 def unique(values: Tensor, *, dim: int | None = None) -> tuple[Tensor, Tensor]:
@@ -40,6 +45,21 @@ def integers(values: Tensor) -> list[int]:
 def backward(loss: Tensor) -> None:
     """Add the gradient of `loss` to the parameters."""
     cast("Any", loss).backward()
+
+
+def split(values: Tensor, size: int) -> list[Tensor]:
+    """Return a tensor in parts of at most `size` along its first dimension, at least one part."""
+    return list(cast("Any", values).split(size))
+
+
+def split_sizes(values: Tensor, sizes: Sequence[int], *, dim: int = 0) -> list[Tensor]:
+    """Return a tensor in parts of these sizes along a dimension."""
+    return list(cast("Any", values).split(list(sizes), dim=dim))
+
+
+def recomputed(function: Callable[..., T], *inputs: object) -> T:
+    """Return `function(*inputs)`, whose intermediate tensors the backward pass computes again instead of keeping."""
+    return cast("T", _checkpoints.checkpoint(function, *inputs, use_reentrant=False))
 
 
 def seed_everything(seed: int) -> None:
