@@ -15,6 +15,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "kto": {},
     "rft": {"min_reward": 0.5},
     "sft": {"data": "d"},
+    "distill": {"teacher": "./big"},
+    "sdpo": {},
 }
 SHARED: dict[str, list[Any]] = {
     "lora_rank": [-3],
@@ -64,6 +66,27 @@ OWN: dict[str, dict[str, list[Any]]] = {
     "ipo": {**COLLECTED, "beta": [0.0], "min_gap": [0.0], "pairs_per_update": [0], "pairs": ["extreme"]},
     "kto": {**COLLECTED, "beta": [0.0], "weight_good": [0.0], "weight_bad": [-1.0], "rollouts_per_update": [0]},
     "rft": {**COLLECTED, "best": [-1], "rollouts_per_update": [0], "aggregation": ["tokens"]},
+    "distill": {
+        **{name: UPDATES[name] for name in ("steps", "tasks_per_step", "group_size", "updates_per_step", "epochs")},
+        "loss": ["ppo-clib"],
+        "tis_cap": [-1.0],
+        "aggregation": ["tokens"],
+        "teacher": [""],
+        "reward_coef": [-0.1],
+        "teacher_wait_s": [-1.0],
+    },
+    "sdpo": {
+        **{name: UPDATES[name] for name in ("steps", "tasks_per_step", "group_size", "aggregation")},
+        "sources": [[], ["sibling"]],
+        "divergence": ["js"],
+        "top_k": [-1],
+        "teacher_start": [-0.1, 1.5],
+        "grpo_coef": [-0.1],
+        "estimator": ["grop"],
+        "sibling_words": ["Right."],
+        "feedback_words": [""],
+        "max_tokens": [0],
+    },
     "sft": {
         "updates": [-1],
         "batch_size": [0],

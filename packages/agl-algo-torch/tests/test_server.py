@@ -450,3 +450,28 @@ def test_sampled_ids_are_kept_where_tokenising_again_would_differ(
     edited = chat(client, messages)
     text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert loaded.tokenizer(text)["input_ids"] == edited["prompt_token_ids"]
+
+
+def test_prompts_are_scored_as_the_model_scores_them(make_loaded: Any, serve: Any, connect: Any) -> None:
+    loaded = make_loaded()
+    client = connect(serve(loaded))
+    ids = loaded.tokenizer("What is 6*7?")["input_ids"]
+    extra = {"prompt_logprobs": 0, "return_token_ids": True}
+    answer = client.completions.create(model="tiny", prompt=[ids, ids[:4]], max_tokens=1, n=2, extra_body=extra)
+    logp = loaded.model(input_ids=torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+    expected = [float(logp[i, token]) for i, token in enumerate(ids[1:])]
+    for choice, length in zip(answer.choices, (len(ids), len(ids), 4, 4), strict=True):
+        first, *rest = choice.prompt_logprobs
+        assert first is None
+        assert ids[1:length] == [int(token) for entry in rest for token in entry]
+        found = [value["logprob"] for entry in rest for value in entry.values()]
+        assert expected[: length - 1] == pytest.approx(found, abs=1e-4)
+
+
+def test_scores_are_refused_where_they_cannot_be_given(serve: Any, connect: Any) -> None:
+    client = connect(serve())
+    ask = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+        client.completions.create(**ask, extra_body={"prompt_logprobs": 5})
+    with pytest.raises(openai.BadRequestError, match="stream = false only"):
+        client.completions.create(**ask, stream=True, extra_body={"prompt_logprobs": 0})

@@ -1,4 +1,4 @@
-"""Training on one machine for agl: `sft`, `grpo`, `ppo`, `dpo`, `ipo`, `kto`, `rft` and an embedded policy server.
+"""Training on one machine for agl: algorithms over the weights of a policy, and an embedded policy server.
 
 Importing this module does not import torch. The parts are in the modules that `plugin` names.
 """

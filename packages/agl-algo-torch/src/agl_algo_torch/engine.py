@@ -46,6 +46,7 @@ from agl_algo_torch.sequence import (
     GenerationRequest,
     QueueFullError,
 )
+from agl_algo_torch.typed_torch import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,6 +84,14 @@ class _Swap:
     version: str
     deadline: float
     done: Future[None]
+
+
+@dataclass(slots=True)
+class _Scoring:
+    """A prompt whose tokens are to be scored."""
+
+    ids: Sequence[int]
+    done: Future[list[float]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,6 +140,7 @@ class Engine:
         self._waiting: deque[Flight] = deque()
         self._inbox: list[Flight] = []
         self._swaps: deque[_Swap] = deque()
+        self._scorings: deque[_Scoring] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
@@ -205,6 +215,19 @@ class Engine:
             self._wake.notify()
         return swap.done
 
+    def score(self, ids: Sequence[int]) -> Future[list[float]]:
+        """Return the log-probability at temperature 1 of each token after the first, in nats, by one forward pass.
+
+        The pass runs between two tokens of the running rows, one prompt at a time. Raises EngineStoppedError.
+        """
+        scoring = _Scoring(ids, Future())
+        with self._wake:
+            if self._is_stopping:
+                raise EngineStoppedError("The policy server is stopping; start it again before calling it.")
+            self._scorings.append(scoring)
+            self._wake.notify()
+        return scoring.done
+
     def _loop(self) -> None:
         while self._receive():
             try:
@@ -215,14 +238,14 @@ class Engine:
                 self._reset()
         stopped = EngineStoppedError("The policy server was stopped before this request finished.")
         self._fail(stopped, [*self._running, *self._waiting, *self._inbox])
-        for swap in self._swaps:
-            if swap.done.set_running_or_notify_cancel():
-                swap.done.set_exception(stopped)
+        for job in (*self._swaps, *self._scorings):
+            if job.done.set_running_or_notify_cancel():
+                job.done.set_exception(stopped)
 
     def _receive(self) -> bool:
         """Wait for work and take new requests; returns false when the engine is to stop."""
         with self._wake:
-            while not (self._is_stopping or self._inbox or self._waiting or self._running or self._swaps):
+            while not (self._is_stopping or self._inbox or self._waiting or self._running or self._has_jobs()):
                 self._wake.wait()
             self._waiting.extend(self._inbox)
             self._inbox.clear()
@@ -232,6 +255,7 @@ class Engine:
         """Do everything that belongs to one token boundary."""
         self._drop_cancelled()
         self._swap_if_due()
+        self._score_next()
         if not self._swaps:  # new requests wait for a pending swap, or the rows would never drain
             self._admit()
         if self._running:
@@ -261,6 +285,23 @@ class Engine:
         self.version = swap.version
         self.stats.swaps += 1
         swap.done.set_result(None)
+
+    def _has_jobs(self) -> bool:
+        return bool(self._swaps or self._scorings)
+
+    @torch.inference_mode()
+    def _score_next(self) -> None:
+        if not self._scorings:
+            return
+        scoring = self._scorings.popleft()
+        if not scoring.done.set_running_or_notify_cancel():
+            return
+        try:
+            ids_T = torch.tensor(scoring.ids, device=self._device)
+            logp_T_V = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float().log_softmax(1)
+            scoring.done.set_result(numbers(logp_T_V.gather(1, ids_T[1:, None])[:, 0]))
+        except Exception as error:  # noqa: BLE001 - isolation point: the caller gets it
+            scoring.done.set_exception(EngineError(f"Scoring failed: {type(error).__name__}: {error}."))
 
     def _reset(self) -> None:
         self._running = []

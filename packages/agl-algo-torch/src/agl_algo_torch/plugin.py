@@ -33,6 +33,18 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
         tunes=("weights",),
     )
     yield AlgorithmEntry(
+        name="distill",
+        factory="agl_algo_torch.distill:Distill",
+        summary="on-policy distillation from a teacher with the same tokenizer",
+        tunes=("weights",),
+    )
+    yield AlgorithmEntry(
+        name="sdpo",
+        factory="agl_algo_torch.sdpo:SDPO",
+        summary="self-distillation from errors, words of rewards and siblings that succeeded (SDPO)",
+        tunes=("weights",),
+    )
+    yield AlgorithmEntry(
         name="dpo",
         factory="agl_algo_torch.dpo:DPO",
         summary="preferences between rollouts of one task (DPO)",

@@ -106,6 +106,14 @@ def text_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool, offs
     }
 
 
+def prompt_logprobs(ids: Sequence[int], scores: Sequence[float], codec: TextCodec) -> list[Json]:
+    """Return the entries of vLLM's `prompt_logprobs` for tokens of a prompt, each with its own token alone."""
+    return [
+        {str(token_id): {"logprob": score, "decoded_token": codec.token_text(token_id)}}
+        for token_id, score in zip(ids, scores, strict=True)
+    ]
+
+
 def tool_calls(parsed: ParsedResponse, ids: Sequence[str]) -> list[Json]:
     """Return the tool calls of a message."""
     return [

@@ -11,6 +11,7 @@ Requests are read in `wire`, prompts built in `templates`, answers written in `w
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -184,9 +185,20 @@ class PolicyServer:
         self._check_model(body.model)
         prompts = [await self._ids(prompt) for prompt in _prompts(body.prompt)]
         stop_ids = self._stop_ids(body)
-        writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids)
+        scores = await self._scores(body, prompts)
+        writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids, scores=scores)
         head = AnswerHead(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
         return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
+
+    async def _scores(self, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        """Return the log-probabilities of the prompts' tokens after the first; None unless they are asked for."""
+        if body.prompt_logprobs is None:
+            return None
+        if body.stream:
+            raise WireError("The parameter 'prompt_logprobs' goes with stream = false only.", param="prompt_logprobs")
+        for prompt in prompts:
+            self._max_tokens(len(prompt), body.limit)  # refuse what is too long before computing it
+        return [await asyncio.wrap_future(self._engine.score(prompt)) for prompt in prompts]
 
     async def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
         ids = await self._prompts.encode(prompt) if isinstance(prompt, str) else prompt

@@ -179,10 +179,14 @@ class ChatBody(_Common, kw_only=True):
 
 
 class CompletionBody(_Common, kw_only=True):
-    """A completion request; `prompt` is text, token ids, or a list of either."""
+    """A completion request; `prompt` is text, token ids, or a list of either.
+
+    `prompt_logprobs` of 0 asks for the log-probabilities of the prompt's own tokens; alternatives are not supported.
+    """
 
     prompt: str | list[Any]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=0)] | None = None
 
     @property
     def limit(self) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agl_algo_torch.codec import TextStream, cut_at_stop, safe_length
-from agl_algo_torch.responses import chat_logprobs, new_id, text_logprobs, tool_calls
+from agl_algo_torch.responses import chat_logprobs, new_id, prompt_logprobs, text_logprobs, tool_calls
 from agl_algo_torch.toolcalls import ParsedResponse
 
 if TYPE_CHECKING:
@@ -158,9 +158,16 @@ class CompletionWriter:
     """Writes completions: plain text, prompt ids inside the choice, and `n` choices per prompt, prompt by prompt."""
 
     def __init__(
-        self, *, body: CompletionBody, prompts: Sequence[Sequence[int]], codec: TextCodec, stop_ids: frozenset[int]
+        self,
+        *,
+        body: CompletionBody,
+        prompts: Sequence[Sequence[int]],
+        codec: TextCodec,
+        stop_ids: frozenset[int],
+        scores: Sequence[Sequence[float]] | None = None,
     ) -> None:
         self._body, self._prompts, self._codec = body, prompts, codec
+        self._scores = scores
         self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=())
         self._offsets: dict[int, int] = {}
 
@@ -171,7 +178,7 @@ class CompletionWriter:
     def choice(self, index: int, generation: Generation) -> Json:
         """Return a finished choice."""
         choice = {"index": index, "text": self._texts.whole(generation), "finish_reason": generation.finish_reason}
-        return choice | self._details(generation.draws) | self._prompt_ids(index)
+        return choice | self._details(generation.draws) | self._prompt_ids(index) | self._prompt_scores(index)
 
     def _details(self, draws: Sequence[Draw], *, offset: int = 0) -> Json:
         details: Json = {"logprobs": None}
@@ -186,6 +193,14 @@ class CompletionWriter:
         if not self._body.return_token_ids:
             return {}
         return {"prompt_token_ids": list(self._prompts[index // self._body.n])}
+
+    def _prompt_scores(self, index: int) -> Json:
+        """Return the log-probabilities of the prompt's tokens in vLLM's form, which has none for the first."""
+        if self._scores is None:
+            return {}
+        place = index // self._body.n
+        found = prompt_logprobs(self._prompts[place][1:], self._scores[place], self._codec)
+        return {"prompt_logprobs": [None, *found]}
 
     def opening(self, index: int) -> Json | None:
         """Return the prompt ids where they are asked for."""

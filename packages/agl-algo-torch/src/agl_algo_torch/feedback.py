@@ -1,0 +1,175 @@
+"""Finds in the trace of a rollout what its policy could have learned from: errors of tools, words about it, a sibling.
+
+Nothing here knows tokens. Three sources of feedback are known, all recorded anyway:
+
+    tools     tools that failed: their spans with status `error`, and tools' messages that begin with "error"
+    rewards   the words of rewards (`Reward.feedback`): failed checks, and what a judge said
+    siblings  the answers of a rollout of the same task that succeeded
+
+What a reward or a tool says may quote fields of the task that are hidden from the agent. They are masked, so that the
+teacher never knows them: their values, each line of longer ones, and any three words in a row. The answers of siblings
+are shown as they are, because the policy wrote them without seeing a hidden field.
+Limit: a hidden value that is only paraphrased, or computed with, is not recognised.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from agl import semconv
+from agl.dialects import call_messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from agl.schemas import Episode, Json, Span, Transition
+
+Source = Literal["tools", "rewards", "siblings"]
+SOURCES = ("tools", "rewards", "siblings")
+
+MASKED = "[...]"
+"""Stands in place of what is hidden."""
+
+_RUN = 3
+"""Words in a row that are enough to recognise a hidden value."""
+_WORD = re.compile(r"\w+")
+_SHORT = 4
+"""Characters below which a value is masked only where it stands as a word of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What the teacher of a call is told beside its prompt; `""` for nothing."""
+
+    feedback: str = ""
+    sibling: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.feedback or self.sibling)
+
+
+class HiddenFields:
+    """The values of a task's hidden fields, as they may turn up in a text."""
+
+    def __init__(self, task: Json, hidden: Sequence[str]) -> None:
+        fields: dict[str, Json] = cast("dict[str, Json]", task) if isinstance(task, dict) else {}
+        leaves = [leaf for key in hidden if key in fields for leaf in _leaves(fields[key])]
+        texts = {text.casefold() for leaf in leaves for text in _spellings(leaf)}
+        self._whole = sorted(text for text in texts if len(text) >= _SHORT or not _WORD.search(text))
+        self._runs = frozenset(run for text in texts for run in _runs(_WORD.findall(text)))
+        self._lengths = {len(run) for run in self._runs}
+
+    def masked(self, text: str) -> str:
+        """Return `text` with `[...]` in place of every hidden value, in capitals or not."""
+        folded, places = _folded(text)
+        spans = [match.span() for value in self._whole for match in re.finditer(re.escape(value), folded)]
+        words = list(_WORD.finditer(folded))
+        spans += [
+            (run[0].start(), run[-1].end())
+            for length in self._lengths
+            for run in (words[at : at + length] for at in range(len(words) - length + 1))
+            if tuple(word.group() for word in run) in self._runs
+        ]
+        return _without(text, [(places[start], places[end - 1] + 1) for start, end in spans])
+
+
+def find_feedback(
+    episode: Episode, spans: Sequence[Span], *, sources: Sequence[str], clean: Callable[[str], str]
+) -> str:
+    """Return what was said about a rollout, one remark per paragraph, hidden fields masked; `""` for nothing.
+
+    `spans` are those of its deciding attempt, and are read only for the source `tools`. `clean` takes off a remark what
+    must not stand in a message, before anything is masked: what it removes could hide a hidden value.
+    """
+    remarks: list[str] = []
+    if "tools" in sources:
+        remarks += _failed_tools(spans)
+    if "rewards" in sources:
+        # What an agent says about itself is not evidence.
+        remarks += [reward.feedback for reward in episode.rewards if reward.source != "agent"]
+    hidden = HiddenFields(episode.rollout.task, episode.rollout.hidden)
+    masked = (hidden.masked(clean(remark).strip()) for remark in remarks)
+    return "\n\n".join(dict.fromkeys(remark for remark in masked if remark.strip(f" {MASKED}\n")))
+
+
+def find_sibling(group: Sequence[Episode], index: int, *, success: float) -> Episode | None:
+    """Return the best other rollout of the group with a reward of at least `success`; of equal ones the next."""
+    # Beginning behind itself shows different siblings to a group's members, and the same ones in a repeated step.
+    others = [*group[index + 1 :], *group[:index]]
+    good = [episode for episode in others if episode.reward is not None and episode.reward >= success]
+    return max(good, key=lambda episode: episode.reward or 0.0, default=None)
+
+
+def answers_of(episode: Episode, *, agent: str) -> list[Transition]:
+    """Return the calls of a rollout whose answers can be shown to one agent: its own, in order of time."""
+    return [call for call in episode.transitions if not call.reject and call.agent == agent and call.response_ids]
+
+
+def _failed_tools(spans: Sequence[Span]) -> Iterator[str]:
+    """Yield what tools that failed have said, in order of time as far as a tracer saw them, then from the messages."""
+    ordered = [span for span in spans if not span.is_late]
+    for span in ordered:
+        if span.status == "error" and span.attributes.get(semconv.OPERATION) == semconv.OP_EXECUTE_TOOL:
+            name = span.attributes.get(semconv.TOOL_NAME) or span.name
+            said = span.status_message or _text(span.attributes.get(semconv.TOOL_RESULT))
+            yield f"{name}: {said}" if said else f"{name} failed"
+    for span in ordered:
+        for message in call_messages(span.call) if span.call is not None else ():
+            content = _text(message.get("content"))
+            if message.get("role") == "tool" and content.lstrip().casefold().startswith("error"):
+                yield content
+
+
+def _leaves(value: Json) -> Iterator[Json]:
+    """Yield the numbers and texts in a JSON value."""
+    if isinstance(value, dict):
+        for inner in cast("dict[str, Json]", value).values():
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in cast("list[Json]", value):
+            yield from _leaves(inner)
+    elif value is not None:
+        yield value
+
+
+def _spellings(leaf: Json) -> set[str]:
+    """Return the ways to write a value: as it is, by lines, in Python, in JSON, and numbers in groups of digits."""
+    if isinstance(leaf, str):
+        escaped = {repr(leaf)[1:-1], json.dumps(leaf)[1:-1]}
+        found = {leaf.strip(), *(line.strip() for line in leaf.splitlines()), *escaped}
+    else:
+        found = {str(leaf), json.dumps(leaf)}
+        if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+            found |= {f"{leaf:,}", f"{leaf:g}", str(int(leaf)) if leaf == int(leaf) else str(leaf)}
+    return {text for text in found if text}
+
+
+def _folded(text: str) -> tuple[str, list[int]]:
+    """Return a text without the difference of capitals, and where each of its characters stands in `text`."""
+    parts = [character.casefold() for character in text]  # one character may become several
+    return "".join(parts), [at for at, part in enumerate(parts) for _ in part]
+
+
+def _runs(words: list[str]) -> set[tuple[str, ...]]:
+    """Return every run of three words; a shorter text is one run by itself."""
+    if len(words) <= _RUN:
+        return {tuple(words)} if words else set()
+    return {tuple(words[at : at + _RUN]) for at in range(len(words) - _RUN + 1)}
+
+
+def _without(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    """Return `text` with `[...]` in place of the spans, which may overlap."""
+    parts: list[str] = []
+    at = 0
+    for start, end in sorted(spans):
+        if start >= at:
+            parts += [text[at:start], MASKED]
+        at = max(at, end)
+    return "".join([*parts, text[at:]])
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,467 @@
+"""SDPO: the policy learns from itself, from what it would have answered had it known how its answer turned out.
+
+Paper: Hübotter et al. 2026, "Reinforcement Learning via Self-Distillation" (arXiv 2601.20802). One step:
+
+    1. collect: run every task `group_size` times with the live weights pi
+    2. tell: put what the trace says about a rollout into the prompts of its calls (`feedback`, `retelling`):
+       errors of tools, words of rewards, and the answers of a sibling that succeeded
+    3. update: minimise sum_t w_t D(pi(. | prompt, y_<t) || q(. | prompt, lesson, y_<t)) over the very tokens y that
+       were sampled, where the teacher q is the same policy without gradient; plus `grpo_coef` times GRPO's loss
+    4. publish the new weights
+
+Where GRPO has one number per rollout, this has a distribution per token, and it learns from a group in which
+everything failed, as long as somebody said why. It can teach no more than the model understands: a model that ignores
+feedback in its prompt is its own teacher in everything.
+
+Deviations from the paper, and why:
+- The lesson is a user message of its own before the answer begins, and not a new first message: a call may be the tenth
+  of a conversation with tools, and its recorded tokens stay as they were sampled.
+- A sibling is shown by the answers of the same agent in the other rollout.
+- What rewards and tools say is masked where it quotes hidden fields of the task.
+- The teacher is the geometric mean of the policy at the step's start and that at this algorithm's start, which is the
+  paper's trust region; `teacher_start` is the share of the latter. The paper's other form, a moving average of weights,
+  would be a second set of weights to save and to resume. With a share of 0 the calculator example learned and then lost
+  it again, as the teacher followed the policy into its mistakes.
+- One update per step, so that the rollouts are the policy's own and no importance weight is needed.
+
+Temperatures are those of sampling, for policy and teacher alike. M is the number of tokens, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl.contracts import StepReport
+from agl.errors import ConfigError
+from agl.schemas import unpack_ids
+from agl_algo_torch.batch import MicroBatch, RowSample, from_row, from_tokens, loss_weights, micro_batches
+from agl_algo_torch.divergence import (
+    DIVERGENCES,
+    Divergence,
+    among,
+    divergence,
+    likeliest,
+    scaled_logprobs,
+)
+from agl_algo_torch.feedback import SOURCES, Lesson, Source, answers_of, find_feedback, find_sibling
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.model import LoraSettings
+from agl_algo_torch.objective import Objective, Tally
+from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.preparation import PreparedBatch, prepare
+from agl_algo_torch.retelling import Retelling, Words
+from agl_algo_torch.tuned_policy import (
+    TunedPolicy,
+    at_least_one,
+    check_tasks,
+    draw_tasks,
+    not_negative,
+    one_of,
+    shares,
+)
+from agl_algo_torch.typed_torch import backward
+from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.importance import Importance
+from agl_objectives.registry import find_estimator
+from agl_objectives.uses import call_uses
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from agl.contracts import AlgorithmContext, CallUse
+    from agl.schemas import Episode, Json, Span, Transition
+
+SIBLING_WORDS = "Here is an answer to this task that was right:\n\n{sibling}"
+FEEDBACK_WORDS = "This was said about an earlier answer to this task:\n\n{feedback}"
+CLOSING_WORDS = "Answer the task again, and get it right."
+
+_REASONS = {
+    "nothing": "nothing was said about its rollout, and no sibling succeeded",
+    "unplaced": "its prompt has no place where an answer of the chat template begins",
+    "too_long": "its prompt with the lesson is longer than the model's context",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaughtRow:
+    """A row of the policy, and the same tokens in the teacher's contexts: one sample per call, in order of the row."""
+
+    policy: RowSample
+    teacher: tuple[RowSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    """The rows that learn, the calls that do not with the reason for each, and the rollouts by what they were told."""
+
+    rows: list[TaughtRow]
+    untaught: dict[str, dict[str, str]]
+    counts: Counter[str]
+
+
+class SDPO:
+    """Trains the weights of one policy towards what it would answer knowing what was said about its answers.
+
+    Args:
+        steps: Steps in all; one step collects once and publishes once.
+        tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
+        group_size: Rollouts per task; a rollout that failed is shown another of its group that succeeded.
+        sources: What the teacher is told: `tools`, `rewards`, `siblings`.
+        success: Least reward of a sibling that is shown.
+        divergence: `jsd`, `reverse` (policy to teacher) or `forward` (teacher to policy).
+        top_k: Tokens that a comparison tells apart, those that the policy finds likeliest; all others count as one. 0
+            compares the whole vocabulary.
+        teacher_start: Share of the policy at this algorithm's start in the teacher, from 0 to 1.
+        grpo_coef: Weight of GRPO's loss beside the divergence; `estimator` gives its advantages.
+        sibling_words: How a sibling is shown, with `{sibling}` for its answers; `feedback_words`, with `{feedback}`,
+            how the rest is told; `closing_words` end the message.
+        max_tokens: Most tokens of a sibling's answers, and of feedback.
+        aggregation: `token`, or `sequence`: every rollout counts the same, however long.
+        lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        token_budget: Padded tokens that one forward pass may take.
+        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
+        device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        keep: Saved states and exported weights that stay on disk.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        steps: int = 100,
+        tasks_per_step: int = 16,
+        group_size: int = 8,  # the paper's
+        sources: tuple[Source, ...] = ("tools", "rewards", "siblings"),
+        success: float = 1.0,
+        divergence: Divergence = "jsd",  # the paper's, which found it steadier than either direction of KL
+        top_k: int = 100,  # K of the paper
+        teacher_start: float = 0.9,
+        grpo_coef: float = 0.0,
+        estimator: str = "grpo",
+        sibling_words: str = SIBLING_WORDS,
+        feedback_words: str = FEEDBACK_WORDS,
+        closing_words: str = CLOSING_WORDS,
+        max_tokens: int = 1024,
+        aggregation: Aggregation = "token",
+        lr: float = 1e-6,
+        warmup: int = 0,
+        decay: Decay = "constant",
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        token_budget: int = 16_384,
+        lora_rank: int = 0,
+        lora_alpha: float = 32.0,
+        lora_targets: tuple[str, ...] = ("all-linear",),
+        device: str = "auto",
+        dtype: str = "float32",
+        threads: int = 0,
+        keep: int = 2,
+    ) -> None:
+        counts = {"tasks_per_step": tasks_per_step, "group_size": group_size, "token_budget": token_budget}
+        at_least_one("sdpo", steps=steps, **counts, max_tokens=max_tokens, keep=keep)
+        not_negative("sdpo", top_k=top_k, grpo_coef=grpo_coef)
+        shares("sdpo", teacher_start=teacher_start)
+        one_of("sdpo", divergence=(divergence, DIVERGENCES), aggregation=(aggregation, AGGREGATIONS[:2]))
+        one_of("sdpo", **{f"sources[{i}]": (source, SOURCES) for i, source in enumerate(sources)})
+        _check_sources(sources, group_size=group_size, grpo_coef=grpo_coef)
+        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._sources, self._success = sources, success
+        self._divergence: Divergence = divergence
+        self._top_k, self._teacher_start = top_k, teacher_start
+        self._words = Words(sibling=sibling_words, feedback=feedback_words, closing=closing_words)
+        self._max_tokens, self._token_budget = max_tokens, token_budget
+        self._aggregation: Aggregation = aggregation
+        self._grpo_coef = grpo_coef
+        self._estimator = find_estimator(estimator, None)
+        self._objective = Objective(
+            "sdpo",
+            loss="ppo-clip",
+            loss_params=None,
+            aggregation=aggregation,
+            constant_tokens=1,
+            importance=Importance(cap=2.0),
+            kl="k3",
+            kl_coef=0.0,
+            entropy_coef=0.0,
+            token_budget=token_budget,
+        )
+        settings = LearnerSettings(
+            optim=OptimSettings(
+                lr=lr,
+                betas=(betas[0], betas[1]),
+                weight_decay=weight_decay,
+                warmup=warmup,
+                decay=decay,
+                total=steps,  # one update per step
+                max_grad_norm=max_grad_norm,
+            ),
+            lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+        )
+        self._tuned = TunedPolicy(settings=settings, algorithm="sdpo", keep=keep, has_reference=teacher_start > 0)
+        self._step = 0
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
+        self._context = context
+        self._tuned.begin(context)
+        check_tasks(context, algorithm="sdpo")
+
+    async def step(self) -> StepReport:
+        """Collect one batch of groups, tell the teacher what is known about them, update, save and publish."""
+        context, step = self._context, self._step + 1
+        learner = await self._tuned.learner(updates=self._step)
+        updates = learner.updates
+        # A template that has no place for feedback is found before anything is paid for.
+        retelling = Retelling(learner.loaded.tokenizer, max_tokens=self._max_tokens)
+
+        # 1. Collect.
+        started = time.perf_counter()
+        tasks = draw_tasks(context, step=step, count=self._tasks_per_step)
+        collected = await context.collect(tasks, step=step, n=self._group_size)
+        collect_s = time.perf_counter() - started
+        groups = collected.groups()
+
+        # 2. Tell.
+        prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call)
+        lessons = await self._lessons(groups, retelling, most=learner.loaded.context_length)
+        metrics = prepared.metrics | {"collect_s": collect_s} | _told(lessons)
+        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+
+        # 3. Update.
+        started = time.perf_counter()
+        samples = prepared.samples if self._grpo_coef else []
+        metrics |= await asyncio.to_thread(self._update, learner, lessons.rows, samples)
+        metrics["update_s"] = time.perf_counter() - started
+
+        # 4. Save what training continues from, then make the new weights live; without an update there are none.
+        await self._tuned.save(step=step)
+        published = (await self._tuned.publish(step=step),) if learner.updates > updates else ()
+        self._step = step
+        is_finished = step >= self._steps
+        rollouts = [row.policy.rollout for row in lessons.rows] + [sample.rollout for sample in samples]
+        return StepReport(
+            step=step,
+            is_finished=is_finished,
+            metrics=metrics,
+            trained=tuple(dict.fromkeys(rollouts)),
+            published=published,
+            stop_reason=f"{self._steps} steps done" if is_finished else "",
+            uses=_uses(groups, lessons, prepared if self._grpo_coef else None),
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """The step count, the newest checkpoint and the version that training started from."""
+        return {"step": self._step, **self._tuned.state(step=self._step)}
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint, optimizer moments and the policy at the start included."""
+        self._step = int(state["step"])
+        await self._tuned.restore(state)
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        await self._tuned.go_back(state, rate=rate, updates=self._step)
+
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Return true while `steps` exceeds the steps done; a decaying rate then follows the new length."""
+        del tasks, sources_go_on
+        return int(state["step"]) < self._steps
+
+    async def close(self) -> None:
+        """Drop the model and the policy at the start."""
+        self._tuned.close()
+
+    async def _lessons(self, groups: Sequence[Sequence[Episode]], retelling: Retelling, *, most: int) -> Lessons:
+        """Return the rows of all rollouts that there is something to tell about; `most` is the model's context."""
+        found = Lessons(rows=[], untaught={}, counts=Counter())
+        for group in groups:
+            for index, episode in enumerate(group):
+                sibling = find_sibling(group, index, success=self._success) if "siblings" in self._sources else None
+                said = find_feedback(
+                    episode, await self._spans(episode), sources=self._sources, clean=retelling.harmless
+                )
+                rollout = episode.rollout.rollout_id
+                found.counts.update({"with_sibling": sibling is not None, "with_feedback": bool(said)})
+                untaught: dict[str, str] = {}
+                taught: dict[str, RowSample] = {}
+                for call in (call for call in episode.transitions if not call.reject):
+                    lesson = _lesson(call, retelling, sibling=sibling, said=said)
+                    sample = self._teacher_sample(call, lesson, retelling, most=most)
+                    if isinstance(sample, str):
+                        untaught[call.span_id] = sample
+                    else:
+                        taught[call.span_id] = sample
+                found.untaught[rollout] = untaught
+                found.counts.update(taught=len(taught), **Counter(untaught.values()))
+                found.rows.extend(_rows(episode, taught))
+        return found
+
+    async def _spans(self, episode: Episode) -> list[Span]:
+        """Return the spans of a rollout's deciding attempt, where errors of tools are looked for."""
+        if "tools" not in self._sources or episode.attempt is None:
+            return []
+        spans: list[Span] = []
+        while True:
+            after = spans[-1].sequence if spans else 0
+            page = await self._context.store.spans(episode.rollout.rollout_id, after=after)
+            if not page:
+                return spans
+            spans += page
+
+    def _teacher_sample(self, call: Transition, lesson: Lesson, retelling: Retelling, *, most: int) -> RowSample | str:
+        """Return a call in the teacher's context, or the reason why it has none."""
+        if not lesson:
+            return "nothing"
+        prompt = retelling.prompt(unpack_ids(call.prompt_ids), self._words.message(lesson))
+        if prompt is None:
+            return "unplaced"
+        answer = unpack_ids(call.response_ids)
+        if len(prompt) + len(answer) > most:
+            return "too_long"
+        sample = from_tokens(call.rollout_id, [*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
+        return replace(sample, temperature=torch.full((len(sample.ids),), call.temperature or 1.0))
+
+    def _update(
+        self, learner: PolicyLearner, rows: Sequence[TaughtRow], samples: Sequence[RowSample]
+    ) -> dict[str, float]:
+        """Do one optimizer update, none when nothing has a gradient; returns its metrics."""
+        learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
+        metrics = self._add_divergence(learner, rows) | self._add_grpo(learner, samples)
+        if not metrics:
+            return {"updates_skipped": 1.0}
+        return metrics | {"grad_norm": learner.apply()}
+
+    def _add_divergence(self, learner: PolicyLearner, rows: Sequence[TaughtRow]) -> dict[str, float]:
+        """Add the gradient of the divergence from the teacher; returns its mean per token and the teacher's gap."""
+        policies = [row.policy for row in rows]
+        weight, total = loss_weights(policies, aggregation=self._aggregation)
+        tokens = sum(policy.trained_tokens for policy in policies)
+        sums: defaultdict[str, float] = defaultdict(float)
+        model, device = learner.loaded.model, learner.loaded.device
+        for batch in micro_batches(policies, weight, total=total, token_budget=self._token_budget, device=device):
+            logp_M_V = scaled_logprobs(batch.logits(model), temperature_M=batch.temperature_M)
+            chosen_M_K = likeliest(logp_M_V, count=self._top_k)
+            calls = [call for index in batch.rows for call in rows[index].teacher]
+            teacher_M_K, teacher_M = self._teacher(learner, calls, chosen_M_K)
+            apart_M = divergence(among(logp_M_V, chosen_M_K), teacher_M_K, kind=self._divergence)
+            backward(batch.mean(apart_M))  # gradients of micro-batches add up in the parameters
+            logp_M = logp_M_V.detach().gather(1, batch.targets_M[:, None])[:, 0]
+            sums["divergence"] += float(apart_M.detach().sum())
+            sums["teacher_gap"] += float((teacher_M - logp_M).sum())  # log q(y) - log pi(y), below 0 where it disagrees
+        return {name: value / tokens for name, value in sums.items()}
+
+    @torch.no_grad()
+    def _teacher(
+        self, learner: PolicyLearner, calls: Sequence[RowSample], chosen_M_K: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the teacher's log-probabilities of the chosen tokens, [M, K + 1], and of the sampled ones, [M].
+
+        `calls` follow each other as their tokens do in the policy's rows.
+        """
+        sizes = torch.tensor([0, *(call.trained_tokens for call in calls)])
+        starts = sizes.cumsum(0)
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        device = learner.loaded.device
+        for batch in micro_batches(calls, [0.0] * len(calls), token_budget=self._token_budget, device=device):
+            # Micro-batches come longest first; `place_m` says where their tokens are among the M.
+            places = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in batch.rows]
+            place_m = torch.cat(places).to(device)
+            logp_m_V = self._teacher_logprobs(learner, batch)
+            among_m_K = among(logp_m_V, None if chosen_M_K is None else chosen_M_K[place_m])
+            parts.append((place_m, among_m_K, logp_m_V.gather(1, batch.targets_M[:, None])[:, 0]))
+        order_M = torch.cat([place for place, _, _ in parts]).argsort()
+        return torch.cat([part for _, part, _ in parts])[order_M], torch.cat([y for _, _, y in parts])[order_M]
+
+    def _teacher_logprobs(self, learner: PolicyLearner, batch: MicroBatch) -> Tensor:
+        """Return log q for every trained token of a micro-batch of the teacher's contexts, [m, V]."""
+        logp_m_V = scaled_logprobs(batch.logits(learner.loaded.model), temperature_M=batch.temperature_M)
+        if not self._teacher_start:
+            return logp_m_V
+        with self._tuned.reference.active() as model_start:
+            start_m_V = scaled_logprobs(batch.logits(model_start), temperature_M=batch.temperature_M)
+        # q = pi^(1 - s) pi_start^s / Z, the point between the two that a trust region of KL leads to
+        return torch.lerp(logp_m_V, start_m_V, self._teacher_start).log_softmax(dim=1)
+
+    def _add_grpo(self, learner: PolicyLearner, samples: Sequence[RowSample]) -> dict[str, float]:
+        """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss."""
+        weight, total = self._objective.weights(samples)
+        kept = [index for index, sample in enumerate(samples) if self._objective.has_gradient(sample)]
+        tally = Tally()
+        for batch in micro_batches(
+            [samples[i] for i in kept],
+            [weight[i] for i in kept],
+            total=total,
+            token_budget=self._token_budget,
+            device=learner.loaded.device,
+        ):
+            loss = self._objective.loss(batch, model=learner.loaded.model, tuned=self._tuned, tally=tally)
+            backward(self._grpo_coef * loss)
+        return {"grpo_loss": tally.sums["loss"]} if kept else {}
+
+
+def _check_sources(sources: Sequence[str], *, group_size: int, grpo_coef: float) -> None:
+    if not sources:
+        raise ConfigError('sdpo got sources = [], so nothing would be told; give "tools", "rewards" or "siblings".')
+    if group_size > 1:
+        return
+    if tuple(sources) == ("siblings",):
+        raise ConfigError("sdpo learns from siblings alone, but group_size is 1. Give at least 2, or another source.")
+    if grpo_coef:
+        raise ConfigError(
+            "sdpo with grpo_coef compares the rollouts of a group, but group_size is 1. Give at least 2, or "
+            "grpo_coef = 0."
+        )
+
+
+def _lesson(call: Transition, retelling: Retelling, *, sibling: Episode | None, said: str) -> Lesson:
+    answers = answers_of(sibling, agent=call.agent) if sibling is not None else []
+    shown = "\n".join(retelling.text(unpack_ids(answer.response_ids)) for answer in answers)
+    return Lesson(feedback=retelling.cut(said), sibling=retelling.cut(shown))
+
+
+def _rows(episode: Episode, taught: Mapping[str, RowSample]) -> list[TaughtRow]:
+    """Return the rows of an episode on which calls are taught."""
+    temperatures = {call.span_id: call.temperature for call in episode.transitions}
+    rows: list[TaughtRow] = []
+    for row in episode.rows:
+        calls = [part.span_id for part in row.segments if part.span_id in taught]
+        if calls:
+            policy = from_row(row, advantages=dict.fromkeys(calls, 1.0), temperatures=temperatures)
+            rows.append(TaughtRow(policy=policy, teacher=tuple(taught[span_id] for span_id in calls)))
+    return rows
+
+
+def _told(lessons: Lessons) -> dict[str, float]:
+    """Return how many rollouts there was something to tell about, and how many calls learn, by reason where not."""
+    names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
+    names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
+    return {name: float(lessons.counts[key]) for key, name in names.items()}
+
+
+def _uses(
+    groups: Sequence[Sequence[Episode]], lessons: Lessons, grpo: PreparedBatch | None
+) -> dict[str, tuple[CallUse, ...]]:
+    """Return what became of every call, by rollout id."""
+    uses: dict[str, tuple[CallUse, ...]] = {}
+    for episode in (episode for group in groups for episode in group):
+        rollout = episode.rollout.rollout_id
+        untaught = lessons.untaught[rollout]
+        trained = {call.span_id for call in episode.transitions} - set(untaught)
+        reasons = {span_id: _REASONS[reason] for span_id, reason in untaught.items()}
+        found = call_uses(episode, trained=trained, refused=reasons)
+        if grpo is not None:  # a call without a lesson may still have an advantage
+            of_grpo = {use.span_id: use for use in grpo.uses[rollout]}
+            found = tuple(use if use.row >= 0 else of_grpo[use.span_id] for use in found)
+        uses[rollout] = found
+    return uses

@@ -1,0 +1,210 @@
+"""SDPO as an algorithm, in a world of conversations with words about bad answers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+
+from agl.errors import ConfigError
+from agl.schemas import Weights, unpack_ids
+from agl_algo_torch.divergence import scaled_logprobs
+from agl_algo_torch.model import load_model
+from agl_algo_torch.sdpo import SDPO
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance.bench import AlgorithmBench
+
+from .chat_world import ChatWorld
+from .token_world import run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from agl.contracts import StepReport
+
+# peft 0.21 reads an attribute that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture
+def model_dir(model_dir: Path) -> Path:
+    """The model, less sure of its answers, so that rewards differ."""
+    loaded = load_model(str(model_dir), device="cpu")
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight.div_(3.0)  # type: ignore[operator]
+    loaded.model.save_pretrained(model_dir)  # type: ignore[operator]
+    return model_dir
+
+
+def scenario_of(model_dir: Path, world: ChatWorld | None = None, **params: Any) -> AlgorithmScenario:
+    settings = {"steps": 3, "tasks_per_step": 2, "group_size": 4, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
+    return AlgorithmScenario(
+        make=lambda: SDPO(**settings),
+        play=(world or ChatWorld()).play,
+        tunes=("llm",),
+        resources={"llm": Weights(uri=str(model_dir))},
+        max_steps=40,
+    )
+
+
+def reports_of(tmp_path: Path, model_dir: Path, world: ChatWorld | None = None, **params: Any) -> list[StepReport]:
+    return asyncio.run(run(AlgorithmBench(scenario_of(model_dir, world, **params), tmp_path)))
+
+
+class TestConformance(AlgorithmConformance):
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return replace(scenario_of(model_dir), make_longer=scenario_of(model_dir, steps=5).make)
+
+
+class TestConformanceWithEverything(AlgorithmConformance):
+    """The policy at the start, GRPO's loss and adapters must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(model_dir, teacher_start=0.3, grpo_coef=0.5, lora_rank=4, warmup=1, decay="linear")
+
+
+def first_update(tmp_path: Path, model_dir: Path, **params: Any) -> tuple[AlgorithmBench, dict[str, torch.Tensor]]:
+    """The gradient of the first step, and the bench with its rollouts."""
+    bench = AlgorithmBench(scenario_of(model_dir, ChatWorld(temperature=0.7), steps=1, **params), tmp_path)
+    found: dict[str, torch.Tensor] = {}
+
+    async def body() -> None:
+        async with bench:
+            algorithm: Any = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            learner = await algorithm._tuned.learner(updates=0)
+
+            def keep() -> float:
+                named = learner.loaded.model.named_parameters()
+                found.update({name: p.grad.clone() for name, p in named if p.grad is not None})
+                return 0.0
+
+            learner.apply = keep
+            await algorithm.step()
+
+    asyncio.run(body())
+    return bench, found
+
+
+@pytest.mark.parametrize("token_budget", [100, 16_384])
+def test_gradient_is_that_of_the_divergence_from_the_told_policy(
+    tmp_path: Path, model_dir: Path, token_budget: int
+) -> None:
+    """Call by call, without rows and micro-batches, and with the lesson rendered by the template."""
+    params = {"sources": ("rewards",), "top_k": 0, "divergence": "reverse", "closing_words": ""}
+    bench, found = first_update(
+        tmp_path, model_dir, group_size=8, feedback_words="Bad: {feedback}", token_budget=token_budget, **params
+    )
+    loaded = load_model(str(model_dir), device="cpu")
+    model, encode = loaded.model, loaded.tokenizer
+    begin = encode("<|im_start|>assistant\n")["input_ids"]
+    lesson = encode("<|im_start|>user\nBad: the first token was low<|im_end|>\n")["input_ids"]
+    total, tokens = torch.zeros(()), 0
+    for episode in bench.collected.values():
+        for call in episode.transitions if not episode.reward else ():
+            prompt, answer = unpack_ids(call.prompt_ids), unpack_ids(call.response_ids)
+            told = prompt[: -len(begin)] + lesson + begin
+            logp, teacher = (_logprobs(model, ids, answer) for ids in (prompt, told))
+            total = total + (logp.exp() * (logp - teacher.detach())).sum()
+            tokens += len(answer)
+    (total / tokens).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert tokens > 8
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-3, msg=name)
+
+
+def _logprobs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return scaled_logprobs(logits, temperature_M=torch.full((len(answer),), 0.7))
+
+
+def test_policy_comes_closer_to_what_it_would_say_knowing_the_outcome(tmp_path: Path, model_dir: Path) -> None:
+    reports = reports_of(tmp_path, model_dir, steps=12, lr=3e-3, group_size=8)
+    apart = [report.metrics["divergence"] for report in reports]
+    assert sum(apart[-3:]) < 0.5 * sum(apart[:3]), apart
+
+
+def test_teacher_at_the_start_is_another_one_once_the_policy_has_moved(tmp_path: Path, model_dir: Path) -> None:
+    params = {"lr": 1e-2, "steps": 2}
+    free, held = (reports_of(tmp_path / f"{s}", model_dir, teacher_start=s, **params) for s in (0.0, 1.0))
+    assert free[0].metrics["divergence"] == pytest.approx(held[0].metrics["divergence"], rel=1e-3)
+    assert free[1].metrics["divergence"] != pytest.approx(held[1].metrics["divergence"], rel=1e-2)
+
+
+def test_rollouts_with_nothing_to_tell_do_not_train_and_are_counted(tmp_path: Path, model_dir: Path) -> None:
+    world = ChatWorld(remarks=False)
+    (report,) = reports_of(tmp_path, model_dir, world, steps=1, sources=("rewards",))
+    assert (0.0, 16.0, 1.0) == tuple(
+        report.metrics[name] for name in ("calls_taught", "calls_untaught_nothing", "updates_skipped")
+    )
+    assert () == report.trained == report.published
+    notes = {use.note for uses in report.uses.values() for use in uses}
+    assert {"nothing was said about its rollout, and no sibling succeeded"} == notes
+
+
+def test_failed_rollouts_learn_from_siblings_and_lone_successes_do_not(tmp_path: Path, model_dir: Path) -> None:
+    bench = AlgorithmBench(
+        scenario_of(model_dir, ChatWorld(remarks=False), steps=1, sources=("siblings",), group_size=8), tmp_path
+    )
+    (report,) = asyncio.run(run(bench))
+    groups: dict[str, list[float]] = {}
+    for episode in bench.collected.values():
+        groups.setdefault(episode.rollout.group_id, []).append(episode.reward or 0.0)
+    told = sum(len(rewards) if sum(rewards) > 1 else 7 for rewards in groups.values() if sum(rewards))
+    assert 0 < told == report.metrics["told_sibling"] == len(report.trained)
+
+
+def test_groups_without_a_success_teach_by_words_alone(tmp_path: Path, model_dir: Path) -> None:
+    """GRPO has no gradient there."""
+
+    class Failed(ChatWorld):
+        def play(self, order: Any) -> Any:
+            return msgspec.structs.replace(super().play(order), reward=0.0)
+
+    (report,) = reports_of(tmp_path, model_dir, Failed(), steps=1)
+    assert (report.metrics["groups"], 0.0) == (report.metrics["groups_silent"], report.metrics["told_sibling"])
+    assert report.metrics["calls_taught"] > 0
+    assert report.published
+
+
+def test_mixing_adds_the_gradient_of_grpo(tmp_path: Path, model_dir: Path) -> None:
+    (alone,) = reports_of(tmp_path / "alone", model_dir, steps=1)
+    (mixed,) = reports_of(tmp_path / "mixed", model_dir, steps=1, grpo_coef=1.0)
+    assert alone.metrics["divergence"] == pytest.approx(mixed.metrics["divergence"])
+    assert alone.metrics["grad_norm"] != pytest.approx(mixed.metrics["grad_norm"], rel=1e-3)
+    assert "grpo_loss" in mixed.metrics
+    assert "grpo_loss" not in alone.metrics
+    assert {row for uses in mixed.uses.values() for row in (use.row for use in uses)} == {0}
+
+
+def test_prompts_beyond_the_context_are_left_out(tmp_path: Path, model_dir: Path) -> None:
+    words = {"feedback_words": "{feedback}" + "." * 2000}
+    (report,) = reports_of(tmp_path, model_dir, steps=1, sources=("rewards",), **words)
+    assert 0 == report.metrics["calls_taught"]
+    assert 0 < report.metrics["calls_untaught_too_long"]
+
+
+SETTINGS: list[tuple[Mapping[str, Any], str]] = [
+    ({"sources": ()}, r"sources = \[\].*siblings"),
+    ({"sources": ("tool",)}, "sources.*'tool'.*did you mean 'tools'"),
+    ({"sources": ("siblings",), "group_size": 1}, "group_size is 1"),
+    ({"grpo_coef": 1.0, "group_size": 1}, "group_size is 1"),
+    ({"divergence": "js"}, "divergence = 'js'.*jsd"),
+    ({"teacher_start": 1.5}, "teacher_start"),
+    ({"aggregation": "constant"}, "aggregation = 'constant'"),
+    ({"sibling_words": "Right."}, r"sibling_words = 'Right.'.*\{sibling\}"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), SETTINGS)
+def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SDPO(**params)
