@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -105,6 +106,14 @@ def test_rows_that_are_too_long_are_counted_and_not_trained(model_dir: Path, tmp
     assert (0.0, 8.0) == (metrics[0]["rows"], metrics[0]["rows_response_too_long"])
     start = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
     assert all(torch.equal(start[name], tensor) for name, tensor in weights.items())
+
+
+def test_groups_without_a_difference_are_replaced_in_rounds(model_dir: Path, tmp_path: Path) -> None:
+    number = count()
+    world = World(lambda _: float(max(0, next(number) - 4) % 2))  # the first group of four is silent
+    metrics, _ = train(tmp_path, model_dir, world, refill=3, **{"trainer.total_training_steps": 1})
+    shown = ("groups", "groups_silent", "groups_dropped", "rollouts", "rollouts_extra", "rows")
+    assert (3.0, 1.0, 1.0, 12.0, 4.0, 8.0) == tuple(metrics[0][name] for name in shown)
 
 
 def test_groups_without_a_difference_are_counted_and_have_no_gradient(model_dir: Path, tmp_path: Path) -> None:

@@ -44,5 +44,6 @@ def _paragraph(steps: list[StepReport]) -> str:
         f"{share:.0%} of the rollouts of the last {STEPS} steps taught nothing, because the rollouts of a task got the "
         f"same reward{mean}. If that is low, warm the policy up with 'sft' or 'rft', take easier tasks, or give reward "
         "for a part of the way; a larger group_size makes a difference more likely. If it is as high as it gets, these "
-        "tasks are learned: stop here, or take harder ones"
+        "tasks are learned: stop here, or take harder ones. If only some tasks teach something, refill replaces the "
+        'others, and curriculum = "frontier" draws fewer of them'
     )
