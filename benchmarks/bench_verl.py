@@ -141,14 +141,8 @@ def make_torch(steps: int) -> Any:
 def make_model(target: Path, *, vocabulary: int = VOCABULARY, hidden: int = 192) -> Path:
     """A random Qwen2 with a byte-level tokenizer; of a million weights by default."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE(vocab={char: place for place, char in enumerate(alphabet)}, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -161,8 +155,21 @@ def make_model(target: Path, *, vocabulary: int = VOCABULARY, hidden: int = 192)
         tie_word_embeddings=True,
     )
     Qwen2ForCausalLM(config).save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    save_tokenizer(target)
     return target
+
+
+def save_tokenizer(target: Path) -> None:
+    """Save a tokenizer of bytes, whose template writes the messages one behind the other."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={char: place for place, char in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(target)
 
 
 if __name__ == "__main__":

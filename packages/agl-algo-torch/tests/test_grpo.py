@@ -81,6 +81,15 @@ class TestConformanceWithEverything(AlgorithmConformance):
         return scenario_of(model_dir, updates_per_step=2, epochs=2, kl_coef=0.05, lora_rank=4, warmup=2, decay="linear")
 
 
+class TestConformanceWithRounds(AlgorithmConformance):
+    """Rounds that replace silent groups, and what a curriculum knows, must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        world = World(lambda response: float(response[0] >= 128))
+        return scenario_of(model_dir, world, refill=2, curriculum="frontier")
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -123,6 +132,16 @@ def test_steps_without_a_difference_are_counted_and_publish_nothing(model_dir: P
     assert [(2.0, 2.0, 1.0)] * 2 == [(m["groups"], m["groups_silent"], m["updates_skipped"]) for m in metrics[:2]]
     assert "updates_skipped" not in metrics[2]
     assert [3] == [version.step for version in bench.published]
+
+
+def test_silent_groups_are_replaced_and_take_no_part(model_dir: Path, tmp_path: Path) -> None:
+    number = count()
+    world = World(lambda _: float(max(0, next(number) - 4) % 2))  # the first group of four is silent
+    bench = AlgorithmBench(scenario_of(model_dir, world, refill=3, steps=1), tmp_path / "work")
+    (metrics,) = asyncio.run(run(bench))
+    shown = ("groups", "groups_silent", "groups_dropped", "rollouts", "rollouts_extra", "rows", "silent_share")
+    assert (3.0, 1.0, 1.0, 12.0, 4.0, 8.0, pytest.approx(1 / 3)) == tuple(metrics[name] for name in shown)
+    assert metrics["reward"] == pytest.approx(4 / 12)
 
 
 def test_importance_weights_are_truncated_where_the_sampler_differs(model_dir: Path, tmp_path: Path) -> None:

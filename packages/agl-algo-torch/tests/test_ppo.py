@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -60,6 +61,17 @@ def test_the_reward_rises_and_the_critic_learns_it(model_dir: Path, tmp_path: Pa
     assert mean_reward(published(bench)) > mean_reward(model_dir) + 0.15, [r.metrics["reward"] for r in reports]
     assert 0.0 == reports[0].metrics["value"]
     assert reports[-1].metrics["reward"] == pytest.approx(reports[-1].metrics["value"], abs=0.3)
+
+
+def test_silent_groups_are_replaced_and_train_neither_policy_nor_critic(model_dir: Path, tmp_path: Path) -> None:
+    number = count()
+    world = World(lambda _: float(max(0, next(number) - 4) % 2))  # the first group of four is silent
+    bench = AlgorithmBench(scenario_of(model_dir, world, refill=3, steps=1), tmp_path / "work")
+    (report,) = asyncio.run(run(bench))
+    shown = ("groups_dropped", "rollouts_extra", "rollouts", "rows")
+    assert (1.0, 4.0, 12.0, 8.0) == tuple(report.metrics[name] for name in shown)
+    assert 8 == len(report.trained)
+    assert set(bench.collected) == set(report.uses)
 
 
 def test_policy_stays_as_it_is_while_the_critic_warms_up(model_dir: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -164,6 +165,14 @@ def test_a_step_whose_silent_rows_have_a_gradient_all_the_same_trains(
     metrics, _ = train(tmp_path, model_dir, World(lambda _: 1.0), **keys, **{"trainer.total_training_steps": 1})
     assert "updates_skipped" not in metrics[0]
     assert "grad_norm" in metrics[0]
+
+
+def test_groups_without_a_difference_are_replaced_in_rounds(model_dir: Path, tmp_path: Path) -> None:
+    number = count()
+    world = World(lambda _: float(max(0, next(number) - 4) % 2))  # the first group of four is silent
+    metrics, _ = train(tmp_path, model_dir, world, refill=3, **{"trainer.total_training_steps": 1})
+    shown = ("groups", "groups_silent", "groups_dropped", "rollouts", "rollouts_extra", "rows")
+    assert (3.0, 1.0, 1.0, 12.0, 4.0, 8.0) == tuple(metrics[0][name] for name in shown)
 
 
 def test_importance_weights_are_truncated_where_the_sampler_differs(model_dir: Path, tmp_path: Path) -> None:

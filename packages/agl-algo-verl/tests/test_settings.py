@@ -220,7 +220,14 @@ def test_the_examples_keys_are_taken(name: str) -> None:
         ({"algorithm.adv_estimator": "best"}, r"Invalid enum value 'best'.*algorithm\.adv_estimator"),
         ({"algorithm.rollout_correction.rollout_is": "sequence"}, r"rollout_is = 'sequence'.*use token"),
         ({"algorithm.rollout_correction.bypass_mode": True}, r"bypass_mode = True: .*rollout_is"),
-        ({"algorithm.filter_groups.enable": True}, r"filter_groups\.enable = True: .*groups_silent"),
+        ({"algorithm.filter_groups.enable": True}, r"filter_groups\.enable = True: .*refill = ROUNDS"),
+        ({"refill": -1}, r"refill = -1; give the most rounds"),
+        ({"refill": 1, "rollout.n": 1, "estimator": "reinforce++"}, r"groups of 1 rollout"),
+        ({"curriculum": "easy"}, r"Invalid enum value 'easy'.*curriculum"),
+        (
+            {"curriculum": "frontier", "refill": 2, "trainer.v1.trainer_mode": "colocate_async"},
+            r"refill and curriculum with trainer\.v1\.trainer_mode = 'colocate_async'.*rewards of this one",
+        ),
         ({"trainer.v1.trainer_mode": "separate_async"}, r"separate_async'.*use colocate_async"),
         ({"trainer.v1.sampler.max_off_policy_threshold": 2}, r"ignore trainer\.v1\.sampler with"),
         (

@@ -54,6 +54,14 @@ def test_line_of_a_step_shows_what_tells_why_it_learns() -> None:
         assert f"grpo step 2 of 3: {shown}{ending}" == _line("grpo", report, total=3, left="")
 
 
+def test_line_of_a_step_counts_the_groups_that_were_replaced() -> None:
+    metrics = {"reward": 0.5, "groups_dropped": 3.0, "rollouts_extra": 12.0}
+    line = _line("grpo", StepReport(step=1, metrics=metrics, published=("llm@v1",)), total=3, left="")
+    assert "grpo step 1 of 3: reward 0.500, 3 silent groups dropped, 12 extra rollouts" == line
+    none = {"reward": 0.5, "groups_dropped": 0.0, "rollouts_extra": 0.0}
+    assert "reward 0.500" == _line("grpo", StepReport(step=1, metrics=none), total=3, left="").split(": ")[1]
+
+
 def test_line_of_a_step_without_an_update_says_so() -> None:
     report = StepReport(step=1, metrics={"reward": 0.0, "updates_skipped": 1.0})
     assert "grpo step 1 of 3: reward 0.000, trained nothing" == _line("grpo", report, total=3, left="")

@@ -18,7 +18,8 @@ Deviations from the paper, and why:
 - Agents have several calls, several rows and several roles. The unit of every statistic, normalisation and minibatch
   is therefore the rollout, and splitting a rollout into rows changes nothing.
 - Groups whose advantages are all zero cost no forward pass (unless a KL penalty needs one) but stay in the
-  denominators: skipping them changes the time and not the update. They are counted in `groups_silent`.
+  denominators: skipping them changes the time and not the update. They are counted in `groups_silent`. With `refill`
+  they are replaced instead, as in DAPO (`agl_objectives.groups`).
 
 Collecting, sampling and serving are left to the experiment and its policy; nothing here talks to a model server.
 """
@@ -39,13 +40,15 @@ from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong, prepare
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.answers import rollout_shares
+from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.registry import find_estimator
+from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,6 +64,11 @@ class GRPO:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
         group_size: Rollouts per task, whose rewards are compared.
+        refill: Rounds in which groups that do not differ are replaced by those of further tasks (DAPO's dynamic
+            sampling); 0 keeps every group.
+        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
+            `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
+            without preference.
         estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce++`, `reinforce++-baseline`, another estimator's name, or
             `module:name`; `estimator_params` are its parameters. A credit that gives finished advantages leaves it
             nothing to do, which the first such step says.
@@ -91,6 +99,9 @@ class GRPO:
         steps: int = 100,
         tasks_per_step: int = 16,
         group_size: int = 8,  # G, 64 in the paper
+        refill: int = 0,
+        curriculum: Curriculum = "",
+        curriculum_uniform: float = 0.5,
         estimator: str = "grpo",
         estimator_params: dict[str, Any] | None = None,
         loss: str = "ppo-clip",
@@ -164,11 +175,21 @@ class GRPO:
                 f"grpo with estimator {estimator!r} compares the rollouts of a group, but group_size is 1. "
                 'Give at least 2, or estimator = "reinforce++", which compares over the batch.'
             )
-        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._steps = steps
         self._estimator = found
         self._updates_per_step, self._epochs = updates_per_step, epochs
         self._mask_truncated = mask_truncated
         self._overlong = overlong("grpo", limit=overlong_limit, buffer=overlong_buffer)
+        self._groups = GroupSampler(
+            "grpo",
+            count=tasks_per_step,
+            n=group_size,
+            refill=refill,
+            curriculum=curriculum,
+            uniform=curriculum_uniform,
+            mask_truncated=mask_truncated,
+            overlong=self._overlong,
+        )
         self._token_budget = token_budget
         settings = LearnerSettings(
             optim=OptimSettings(
@@ -197,6 +218,7 @@ class GRPO:
         self._context = context
         self._tuned.begin(context)
         check_tasks(context, algorithm="grpo")
+        self._groups.begin(context)
 
     async def step(self) -> StepReport:
         """Collect one batch of groups, update, save and publish."""
@@ -207,21 +229,19 @@ class GRPO:
 
         # 1. Collect: G rollouts of each task, sampled from the weights that are live now (pi_theta_old).
         started = time.perf_counter()
-        tasks = draw_tasks(context, step=step, count=self._tasks_per_step)
-        collected = await context.collect(tasks, step=step, n=self._group_size)
+        collected = await self._groups.collect(step)
         collect_s = time.perf_counter() - started
 
         # 2. Advantages: one number per call, spread over the call's tokens.
-        groups = collected.groups()
         batch = prepare(
-            groups,
+            collected.groups,
             credit=context.credit,
             estimator=self._estimator.call,
             mask_truncated=self._mask_truncated,
             overlong=self._overlong,
         )
         self._tell_unused(batch.final, batch.calls)
-        metrics = batch.metrics | {"collect_s": collect_s}
+        metrics = batch.metrics | collected.metrics | {"collect_s": collect_s}
         dropped = sum(collected.dropped.values())
         metrics |= rollout_shares(collected.episodes, dropped=dropped, loud=batch.loud)
         # Rollouts that were not handed over, by reason: they failed, or have no reward, and the experiment drops such.
@@ -245,16 +265,17 @@ class GRPO:
             trained=tuple(dict.fromkeys(sample.rollout for sample in batch.samples)),  # each id once, in order
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=batch.uses,
+            uses=batch.uses | collected.uses,
         )
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, the newest checkpoint and the version that training started from."""
-        return {"step": self._step, **self._tuned.state(step=self._step)}
+        """The step count, what the curriculum knows, the newest checkpoint and the version it was opened from."""
+        return {"step": self._step, "groups": self._groups.state(), **self._tuned.state(step=self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the KL reference included."""
         self._step = int(state["step"])
+        self._groups.restore(state.get("groups", {}))
         await self._tuned.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:

@@ -43,12 +43,14 @@ from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative, shares
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative, shares
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.answers import rollout_shares, without_truncated
+from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
@@ -85,6 +87,11 @@ class PPO:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Tasks per step, drawn without repetition until the training tasks are used up.
         group_size: Rollouts per task; the baseline is the critic, so 1 is enough.
+        refill: Rounds in which groups that do not differ are replaced by those of further tasks (DAPO's dynamic
+            sampling); 0 keeps every group.
+        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
+            `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
+            without preference.
         gamma: Discount per token of the policy; `lam` is GAE's lambda.
         is_whitened: Whether a step's advantages are brought to mean 0 and deviation 1.
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`); by default what the loss
@@ -117,6 +124,9 @@ class PPO:
         steps: int = 100,
         tasks_per_step: int = 16,
         group_size: int = 4,
+        refill: int = 0,
+        curriculum: Curriculum = "",
+        curriculum_uniform: float = 0.5,
         gamma: float = 1.0,  # an answer is worth as much when it took more tokens
         lam: float = 0.95,  # lambda
         is_whitened: bool = True,
@@ -191,13 +201,23 @@ class PPO:
                 f"ppo got {gamma=}, {lam=}, {value_clip=} and {critic_warmup=}; "
                 "the first two are between 0 and 1, the others not below 0."
             )
-        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._steps = steps
         self._gamma, self._lam, self._is_whitened = gamma, lam, is_whitened
         self._updates_per_step, self._epochs = updates_per_step, epochs
         self._value_clip = value_clip
         self._critic_warmup = critic_warmup
         self._mask_truncated = mask_truncated
         self._overlong = overlong("ppo", limit=overlong_limit, buffer=overlong_buffer)
+        self._groups = GroupSampler(
+            "ppo",
+            count=tasks_per_step,
+            n=group_size,
+            refill=refill,
+            curriculum=curriculum,
+            uniform=curriculum_uniform,
+            mask_truncated=mask_truncated,
+            overlong=self._overlong,
+        )
         self._token_budget, self._keep = token_budget, keep
         optim = OptimSettings(
             lr=lr,
@@ -229,6 +249,7 @@ class PPO:
         self._context = context
         self._tuned.begin(context)
         check_tasks(context, algorithm="ppo")
+        self._groups.begin(context)
 
     async def step(self) -> StepReport:
         """Collect, evaluate, update policy and critic, save and publish."""
@@ -238,15 +259,14 @@ class PPO:
 
         # 1. Collect with the live weights.
         started = time.perf_counter()
-        tasks = draw_tasks(context, step=step, count=self._tasks_per_step)
-        collected = await context.collect(tasks, step=step, n=self._group_size)
+        collected = await self._groups.collect(step)
         metrics = {"collect_s": time.perf_counter() - started}
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
-        metrics |= {"reward": mean([e.reward for e in collected.episodes if e.reward is not None])}
+        metrics |= {"reward": mean([e.reward for e in collected.episodes if e.reward is not None]), **collected.metrics}
 
         # 2. Values, advantages and targets. All are fixed now, before the first update of the step.
         started = time.perf_counter()
-        groups = collected.groups()
+        groups = collected.groups
         returns = [by_span for group in groups for by_span in self._returns(group)]
         rows = [row for e, by_span in zip(_flat(groups), returns, strict=True) for row in self._rows(e, by_span)]
         valued = await asyncio.to_thread(self._evaluate, learner, critic, rows)
@@ -272,17 +292,18 @@ class PPO:
             trained=tuple(dict.fromkeys(row.sample.rollout for row in valued)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=_uses(groups, returns, rows, valued, loud=loud),
+            uses=_uses(groups, returns, rows, valued, loud=loud) | collected.uses,
         )
 
     def state(self) -> Mapping[str, Json]:
-        """Counts, the newest checkpoint and the version that training started from."""
-        own: dict[str, Json] = {"step": self._step, "updates": self._updates}
+        """Counts, what the curriculum knows, the newest checkpoint and the version that training started from."""
+        own: dict[str, Json] = {"step": self._step, "updates": self._updates, "groups": self._groups.state()}
         return own | self._tuned.state(step=self._step)
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint of policy and critic, optimizer moments and the KL reference included."""
         self._step, self._updates = int(state["step"]), int(state["updates"])
+        self._groups.restore(state.get("groups", {}))
         await self._tuned.restore(state)
         await self._open_critic(state)
 

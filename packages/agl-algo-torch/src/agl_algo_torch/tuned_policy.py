@@ -7,7 +7,6 @@ The algorithms share this, so that each of them reads as its own loop. It decide
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from agl.schemas import Weights, to_builtins
 from agl_algo_torch.checkpoint import keep_start, read_origin
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.model import Reference
+from agl_objectives.tasks import draw_places
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -195,27 +195,8 @@ class TunedPolicy:
 
 
 def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:
-    """Return the tasks of a step, none of them twice: every epoch is a shuffle that follows from seed, name and epoch.
-
-    No task comes twice before every other came once. `count` is cut to the number of tasks. The result depends on the
-    step's number alone, so a repeated or resumed step draws the same tasks.
-    """
-    tasks: Sequence[Json] = context.train
-    count = min(count, len(tasks))
-    first, order = (step - 1) * count, list[int]()
-    for epoch in range(-(-(first + count) // len(tasks))):  # rounded up
-        fresh = list(range(len(tasks)))
-        random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(fresh)
-        begun = len(order) % count  # tasks of the step that the epochs before leave unfinished
-        order += _apart(fresh, set(order[len(order) - begun :]), places=count - begun)
-    return [tasks[index] for index in order[first : first + count]]
-
-
-def _apart(fresh: Sequence[int], taken: set[int], *, places: int) -> list[int]:
-    """Return `fresh` with nothing of `taken` in the first `places`, and its order otherwise as it was."""
-    head = [index for index in fresh if index not in taken][:places]
-    early = set(head)
-    return [*head, *(index for index in fresh if index not in early)]
+    """Return the tasks of a step, none of them twice, as `draw_places` of `agl_objectives.tasks` chooses them."""
+    return [context.train[place] for place in draw_places(context, step=step, count=count)]
 
 
 def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
 from agl_algo_verl.objectives import check_choices, chosen_loss
+from agl_objectives.groups import GroupSampler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +30,7 @@ def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     _check_adapters(settings, given)
     _check_staleness(settings, given)
     _check_overlong(settings, given)
+    _check_draws(settings)
 
 
 def is_given(given: Mapping[str, Any], name: str) -> bool:
@@ -213,4 +215,23 @@ def _check_overlong(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{name}.overlong_buffer_cfg.log = true: the punishment is part of each call's credit and is not logged "
             "per rollout. Remove it."
+        )
+
+
+def _check_draws(settings: VerlSettings) -> None:
+    """Raise ConfigError for rounds and a curriculum that are wrong, or do not go with groups asked for ahead."""
+    GroupSampler(
+        "verl",
+        count=settings.data.train_batch_size,
+        n=settings.actor_rollout_ref.rollout.n,
+        refill=settings.refill,
+        curriculum=settings.curriculum,
+        uniform=settings.curriculum_uniform,
+    )
+    asked = [name for name in ("refill", "curriculum") if getattr(settings, name)]
+    if asked and settings.trainer.v1.is_async:
+        raise ConfigError(
+            f"verl got {' and '.join(asked)} with trainer.v1.trainer_mode = {settings.trainer.v1.trainer_mode!r}, "
+            "which asks for the groups of later steps before the rewards of this one are known. Use "
+            'trainer_mode = "sync", or remove what is named first.'
         )

@@ -19,11 +19,16 @@ def make(
     loss_params: dict[str, Any] | None = None,
     estimator: str | None = None,
     estimator_params: dict[str, Any] | None = None,
+    refill: int | None = None,
+    curriculum: str | None = None,
+    curriculum_uniform: float | None = None,
     **config: Any,
 ) -> Any:
     """Return the algorithm: `inproc` trains in this process, `ray` with VERL's trainer on a Ray cluster.
 
-    `loss` and `estimator` name those of agl-objectives, in place of VERL's own keys in `config`.
+    `loss` and `estimator` name those of agl-objectives, in place of VERL's own keys in `config`. `refill` is the most
+    rounds in which silent groups are replaced, `curriculum` the tasks to prefer, with the share `curriculum_uniform`
+    drawn without preference.
     Raises ConfigError for another engine, a wrong configuration, or a VERL that is missing or too new.
     """
     beside = {
@@ -31,6 +36,9 @@ def make(
         "loss_params": loss_params,
         "estimator": estimator,
         "estimator_params": estimator_params,
+        "refill": refill,
+        "curriculum": curriculum,
+        "curriculum_uniform": curriculum_uniform,
     }
     config |= {name: value for name, value in beside.items() if value is not None}
     if engine == "inproc":

@@ -52,8 +52,8 @@ class VERL:
         threads: Torch's threads while training on the CPU; 0 leaves torch's choice.
         keep: Number of saved states and exported weights that stay on disk.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
-        others: `loss`, `loss_params`, `estimator` and `estimator_params` (`objectives.py`); further groups of VERL's
-            configuration are refused by name.
+        others: `loss`, `loss_params`, `estimator` and `estimator_params` (`objectives.py`), `refill`, `curriculum` and
+            `curriculum_uniform` (`supply.py`); further groups of VERL's configuration are refused by name.
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
@@ -104,7 +104,7 @@ class VERL:
         self._learner = VerlLearner(
             self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
         )
-        self._supply = VerlSupply(context, self.settings, steps=self._steps)
+        self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
@@ -114,10 +114,10 @@ class VERL:
         await self._open()
         started = time.perf_counter()
         supplied = await self._supply.take(step)
-        metrics = supplied.metrics | {"collect_s": time.perf_counter() - started}
+        collect_s = time.perf_counter() - started
         # In a thread: while groups are collected ahead, agents go on in this event loop.
         prepared = await asyncio.to_thread(self._prepare, supplied)
-        metrics |= prepared.metrics
+        metrics = prepared.metrics | supplied.metrics | {"collect_s": collect_s}
 
         started, updates = time.perf_counter(), self._learner.updates
         metrics |= await self._learner.train(prepared, step=step, progress=context.progress)
@@ -140,7 +140,7 @@ class VERL:
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),  # each once, in order
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=prepared.uses,
+            uses=prepared.uses | supplied.uses,
         )
 
     def state(self) -> Mapping[str, Json]:

@@ -75,7 +75,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "algorithm.filter_groups.enable": (
         (False,),
-        "groups without a difference have no gradient and are counted in `groups_silent`; none is replaced",
+        "groups without a difference are replaced with refill = ROUNDS, which stands beside VERL's groups of keys",
     ),
     "data.truncation": (
         ("error",),

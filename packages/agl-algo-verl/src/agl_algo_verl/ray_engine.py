@@ -95,8 +95,8 @@ class RayVERL:
         probe: Whether to put a probe beside the weights of each step, for policies such as `vllm` that check what
             they serve. The weights are read once more for it, on the CPU of this machine.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
-        config: VERL's configuration, by its groups, and `loss`, `loss_params`, `estimator` and `estimator_params`
-            (`objectives.py`).
+        config: VERL's configuration, by its groups, `loss`, `loss_params`, `estimator` and `estimator_params`
+            (`objectives.py`), `refill`, `curriculum` and `curriculum_uniform` (`supply.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
@@ -140,7 +140,7 @@ class RayVERL:
         self._policy = policy
         self._steps = self.settings.steps(len(context.train))
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
-        self._supply = VerlSupply(context, self.settings, steps=self._steps)
+        self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
@@ -156,14 +156,19 @@ class RayVERL:
             )
         started = time.perf_counter()
         supplied = await self._while_served(cluster, self._supply.take(step))
-        metrics = supplied.metrics | {"collect_s": time.perf_counter() - started, **self._policy.counts()}
+        metrics = {"collect_s": time.perf_counter() - started, **self._policy.counts()}
         prepared = await asyncio.to_thread(self._prepare, supplied)
         answer = self._answer(prepared, step=step)
 
         started = time.perf_counter()
         # VERL asks for the next step only when this one is trained, saved and served.
         self._request = await self._train(cluster, answer, after=request)
-        metrics |= prepared.metrics | self._trained(request.step) | {"train_s": time.perf_counter() - started}
+        metrics |= (
+            prepared.metrics
+            | supplied.metrics
+            | self._trained(request.step)
+            | {"train_s": time.perf_counter() - started}
+        )
         folder = self._folder / CHECKPOINTS.format(request.step)
         weights = await asyncio.to_thread(self._published, folder)  # reading and merging them would block the agents
         if self._probes:
@@ -179,7 +184,7 @@ class RayVERL:
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),
             published=(f"{self._tuned}@{version.version}",),
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=prepared.uses,
+            uses=prepared.uses | supplied.uses,
         )
 
     def state(self) -> Mapping[str, Json]:

@@ -114,7 +114,8 @@ REFUSED = (
         "critic.ppo_mini_batch_size": "all rows of a step share one update of the critic, too",
         "distillation": "this engine collects for policy gradients only",
         "data.gen_batch_size": "a step collects the tasks of data.train_batch_size at once",
-        "algorithm.filter_groups": "groups whose rollouts score the same have no gradient anyway, and are counted",
+        "algorithm.filter_groups": "groups without a difference are replaced with refill = ROUNDS, which stands beside "
+        "VERL's groups of keys",
         "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
         "actor_rollout_ref.hybrid_engine": "the trainer and the replicas always share their devices",
         "actor_rollout_ref.nccl_timeout": _NOT_READ,
@@ -141,6 +142,7 @@ REFUSED = (
 """Keys of VERL that would have no effect here, with the reason and what to do instead; each covers those below it."""
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
+    "algorithm.filter_groups.enable": (False,),
     "algorithm.use_kl_in_reward": (False,),
     "actor_rollout_ref.hybrid_engine": (True,),
     "actor_rollout_ref.model.lora_adapter_path": (None,),

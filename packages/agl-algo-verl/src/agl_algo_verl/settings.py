@@ -18,6 +18,7 @@ from agl_algo_verl.combinations import check_settings, is_given
 from agl_algo_verl.keys import check_keys
 from agl_algo_verl.objectives import with_aggregation
 from agl_algo_verl.refused_values import check_values
+from agl_objectives.tasks import Curriculum  # noqa: TC001 - msgspec resolves it
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -268,7 +269,15 @@ class TrainerKeys(Keys, frozen=True, kw_only=True):
     total_training_steps: int | None = None
 
 
-OWN = ("loss", "loss_params", "estimator", "estimator_params")
+OWN = (
+    "loss",
+    "loss_params",
+    "estimator",
+    "estimator_params",
+    "refill",
+    "curriculum",
+    "curriculum_uniform",
+)
 """Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
 
 
@@ -285,6 +294,9 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     loss_params: dict[str, Any] = {}
     estimator: str = ""  # in place of adv_estimator
     estimator_params: dict[str, Any] = {}
+    refill: int = 0  # rounds in which silent groups are replaced, in place of algorithm.filter_groups
+    curriculum: Curriculum = ""  # tasks to prefer
+    curriculum_uniform: float = 0.5  # share of a step's tasks that is drawn without preference
 
     @property
     def has_critic(self) -> bool:

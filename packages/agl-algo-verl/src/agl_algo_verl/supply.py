@@ -1,10 +1,10 @@
 """Supplies the groups of a step: collected for the step, or carried over from requests that went on during updates.
 
-A group is the rollouts of one task. In synchronous training a step asks for its groups and waits for all of them. In
-asynchronous training every group is a request of its own: a number of batches is asked for ahead, a step takes as many
-groups as a batch has, and the others go on while the models learn. The age of a group counts versions of the policy,
-as in VERL. One that is trained in the step that asked for it spans 1, and none spans more than
-`max_off_policy_threshold`:
+A group is the rollouts of one task. In synchronous training a step asks for its groups and waits for all of them;
+`agl_objectives.groups` draws their tasks and replaces silent groups. In asynchronous training every group is a request
+of its own: a number of batches is asked for ahead, a step takes as many groups as a batch has, and the others go on
+while the models learn. The age of a group counts versions of the policy, as in VERL. One that is trained in the step
+that asked for it spans 1, and none spans more than `max_off_policy_threshold`:
 
     wait   a step takes the groups in the order in which they were asked for, and waits for its slowest
     drop   a step takes the first that finish; one that finishes too late is dropped, counted and replaced
@@ -27,22 +27,28 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agl.errors import RunError
+from agl_algo_verl.rows import soft_overlong
+from agl_objectives.groups import GroupSampler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agl.contracts import AlgorithmContext, Collected
+    from agl.contracts import AlgorithmContext, CallUse, Collected
     from agl.schemas import Episode, Json
     from agl_algo_verl.settings import VerlSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
-    """The groups of a step, what to log, and the number of rollouts that were left out of the groups."""
+    """The groups of a step, what to log, and the number of rollouts that were left out of the groups.
+
+    `uses` are the calls of groups that were replaced, by rollout id.
+    """
 
     groups: list[list[Episode]]
     metrics: dict[str, float]
     dropped: int
+    uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +85,27 @@ class VerlSupply:
         context: The algorithm's context, whose `collect` runs the agents.
         settings: VERL's configuration.
         steps: Steps of the whole run; no group is asked for that none of them would train.
+        mask_truncated: Whether calls that were cut at a limit of tokens train nothing.
     """
 
-    def __init__(self, context: AlgorithmContext, settings: VerlSettings, *, steps: int) -> None:
+    def __init__(
+        self, context: AlgorithmContext, settings: VerlSettings, *, steps: int, mask_truncated: bool = False
+    ) -> None:
         self._context, self._steps = context, steps
         self._size = min(settings.data.train_batch_size, len(context.train))
         self._n = settings.actor_rollout_ref.rollout.n
         self._v1 = settings.trainer.v1
+        self._sampler = GroupSampler(
+            "verl",
+            count=self._size,
+            n=self._n,
+            refill=settings.refill,
+            curriculum=settings.curriculum,
+            uniform=settings.curriculum_uniform,
+            mask_truncated=mask_truncated,
+            overlong=soft_overlong(settings),
+        )
+        self._sampler.begin(context)
         self._asked, self._dropped = 0, 0  # groups over the whole run; dropped ones are among those asked for
         self._pending: list[PendingGroup] = []
         self._saved: list[GroupRequest] = []  # of a resumed run; asked for again with its first step
@@ -93,8 +113,11 @@ class VerlSupply:
     async def take(self, step: int) -> StepGroups:
         """Return the groups of a step; raises RunError when none of a whole batch of groups can be used."""
         if not self._v1.is_async:
-            tasks = [task_at(self._context, position) for position in self._numbers(step)]
-            return _supplied([await self._context.collect(tasks, step=step, n=self._n)])
+            found = await self._sampler.collect(step)
+            counts = {f"dropped_{reason}": float(count) for reason, count in found.dropped.items()}
+            return StepGroups(
+                groups=found.groups, metrics=counts | found.metrics, dropped=found.dropped.total(), uses=found.uses
+            )
         self._restore()
         self._ask(step)
         taken: list[tuple[GroupRequest, Collected]] = []
@@ -129,11 +152,17 @@ class VerlSupply:
         """Return what was asked for and not trained, as JSON."""
         # Before the first step of a resumed run, requests from the saved state were not made yet.
         waiting = [pending.request for pending in self._pending] or self._saved
-        return {"asked": self._asked, "dropped": self._dropped, "pending": [request.saved() for request in waiting]}
+        return {
+            "asked": self._asked,
+            "dropped": self._dropped,
+            "pending": [request.saved() for request in waiting],
+            "groups": self._sampler.state(),
+        }
 
     def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from `state`; the next step asks again for what was under way."""
         self._asked, self._dropped = int(state["asked"]), int(state["dropped"])
+        self._sampler.restore(state.get("groups", {}))
         self._saved = [
             GroupRequest(number=int(entry["number"]), step=int(entry["step"]), live=dict(entry["live"]))
             for entry in state["pending"]
@@ -146,9 +175,6 @@ class VerlSupply:
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
-
-    def _numbers(self, step: int) -> range:
-        return range((step - 1) * self._size, step * self._size)
 
     def _restore(self) -> None:
         for request in self._saved:

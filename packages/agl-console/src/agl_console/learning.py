@@ -14,7 +14,8 @@ STEPS = 50
 
 FIRST = (
     *("reward", "score", "best_val_score", "kl", "entropy", "clipped", "clipped_low", "clipped_high"),
-    *("truncated_share", "tokens", "staleness", "groups_silent", "silent_share", "dropped_share"),
+    *("truncated_share", "tokens", "staleness", "groups_silent", "groups_dropped", "rollouts_extra"),
+    *("silent_share", "dropped_share"),
     *("loss", "grad_norm", "collect_s", "update_s"),
 )
 """Metrics whose figures come first, in this order: those that say whether it learns, and why it does not."""
@@ -28,6 +29,8 @@ MEANINGS = {
     "truncated_share": "rollouts with an answer cut at a limit of tokens",
     "tokens": "trained tokens of an update",
     "groups_silent": "groups whose rollouts all got the same reward",
+    "groups_dropped": "silent groups that were replaced",
+    "rollouts_extra": "rollouts in place of silent ones",
     "silent_share": "rollouts that train nothing",
     "dropped_share": "rollouts that failed or had no reward",
     "grad_norm": "length of the gradient before clipping",

@@ -119,7 +119,8 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
     return (
         f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward{mean}",
         "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, or a "
-        "larger group_size; if it is as high as it gets, these tasks are learned: harder ones, or stop",
+        "larger group_size; if it is as high as it gets, these tasks are learned: harder ones, or stop; if some tasks "
+        'teach: refill = 3, or curriculum = "frontier"',
     )
 
 

@@ -477,6 +477,8 @@ def _make_folder(path: Path) -> Path:
 _SHOWN = re.compile(r"reward|loss|score")
 _SHARES = ("truncated", "dropped", "silent", "effective")
 """Shares that an algorithm may report of a step's rollouts or tokens, as metrics such as `silent_share`."""
+_COUNTS = {"groups_dropped": "silent groups dropped", "rollouts_extra": "extra rollouts"}
+"""Counts that an algorithm may report of a step; those of 0 are left out."""
 _HEALTH = ("kl", "entropy", "logprob_gap")
 """Metrics that tell why a policy learns or does not."""
 
@@ -487,6 +489,7 @@ def _line(name: str, report: StepReport, *, total: int, left: str) -> str:
         f"{report.metrics[f'{key}_share']:.0%} {key}" for key in _SHARES if f"{key}_share" in report.metrics
     ]
     shown += [f"{key} {report.metrics[key]:.3g}" for key in _HEALTH if key in report.metrics]
+    shown += [f"{report.metrics[key]:.0f} {text}" for key, text in _COUNTS.items() if report.metrics.get(key)]
     clipped = report.metrics.get("clipped_low", 0.0) + report.metrics.get("clipped_high", 0.0)
     shown += [f"{clipped:.0%} clipped"] if clipped else []
     if report.metrics.get("updates_skipped") and not report.published:

@@ -1,0 +1,224 @@
+"""Collects the groups of an on-policy step, and replaces those that teach nothing by groups of further tasks.
+
+A group is silent when its calls do not differ in what credit gave them: every rollout succeeded, or none did. It has no
+gradient. Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) leaves silent groups out of the update
+and runs further tasks in their place until the step has its number of groups or has spent its rounds:
+
+    1. run the tasks of the step, `group_size` times each
+    2. as long as groups are missing, at most `refill` times: run as many further tasks as are missing
+    3. hand over the groups that differ; the silent ones are recorded, counted and reported to `agl why`
+
+Deviations from the paper, and why:
+- A round asks for what is missing and not for a whole batch, because rollouts of agents cost more than rounds.
+- The rounds are bounded, and a step that has spent them trains on the groups that it has.
+- A step in which every group is silent hands over those that it began with: it trains nothing, as without rounds, and
+  is counted as such.
+- The reward of a call may differ within a rollout. Silence is therefore decided by credit less the mean of the group,
+  and not by the rewards of rollouts alone.
+
+Over a restart nothing is run twice. The tasks of a round follow from the seed and the step (`tasks`), and the ids of
+its rollouts from their places in the step's order, so a step that is repeated finds what it had paid for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+from agl.contracts import Collected
+from agl.errors import ConfigError, RunError
+from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
+from agl_objectives.estimating import call_advantages, trained_tokens
+from agl_objectives.estimators import dr_grpo
+from agl_objectives.tasks import Curriculum, TaskDraws
+from agl_objectives.uses import call_uses
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agl.contracts import AlgorithmContext, CallUse
+    from agl.schemas import CallCredit, Episode, Json
+
+__all__ = ["DROPPED", "GroupSampler", "SampledGroups"]
+
+DROPPED = "silent, dropped: every advantage of its group is 0, and the step took further tasks in its place (refill)"
+"""Said by `agl why` of the calls of a group that was replaced."""
+
+TOLERANCE = 1e-6
+"""Calls closer than this to the mean of their group do not differ from it."""
+
+NO_PUNISHMENT = SoftOverlong()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledGroups:
+    """The groups of a step.
+
+    Attributes:
+        groups: Those to train on.
+        episodes: All rollouts that were collected, those of replaced groups included.
+        dropped: Rollouts that were not handed over, per reason.
+        metrics: Numbers to log; those of a step with rounds describe all of its rollouts.
+        uses: The calls of replaced groups, by rollout id.
+    """
+
+    groups: list[list[Episode]]
+    episodes: list[Episode]
+    dropped: Counter[str]
+    metrics: dict[str, float]
+    uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
+
+
+class GroupSampler:
+    """Collects the groups of a run's steps. Call `begin` first.
+
+    Args:
+        algorithm: Its registered name, for messages.
+        count: Groups per step.
+        n: Rollouts per group.
+        refill: Rounds in which silent groups are replaced; 0 trains on every group.
+        curriculum: The tasks to prefer; see `tasks`. At least the share `uniform` is drawn without preference.
+        mask_truncated: Whether calls that were cut at a limit of tokens train nothing.
+        overlong: The punishment of long answers, which makes a difference as well.
+
+    Raises:
+        ConfigError: A value is out of range, or has no effect with the others.
+    """
+
+    def __init__(
+        self,
+        algorithm: str,
+        *,
+        count: int,
+        n: int,
+        refill: int = 0,
+        curriculum: Curriculum = "",
+        uniform: float = 0.5,
+        mask_truncated: bool = False,
+        overlong: SoftOverlong = NO_PUNISHMENT,
+    ) -> None:
+        if refill < 0:
+            raise ConfigError(f"{algorithm} got refill = {refill}; give the most rounds of a step, or 0 for none.")
+        if refill and n < 2:
+            raise ConfigError(
+                f"{algorithm} got refill = {refill} and groups of {n} rollout, which has nothing to differ from: every "
+                "group would be replaced. Give at least 2 rollouts per task, or remove refill."
+            )
+        self._count, self._n, self._refill = count, n, refill
+        self._draws = TaskDraws(algorithm, curriculum=curriculum, uniform=uniform)
+        self._mask_truncated, self._overlong = mask_truncated, overlong
+
+    def begin(self, context: AlgorithmContext) -> None:
+        """Take the algorithm's context."""
+        self._context = context
+        self._draws.begin(context)
+
+    async def collect(self, step: int) -> SampledGroups:
+        """Run the tasks of a step and return its groups; raises RunError when no rollout of the first can be used."""
+        places = self._draws.first(step, self._count)
+        metrics = self._draws.metrics(places)
+        found = await self._run(step, places)
+        sampled = SampledGroups(
+            groups=found.groups(), episodes=list(found.episodes), dropped=Counter(found.dropped), metrics=metrics
+        )
+        if self._refill:
+            sampled, places = await self._refilled(step, places, begun=sampled)
+        self._draws.note(sampled.episodes, places)
+        return sampled
+
+    def state(self) -> dict[str, Json]:
+        """Return what the curriculum learnt as JSON; empty without one."""
+        return self._draws.state()
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from `state`."""
+        self._draws.restore(state)
+
+    async def _refilled(
+        self, step: int, places: Sequence[int], *, begun: SampledGroups
+    ) -> tuple[SampledGroups, list[int]]:
+        """Return a step's groups with further ones in place of the silent ones, and the places of all its tasks."""
+        wanted, taken = len(places), list(places)
+        groups, dropped = list(begun.groups), Counter(begun.dropped)
+        loud = [group for group in groups if not self._is_silent(group)]
+        rounds = 0
+        while len(loud) < wanted and rounds < self._refill:
+            further = self._draws.further(step, taken=taken, count=wanted - len(loud))
+            if not further:  # the step has taken every task
+                break
+            # The key counts the further tasks of earlier rounds: the same tasks always have the same ids.
+            found = await self._further(step, further, key=f"refill{len(taken) - wanted}")
+            taken, rounds = taken + further, rounds + 1
+            dropped.update(found.dropped)
+            fresh = found.groups()
+            groups += fresh
+            loud += [group for group in fresh if not self._is_silent(group)]
+        kept = loud or begun.groups
+        silent = [group for group in groups if not any(group is other for other in kept)]
+        counts = {
+            "groups": len(groups),
+            "groups_silent": len(groups) - len(loud),
+            "groups_dropped": len(silent),
+            "groups_missing": wanted - len(loud),
+            "rollouts_extra": (len(taken) - wanted) * self._n,
+            "refill_rounds": rounds,
+        }
+        episodes = [episode for group in groups for episode in group]
+        heard = {episode.rollout.rollout_id for group in loud for episode in group}
+        sampled = SampledGroups(
+            groups=kept,
+            episodes=episodes,
+            dropped=dropped,
+            metrics={
+                **begun.metrics,
+                **_totals(episodes),
+                **rollout_shares(episodes, dropped=dropped.total(), loud=heard),
+                **{name: float(value) for name, value in counts.items()},
+            },
+            uses={rollout: calls for group in silent for rollout, calls in self._uses(group).items()},
+        )
+        return sampled, taken
+
+    async def _run(self, step: int, places: Sequence[int], *, key: str = "") -> Collected:
+        tasks = [self._context.train[place] for place in places]
+        return await self._context.collect(tasks, step=step, n=self._n, key=key)
+
+    async def _further(self, step: int, places: Sequence[int], *, key: str) -> Collected:
+        """Run further tasks; where none of their rollouts can be used, the step goes on with those that it has."""
+        try:
+            return await self._run(step, places, key=key)
+        except RunError:
+            return Collected(dropped={"unusable": len(places) * self._n})
+
+    def _credits(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        assigned = zip(group, self._context.credit.assign(group), strict=True)
+        return [list(self._overlong.applied(episode, calls)) for episode, calls in assigned]
+
+    def _is_silent(self, group: Sequence[Episode]) -> bool:
+        """Return true if no call that can be trained differs from the mean of its group."""
+        found = call_advantages(
+            self._credits(group), groups=[0] * len(group), tokens=(tokens := trained_tokens(group)), estimator=dr_grpo
+        )
+        if self._mask_truncated:
+            found = [without_truncated(episode, values) for episode, values in zip(group, found, strict=True)]
+        return all(abs(value) <= TOLERANCE for values in found for span, value in values.items() if tokens.get(span))
+
+    def _uses(self, group: Sequence[Episode]) -> dict[str, tuple[CallUse, ...]]:
+        """Return the uses of the calls of a group that was replaced, by rollout id."""
+        credits = [{call.span_id: call.value for call in calls} for calls in self._credits(group)]
+        return {
+            episode.rollout.rollout_id: call_uses(episode, trained=(), credits=given, left_out=DROPPED)
+            for episode, given in zip(group, credits, strict=True)
+        }
+
+
+def _totals(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the numbers of a step's rollouts, in place of those of the groups that it trains on."""
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    return {
+        "reward": fmean(rewards) if rewards else 0.0,
+        "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
+        "rollouts": float(len(episodes)),
+    }
