@@ -19,7 +19,15 @@ from torch import Tensor
 from agl.errors import ConfigError
 from agl_algo_torch.model import computing
 from agl_algo_torch.packing import packed_inputs
-from agl_algo_torch.scoring import Scores, Wanted, has_plain_head, score_hidden, trunk, whole_logits
+from agl_algo_torch.scoring import (
+    Scores,
+    Wanted,
+    apply_head,
+    has_plain_head,
+    score_hidden,
+    trunk,
+    whole_logits,
+)
 from agl_algo_torch.typed_torch import from_bytes, split_sizes
 from agl_objectives.aggregation import Aggregation, token_weight, update_total
 from agl_objectives.contract import TokenBatch
@@ -176,12 +184,15 @@ class MicroBatch:
             targets_M=self.targets_M, temperature_M=self.temperature_M, has_entropy=has_entropy, has_bonus=has_bonus
         )
         if has_plain_head(model):
-            with computing(model):
-                hidden_M_H = self.run(trunk(model))
-            return score_hidden(model, hidden_M_H, wanted)
+            return score_hidden(model, self._hidden(model), wanted)
+        return wanted.of(self.logits(model))
+
+    def logits(self, model: nn.Module) -> Tensor:
+        """Run the model and return the logits before the trained tokens, [M, V], all in memory at once."""
+        if has_plain_head(model):
+            return apply_head(model, self._hidden(model))
         with computing(model):
-            logits_M_V = self.run(whole_logits(model))
-        return wanted.of(logits_M_V)
+            return self.run(whole_logits(model))
 
     def logprobs(self, model: nn.Module) -> Tensor:
         """Run the model and return the log-probability of each trained token, [M], at its temperature."""
@@ -199,6 +210,11 @@ class MicroBatch:
         attention_B_T = self._padded(torch.ones_like(self.ids_N))
         values = network(input_ids=self._padded(self.ids_N), attention_mask=attention_B_T, use_cache=False)
         return values[self._padded(self.predicts_N)]  # [B, T, ...] -> [M, ...]; padding predicts nothing
+
+    def _hidden(self, model: nn.Module) -> Tensor:
+        """Return the last hidden states before the trained tokens, [M, H]."""
+        with computing(model):
+            return self.run(trunk(model))
 
     def _padded(self, values_N: Tensor) -> Tensor:
         """Return values of all tokens as rows, [B, T], with 0 behind the shorter ones."""

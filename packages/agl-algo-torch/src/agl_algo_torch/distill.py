@@ -33,6 +33,7 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, tuned_w
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import prepare
 from agl_algo_torch.teachers import LocalTeacher, ServedTeacher, Teacher, load_tokenizer
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative
@@ -274,7 +275,14 @@ class Distill:
         loaded, tally = learner.loaded, Tally()
         weight, total = self._objective.weights(samples)
         rows = self._objective.surveyed(samples, model=loaded.model, device=loaded.device)
-        for batch in micro_batches(rows, weight, total=total, token_budget=self._token_budget, device=loaded.device):
+        for batch in micro_batches(
+            rows,
+            weight,
+            total=total,
+            token_budget=self._token_budget,
+            device=loaded.device,
+            is_packed=packs_rows(loaded.model),
+        ):
             backward(self._objective.loss(batch, model=loaded.model, tuned=self._tuned, tally=tally))
         return tally.report() | {"grad_norm": learner.apply()}
 

@@ -80,13 +80,10 @@ class Wanted:
 
 def score_hidden(model: nn.Module, hidden_M_H: Tensor, wanted: Wanted) -> Scores:
     """Return the scores of tokens by the last hidden states before them; the model has a plain head."""
-    head = _head(model)
     size = max(FEWEST_POSITIONS, CHUNK_LOGITS // int(bare(model).config.get_text_config().vocab_size))
 
     def score(part_H: Tensor, part: Wanted) -> Scores:
-        with computing(model):
-            logits_V = head(part_H)
-        return part.of(logits_V)
+        return part.of(apply_head(model, part_H))
 
     parts = list(zip(split(hidden_M_H, size), wanted.chunks(size), strict=True))
     if len(parts) == 1:
@@ -102,6 +99,12 @@ def _joined(parts: list[Scores]) -> Scores:
         entropy_M=torch.cat(entropies) if entropies else None,
         bonus_M=torch.cat(bonuses) if bonuses else None,
     )
+
+
+def apply_head(model: nn.Module, hidden_M_H: Tensor) -> Tensor:
+    """Return the logits of the last hidden states before M tokens, [M, V]; the model has a plain head."""
+    with computing(model):
+        return _head(model)(hidden_M_H)
 
 
 def trunk(model: nn.Module) -> Callable[..., Tensor]:

@@ -54,6 +54,7 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import PreparedBatch, prepare
 from agl_algo_torch.retelling import Retelling, Words
 from agl_algo_torch.tuned_policy import (
@@ -72,7 +73,7 @@ from agl_objectives.registry import find_estimator
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -348,8 +349,8 @@ class SDPO:
         weight, total = loss_weights(policies, aggregation=self._aggregation)
         tokens = sum(policy.trained_tokens for policy in policies)
         sums: defaultdict[str, float] = defaultdict(float)
-        model, device = learner.loaded.model, learner.loaded.device
-        for batch in micro_batches(policies, weight, total=total, token_budget=self._token_budget, device=device):
+        model = learner.loaded.model
+        for batch in self._batches(learner, policies, weight, total=total):
             logp_M_V = scaled_logprobs(batch.logits(model), temperature_M=batch.temperature_M)
             chosen_M_K = likeliest(logp_M_V, count=self._top_k)
             calls = [call for index in batch.rows for call in rows[index].teacher]
@@ -360,6 +361,19 @@ class SDPO:
             sums["divergence"] += float(apart_M.detach().sum())
             sums["teacher_gap"] += float((teacher_M - logp_M).sum())  # log q(y) - log pi(y), below 0 where it disagrees
         return {name: value / tokens for name, value in sums.items()}
+
+    def _batches(
+        self, learner: PolicyLearner, samples: Sequence[RowSample], weight: Sequence[float], *, total: float = 1.0
+    ) -> Iterator[MicroBatch]:
+        """Return the micro-batches of samples for this model."""
+        return micro_batches(
+            samples,
+            weight,
+            total=total,
+            token_budget=self._token_budget,
+            device=learner.loaded.device,
+            is_packed=packs_rows(learner.loaded.model),
+        )
 
     @torch.no_grad()
     def _teacher(
@@ -373,7 +387,7 @@ class SDPO:
         starts = sizes.cumsum(0)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         device = learner.loaded.device
-        for batch in micro_batches(calls, [0.0] * len(calls), token_budget=self._token_budget, device=device):
+        for batch in self._batches(learner, calls, [0.0] * len(calls)):
             # Micro-batches come longest first; `place_m` says where their tokens are among the M.
             places = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in batch.rows]
             place_m = torch.cat(places).to(device)
@@ -398,13 +412,7 @@ class SDPO:
         weight, total = self._objective.weights(samples)
         kept = [index for index, sample in enumerate(samples) if self._objective.has_gradient(sample)]
         tally = Tally()
-        for batch in micro_batches(
-            [samples[i] for i in kept],
-            [weight[i] for i in kept],
-            total=total,
-            token_budget=self._token_budget,
-            device=learner.loaded.device,
-        ):
+        for batch in self._batches(learner, [samples[i] for i in kept], [weight[i] for i in kept], total=total):
             loss = self._objective.loss(batch, model=learner.loaded.model, tuned=self._tuned, tally=tally)
             backward(self._grpo_coef * loss)
         return {"grpo_loss": tally.sums["loss"]} if kept else {}
