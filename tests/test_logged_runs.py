@@ -207,3 +207,29 @@ def test_several_experiments_are_drawn_over_each_other(fit: Fit, tmp_path: Path)
     shown("plot", "calc", "longer", "--output", "both.svg")
     picture = (tmp_path / "both.svg").read_text()
     assert all(f"<!-- {label} -->" in picture for label in ("calc stepper", "longer validate", "one@calc-1-stepper-3"))
+
+
+@pytest.mark.parametrize("saves", range(1, 9))
+def test_run_that_ends_right_after_it_saved_keeps_every_number(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch, saves: int
+) -> None:
+    class Power(BaseException):
+        """The machine is switched off."""
+
+    done = 0
+    save = SQLiteStore.save_state
+
+    async def save_and_stop(self: SQLiteStore, *args: Any, **options: Any) -> None:
+        nonlocal done
+        await save(self, *args, **options)
+        done += 1
+        if done == saves:
+            raise Power
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SQLiteStore, "save_state", save_and_stop)
+        with pytest.raises(Power):
+            fit(algorithm("stepper", tunes="one", steps=3, level=0.25))
+    fit(algorithm("stepper", tunes="one", steps=3, level=0.25), resume=True)
+
+    assert FIRST == steps_of("calc")

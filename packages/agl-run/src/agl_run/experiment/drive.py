@@ -142,9 +142,16 @@ class Driver:
         return found or AlgorithmState()
 
     async def commit(self, name: str, state: AlgorithmState, report: StepReport) -> None:
-        """Save a step's state, ledger and live versions in one transaction; then report it."""
+        """Log a step's metrics, save its state, ledger and live versions in one transaction, then tell the observers.
+
+        The metrics come first: a step that is saved is not repeated, so a kill in between would lose them. Those of a
+        step that is repeated replace them.
+        """
+        metrics = {**self._replays.pop(name, {}), **self.reports.sampling.take(name), **report.metrics}
+        report = msgspec.structs.replace(report, metrics=metrics)
         async with self._lock:
             turn = self.state.turn + 1
+            await self._log(name, report, turn=turn)
             self.state = msgspec.structs.replace(self.state, live=self.session.live.versions(), turn=turn)
             await saved.save(
                 self.session.store,
@@ -154,8 +161,7 @@ class Driver:
             )
         async with self._changed:
             self._changed.notify_all()
-        metrics = {**self._replays.pop(name, {}), **self.reports.sampling.take(name), **report.metrics}
-        await self._report(name, msgspec.structs.replace(report, metrics=metrics), turn=turn)
+        self._tell(name, report, turn=turn)
 
     async def go_back(self, algorithms: Mapping[str, AlgorithmState], *, others: Mapping[str, bytes]) -> None:
         """Save the live versions and the states of algorithms that went back to them, with ``others`` by key."""
@@ -187,18 +193,23 @@ class Driver:
             changed=self.changed,
         )
 
-    async def _report(self, name: str, report: StepReport, *, turn: int) -> None:
-        """Log a step's metrics to the store and call the observers; ``turn`` counts the steps of all algorithms."""
-        now, run = time.time(), self.state.run
-        place: dict[str, Any] = {"experiment": self.name, "run": run, "algorithm": name, "experiment_step": turn}
+    async def _log(self, name: str, report: StepReport, *, turn: int) -> None:
+        """Log a step's metrics to the store; ``turn`` counts the steps of all algorithms."""
+        now, place = time.time(), self._place(name, turn)
         metrics = [
             Metric(step=report.step, name=key, value=value, time=now, **place) for key, value in report.metrics.items()
         ]
         if metrics:
             await self.session.store.log_metrics(metrics)
             self.on_logged()
+
+    def _tell(self, name: str, report: StepReport, *, turn: int) -> None:
+        """Call the observers of a step."""
         plan = self.session.plan
-        plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **place)
+        plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **self._place(name, turn))
+
+    def _place(self, name: str, turn: int) -> dict[str, Any]:
+        return {"experiment": self.name, "run": self.state.run, "algorithm": name, "experiment_step": turn}
 
     async def record(self, tasks: Sequence[Json]) -> None:
         """Run every task once and show a summary, for an experiment without an algorithm."""
@@ -232,14 +243,15 @@ class Driver:
         if not step:
             self.validated = collected.episodes
         rewards = rewards_of(collected.episodes)
+        mean = fmean(rewards)
+        failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
+        report = StepReport(step=step, metrics={"reward": mean, "failed": float(failed)})
+        await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
         if known is None:
             known = await self.validations.add(
                 turn=step, versions=versions, steps=files, rewards=rewards, states=states
             )
-        mean = fmean(rewards)
-        failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
-        report = StepReport(step=step, metrics={"reward": mean, "failed": float(failed)})
-        await self._report(VALIDATION, report, turn=step)
+        self._tell(VALIDATION, report, turn=step)
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)
         note = f" ({failed} of {len(tasks)} failed)" if failed else ""
         self.progress.say(f"validation reward after step {step}: {mean:.3f}{note}")
