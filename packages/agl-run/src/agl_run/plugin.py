@@ -88,6 +88,9 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(
         name="metrics", factory="agl_run.cli.metrics:metrics", summary="print the numbers that algorithms logged"
     )
+    yield CommandEntry(
+        name="sync", factory="agl_run.cli.sync:sync", summary="write what W&B, MLflow or TensorBoard lack of a run"
+    )
     yield CommandEntry(name="plot", factory="agl_run.cli.metrics:plot", summary="draw metrics over the steps")
     yield CommandEntry(
         name="suggest", factory="agl_run.cli.suggest:suggest", summary="say what keeps an experiment from learning"

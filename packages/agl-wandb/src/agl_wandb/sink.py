@@ -26,7 +26,7 @@ class WandbSink:
         mode: ``online``, ``offline`` or ``disabled``; by default ``$WANDB_MODE``, or else ``online``.
         dir: The folder in which the library makes its folder ``wandb``; by default the experiment's work directory.
         tags: Tags of the run.
-        settings: Further settings of ``wandb.Settings`` by name, such as ``{ x_disable_stats = false }``; by default
+        settings: Further settings of ``wandb.Settings`` by name, such as ``{ init_timeout = 30 }``; by default
             nothing of the machine, of the program and of its output is sent.
     """
 

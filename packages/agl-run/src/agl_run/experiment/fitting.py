@@ -23,7 +23,7 @@ from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows,
 from agl_run.experiment.retention import retain_after_run
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
-from agl_run.experiment.sinking import Sinks
+from agl_run.experiment.sinking import Sinks, SinkSource
 from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.unused import unused_credits
 from agl_run.experiment.validations import after_step
@@ -132,7 +132,9 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         driver, turns = await _start(session, beginning, progress)
         for text in unused_credits(plan):
             _LOG.warning("%s", text)
-        async with Sinks(driver, say=progress.say) as sinks:
+        source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
+        async with Sinks(source, say=progress.say) as sinks:
+            driver.on_logged = sinks.wake
             result = await _fit(driver, turns)
             sinks.summary = _summary(result)
         await _retain(driver)

@@ -10,12 +10,15 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from agl.contracts import Store
 from agl.errors import AglError, FencedError
 from agl_run.experiment.build import build_sinks
-from agl_run.experiment.drive import Driver
+from agl_run.experiment.plan import Plan
 from agl_run.experiment.sink_contents import read_rows, read_tables, shown_config
 from agl_run.experiment.state import run_key
 from agl_run.own_thread import OwnThread
@@ -44,68 +47,96 @@ LONGEST_PAUSE_S = 60.0
 _LONGEST_PROBLEM = 1000
 
 
-class Sinks:
-    """Every sink of a run: ``async with Sinks(driver, say=...) as sinks:``, with the result set before it ends.
-
-    Args:
-        driver: The run.
-        say: Called with a line for each sink at the end.
+@dataclass(frozen=True, kw_only=True)
+class SinkSource:
+    """A run of an experiment in its store.
 
     Attributes:
-        summary: How the run ended, by name, for the sinks.
+        plan: The experiment.
+        store: The store of the experiment.
+        store_url: The store's address without passwords; ``""`` where it does not say.
+        run: The number of the run.
     """
 
-    def __init__(self, driver: Driver, *, say: Callable[[str], None]) -> None:
-        self._driver, self._say = driver, say
-        self._running: list[_Sinking] = []
-        self.summary: dict[str, Json] = {}
+    plan: Plan
+    store: Store
+    store_url: str
+    run: int
 
-    async def __aenter__(self) -> "Sinks":
-        """Start to give each sink what there is; the run does not wait for them."""
-        driver = self._driver
-        for name, sink in build_sinks(driver.session.plan):
-            run = await self._run(name)
-            one = _Sinking(driver.session.store, sink, run, name=name, store_url=driver.session.store_url)
-            self._running.append(one)
-        driver.on_logged = self._wake
-        return self
+    @property
+    def end_key(self) -> str:
+        """The key under which the store has how the run ended."""
+        return run_key(self.plan.name, self.run, "sinks/end")
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Give each sink the rest within the limit of time, all at once, and tell what is left."""
-        status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
-        end = SinkEnd(status=status, summary=self.summary)
-        for line in await asyncio.gather(*(one.conclude(end) for one in self._running)):
-            if line:
-                self._say(line)
-
-    def _wake(self) -> None:
-        for one in self._running:
-            one.wake()
-
-    async def _run(self, name: str) -> SinkRun:
-        """Describe the run; its id has a random end, which the store keeps for when the run is resumed."""
-        plan, state, store = self._driver.session.plan, self._driver.state, self._driver.session.store
-        key = run_key(plan.name, state.run, f"sink/{name}")
-        known = (await store.load_state(key)).get(key)
+    async def described(self, sink: str) -> SinkRun:
+        """Describe the run for a sink; its id has a random end, which the store keeps for when the run is resumed."""
+        plan, key = self.plan, run_key(self.plan.name, self.run, f"sinks/{sink}/id")
+        known = (await self.store.load_state(key)).get(key)
         if known is None:
             known = secrets.token_hex(4).encode()
-            await store.save_state({key: known})
+            await self.store.save_state({key: known})
         return SinkRun(
-            id=f"{plan.name}-{state.run}-{known.decode()}",
-            name=f"{plan.name}-{state.run}",
+            id=f"{plan.name}-{self.run}-{known.decode()}",
+            name=f"{plan.name}-{self.run}",
             experiment=plan.name,
-            run=state.run,
+            run=self.run,
             agent=plan.agent.identity,
             config=shown_config(plan.config),
             folder=str(plan.workdir),
         )
 
 
+class Sinks:
+    """Every sink of a run: ``async with Sinks(source, say=...) as sinks:``, with the summary set before it ends.
+
+    Args:
+        source: The run.
+        say: Called with a line for each sink at the end.
+        end_s: Seconds to wait at the end; ``None`` for no limit.
+
+    Attributes:
+        summary: Facts about the end of the run by name, for the sinks.
+        end: The whole end; by default it follows from the summary and from the exception that ended the run.
+        has_all: True if every sink was given everything; known at the end.
+    """
+
+    def __init__(self, source: SinkSource, *, say: Callable[[str], None], end_s: float | None = END_S) -> None:
+        self._source, self._say, self._end_s = source, say, end_s
+        self._running: list[_Sinking] = []
+        self.summary: dict[str, Json] = {}
+        self.end: SinkEnd | None = None
+        self.has_all = False
+
+    async def __aenter__(self) -> "Sinks":
+        """Start to give each sink what there is; the run does not wait for them."""
+        found = [(name, sink, await self._source.described(name)) for name, sink in build_sinks(self._source.plan)]
+        self._running = [_Sinking(self._source, sink, run, name=name) for name, sink, run in found]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Give each sink the rest within the limit of time, all at once, and tell what is left."""
+        status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
+        end = self.end or SinkEnd(status=status, summary=self.summary)
+        lines = await asyncio.gather(*(one.conclude(end, within_s=self._end_s) for one in self._running))
+        for line in filter(None, lines):
+            self._say(line)
+        self.has_all = all(lines)
+        if self._running and self.end is None:
+            with suppress(AglError):  # without it a later `agl sync` knows less
+                await self._source.store.save_state({self._source.end_key: msgspec.json.encode(end)})
+
+    def wake(self) -> None:
+        """Note that the store has new numbers."""
+        for one in self._running:
+            one.wake()
+
+
 class _Sinking:
     """Gives one sink what the store has of a run."""
 
-    def __init__(self, store: Store, sink: Sink, run: SinkRun, *, name: str, store_url: str) -> None:
-        self._store, self._sink, self._run, self._name, self._store_url = store, sink, run, name, store_url
+    def __init__(self, source: SinkSource, sink: Sink, run: SinkRun, *, name: str) -> None:
+        self._store, self._store_url = source.store, source.store_url
+        self._sink, self._run, self._name = sink, run, name
         self._thread = OwnThread(f"agl-{name}")
         self._news, self._ending = asyncio.Event(), asyncio.Event()
         self._has_begun, self._is_told = False, False
@@ -120,19 +151,20 @@ class _Sinking:
         """Note that the store has new numbers."""
         self._news.set()
 
-    async def conclude(self, end: SinkEnd) -> str:
-        """Give the rest within the limit of time; returns a line that says what was written, ``""`` after a warning."""
+    async def conclude(self, end: SinkEnd, *, within_s: float | None) -> str:
+        """Give the rest within a limit of time; returns a line that says what was written, ``""`` after a warning."""
         self._end = end
         self._ending.set()
         self._news.set()
-        await asyncio.wait({self._task}, timeout=END_S)
+        await asyncio.wait({self._task}, timeout=within_s)
         has_all = self._task.done() and self._task.result()
         self._task.cancel()
         self._thread.close()
         if has_all:
             return f"{self._name}: {len(self._given)} steps written to {self._sink.destination}"
         _LOG.warning(
-            "%s: %d of the run's %d known steps and its end were not written to %s; the store has them all",
+            "%s: %d of the run's %d known steps and its end were not written to %s; the store has them all, and "
+            "`agl sync` with the experiment's file writes them",
             *(self._name, self._known - len(self._given), self._known, self._sink.destination),
         )
         return ""

@@ -1,0 +1,25 @@
+"""``agl sync``: write what W&B, MLflow or TensorBoard lack of a run."""
+
+from pathlib import Path
+
+import click
+
+from agl import PluginManager
+from agl_run.cli.context import pass_manager
+from agl_run.cli.experiment import experiment_argument, make_trainer
+from agl_run.cli.output import echo
+from agl_run.experiment.blocking import run_blocking
+from agl_run.experiment.syncing import sync_plan
+
+
+@click.command()
+@experiment_argument
+@click.option("--run", type=click.IntRange(min=1), metavar="N", help="The run, from 1; by default the newest.")
+@pass_manager
+def sync(manager: PluginManager, file: Path, settings: tuple[str, ...], run: int | None) -> None:
+    """Write what the systems that FILE names as exporters, such as W&B, lack of a run; the store has all of it.
+
+    A running experiment does that itself.
+    """
+    plan = make_trainer(file, settings, manager=manager).plan()
+    run_blocking(lambda: sync_plan(plan, run=run, say=echo))
