@@ -3,10 +3,11 @@
 import html
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient
+from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, Metric, Presence, RolloutQuery
@@ -14,8 +15,11 @@ from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
+from agl_console.server import make_app
 from agl_console.tokens import tone_of
 from agl_console.versions import VERSIONS
+from agl_console.vocabulary import Vocabulary
+from agl_run import SQLiteStore
 
 from .conftest import Open
 from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name
@@ -294,6 +298,17 @@ async def test_tokens_have_the_advantage_that_a_step_reported_for_their_call(ope
     assert cells[45:] == part["cells"]
     assert [0.25, None] == [segment["advantage"] for segment in data["rows"][1]["segments"]]
     assert [None] * 30 + [-3] * 20 == [cell["tone"] for cell in span["cells"]]
+
+
+async def test_texts_of_tokens_are_escaped(filled: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"<script>": 100, "\\u202e": 101}}}')
+    store = SQLiteStore(f"sqlite:///{filled}")
+    app = make_app(store, name="runs.db", vocabulary=Vocabulary(tmp_path))
+    async with TestClient(TestServer(app)) as client:
+        page = await text_of(client, f"/rollouts/{FIRST}/tokens?row=1")
+    await store.close()
+    assert ">&lt;script&gt;</span>" in page
+    assert "\\u202e</span>" in page
 
 
 def test_tones_of_advantages_are_thirds_of_the_largest() -> None:
