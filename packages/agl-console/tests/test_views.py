@@ -555,6 +555,7 @@ async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open)
     async with opened() as client:
         newest = await data_of(client, "/versions/style")
         chosen = await data_of(client, "/versions/style?version=production&against=first")
+        further = await data_of(client, "/versions/style?against=first")
         first = await data_of(client, "/versions/style?version=first")
         long = await data_of(client, f"/versions/{LONG_NAME}")
     assert ("sums-1-grpo-2", "sums-1-grpo-1") == (newest["shown"]["version"], newest["against"])
@@ -562,6 +563,9 @@ async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open)
     assert ("sums-1-grpo-1", "first") == (chosen["shown"]["version"], chosen["against"])
     changed = [line["text"] for line in chosen["diff"] if line["kind"] in ("added", "removed")]
     assert ["-Be brief.", "+Be kind."] == changed
+    assert ["-Be brief.", "+Be kind.", f"+{HOSTILE}"] == [
+        line["text"] for line in further["diff"] if line["kind"] in ("added", "removed")
+    ]
     assert ("", []) == (first["against"], first["diff"])
     assert (True, []) == (long["is_too_long"], long["diff"])
 
