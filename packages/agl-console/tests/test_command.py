@@ -71,7 +71,8 @@ def test_store_behind_a_gateway_has_the_same_views(recorded: Path, monkeypatch: 
         assert process.stdout is not None
         url = re.search(r"http://\S+", process.stdout.readline())
         assert url is not None
-        for address in ("/", "/runs/halves", "/rollouts?low=0.5", "/rollouts/latest"):
+        of_run = ("/runs/halves", "/runs/halves/agents", "/runs/halves/system")
+        for address in ("/", *of_run, "/rollouts?low=0.5", "/rollouts/latest", "/versions"):
             here = run_agl("console", "runs/agl.db", "--json", address, folder=recorded)
             assert here == run_agl("console", url[0], "--json", address, folder=recorded)
         process.terminate()

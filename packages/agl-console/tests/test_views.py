@@ -3,10 +3,11 @@
 import html
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient
+from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, Metric, Presence, RolloutQuery
@@ -14,8 +15,11 @@ from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
+from agl_console.server import make_app
 from agl_console.tokens import tone_of
 from agl_console.versions import VERSIONS
+from agl_console.vocabulary import Vocabulary
+from agl_run import SQLiteStore
 
 from .conftest import Open
 from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name
@@ -296,6 +300,17 @@ async def test_tokens_have_the_advantage_that_a_step_reported_for_their_call(ope
     assert [None] * 30 + [-3] * 20 == [cell["tone"] for cell in span["cells"]]
 
 
+async def test_texts_of_tokens_are_escaped(filled: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"<script>": 100, "\\u202e": 101}}}')
+    store = SQLiteStore(f"sqlite:///{filled}")
+    app = make_app(store, name="runs.db", vocabulary=Vocabulary(tmp_path))
+    async with TestClient(TestServer(app)) as client:
+        page = await text_of(client, f"/rollouts/{FIRST}/tokens?row=1")
+    await store.close()
+    assert ">&lt;script&gt;</span>" in page
+    assert "\\u202e</span>" in page
+
+
 def test_tones_of_advantages_are_thirds_of_the_largest() -> None:
     assert [-3, -2, -1, 0, 1, 2, 3] == [tone_of(value, 3.0) for value in (-3.0, -2.0, -0.1, 0.0, 1.0, 1.5, 2.5)]
 
@@ -540,6 +555,7 @@ async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open)
     async with opened() as client:
         newest = await data_of(client, "/versions/style")
         chosen = await data_of(client, "/versions/style?version=production&against=first")
+        further = await data_of(client, "/versions/style?against=first")
         first = await data_of(client, "/versions/style?version=first")
         long = await data_of(client, f"/versions/{LONG_NAME}")
     assert ("sums-1-grpo-2", "sums-1-grpo-1") == (newest["shown"]["version"], newest["against"])
@@ -547,6 +563,9 @@ async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open)
     assert ("sums-1-grpo-1", "first") == (chosen["shown"]["version"], chosen["against"])
     changed = [line["text"] for line in chosen["diff"] if line["kind"] in ("added", "removed")]
     assert ["-Be brief.", "+Be kind."] == changed
+    assert ["-Be brief.", "+Be kind.", f"+{HOSTILE}"] == [
+        line["text"] for line in further["diff"] if line["kind"] in ("added", "removed")
+    ]
     assert ("", []) == (first["against"], first["diff"])
     assert (True, []) == (long["is_too_long"], long["diff"])
 

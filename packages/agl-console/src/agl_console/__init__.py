@@ -1,3 +1,3 @@
-"""A web console over a store of any kind: runs, learning curves, rollouts, traces and tokens, for reading only."""
+"""A web console over a store of any kind: runs, agents, groups, rollouts, tokens and versions, for reading only."""
 
 __all__: list[str] = []

@@ -22,6 +22,7 @@ from agl_console.learning import LearningFilter, learning_view
 from agl_console.pages import Pages
 from agl_console.server import make_app
 from agl_console.views import read_view
+from agl_console.vocabulary import Vocabulary
 from agl_run.commands import as_url, pass_manager, print_json, with_store
 
 PASSWORD_ENV = "AGL_CONSOLE_PASSWORD"
@@ -49,6 +50,11 @@ class _Console(click.Group):
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others need a password.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer to this host name too; repeatable.")
 @click.option("--open", "opens", is_flag=True, help="Open a browser.")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    help="A model's tokenizer.json, or its folder: tokens are shown with their texts.",
+)
 @click.option("--json", "address", metavar="ADDRESS", help="Print a view, such as /rollouts?status=failed.")
 @pass_manager
 @click.pass_context
@@ -60,6 +66,7 @@ def console(
     host: str,
     hosts: tuple[str, ...],
     opens: bool,
+    tokenizer: Path | None,
     address: str | None,
 ) -> None:
     """Look at the runs of STORE in a browser: a URL or a SQLite file; by default $AGL_STORE, or the only runs/*.db.
@@ -71,14 +78,15 @@ def console(
     ctx.meta["store_url"] = store_url
     if ctx.invoked_subcommand is not None:
         return
+    vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
     if address is not None:
-        with_store(manager, store_url, lambda store: _print(store, address))
+        with_store(manager, store_url, lambda store: _print(store, address, vocabulary))
         return
     password = checked_password(host, os.environ.get(PASSWORD_ENV, ""))
 
     async def serve(store: Store) -> None:
         own = store.backend.shown_url if isinstance(store, TableStore) else shown_url(as_url(store_url or ""))
-        app = make_app(store, name=own, hosts=(host, *hosts), password=password)
+        app = make_app(store, name=own, hosts=(host, *hosts), password=password, vocabulary=vocabulary)
         await _serve(app, host, port, on_ready=webbrowser.open if opens else lambda _: True)
 
     with_store(manager, store_url, serve)
@@ -104,9 +112,9 @@ def export(ctx: click.Context, manager: PluginManager, run: str, output: Path | 
     click.echo(f"{run} in {path}")
 
 
-async def _print(store: Store, address: str) -> None:
+async def _print(store: Store, address: str, vocabulary: Vocabulary | None) -> None:
     parts = urlsplit(address)
-    print_json((await read_view(store, parts.path, parse_qs(parts.query))).data)
+    print_json((await read_view(store, parts.path, parse_qs(parts.query), vocabulary)).data)
 
 
 async def _serve(app: web.Application, host: str, port: int, *, on_ready: Callable[[str], bool]) -> None:

@@ -23,10 +23,10 @@ from agl_run.commands import id_prefix, interval
 PAGE = 50
 """Rollouts of a page."""
 
-SCANNED = 500
+SCANNED = 400
 """Rollouts that are looked through for one page."""
 
-_CHUNK = 250
+_CHUNK = 200
 _MODES: tuple[Mode, ...] = ("test", "train", "val")
 """In the order of the ids of a step."""
 

@@ -13,6 +13,7 @@ from agl.schemas import to_json
 from agl_console.guard import Guard, add_headers
 from agl_console.pages import Pages
 from agl_console.views import read_view
+from agl_console.vocabulary import Vocabulary
 
 FEEDS = 32
 """Pages that may wait for changes at a time."""
@@ -24,7 +25,9 @@ _WAIT_S = 15.0
 _JSON = "application/json"
 
 
-def make_app(store: Store, *, name: str, hosts: Collection[str] = (), password: str = "") -> web.Application:
+def make_app(
+    store: Store, *, name: str, hosts: Collection[str] = (), password: str = "", vocabulary: Vocabulary | None = None
+) -> web.Application:
     """Make the console's application, which leaves ``store`` open.
 
     Args:
@@ -32,9 +35,10 @@ def make_app(store: Store, *, name: str, hosts: Collection[str] = (), password: 
         name: The store's address for people.
         hosts: Further host names by which the console is addressed.
         password: Asked for at every request; empty to ask for none.
+        vocabulary: The texts of tokens, ``None`` to show ids only.
     """
     app = web.Application(middlewares=[Guard(hosts=hosts, password=password).middleware()])
-    console = _Console(store, Pages(name))
+    console = _Console(store, Pages(name), vocabulary)
     app.router.add_static("/static", Path(str(files("agl_console"))) / "static")
     app.router.add_get("/changes", console.changes)
     app.router.add_get("/{path:.*}", console.view)
@@ -43,8 +47,9 @@ def make_app(store: Store, *, name: str, hosts: Collection[str] = (), password: 
 
 
 class _Console:
-    def __init__(self, store: Store, pages: Pages) -> None:
+    def __init__(self, store: Store, pages: Pages, vocabulary: Vocabulary | None) -> None:
         self._store = store
+        self._vocabulary = vocabulary
         self._pages = pages
         self._feeds = 0
 
@@ -53,7 +58,7 @@ class _Console:
         is_json = request.query.get("format") == "json"
         query = {name: request.query.getall(name) for name in request.query if name != "format"}
         try:
-            view = await read_view(self._store, request.rel_url.raw_path, query)
+            view = await read_view(self._store, request.rel_url.raw_path, query, self._vocabulary)
         except AglError as error:
             return self._error(error, is_json=is_json)
         if is_json:

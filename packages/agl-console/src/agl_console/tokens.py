@@ -32,6 +32,7 @@ class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
         level: 0 for a certain token up to 6 for a surprising one; ``None`` where it was not sampled.
         version: Index into ``versions`` of the weights that sampled it; ``None`` where it was not sampled.
         advantage: That of its call, which a step reported; ``None`` without one.
+        text: Its text, ``""`` where no vocabulary is known.
         tone: -3 for the lowest advantage below 0 up to 3 for the highest above, on the scale of the row.
     """
 
@@ -43,6 +44,7 @@ class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
     version: int | None
     advantage: float | None = None
     tone: int | None = None
+    text: str = ""
 
 
 class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import msgspec
+from msgspec.structs import replace
 
 from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
@@ -13,12 +14,13 @@ from agl.schemas import Record
 from agl_console.agents import AgentsFilter, agents_view
 from agl_console.group import GroupFilter, group_view
 from agl_console.learning import LearningFilter, learning_view
-from agl_console.rollout import RolloutFilter, rollout_tokens_view, rollout_view, span_view
+from agl_console.rollout import RolloutFilter, SpanView, rollout_tokens_view, rollout_view, span_view
 from agl_console.rollouts import RolloutsFilter, rollouts_view
 from agl_console.runs import RunsFilter, runs_view
 from agl_console.system import SystemFilter, system_view
-from agl_console.tokens import TokensFilter
+from agl_console.tokens import TokensFilter, TokensView
 from agl_console.versions import ResourcesFilter, VersionsFilter, resources_view, versions_view
+from agl_console.vocabulary import Vocabulary
 
 F = TypeVar("F", bound=Record)
 
@@ -33,13 +35,14 @@ class View(NamedTuple):
     data: Record
 
 
-async def read_view(store: Store, path: str, query: Query) -> View:
+async def read_view(store: Store, path: str, query: Query, vocabulary: Vocabulary | None = None) -> View:
     """Read the view of an address.
 
     Args:
         store: The store.
         path: The path, percent-encoded, such as ``/runs/sql``.
         query: The parameters.
+        vocabulary: The texts of tokens, ``None`` to show ids only.
 
     Raises:
         NotFoundError: No view, run, rollout or span has this address.
@@ -47,10 +50,19 @@ async def read_view(store: Store, path: str, query: Query) -> View:
     """
     for pattern, template, read in _VIEWS:
         if match := pattern.fullmatch(path):
-            return View(template, await read(store, [unquote(part) for part in match.groups()], query))
+            data = await read(store, [unquote(part) for part in match.groups()], query)
+            return View(template, data if vocabulary is None else _with_texts(data, vocabulary))
     raise NotFoundError(
         "page", path, "the console has /, /runs/NAME, /rollouts, /rollouts/ID, /versions and /versions/NAME"
     )
+
+
+def _with_texts(data: Record, vocabulary: Vocabulary) -> Record:
+    """Give the tokens of a view their texts."""
+    if not isinstance(data, SpanView | TokensView):
+        return data
+    texts = vocabulary.texts(cell.id for cell in data.cells)
+    return replace(data, cells=[replace(cell, text=text) for cell, text in zip(data.cells, texts, strict=True)])
 
 
 async def _runs(store: Store, _names: Sequence[str], query: Query) -> Record:

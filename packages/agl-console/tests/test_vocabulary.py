@@ -1,0 +1,52 @@
+"""The texts of tokens, from the vocabularies that models come with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl.errors import ConfigError
+from agl_console.vocabulary import Vocabulary
+from agl_testing.commands import run_agl
+
+from .records import rollout_name
+
+BYTE_LEVEL = {"model": {"type": "BPE", "vocab": {"Hi": 0, "Ġyou": 1, "Ċ": 2, "Ã": 3, "Ã¤": 4}}}
+ADDED = [{"id": 9, "content": "<|end|>", "special": True}]
+
+
+def written(folder: Path, content: dict[str, Any]) -> Path:
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return file
+
+
+def test_byte_level_tokens_are_their_bytes(tmp_path: Path) -> None:
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}
+    written(tmp_path, {**BYTE_LEVEL, "decoder": decoder, "added_tokens": ADDED})
+    texts = Vocabulary(tmp_path).texts([0, 1, 2, 3, 4, 9, 7])
+    assert ["Hi", " you", "⏎", r"\xc3", "ä", "<|end|>", ""] == texts
+
+
+def test_pieces_of_sentencepiece_have_spaces_and_bytes(tmp_path: Path) -> None:
+    vocab = [["<unk>", 0.0], ["▁Hi", -1.0], ["<0x0A>", -2.0]]
+    file = written(tmp_path, {"model": {"type": "Unigram", "vocab": vocab}, "decoder": {"type": "Replace"}})
+    assert [" Hi", "⏎", "<unk>"] == Vocabulary(file).texts([1, 2, 0])
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"model": {"vocab": 1}}'])
+def test_file_without_a_vocabulary_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match="with a vocabulary"):
+        Vocabulary(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot read .*missing"):
+        Vocabulary(tmp_path / "missing")
+
+
+def test_tokens_of_a_view_have_their_texts(filled: Path, tmp_path: Path) -> None:
+    written(tmp_path, {"model": {"vocab": {"<script>": 100, "▁b": 101}}})
+    address = f"/rollouts/{rollout_name(0)}/tokens?row=1"
+    words = ("console", str(filled), "--tokenizer", str(tmp_path), "--json", address)
+    cells = json.loads(run_agl(*words, folder=tmp_path))["cells"]
+    assert ["<script>", " b", ""] == [cell["text"] for cell in cells[:3]]
