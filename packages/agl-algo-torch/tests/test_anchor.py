@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,6 +91,50 @@ def test_other_agents_answers_stay_where_they_were(make: Any, model_dir: Path, t
         drifts[coef] = drift(published(bench), model_dir)
         assert bool(coef) == any("anchor_kl" in report.metrics for report in reports)
     assert drifts[100.0] < 0.5 * drifts[0.0], drifts
+
+
+@pytest.mark.parametrize("make", [GRPO, PPO])
+def test_other_agents_are_held_without_being_asked_for(make: Any, model_dir: Path, tmp_path: Path) -> None:
+    drifts: dict[str, float] = {}
+    for name, params in (("default", {}), ("off", {"anchor_coef": 0.0})):
+        bench = AlgorithmBench(scenario_of(make, model_dir, steps=6, lr=1e-2, **params), tmp_path / name)
+        asyncio.run(run(bench))
+        drifts[name] = drift(published(bench), model_dir)
+    assert drifts["default"] < 0.8 * drifts["off"], drifts
+
+
+@pytest.mark.parametrize(("world", "is_needed"), [(World, False), (SharedWorld, True)])
+def test_the_start_is_kept_in_memory_only_where_other_agents_share_the_weights(
+    world: Any, is_needed: bool, model_dir: Path, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        scenario = dataclasses.replace(scenario_of(GRPO, model_dir), play=world().play)
+        async with AlgorithmBench(scenario, tmp_path) as bench:
+            grpo = bench.scenario.make()
+            await grpo.setup(bench.context())
+            await grpo.step()
+            assert is_needed == (grpo._tuned._reference is not None)
+
+    asyncio.run(body())
+
+
+def test_a_resumed_run_holds_them_at_the_start_and_not_where_it_was_interrupted(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    async def body() -> dict[str, torch.Tensor]:
+        async with AlgorithmBench(scenario_of(GRPO, model_dir), tmp_path) as bench:
+            grpo = bench.scenario.make()
+            await grpo.setup(bench.context())
+            await grpo.step()
+            again = bench.scenario.make()
+            await again.setup(bench.context())
+            await again.restore(grpo.state())
+            with again._tuned.reference.active() as model:
+                return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    found, start = asyncio.run(body()), load_model(str(model_dir), device="cpu").model.state_dict()
+    for name, tensor in start.items():
+        torch.testing.assert_close(found[name], tensor, msg=name)
 
 
 def test_gradient_is_that_of_the_mean_distance_over_all_held_tokens(model_dir: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ Deviations from the paper, and why:
   log-probabilities is corrected by truncated importance sampling (`tis_cap`) and logged as `logprob_gap`.
 - Agents have several calls, several rows and several roles. The unit of every statistic, normalisation and minibatch
   is therefore the rollout, and splitting a rollout into rows changes nothing.
+- Agents that share the weights and are not trained are held near where they began (`anchor_coef`, see `anchor.py`).
 - Groups whose advantages are all zero cost no forward pass (unless a KL penalty needs one) but stay in the
   denominators: skipping them changes the time and not the update. They are counted in `groups_silent`. With `refill`
   they are replaced instead, as in DAPO (`agl_objectives.groups`).
@@ -78,7 +79,8 @@ class GRPO:
         loss: `ppo-clip`, another loss's name, or `module:name`; `loss_params` are its parameters, such as
             `{clip_low = 0.2, clip_high = 0.28}`.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
-        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained.
+        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained; without
+            it their skills drift away once the trained agents have learned theirs. 0 turns it off.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
             before, as in DAPO. 0 turns that off.
@@ -112,7 +114,7 @@ class GRPO:
         epochs: int = 1,  # mu, the iterations of the paper's algorithm 1
         kl: KL = "k3",  # the estimator of the paper's equation 4
         kl_coef: float = 0.0,  # beta, 0.04 in the paper
-        anchor_coef: float = 0.0,
+        anchor_coef: float = 0.1,
         entropy_coef: float = 0.0,
         mask_truncated: bool = False,
         overlong_limit: int = 0,

@@ -101,7 +101,8 @@ class PPO:
             default `{clip_low = 0.2, clip_high = 0.2}`.
         value_clip: Clip distance of the critic's values; 0 turns it off.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
-        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained.
+        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained; without
+            it their skills drift away once the trained agents have learned theirs. 0 turns it off.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
             before, as in DAPO. 0 turns that off.
@@ -139,7 +140,7 @@ class PPO:
         value_clip: float = 0.5,  # in the unit of the returns
         kl: KL = "k3",
         kl_coef: float = 0.0,
-        anchor_coef: float = 0.0,
+        anchor_coef: float = 0.1,
         entropy_coef: float = 0.0,
         mask_truncated: bool = False,
         overlong_limit: int = 0,

@@ -43,7 +43,8 @@ class TunedPolicy:
         settings: Optimizer, adapters, device.
         algorithm: Its registered name, for messages.
         keep: Saved states and exported weights that stay on disk, besides those to which the experiment may go back.
-        has_reference: Holds the policy frozen as it was at this algorithm's start, a resumed run included.
+        has_reference: Can give the policy as it was at this algorithm's start, a resumed run included. Its copy of the
+            weights takes memory only from the first time that it is asked for.
     """
 
     def __init__(self, *, settings: LearnerSettings, algorithm: str, keep: int, has_reference: bool = False) -> None:
@@ -54,6 +55,7 @@ class TunedPolicy:
         self._learner: PolicyLearner | None = None
         self._reference: Reference | None = None
         self._start: Weights | None = None  # what the reference was opened from
+        self._untouched = -1  # updates at which the learner has the weights that it was opened from; -1 for never
         self._opened = ""  # the version that `_learner` was opened from
         self._told = set[str]()
         self._rate = 1.0  # factor of the learning rate, smaller after each time that training went back
@@ -69,7 +71,7 @@ class TunedPolicy:
     def reference(self) -> Reference:
         """The policy at this algorithm's start."""
         if self._reference is None:
-            raise AssertionError("a reference was asked for, so opening the learner made one")
+            self._reference = self._reference_beside(self._opened_learner())
         return self._reference
 
     async def learner(self, *, updates: int) -> PolicyLearner:
@@ -168,25 +170,30 @@ class TunedPolicy:
             self._start = keep_start(origin, self._context.workdir / "start") if is_removable else origin
             origin = self._start
         learner = PolicyLearner(origin=origin, settings=self._scaled())
-        learner.updates = updates
-        if self._has_reference and self._reference is None:
-            self._reference = self._reference_beside(learner)
+        learner.updates = self._untouched = updates
+        self._keep_adapters(learner)
         return learner
 
     def _resume(self, checkpoint: Path) -> PolicyLearner:
         learner = PolicyLearner(origin=read_origin(checkpoint), settings=self._scaled())
-        if self._has_reference:
-            self._reference = self._reference_beside(learner)  # before the trained weights are loaded
+        self._untouched, self._reference = learner.updates, None
+        self._keep_adapters(learner)  # before the trained ones are loaded
         learner.load(checkpoint)
+        self._untouched = -1
         if self._behind is not None:
             learner.updates = self._behind.updates
         return learner
 
+    def _keep_adapters(self, learner: PolicyLearner) -> None:
+        """Take the reference now under LoRA, where it is the adapters; a copy of all weights waits until it is used."""
+        if self._has_reference and self._settings.lora is not None and self._reference is None:
+            self._reference = self._reference_beside(learner)
+
     def _reference_beside(self, learner: PolicyLearner) -> Reference:
-        """Return the policy at this algorithm's start; the learner has just been opened."""
+        """Return the policy at this algorithm's start: the learner's own while it has not moved, else read again."""
         start = self._start or learner.origin
-        # The learner was opened from other weights if another algorithm has published some, or training went back.
-        at_start = learner if start == learner.origin else PolicyLearner(origin=start, settings=self._settings)
+        is_there = start == learner.origin and learner.updates == self._untouched
+        at_start = learner if is_there else PolicyLearner(origin=start, settings=self._settings)
         return Reference(at_start.loaded.model)
 
     def _scaled(self) -> LearnerSettings:
