@@ -352,12 +352,34 @@ def test_weights_that_diverged_fail_the_request_and_not_the_engine(
     assert recompute(good, request.prompt_ids, generation.token_ids) == pytest.approx(logprobs(generation), abs=1e-5)
 
 
+def test_prompts_are_scored_beside_running_requests(running: Any) -> None:
+    run = running()
+    (answer,) = run.submit(ask(max_tokens=100, wants_tokens=True))
+    assert answer.first.wait(timeout=30)
+    ids = prompt(12, seed=3)
+    found = run.engine.score(ids).result(timeout=30)
+    assert recompute(run.model, ids[:1], ids[1:]) == pytest.approx(found, abs=1e-4)
+    generation = answer.wait()
+    assert recompute(run.model, prompt(8, seed=0), generation.token_ids) == pytest.approx(
+        logprobs(generation), abs=1e-4
+    )
+
+
+def test_prompt_that_cannot_be_scored_tells_its_caller_and_changes_nothing(running: Any) -> None:
+    run = running()
+    with pytest.raises(EngineError, match="Scoring failed: IndexError"):
+        run.engine.score([1, 9999]).result(timeout=30)
+    assert run.ask(ask())
+
+
 def test_stopping_answers_everybody(running: Any) -> None:
     run = running(max_rows=1)
     answers = run.submit(ask(max_tokens=400, wants_tokens=True), ask(seed=1))
     assert answers[0].first.wait(timeout=30)
     run.engine.stop()
     run.engine.stop()
+    with pytest.raises(EngineStoppedError):
+        run.engine.score([1, 2])
     for answer in answers:
         with pytest.raises(EngineStoppedError):
             answer.wait()

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from agl import semconv
 from agl.errors import ConfigError
-from agl.schemas import Weights, unpack_ids
+from agl.schemas import Attempt, Reward, Span, Weights, unpack_ids
 from agl_algo_torch.divergence import scaled_logprobs
 from agl_algo_torch.model import load_model
 from agl_algo_torch.sdpo import SDPO
@@ -183,6 +184,82 @@ def test_mixing_adds_the_gradient_of_grpo(tmp_path: Path, model_dir: Path) -> No
     assert "grpo_loss" in mixed.metrics
     assert "grpo_loss" not in alone.metrics
     assert {row for uses in mixed.uses.values() for row in (use.row for use in uses)} == {0}
+
+
+def teachers_texts(bench: AlgorithmBench, store: Any = None) -> list[str]:
+    """What the teacher of each call reads at the first step, the recorded prompt left out."""
+    found: list[str] = []
+
+    async def body() -> None:
+        async with bench:
+            algorithm: Any = bench.scenario.make()
+            context = bench.context()
+            await algorithm.setup(replace(context, store=store) if store else context)
+            told = algorithm._teacher_sample
+
+            def listen(call: Any, lesson: Any, retelling: Any, *, most: int) -> Any:
+                sample = told(call, lesson, retelling, most=most)
+                if not isinstance(sample, str):
+                    shared = unpack_ids(call.prompt_ids) + unpack_ids(call.response_ids)
+                    found.append(retelling.text(sample.ids[: len(sample.ids) - len(shared) + 60].tolist()))
+                return sample
+
+            algorithm._teacher_sample = listen
+            await algorithm.step()
+            await algorithm.close()
+
+    asyncio.run(body())
+    return found
+
+
+class Quoting(ChatWorld):
+    """A world whose reward quotes the hidden field, in whatever words."""
+
+    def play(self, order: Any) -> Any:
+        rollout = msgspec.structs.replace(order.rollout, hidden=("answer",))
+        played = super().play(replace(order, rollout=rollout))
+        secret = rollout.task["answer"]
+        remark = f"bad: expected {secret!r}, {secret.upper()} or {msgspec.json.encode(secret).decode()}"
+        return msgspec.structs.replace(played, rewards=(Reward(value=0.0, source="evaluator", feedback=remark),))
+
+
+def test_hidden_field_that_a_reward_quotes_is_not_in_the_teachers_tokens(tmp_path: Path, model_dir: Path) -> None:
+    secrets = ["blue whale", 'a "b" c', "twenty\ntwo\nlines", "1234567", "über-Größe"]
+    tasks = [{"question": f"q{i}", "answer": secret} for i, secret in enumerate(secrets)]
+    scenario = replace(scenario_of(model_dir, Quoting(), steps=1, tasks_per_step=5, group_size=2), train=tasks)
+    texts = teachers_texts(AlgorithmBench(scenario, tmp_path))
+    assert len(texts) == 20
+    for text in texts:
+        assert "bad: expected" in text
+        assert not [secret for secret in secrets for line in secret.splitlines() if line.casefold() in text.casefold()]
+
+
+class OneFailedTool:
+    """A store whose rollouts have one failed tool each, on a page of its own."""
+
+    async def spans(self, rollout_id: str, *, after: int = 0, **_: Any) -> list[Span]:
+        if after >= 2:
+            return []
+        attributes = {semconv.OPERATION: semconv.OP_EXECUTE_TOOL, semconv.TOOL_NAME: "sql"}
+        fields = {"status": "error", "status_message": "no such table", "attributes": attributes} if after else {}
+        return [
+            Span(rollout_id=rollout_id, attempt_id="a", span_id=f"s{after}", name="x", sequence=after + 1, **fields)
+        ]
+
+
+class Attempted(ChatWorld):
+    def play(self, order: Any) -> Any:
+        name = order.rollout.rollout_id
+        attempt = Attempt(attempt_id=f"{name}.1", rollout_id=name, number=1, worker="w")
+        return msgspec.structs.replace(super().play(order), attempt=attempt)
+
+
+def test_tool_that_failed_is_told_from_the_store(tmp_path: Path, model_dir: Path) -> None:
+    world = Attempted(remarks=False)
+    scenario = scenario_of(model_dir, world, steps=1, tasks_per_step=1, group_size=2, sources=("tools",))
+    texts = teachers_texts(AlgorithmBench(scenario, tmp_path), store=OneFailedTool())
+    assert len(texts) == 4
+    assert all("sql: no such table" in text for text in texts)
 
 
 def test_prompts_beyond_the_context_are_left_out(tmp_path: Path, model_dir: Path) -> None:
