@@ -14,6 +14,7 @@ from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find
 from agl_run.cli.span_reader import SpanReader
+from agl_run.experiment.state import load_algorithm
 from agl_run.explain import explain, explain_training
 from agl_run.training_records import TrainingRecord, training_of
 
@@ -79,7 +80,12 @@ async def _is_saved(store: Store, rollout_id: str, record: TrainingRecord) -> bo
     if not record.is_trained or not await store.experiments(record.experiment):
         return True
     steps = await store.trained(record.experiment, run=record.run, algorithm=record.algorithm, rollout_ids=[rollout_id])
-    return steps.get(rollout_id) == record.step
+    own = steps.get(rollout_id)
+    if own is None or own >= record.step:
+        return own == record.step
+    # The ledger holds the step that trained on the rollout as its own; a later one replayed it.
+    state = await load_algorithm(store, record.experiment, record.run, record.algorithm)
+    return state is None or state.step >= record.step
 
 
 def _without_text(span: Span) -> Span:
