@@ -21,6 +21,7 @@ Deviations from the paper, and why:
 - Groups whose advantages are all zero cost no forward pass (unless a KL penalty needs one) but stay in the
   denominators: skipping them changes the time and not the update. They are counted in `groups_silent`. With `refill`
   they are replaced instead, as in DAPO (`agl_objectives.groups`).
+- With `replay` some rollouts of earlier steps are trained once more (`replay.py`).
 
 Collecting, sampling and serving are left to the experiment and its policy; nothing here talks to a model server.
 """
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
@@ -41,6 +43,7 @@ from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong, prepare
+from agl_algo_torch.replay import ReplayBuffer
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
@@ -75,6 +78,9 @@ class GRPO:
             nothing to do, which the first such step says.
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does); by default what
             the loss asks for, `token` for `ppo-clip`.
+        replay: Share of a step's trained rollouts that earlier steps have trained on already, each once more at most
+            (`replay.py`); their importance weights are truncated at `replay_bound`, and none is more than
+            `replay_max_staleness` versions of the policy old.
         updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
         loss: `ppo-clip`, another loss's name, or `module:name`; `loss_params` are its parameters, such as
             `{clip_low = 0.2, clip_high = 0.28}`.
@@ -104,6 +110,9 @@ class GRPO:
         refill: int = 0,
         curriculum: Curriculum = "",
         curriculum_uniform: float = 0.5,
+        replay: float = 0.0,
+        replay_bound: float = 2.0,
+        replay_max_staleness: int = 4,
         estimator: str = "grpo",
         estimator_params: dict[str, Any] | None = None,
         loss: str = "ppo-clip",
@@ -192,7 +201,8 @@ class GRPO:
             mask_truncated=mask_truncated,
             overlong=self._overlong,
         )
-        self._token_budget = token_budget
+        self._replay = ReplayBuffer("grpo", share=replay, bound=replay_bound, max_staleness=replay_max_staleness)
+        self._token_budget, self._keep = token_budget, keep
         settings = LearnerSettings(
             optim=OptimSettings(
                 lr=lr,
@@ -227,7 +237,7 @@ class GRPO:
         context, step = self._context, self._step + 1
         # `updates` places a learner that is opened anew on the curve of the learning rate.
         learner = await self._tuned.learner(updates=self._step * self._updates_per_step * self._epochs)
-        updates = learner.updates
+        updates, version = learner.updates, context.current(self._tuned.name).version
 
         # 1. Collect: G rollouts of each task, sampled from the weights that are live now (pi_theta_old).
         started = time.perf_counter()
@@ -249,14 +259,20 @@ class GRPO:
         # Rollouts that were not handed over, by reason: they failed, or have no reward, and the experiment drops such.
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 
-        # 3. Update.
+        # 3. Update, on some rollouts of earlier steps as well.
         started = time.perf_counter()
         held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
-        metrics |= await self._train(learner, batch.samples, held=held)
+        own = tuple(dict.fromkeys(sample.rollout for sample in batch.samples))  # each id once, in order
+        replayed = self._replay.take(version, own=len(own))
+        self._replay.add(version, batch.samples, uses=batch.uses)
+        metrics |= await self._train(learner, batch.samples, replayed=replayed.rows, held=held)
+        metrics |= replayed.metrics() if self._replay.share else {}
         metrics["update_s"] = time.perf_counter() - started
 
         # 4. Save what training continues from, then make the new weights live; without an update there are none.
         await self._tuned.save(step=step)
+        kept = context.kept()
+        await asyncio.to_thread(self._replay.save, context.workdir, step=step, keep=self._keep, kept=kept)
         published = (await self._tuned.publish(step=step),) if learner.updates > updates else ()
         self._step = step
         is_finished = step >= self._steps
@@ -264,10 +280,10 @@ class GRPO:
             step=step,
             is_finished=is_finished,
             metrics=metrics,
-            trained=tuple(dict.fromkeys(sample.rollout for sample in batch.samples)),  # each id once, in order
+            trained=own,
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=batch.uses | collected.uses,
+            uses=batch.uses | collected.uses | replayed.uses(bound=self._replay.bound),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -278,10 +294,13 @@ class GRPO:
         """Continue from a checkpoint, optimizer moments and the KL reference included."""
         self._step = int(state["step"])
         self._groups.restore(state.get("groups", {}))
+        self._replay.load(self._context.workdir, step=self._step)
         await self._tuned.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        self._replay.clear()
+        await asyncio.to_thread(self._replay.save, self._context.workdir, step=self._step, keep=self._keep)
         await self._tuned.go_back(state, rate=rate, updates=self._step * self._updates_per_step * self._epochs)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
@@ -303,14 +322,24 @@ class GRPO:
             )
 
     async def _train(
-        self, learner: PolicyLearner, samples: list[RowSample], *, held: Sequence[RowSample]
+        self,
+        learner: PolicyLearner,
+        samples: list[RowSample],
+        *,
+        replayed: list[RowSample],
+        held: Sequence[RowSample],
     ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
         # With one update pi_old is pi itself (r = 1), and the forward pass of the update gives it for free.
         # With several, the weights move under the samples, so pi_old is fixed before the first of them.
         if self._updates_per_step * self._epochs > 1 or self._objective.needs_rollouts:
             samples = await asyncio.to_thread(self._with_old_logprobs, learner, samples)
+        if replayed:
+            replayed = await asyncio.to_thread(self._weighed, learner, replayed)
+        # Dealt apart and then joined, so that every update of a step has its share of old rollouts.
         parts = split_updates(samples, updates=self._updates_per_step)
+        old = split_updates(replayed, updates=len(parts))
+        parts = [part + more for part, more in zip_longest(parts, old, fillvalue=list[RowSample]())]
         reports: list[dict[str, float]] = []
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
@@ -318,7 +347,8 @@ class GRPO:
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
         # Updates report different names: one that had nothing to train on says only that it was skipped.
         names = dict.fromkeys(name for report in reports for name in report)
-        return {name: mean([report[name] for report in reports if name in report]) for name in names}
+        found = {name: mean([report[name] for report in reports if name in report]) for name in names}
+        return found | self._replay.truncated(replayed)
 
     def _batches(
         self, learner: PolicyLearner, samples: Sequence[RowSample]
@@ -331,22 +361,33 @@ class GRPO:
         if not kept:
             return [], []
         surveyed = self._objective.surveyed(samples, model=learner.loaded.model, device=learner.loaded.device)
-        rows = [surveyed[i] for i in kept]
-        # How rows are cut into micro-batches is a matter of memory and changes no gradient beyond rounding.
-        batches = micro_batches(
-            rows,
-            [weight[i] for i in kept],
-            total=total,
-            token_budget=self._token_budget,
-            device=learner.loaded.device,
-            is_packed=packs_rows(learner.loaded.model),
-        )
-        return rows, list(batches)
+        # How rows are cut into micro-batches is a matter of memory and changes no gradient beyond rounding. Those with
+        # weights of their own, which are replayed, are cut apart from those whose weights a batch finds by itself.
+        weighed = [i for i in kept if surveyed[i].importance is not None]
+        others = [i for i in kept if surveyed[i].importance is None]
+        batches = [
+            batch
+            for places in (others, weighed)
+            for batch in micro_batches(
+                [surveyed[i] for i in places],
+                [weight[i] for i in places],
+                total=total,
+                token_budget=self._token_budget,
+                device=learner.loaded.device,
+            )
+        ]
+        return [surveyed[i] for i in kept], batches
 
     def _with_old_logprobs(self, learner: PolicyLearner, samples: list[RowSample]) -> list[RowSample]:
         """Return `samples` with log pi_old, the log-probabilities before the step's first update."""
         learner.use_threads()
         return self._objective.with_old_logprobs(samples, model=learner.loaded.model, device=learner.loaded.device)
+
+    def _weighed(self, learner: PolicyLearner, rows: list[RowSample]) -> list[RowSample]:
+        """Return replayed rows with log pi_old and their importance weights."""
+        learner.use_threads()
+        loaded = learner.loaded
+        return self._replay.weighed(rows, objective=self._objective, model=loaded.model, device=loaded.device)
 
     def _update(
         self, learner: PolicyLearner, samples: Sequence[RowSample], *, held: Sequence[RowSample]

@@ -180,12 +180,12 @@ class Objective:
 
     def _weighted(self, loss_M: Tensor, batch: MicroBatch, *, old_M: Tensor, tally: Tally) -> Tensor:
         """Return the loss of every token times its importance weight."""
-        if not self._importance.cap:
+        weight_M = batch.importance_M  # of whole rollouts, or of replayed ones
+        if weight_M is None and not self._importance.cap:
             return loss_M
-        weight_M = batch.importance_M
         if weight_M is None:
             weight_M = self._importance.weights(old_M, batch.behaviour_M, rollout_M=batch.rollout_M)
-        name, chosen_M = "tis_truncated", weight_M >= self._importance.cap
+        name, chosen_M = "tis_truncated", weight_M >= (self._importance.cap or torch.inf)
         if self._importance.mode == "mask":
             name, chosen_M = "tis_masked", weight_M == 0
         tally.sums[name] += int(chosen_M.sum())

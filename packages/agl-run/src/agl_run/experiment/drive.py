@@ -489,7 +489,11 @@ def _make_folder(path: Path) -> Path:
 _SHOWN = re.compile(r"reward|loss|score")
 _SHARES = ("truncated", "dropped", "silent", "effective")
 """Shares that an algorithm may report of a step's rollouts or tokens, as metrics such as `silent_share`."""
-_COUNTS = {"groups_dropped": "silent groups dropped", "rollouts_extra": "extra rollouts"}
+_COUNTS = {
+    "groups_dropped": "silent groups dropped",
+    "rollouts_extra": "extra rollouts",
+    "rollouts_replayed": "rollouts replayed",
+}
 """Counts that an algorithm may report of a step; those of 0 are left out."""
 _HEALTH = ("kl", "entropy", "logprob_gap")
 """Metrics that tell why a policy learns or does not."""
