@@ -83,6 +83,8 @@ class GRPO:
         token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -126,6 +128,7 @@ class GRPO:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         not_negative("grpo", kl_coef=kl_coef, tis_cap=tis_cap)
@@ -187,6 +190,7 @@ class GRPO:
             device=device,
             dtype=dtype,
             threads=threads,
+            gradient_checkpointing=gradient_checkpointing,
         )
         self._anchor = Anchor("grpo", coef=anchor_coef, kl=kl, token_budget=token_budget)
         self._tuned = TunedPolicy(

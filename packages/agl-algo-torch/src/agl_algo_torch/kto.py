@@ -86,6 +86,8 @@ class KTO(PreferenceAlgorithm[Label]):
         token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -117,6 +119,7 @@ class KTO(PreferenceAlgorithm[Label]):
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         at_least_one("kto", rollouts_per_update=rollouts_per_update)
@@ -143,6 +146,7 @@ class KTO(PreferenceAlgorithm[Label]):
             device=device,
             dtype=dtype,
             threads=threads,
+            gradient_checkpointing=gradient_checkpointing,
         )
         super().__init__(
             "kto",

@@ -15,7 +15,7 @@ import torch
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, step_directory
-from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model, open_adapter
+from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, checkpoint_gradients, load_model, open_adapter
 from agl_algo_torch.optim import OptimSettings, Skipped, apply_gradients, build_optimizer
 from agl_algo_torch.packing import pack
 from agl_algo_torch.scoring import find_head
@@ -36,6 +36,7 @@ class LearnerSettings:
     Without `lora` the full weights train; `threads` 0 leaves the number of CPU threads to torch.
     `dtype` is the type that the model computes in and in which full weights are exported. Weights in training are
     float32 whatever it is, in checkpoints too; under LoRA the frozen base has it.
+    With `gradient_checkpointing` layers are computed again in the backward pass instead of being kept.
     """
 
     optim: OptimSettings
@@ -43,6 +44,7 @@ class LearnerSettings:
     device: str = "auto"
     dtype: str = "float32"
     threads: int = 0
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if self.threads < 0:
@@ -64,6 +66,8 @@ class PolicyLearner:
         self.skipped = Skipped(settings.optim.max_nonfinite)
         self.use_threads()
         self.loaded = _open(origin, settings)
+        if settings.gradient_checkpointing:
+            checkpoint_gradients(self.loaded.model)
         self.notices = tuple(filter(None, [find_head(self.loaded.model), pack(self.loaded.model)]))
         self.optimizer = build_optimizer(self.loaded.model, settings.optim)
 

@@ -78,7 +78,11 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> torch.optim.Ad
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=trained[0].is_cuda,  # one kernel for all parameters
     )
 
 

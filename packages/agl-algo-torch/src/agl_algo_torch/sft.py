@@ -59,6 +59,8 @@ class SFT:
         token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -85,6 +87,7 @@ class SFT:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         if min(batch_size, updates_per_step, keep) < 1 or updates < 0:
@@ -115,6 +118,7 @@ class SFT:
         self._decay: Decay = decay
         self._lora = LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None
         self._device, self._dtype, self._threads = device, dtype, threads
+        self._gradient_checkpointing = gradient_checkpointing
         self._learner: PolicyLearner | None = None
         self._step = 0
 
@@ -133,6 +137,7 @@ class SFT:
             device=self._device,
             dtype=self._dtype,
             threads=self._threads,
+            gradient_checkpointing=self._gradient_checkpointing,
         )
 
     async def step(self) -> StepReport:
