@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,7 +44,7 @@ def train(learner: PolicyLearner, updates: int) -> list[float]:
     for _ in range(updates):
         output = learner.loaded.model(input_ids=IDS, labels=IDS)
         output.loss.backward()
-        learner.apply()
+        learner.apply({})
         losses.append(float(output.loss.detach()))
     return losses
 
@@ -174,9 +176,37 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_dir: Path) -> None:
     optimizer = build_optimizer(model, OPTIM)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     next(model.parameters()).sum().mul(float("nan")).backward()
-    with pytest.raises(AglError, match="gradient norm of update 0 is nan"):
-        apply_gradients(optimizer, OPTIM, update=0)
+    assert math.isnan(apply_gradients(optimizer, OPTIM, update=0))
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_updates_without_a_finite_gradient_are_skipped_and_counted_until_there_are_too_many(model_dir: Path) -> None:
+    settings = LearnerSettings(optim=replace(OPTIM, max_nonfinite=2), device="cpu", threads=1)
+    learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
+    weight = next(learner.loaded.model.parameters())
+
+    def update(factor: float) -> dict[str, float]:
+        weight.sum().mul(factor).backward()
+        return learner.apply({"loss": factor, "tokens": 8.0})
+
+    assert update(1.0).keys() == {"loss", "tokens", "grad_norm"}
+    before = weight.detach().clone()
+    for _ in range(2):  # the good one between them begins the count anew
+        skipped = [update(float("nan")), update(float("inf"))]
+        assert skipped == [{"tokens": 8.0, "updates_nonfinite": 1.0}] * 2
+        assert torch.equal(before, weight)
+        assert learner.skipped.news().startswith("2 updates were skipped")
+        assert learner.skipped.news() == ""
+        update(1.0)
+        before = weight.detach().clone()
+    assert (learner.updates, learner.moves) == (7, 3)
+    update(float("nan"))
+    update(float("nan"))
+    with pytest.raises(AglError, match="update 9 is nan: 3 in a row are not finite, and max_nonfinite = 2"):
+        update(float("nan"))
+    assert torch.equal(before, weight)
 
 
 @pytest.mark.parametrize("broken", [{"lr": 0.0}, {"max_grad_norm": 0.0}, {"decay": "linear"}])

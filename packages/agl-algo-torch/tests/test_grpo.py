@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,8 @@ from .token_world import PROMPT, World, episode
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from agl.contracts import StepReport
 
 # peft 0.21 reads an attribute that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -255,3 +259,33 @@ def summed(tokens: TokenBatch) -> LossTerms:
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GRPO(**params)
+
+
+broken_losses = 0
+
+
+def breaks(tokens: TokenBatch) -> LossTerms:
+    """A loss that is not a number as often as `broken_losses` says."""
+    global broken_losses
+    is_broken, broken_losses = broken_losses > 0, broken_losses - 1
+    return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M * (float("nan") if is_broken else 1.0))
+
+
+def test_a_step_without_a_finite_gradient_publishes_nothing_and_the_next_one_trains(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, steps=2, group_size=32, loss=f"{__name__}:breaks"), tmp_path)
+
+    async def steps() -> list[StepReport]:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            monkeypatch.setattr(sys.modules[__name__], "broken_losses", 1)  # from here on; a loss is tried at once
+            return [await algorithm.step(), await algorithm.step()]
+
+    first, second = asyncio.run(steps())
+    assert first.metrics["updates_nonfinite"] == 1.0
+    assert all(math.isfinite(value) for value in first.metrics.values())
+    assert first.published == ()
+    assert second.published != ()
+    assert "updates_nonfinite" not in second.metrics

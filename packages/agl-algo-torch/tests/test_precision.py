@@ -38,7 +38,7 @@ def train(learner: PolicyLearner, updates: int = UPDATES) -> list[float]:
         (batch,) = micro_batches(SAMPLES, [1.0] * 4, total=20.0, token_budget=100, device=learner.loaded.device)
         loss = -batch.mean(batch.logprobs(learner.loaded.model))
         backward(loss)
-        learner.apply()
+        learner.apply({})
         losses.append(float(loss.detach()))
     return losses
 

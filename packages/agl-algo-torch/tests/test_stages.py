@@ -46,7 +46,7 @@ def adapter(model_dir: Path, tmp_path: Path) -> Weights:
     learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings(LORA))
     for _ in range(3):
         learner.loaded.model(input_ids=IDS, labels=IDS).loss.backward()
-        learner.apply()
+        learner.apply({})
     return learner.export(tmp_path / "first", step=1, keep=1)
 
 

@@ -170,7 +170,7 @@ def check_gradient(
             references = {name: reference * (1 + index) for index, name in enumerate(rows)}
             model = learner.loaded.model
             ours: dict[str, torch.Tensor] = {}
-            learner.apply = lambda: ours.update(gradient(model)) or 0.0  # type: ignore[method-assign]
+            learner.apply = lambda report: ours.update(gradient(model)) or dict(report)  # type: ignore[method-assign]
             report = algorithm._update(learner, examples, rows, references)
             model.zero_grad()
             used = dict.fromkeys(name for example in examples for name in example.rollouts)

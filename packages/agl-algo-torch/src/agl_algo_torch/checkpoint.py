@@ -116,7 +116,10 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
             if name not in state["steps"]:  # AdamW keeps no moments for a parameter that never had a gradient
                 continue
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(state["steps"][name])),
+                # The fused optimizer reads the count where the parameter is, the other one on the CPU.
+                "step": torch.tensor(
+                    float(state["steps"][name]), device=parameter.device if group["fused"] else torch.device("cpu")
+                ),
                 "exp_avg": moments[f"{name}/exp_avg"].to(parameter.device),
                 "exp_avg_sq": moments[f"{name}/exp_avg_sq"].to(parameter.device),
             }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from agl_algo_torch.batch import micro_batches
 from agl_algo_torch.checkpoint import load_training, prune, save_training, step_directory
-from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.optim import OptimSettings, Skipped, apply_gradients, build_optimizer
 from agl_algo_torch.packing import pack, packs_rows
 from agl_algo_torch.scoring import last_hidden_states
 from agl_algo_torch.typed_torch import backward, seed_everything
@@ -68,6 +68,7 @@ class CriticLearner:
         self._optimizer = build_optimizer(self.model, settings)
         self._settings, self._clip, self._budget = settings, clip, token_budget
         self.updates = 0
+        self._skipped = Skipped(settings.max_nonfinite)
 
     @torch.no_grad()  # values are data for GAE; only `update` differentiates them
     def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
@@ -106,7 +107,10 @@ class CriticLearner:
             summed += float(loss.detach())
         # Its own norm is clipped, apart from the policy's: a critic that is far off cannot shorten the policy's step.
         norm = apply_gradients(self._optimizer, self._settings, update=self.updates)
+        is_skipped = self._skipped.note(norm, update=self.updates)
         self.updates += 1
+        if is_skipped:
+            return {"value_updates_nonfinite": 1.0}
         return {"value_loss": summed, "value_grad_norm": norm}
 
     def _batches(self, samples: Sequence[RowSample], weight: Sequence[float], *, total: float) -> Iterator[MicroBatch]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, from_row, micro_batches, split_updates
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, tuned_weights
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged, mean, tuned_weights
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
@@ -68,10 +68,13 @@ class Distill:
         aggregation: `token` or `sequence`; by default what the loss asks for.
         tis_cap: Largest weight `pi_old / pi_behaviour` of importance sampling; 0 turns it off.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
         token_budget: Padded tokens that one forward pass may take.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's. A teacher
             from a folder has the same.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -97,6 +100,7 @@ class Distill:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        max_nonfinite: int = 3,
         token_budget: int = 16_384,
         lora_rank: int = 0,
         lora_alpha: float = 32.0,
@@ -104,6 +108,7 @@ class Distill:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         if not teacher:
@@ -146,11 +151,13 @@ class Distill:
                 decay=decay,
                 total=steps * updates_per_step * epochs,
                 max_grad_norm=max_grad_norm,
+                max_nonfinite=max_nonfinite,
             ),
             lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
             device=device,
             dtype=dtype,
             threads=threads,
+            gradient_checkpointing=gradient_checkpointing,
         )
         self._tuned = TunedPolicy(settings=self._settings, algorithm="distill", keep=keep)
         self._step = 0
@@ -169,7 +176,7 @@ class Distill:
         """Collect rollouts, ask the teacher about them, update, save and publish."""
         context, step = self._context, self._step + 1
         learner = await self._tuned.learner(updates=self._step * self._updates_per_step * self._epochs)
-        updates = learner.updates
+        moves = learner.moves
 
         # 1. Collect. Without rewards in the loss, a rollout without a reward is as good as any.
         started = time.perf_counter()
@@ -192,7 +199,7 @@ class Distill:
         metrics |= await self._train(learner, rows)
         metrics["update_s"] = time.perf_counter() - started
         await self._tuned.save(step=step)
-        published = (await self._tuned.publish(step=step),) if learner.updates > updates else ()
+        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
         self._step = step
         is_finished = step >= self._steps
         return StepReport(
@@ -260,9 +267,7 @@ class Distill:
             samples = await asyncio.to_thread(self._with_old_logprobs, learner, samples)
         parts = split_updates(samples, updates=self._updates_per_step)
         reports = [await asyncio.to_thread(self._update, learner, part) for _ in range(self._epochs) for part in parts]
-        names = dict.fromkeys(name for report in reports for name in report)
-        found = {name: mean([report[name] for report in reports if name in report]) for name in names}
-        return found or {"updates_skipped": 1.0}
+        return averaged(reports) or {"updates_skipped": 1.0}
 
     def _with_old_logprobs(self, learner: PolicyLearner, samples: list[RowSample]) -> list[RowSample]:
         """Return `samples` with log pi_old, the log-probabilities before the step's first update."""
@@ -284,7 +289,7 @@ class Distill:
             is_packed=packs_rows(loaded.model),
         ):
             backward(self._objective.loss(batch, model=loaded.model, tuned=self._tuned, tally=tally))
-        return tally.report() | {"grad_norm": learner.apply()}
+        return learner.apply(tally.report())
 
 
 def taught(sample: RowSample, scores_T: Tensor) -> RowSample:

@@ -37,9 +37,12 @@ class DPO(PairAlgorithm):
         reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
         epochs: Passes over a step's pairs; `pairs_per_update` make one optimizer update.
         lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
         token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -61,6 +64,7 @@ class DPO(PairAlgorithm):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        max_nonfinite: int = 3,
         token_budget: int = 16_384,
         lora_rank: int = 0,
         lora_alpha: float = 32.0,
@@ -68,6 +72,7 @@ class DPO(PairAlgorithm):
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         if group_size == 1 or beta <= 0:
@@ -82,11 +87,13 @@ class DPO(PairAlgorithm):
                 weight_decay=weight_decay,
                 warmup=warmup,
                 max_grad_norm=max_grad_norm,
+                max_nonfinite=max_nonfinite,
             ),
             lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
             device=device,
             dtype=dtype,
             threads=threads,
+            gradient_checkpointing=gradient_checkpointing,
         )
         super().__init__(
             "dpo",

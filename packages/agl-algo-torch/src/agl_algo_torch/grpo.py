@@ -37,7 +37,7 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.anchor import Anchor
 from agl_algo_torch.batch import MicroBatch, RowSample, micro_batches, split_updates
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
@@ -95,9 +95,12 @@ class GRPO:
             `sequence` or `geometric`; `tis_mode` is `truncate` or `mask`, which drops tokens beyond the cap and below
             `tis_floor`; `tis_normalised` divides by the mean over rollouts.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
         token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -139,6 +142,7 @@ class GRPO:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        max_nonfinite: int = 3,
         token_budget: int = 16_384,
         lora_rank: int = 0,
         lora_alpha: float = 32.0,
@@ -146,6 +150,7 @@ class GRPO:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         not_negative("grpo", kl_coef=kl_coef, tis_cap=tis_cap)
@@ -212,11 +217,13 @@ class GRPO:
                 decay=decay,
                 total=steps * updates_per_step * epochs,  # updates of the whole run, where the decay ends
                 max_grad_norm=max_grad_norm,
+                max_nonfinite=max_nonfinite,
             ),
             lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
             device=device,
             dtype=dtype,
             threads=threads,
+            gradient_checkpointing=gradient_checkpointing,
         )
         self._anchor = Anchor("grpo", coef=anchor_coef, kl=kl, token_budget=token_budget)
         self._tuned = TunedPolicy(
@@ -237,7 +244,7 @@ class GRPO:
         context, step = self._context, self._step + 1
         # `updates` places a learner that is opened anew on the curve of the learning rate.
         learner = await self._tuned.learner(updates=self._step * self._updates_per_step * self._epochs)
-        updates, version = learner.updates, context.current(self._tuned.name).version
+        moves, version = learner.moves, context.current(self._tuned.name).version
 
         # 1. Collect: G rollouts of each task, sampled from the weights that are live now (pi_theta_old).
         started = time.perf_counter()
@@ -273,7 +280,7 @@ class GRPO:
         await self._tuned.save(step=step)
         kept = context.kept()
         await asyncio.to_thread(self._replay.save, context.workdir, step=step, keep=self._keep, kept=kept)
-        published = (await self._tuned.publish(step=step),) if learner.updates > updates else ()
+        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
         self._step = step
         is_finished = step >= self._steps
         return StepReport(
@@ -345,10 +352,7 @@ class GRPO:
             for index, part in enumerate(parts):
                 reports.append(await asyncio.to_thread(self._update, learner, part, held=held))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
-        # Updates report different names: one that had nothing to train on says only that it was skipped.
-        names = dict.fromkeys(name for report in reports for name in report)
-        found = {name: mean([report[name] for report in reports if name in report]) for name in names}
-        return found | self._replay.truncated(replayed)
+        return averaged(reports) | self._replay.truncated(replayed)
 
     def _batches(
         self, learner: PolicyLearner, samples: Sequence[RowSample]
@@ -374,6 +378,7 @@ class GRPO:
                 total=total,
                 token_budget=self._token_budget,
                 device=learner.loaded.device,
+                is_packed=packs_rows(learner.loaded.model),
             )
         ]
         return [surveyed[i] for i in kept], batches
@@ -405,4 +410,4 @@ class GRPO:
             backward(loss)  # frees this batch's graph before the next forward pass
         rollouts = {sample.rollout for sample in samples}
         anchored = self._anchor.add_gradient(learner, self._tuned, held, rollouts=rollouts)
-        return tally.report() | anchored | {"grad_norm": learner.apply()}
+        return learner.apply(tally.report() | anchored)

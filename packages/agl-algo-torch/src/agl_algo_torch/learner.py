@@ -6,6 +6,7 @@ Everything here blocks; algorithms call it in a thread.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,14 @@ import torch
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, step_directory
-from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model, open_adapter
-from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, checkpoint_gradients, load_model, open_adapter
+from agl_algo_torch.optim import OptimSettings, Skipped, apply_gradients, build_optimizer
 from agl_algo_torch.packing import pack
 from agl_algo_torch.scoring import find_head
 from agl_algo_torch.typed_torch import seed_everything
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from agl.contracts import AlgorithmContext
@@ -35,6 +36,7 @@ class LearnerSettings:
     Without `lora` the full weights train; `threads` 0 leaves the number of CPU threads to torch.
     `dtype` is the type that the model computes in and in which full weights are exported. Weights in training are
     float32 whatever it is, in checkpoints too; under LoRA the frozen base has it.
+    With `gradient_checkpointing` layers are computed again in the backward pass instead of being kept.
     """
 
     optim: OptimSettings
@@ -42,6 +44,7 @@ class LearnerSettings:
     device: str = "auto"
     dtype: str = "float32"
     threads: int = 0
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if self.threads < 0:
@@ -51,7 +54,8 @@ class LearnerSettings:
 class PolicyLearner:
     """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from.
 
-    `notices` are sentences for people about what the model does not allow.
+    `skipped` counts the updates that were not made since then, and `notices` are sentences for people about what the
+    model does not allow.
     """
 
     def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
@@ -59,8 +63,11 @@ class PolicyLearner:
         self.settings = settings
         self.origin = origin
         self.updates = 0
+        self.skipped = Skipped(settings.optim.max_nonfinite)
         self.use_threads()
         self.loaded = _open(origin, settings)
+        if settings.gradient_checkpointing:
+            checkpoint_gradients(self.loaded.model)
         self.notices = tuple(filter(None, [find_head(self.loaded.model), pack(self.loaded.model)]))
         self.optimizer = build_optimizer(self.loaded.model, settings.optim)
 
@@ -80,11 +87,23 @@ class PolicyLearner:
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
 
-    def apply(self) -> float:
-        """Do one optimizer update with the accumulated gradient; returns its 2-norm before clipping."""
+    def apply(self, report: Mapping[str, float]) -> dict[str, float]:
+        """Do one optimizer update with the accumulated gradient; returns `report` with the 2-norm before clipping.
+
+        A gradient that is not finite is skipped: `updates` goes on, the weights stay, and the report has its finite
+        numbers and `updates_nonfinite`. Raises AglError when too many in a row are not finite.
+        """
         norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates)
+        is_skipped = self.skipped.note(norm, update=self.updates)
         self.updates += 1
-        return norm
+        if not is_skipped:
+            return {**report, "grad_norm": norm}
+        return {name: value for name, value in report.items() if math.isfinite(value)} | {"updates_nonfinite": 1.0}
+
+    @property
+    def moves(self) -> int:
+        """Updates since this learner was opened, or since the checkpoint's first one, that changed the weights."""
+        return self.updates - self.skipped.total
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
         """Write a training checkpoint and remove those of steps before the last `keep`, except the last two and `kept`.
@@ -135,6 +154,12 @@ def tuned_weights(resource: Resource, *, name: str) -> Weights:
 def mean(values: Sequence[float]) -> float:
     """Return the mean, or 0.0 without values."""
     return sum(values) / len(values) if values else 0.0
+
+
+def averaged(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of every number over the updates that report it; one that was skipped reports less."""
+    names = dict.fromkeys(name for report in reports for name in report)
+    return {name: mean([report[name] for report in reports if name in report]) for name in names}
 
 
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _COMPUTED = "agl_computed_dtype"
 """Attribute of a master: the type that it computes in."""
 
+_CHECKPOINTS = "agl_checkpoints_gradients"
+"""Attribute of a model whose layers are computed again in the backward pass."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -121,12 +124,50 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_ma
     return LoadedModel(name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where)
 
 
-def computing(model: nn.Module) -> AbstractContextManager[None]:
-    """Return the context in which a master computes in its `dtype`; one that changes nothing for other models."""
+@contextmanager
+def computing(model: nn.Module) -> Generator[None]:
+    """Let a master compute in its `dtype` inside the block, and recompute layers in the backward pass if it is to."""
+    with _autocast(model), _checkpointed(model):
+        yield
+
+
+def _autocast(model: nn.Module) -> AbstractContextManager[None]:
     dtype = getattr(model, _COMPUTED, None)
     if dtype is None:
         return nullcontext()
     return cast("AbstractContextManager[None]", torch.autocast(next(model.parameters()).device.type, dtype=dtype))
+
+
+@contextmanager
+def _checkpointed(model: nn.Module) -> Generator[None]:
+    """Mark the layers that recompute as in training, because transformers recomputes no others; dropout stays off."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    is_on = getattr(model, _CHECKPOINTS, False) and torch.is_grad_enabled()
+    layers = [layer for _, layer in modules(model) if isinstance(layer, GradientCheckpointingLayer)] if is_on else []
+    modes = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True  # of the layer alone; `train()` would reach the dropout inside it
+    try:
+        yield
+    finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode
+
+
+def checkpoint_gradients(model: nn.Module) -> None:
+    """Keep only what goes into each layer, and compute the layer again in the backward pass (Chen et al. 2016).
+
+    Raises ConfigError for a model whose layers cannot do that.
+    """
+    base: Any = cast("Any", model).get_base_model() if has_lora(model) else model
+    if not base.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"gradient_checkpointing is on, and the layers of {type(base).__name__} cannot be computed again in the "
+            "backward pass. Remove it, and lower token_budget if memory is short."
+        )
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    setattr(model, _CHECKPOINTS, True)
 
 
 def without_master(loaded: LoadedModel) -> LoadedModel:

@@ -26,7 +26,8 @@ class OptimSettings:
     """AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101, algorithm 2); vectors (norms, biases) are not decayed.
 
     The rate rises linearly over `warmup` updates; with `linear` or `cosine` decay it falls to zero at `total`.
-    `max_grad_norm` bounds the 2-norm of the whole gradient.
+    `max_grad_norm` bounds the 2-norm of the whole gradient. `max_nonfinite` gradients in a row that are not finite are
+    skipped; one more is an error.
     """
 
     lr: float
@@ -37,12 +38,16 @@ class OptimSettings:
     decay: Decay = "constant"
     total: int = 0
     max_grad_norm: float = 1.0
+    max_nonfinite: int = 3
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.max_grad_norm > 0):
             raise ConfigError(f"lr is {self.lr} and max_grad_norm {self.max_grad_norm}; both must be above 0.")
-        if not (self.weight_decay >= 0 and self.warmup >= 0):
-            raise ConfigError(f"weight_decay is {self.weight_decay} and warmup {self.warmup}; both must be at least 0.")
+        if not (self.weight_decay >= 0 and self.warmup >= 0 and self.max_nonfinite >= 0):
+            raise ConfigError(
+                f"weight_decay is {self.weight_decay}, warmup {self.warmup} and max_nonfinite {self.max_nonfinite}; "
+                "all must be at least 0."
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas is {self.betas}; both must be at least 0 and below 1.")
         if self.decay not in get_args(Decay):
@@ -73,14 +78,18 @@ def build_optimizer(model: nn.Module, settings: OptimSettings) -> torch.optim.Ad
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=trained[0].is_cuda,  # one kernel for all parameters
     )
 
 
 def apply_gradients(optimizer: torch.optim.AdamW, settings: OptimSettings, *, update: int) -> float:
     """Clip the gradient, do one update and clear the gradient; returns the 2-norm before clipping.
 
-    A gradient that is not finite raises AglError and leaves the weights as they were.
+    A gradient that is not finite is cleared too, and leaves weights and moments as they were.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # g <- g * min(1, max_grad_norm / |g|): the direction stays, only long steps are shortened.
@@ -88,12 +97,42 @@ def apply_gradients(optimizer: torch.optim.AdamW, settings: OptimSettings, *, up
     if not math.isfinite(norm):
         # One NaN would enter the moments and every weight, and never leave them again.
         optimizer.zero_grad(set_to_none=True)
-        raise AglError(
-            f"The gradient norm of update {update} is {norm}, so the update was not made. "
-            "Lower lr, or train in float32 instead of float16."
-        )
+        return norm
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(settings, update)
     optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Counts the updates that were not made because their gradient was not finite; at most `limit` in a row may be."""
+
+    limit: int
+    total: int = 0
+    in_a_row: int = 0
+    told: int = 0
+
+    def news(self) -> str:
+        """Return a sentence for people about the updates that were skipped since the last call, `""` without one."""
+        count, self.told = self.total - self.told, self.total
+        return f"{count} updates were skipped, because their gradients are not finite" if count else ""
+
+    def note(self, norm: float, *, update: int) -> bool:
+        """Take the gradient's norm of an update and return whether it was skipped.
+
+        Raises AglError beyond the limit.
+        """
+        if math.isfinite(norm):
+            self.in_a_row = 0
+            return False
+        self.total += 1
+        self.in_a_row += 1
+        if self.in_a_row > self.limit:
+            raise AglError(
+                f"The gradient norm of update {update} is {norm}: {self.in_a_row} in a row are not finite, and "
+                f"max_nonfinite = {self.limit}. None of these updates was made. Lower lr, train in float32 instead of "
+                "float16, or raise max_nonfinite."
+            )
+        return True

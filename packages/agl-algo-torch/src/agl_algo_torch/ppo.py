@@ -37,7 +37,7 @@ from agl_algo_torch import gae
 from agl_algo_torch.anchor import Anchor
 from agl_algo_torch.batch import RowSample, from_row, micro_batches, split_updates
 from agl_algo_torch.critic import CriticLearner
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
@@ -113,9 +113,12 @@ class PPO:
         critic_warmup: Steps at the start in which only the critic learns.
         critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
         token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -158,6 +161,7 @@ class PPO:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        max_nonfinite: int = 3,
         token_budget: int = 16_384,
         lora_rank: int = 0,
         lora_alpha: float = 32.0,
@@ -165,6 +169,7 @@ class PPO:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         not_negative("ppo", kl_coef=kl_coef, tis_cap=tis_cap)
@@ -228,6 +233,7 @@ class PPO:
             decay=decay,
             total=steps * updates_per_step * epochs,
             max_grad_norm=max_grad_norm,
+            max_nonfinite=max_nonfinite,
         )
         # The critic learns faster: it starts at 0 everywhere, and bad values are bad advantages.
         self._critic_optim = replace(optim, lr=critic_lr)
@@ -237,6 +243,7 @@ class PPO:
             device=device,
             dtype=dtype,
             threads=threads,
+            gradient_checkpointing=gradient_checkpointing,
         )
         self._anchor = Anchor("ppo", coef=anchor_coef, kl=kl, token_budget=token_budget)
         self._tuned = TunedPolicy(
@@ -256,6 +263,7 @@ class PPO:
         """Collect, evaluate, update policy and critic, save and publish."""
         context, step = self._context, self._step + 1
         learner = await self._tuned.learner(updates=self._updates)
+        moves = learner.moves
         critic = self._critic = self._critic or await asyncio.to_thread(self._make_critic, learner)
 
         # 1. Collect with the live weights.
@@ -283,7 +291,7 @@ class PPO:
         # 4. Save what training continues from, then make the new weights live; without an update there are none.
         await self._tuned.save(step=step)
         await asyncio.to_thread(critic.save, context.workdir, learner, step=step, keep=self._keep, kept=context.kept())
-        published = (await self._tuned.publish(step=step),) if learner.updates > self._updates else ()
+        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
         self._step, self._updates = step, learner.updates
         is_finished = step >= self._steps
         return StepReport(
@@ -420,8 +428,7 @@ class PPO:
                 chosen = [by_row[id(sample)] for sample in part]
                 reports.append(await asyncio.to_thread(self._update, learner, critic, chosen, held=held))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
-        names = dict.fromkeys(name for report in reports for name in report)
-        return {name: mean([report[name] for report in reports if name in report]) for name in names}
+        return averaged(reports)
 
     def _update(
         self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow], *, held: Sequence[RowSample]
@@ -457,7 +464,7 @@ class PPO:
             backward(loss)  # gradients of micro-batches add up in the parameters
         rollouts = {sample.rollout for sample in samples}
         anchored = self._anchor.add_gradient(learner, self._tuned, held, rollouts=rollouts)
-        return report | tally.report() | anchored | {"grad_norm": learner.apply()}
+        return learner.apply(report | tally.report() | anchored)
 
 
 def _return_of(credit: CallCredit) -> float:

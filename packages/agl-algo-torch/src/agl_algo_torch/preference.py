@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, get_args
 from agl.contracts import StepReport
 from agl_algo_torch.batch import RowSample, from_row, micro_batches
 from agl_algo_torch.forward import recompute_logprobs
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
@@ -143,6 +143,7 @@ class PreferenceAlgorithm(ABC, Generic[E]):
         """Take groups, make examples, update, save and publish."""
         step = self._step + 1
         learner = await self._tuned.learner(updates=self._updates)
+        moves = learner.moves
 
         # 1. Take groups.
         given = await self._supply.take(step)
@@ -157,9 +158,9 @@ class PreferenceAlgorithm(ABC, Generic[E]):
         metrics = given.metrics | self.counts(examples) | await self._train(learner, examples, rows)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save, then publish; without an example the weights are what they were, so there is nothing to publish.
+        # 4. Save, then publish; without an update the weights are what they were, so there is nothing to publish.
         await self._tuned.save(step=step)
-        published = (await self._tuned.publish(step=step),) if examples else ()
+        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
         self._step, self._updates = step, learner.updates
         return StepReport(
             step=step,
@@ -214,7 +215,7 @@ class PreferenceAlgorithm(ABC, Generic[E]):
                 part = order[start : start + size]
                 reports.append(await asyncio.to_thread(self._update, learner, part, by_rollout, reference))
                 self._context.progress(epoch * len(order) + start + len(part), epochs * len(order), "update")
-        return {name: mean([report[name] for report in reports]) for name in reports[0]}
+        return averaged(reports)
 
     def _uses(self, groups: Sequence[Sequence[Episode]], examples: Sequence[E]) -> dict[str, tuple[CallUse, ...]]:
         """Return what became of every call, by rollout id."""
@@ -270,7 +271,7 @@ class PreferenceAlgorithm(ABC, Generic[E]):
             is_packed=packs_rows(model),
         ):
             backward(-(batch.advantages_M * batch.logprobs(model)).sum())
-        return judgement.metrics | {"grad_norm": learner.apply()}
+        return learner.apply(judgement.metrics)
 
 
 def can_teach(episode: Episode) -> bool:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.packing import packs_rows
@@ -62,9 +62,12 @@ class RFT:
         epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
         aggregation: `token`, or `sequence`: every rollout counts the same, however long.
         lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
         token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -85,6 +88,7 @@ class RFT:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        max_nonfinite: int = 3,
         token_budget: int = 16_384,
         lora_rank: int = 0,
         lora_alpha: float = 32.0,
@@ -92,6 +96,7 @@ class RFT:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         one_of("rft", aggregation=(aggregation, AGGREGATIONS))
@@ -110,11 +115,13 @@ class RFT:
                 weight_decay=weight_decay,
                 warmup=warmup,
                 max_grad_norm=max_grad_norm,
+                max_nonfinite=max_nonfinite,
             ),
             lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
             device=device,
             dtype=dtype,
             threads=threads,
+            gradient_checkpointing=gradient_checkpointing,
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="rft", keep=keep)
         self._supply = RolloutSupply(
@@ -132,6 +139,7 @@ class RFT:
         """Take groups, keep the good ones, update, save and publish."""
         step = self._step + 1
         learner = await self._tuned.learner(updates=self._updates)
+        moves = learner.moves
 
         # 1. and 2. Take groups and keep their good rollouts.
         given = await self._supply.take(step)
@@ -142,9 +150,9 @@ class RFT:
         metrics = given.metrics | await self._train(learner, rows)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save, then publish; without a good rollout the weights are what they were.
+        # 4. Save, then publish; without an update the weights are what they were.
         await self._tuned.save(step=step)
-        published = (await self._tuned.publish(step=step),) if rows else ()
+        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
         self._step, self._updates = step, learner.updates
         return StepReport(
             step=step,
@@ -206,7 +214,7 @@ class RFT:
         kept = {"imitated": float(len(by_rollout))}
         if not reports:
             return kept | {"updates_skipped": 1.0}
-        return kept | {name: mean([report[name] for report in reports]) for name in reports[0]}
+        return kept | averaged(reports)
 
     def _update(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
         """Do one optimizer update on whole rollouts and return its metrics."""
@@ -227,7 +235,7 @@ class RFT:
             loss = -batch.mean(batch.logprobs(loaded.model))
             backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
-        return {"loss": summed, "grad_norm": learner.apply()}
+        return learner.apply({"loss": summed})
 
 
 def _uses(groups: Sequence[Sequence[Episode]], imitated: Collection[str]) -> dict[str, tuple[CallUse, ...]]:

@@ -127,9 +127,12 @@ class SDPO:
         max_tokens: Most tokens of a sibling's answers, and of feedback.
         aggregation: `token`, or `sequence`: every rollout counts the same, however long.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
         token_budget: Padded tokens that one forward pass may take.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -157,6 +160,7 @@ class SDPO:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        max_nonfinite: int = 3,
         token_budget: int = 16_384,
         lora_rank: int = 0,
         lora_alpha: float = 32.0,
@@ -164,6 +168,7 @@ class SDPO:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         counts = {"tasks_per_step": tasks_per_step, "group_size": group_size, "token_budget": token_budget}
@@ -203,11 +208,13 @@ class SDPO:
                 decay=decay,
                 total=steps,  # one update per step
                 max_grad_norm=max_grad_norm,
+                max_nonfinite=max_nonfinite,
             ),
             lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
             device=device,
             dtype=dtype,
             threads=threads,
+            gradient_checkpointing=gradient_checkpointing,
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="sdpo", keep=keep, has_reference=teacher_start > 0)
         self._step = 0
@@ -222,7 +229,7 @@ class SDPO:
         """Collect one batch of groups, tell the teacher what is known about them, update, save and publish."""
         context, step = self._context, self._step + 1
         learner = await self._tuned.learner(updates=self._step)
-        updates = learner.updates
+        moves = learner.moves
         # A template that has no place for feedback is found before anything is paid for.
         retelling = Retelling(learner.loaded.tokenizer, max_tokens=self._max_tokens)
 
@@ -247,7 +254,7 @@ class SDPO:
 
         # 4. Save what training continues from, then make the new weights live; without an update there are none.
         await self._tuned.save(step=step)
-        published = (await self._tuned.publish(step=step),) if learner.updates > updates else ()
+        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
         self._step = step
         is_finished = step >= self._steps
         rollouts = [row.policy.rollout for row in lessons.rows] + [sample.rollout for sample in samples]
@@ -341,7 +348,7 @@ class SDPO:
         metrics = self._add_divergence(learner, rows) | self._add_grpo(learner, samples)
         if not metrics:
             return {"updates_skipped": 1.0}
-        return metrics | {"grad_norm": learner.apply()}
+        return learner.apply(metrics)
 
     def _add_divergence(self, learner: PolicyLearner, rows: Sequence[TaughtRow]) -> dict[str, float]:
         """Add the gradient of the divergence from the teacher; returns its mean per token and the teacher's gap."""

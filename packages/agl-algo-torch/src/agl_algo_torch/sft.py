@@ -16,6 +16,7 @@ Reading and tokenising dialogues is left to `dialogues`.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from dataclasses import replace
@@ -54,9 +55,12 @@ class SFT:
         is_shuffled: Whether every epoch has its own order; else the file's order.
         aggregation: `token`: every token counts the same; `sequence`: every dialogue does, however long.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
         token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
+            a third more time.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -75,6 +79,7 @@ class SFT:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        max_nonfinite: int = 3,
         token_budget: int = 16_384,
         lora_rank: int = 0,
         lora_alpha: float = 32.0,
@@ -82,6 +87,7 @@ class SFT:
         device: str = "auto",
         dtype: str = "float32",
         threads: int = 0,
+        gradient_checkpointing: bool = False,
         keep: int = 2,
     ) -> None:
         if min(batch_size, updates_per_step, keep) < 1 or updates < 0:
@@ -107,10 +113,12 @@ class SFT:
             weight_decay=weight_decay,
             warmup=warmup,
             max_grad_norm=max_grad_norm,
+            max_nonfinite=max_nonfinite,
         )
         self._decay: Decay = decay
         self._lora = LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None
         self._device, self._dtype, self._threads = device, dtype, threads
+        self._gradient_checkpointing = gradient_checkpointing
         self._learner: PolicyLearner | None = None
         self._step = 0
 
@@ -129,6 +137,7 @@ class SFT:
             device=self._device,
             dtype=self._dtype,
             threads=self._threads,
+            gradient_checkpointing=self._gradient_checkpointing,
         )
 
     async def step(self) -> StepReport:
@@ -141,26 +150,24 @@ class SFT:
         learner = self._learner
 
         # A resumed step begins at a multiple of `updates_per_step`; the last step may be shorter.
-        losses: list[float] = []
-        norms: list[float] = []
-        tokens = 0
+        reports: list[dict[str, float]] = []
         stop = min(self._updates, step * self._updates_per_step)
         while learner.updates < stop:
-            loss, norm, count = await asyncio.to_thread(self._update, learner)
-            losses.append(loss)
-            norms.append(norm)
-            tokens += count
-            context.progress(learner.updates, self._updates, f"loss {loss:.3f}")
+            reports.append(await asyncio.to_thread(self._update, learner))
+            context.progress(learner.updates, self._updates, f"loss {reports[-1].get('loss', math.nan):.3f}")
 
         is_finished = learner.updates >= self._updates
         await asyncio.to_thread(learner.save, context.workdir, step=step, keep=self._keep)
         self._step = step
         metrics = {
-            "loss": mean(losses),
-            "grad_norm": mean(norms),
-            "tokens": float(tokens),
+            "loss": mean([report["loss"] for report in reports if "grad_norm" in report]),
+            "grad_norm": mean([report["grad_norm"] for report in reports if "grad_norm" in report]),
+            "tokens": sum(report["tokens"] for report in reports),
             "update_s": time.perf_counter() - started,
         }
+        if notice := learner.skipped.news():
+            context.say(f"{context.name}: {notice}")
+            metrics["updates_nonfinite"] = sum(report.get("updates_nonfinite", 0.0) for report in reports)
         # Half-trained weights are saved and not served: what follows the decay is the result.
         published: tuple[str, ...] = ()
         if is_finished:
@@ -201,7 +208,7 @@ class SFT:
         origin = tuned_weights(self._context.current(self._name).resource, name=self._name)
         return await asyncio.to_thread(lambda: PolicyLearner(origin=origin, settings=self._settings))
 
-    def _update(self, learner: PolicyLearner) -> tuple[float, float, int]:
+    def _update(self, learner: PolicyLearner) -> dict[str, float]:
         """Do one optimizer update and return its loss, gradient norm and number of trained tokens."""
         learner.use_threads()
         loaded = learner.loaded
@@ -226,7 +233,7 @@ class SFT:
             backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
             tokens += len(logp_M)
-        return summed, learner.apply(), tokens
+        return learner.apply({"loss": summed, "tokens": float(tokens)})
 
     def _batch(self, update: int) -> list[Dialogue]:
         """Return the dialogues of an update; a function of its number alone, so nothing about it is saved."""

@@ -95,6 +95,7 @@ class TunedPolicy:
             self._opened_learner().save, self._context.workdir, step=step, keep=self._keep, kept=kept
         )
         self._behind = None
+        self._tell_skipped(self._opened_learner())
 
     async def publish(self, *, step: int) -> str:
         """Export the weights and make them live; returns `name@version`."""
@@ -156,6 +157,10 @@ class TunedPolicy:
             if notice not in self._told:
                 self._told.add(notice)
                 self._context.say(f"{self._context.name}: {notice}")
+
+    def _tell_skipped(self, learner: PolicyLearner) -> None:
+        if notice := learner.skipped.news():
+            self._context.say(f"{self._context.name}: {notice}")
 
     def _opened_learner(self) -> PolicyLearner:
         if self._learner is None:

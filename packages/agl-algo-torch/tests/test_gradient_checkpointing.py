@@ -1,0 +1,90 @@
+"""Layers that are computed again in the backward pass: the same gradients, with less kept; and AdamW on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertLMHeadModel
+
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.batch import from_tokens, micro_batches
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.model import LoraSettings, checkpoint_gradients, trainable_state
+from agl_algo_torch.optim import OptimSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# peft 0.21 reads an attribute that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+SAMPLES = [from_tokens("r", [(7 * place + n) % 200 for place in range(64)], [0, *[1] * 63]) for n in range(4)]
+
+
+def learner_of(model_dir: Path, *, device: str = "cpu", **settings: Any) -> PolicyLearner:
+    made = LearnerSettings(optim=OptimSettings(lr=1e-3), device=device, threads=1, **settings)
+    return PolicyLearner(origin=Weights(uri=str(model_dir)), settings=made)
+
+
+def gradient_and_kept(learner: PolicyLearner) -> tuple[dict[str, torch.Tensor], int]:
+    """The gradient of a pass, and the number of values that it kept for the backward pass, those of weights apart."""
+    model, kept = learner.loaded.model, dict[int, int]()
+    weights = {p.data_ptr() for p in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    device = learner.loaded.device
+    (batch,) = micro_batches(SAMPLES, [1.0] * 4, total=252, token_budget=256, device=device, is_packed=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = -batch.mean(batch.logprobs(model))
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, sum(kept.values())
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_layers_computed_again_give_the_same_gradient_and_keep_less(model_dir: Path, lora: LoraSettings | None) -> None:
+    expected, kept = gradient_and_kept(learner_of(model_dir, lora=lora))
+    learner = learner_of(model_dir, lora=lora, gradient_checkpointing=True)
+    modes = [module.training for module in learner.loaded.model.modules()]
+    for step in range(2):  # an export between passes runs the model as it serves
+        found, kept_now = gradient_and_kept(learner)
+        assert kept_now < kept - 4 * 64 * 64 * 10  # ten hidden states of all tokens, of two layers
+        assert found.keys() == expected.keys()
+        for name, slope in expected.items():
+            torch.testing.assert_close(found[name], slope, rtol=1e-6, atol=1e-6)
+        learner.optimizer.zero_grad()
+        assert modes == [module.training for module in learner.loaded.model.modules()]
+        learner.export(model_dir / "out", step=step + 1, keep=1)
+        modes = [module.training for module in learner.loaded.model.modules()]
+
+
+def test_a_model_whose_layers_cannot_be_computed_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, int] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+    model = BertLMHeadModel(BertConfig(**sizes, intermediate_size=8, is_decoder=True))
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match="layers of BertLMHeadModel cannot be computed again"):
+        checkpoint_gradients(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_fused_optimizer_of_a_gpu_resumes_where_it_stopped(model_dir: Path, tmp_path: Path) -> None:
+    def update(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+        gradient_and_kept(learner)
+        learner.apply({})
+        return {name: tensor.clone() for name, tensor in trainable_state(learner.loaded.model).items()}
+
+    learner = learner_of(model_dir, device="cuda", gradient_checkpointing=True)
+    assert all(group["fused"] for group in learner.optimizer.param_groups)
+    update(learner)
+    learner.save(tmp_path, step=1, keep=1)
+    expected = update(learner)
+    again = PolicyLearner.resume(tmp_path / "state" / "000001", settings=learner.settings)
+    for name, tensor in update(again).items():
+        torch.testing.assert_close(tensor, expected[name])
