@@ -30,8 +30,9 @@ from agl_run.experiment.store_url import as_url
 from agl_run.explain import explain, explain_training
 from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.refusals import KEY_ADVICE
+from agl_run.saved_training import is_saved
 from agl_run.store_contract import build_store
-from agl_run.training_records import TrainingRecord, is_saved, training_of
+from agl_run.training_records import TrainingRecord, training_of
 
 __all__ = [
     "CONVERSATIONS",

@@ -15,7 +15,8 @@ from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find
 from agl_run.cli.span_reader import SpanReader
 from agl_run.explain import explain, explain_training
-from agl_run.training_records import TrainingRecord, is_saved, training_of
+from agl_run.saved_training import is_saved
+from agl_run.training_records import TrainingRecord, training_of
 
 
 class ShownTraining(Record, frozen=True, kw_only=True):
