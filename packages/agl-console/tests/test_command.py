@@ -47,7 +47,7 @@ def test_console_serves_the_only_store_on_a_free_port_until_an_interrupt(
     recorded: Path, number: signal.Signals
 ) -> None:
     with serving(recorded) as (process, said):
-        match = re.fullmatch(r"console at (http://127\.0\.0\.1:\d+/); Ctrl-C ends it\n", said)
+        match = re.fullmatch(r"console at (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", said)
         assert match is not None, said
         with urlopen(match[1]) as answer:
             page = answer.read()

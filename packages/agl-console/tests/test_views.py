@@ -105,6 +105,20 @@ async def test_learning_draws_intervals_and_pages_back_through_steps(opened: Ope
     assert {} == second["next"]
 
 
+async def test_learning_says_what_to_change_with_its_evidence(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="cut"))
+    numbers = [Metric(experiment="cut", algorithm="grpo", step=n, name="truncated_share", value=0.5) for n in (1, 2, 3)]
+    await store.log_metrics(numbers)
+    async with opened(store) as client:
+        data, page = await data_of(client, "/runs/cut"), await text_of(client, "/runs/cut")
+    assert ["cut-answers"] == [each["rule"] for each in data["suggestions"]]
+    assert "What to change" in page
+    assert "50% of the rollouts have an answer that was cut at a limit of tokens" in page
+    async with opened() as client:
+        assert "What to change" not in await text_of(client, "/runs/sums")
+
+
 async def test_step_of_the_table_leads_to_its_rollouts(opened: Open) -> None:
     async with opened() as client:
         page = await text_of(client, "/runs/sums?before=4")

@@ -126,7 +126,7 @@ async def _serve(app: web.Application, host: str, port: int, *, on_ready: Callab
     await runner.setup()
     try:
         address = await _bound(runner, host, port)
-        click.echo(f"console at {address}; Ctrl-C ends it")
+        click.echo(f"console at {address} (Ctrl-C ends it)")
         on_ready(address)
         await stopped.wait()
     finally:

@@ -7,7 +7,7 @@ from agl.schemas import Record
 from agl_console.figures import Figure, figure_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, status_of
-from agl_run.commands import load_settings
+from agl_run.commands import Suggestion, load_settings, suggestions_of
 
 STEPS = 50
 """Steps of a table."""
@@ -65,9 +65,10 @@ class StepRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One run: its state, figures, tables and settings.
+    """One run: its state, what to change, figures, tables and settings.
 
     Attributes:
+        suggestions: What ``agl suggest`` says of the run.
         meanings: Explanations of metrics by name.
         next: The query of the page with older steps, empty if there are none.
     """
@@ -79,6 +80,7 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     live: dict[str, str]
     best: VersionScore | None
     has_failures: bool
+    suggestions: list[Suggestion]
     figures: list[Figure]
     meanings: dict[str, str]
     tables: list[StepTable]
@@ -101,6 +103,7 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         live=record.live,
         best=await best_version(store, record),
         has_failures=await has_failures(store, name),
+        suggestions=suggestions_of(metrics),
         figures=_figures(name, metrics),
         meanings=MEANINGS,
         tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]]),

@@ -32,6 +32,7 @@ from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.refusals import KEY_ADVICE
 from agl_run.saved_training import is_saved
 from agl_run.store_contract import build_store
+from agl_run.suggestions import Suggestion, suggestions_of
 from agl_run.training_records import TrainingRecord, training_of
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "ListedWorker",
     "RetentionLimits",
     "ShownMessages",
+    "Suggestion",
     "TrainingRecord",
     "as_url",
     "build_store",
@@ -77,6 +79,7 @@ __all__ = [
     "rewards_of",
     "seconds_of",
     "store_option",
+    "suggestions_of",
     "training_of",
     "visible",
     "with_store",

@@ -93,4 +93,4 @@ def _address(process: subprocess.Popen[str]) -> str:
         raise ConfigError(
             "the console did not start; its own message stands above, and agl run works without --console"
         )
-    return said.removeprefix("console at ").partition(";")[0]
+    return said.removeprefix("console at ").partition(" ")[0]
