@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+# peft 0.21 reads an attribute that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 60,

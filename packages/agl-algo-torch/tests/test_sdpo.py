@@ -82,10 +82,10 @@ def first_update(tmp_path: Path, model_dir: Path, **params: Any) -> tuple[Algori
             await algorithm.setup(bench.context())
             learner = await algorithm._tuned.learner(updates=0)
 
-            def keep() -> float:
+            def keep(report: dict[str, float]) -> dict[str, float]:
                 named = learner.loaded.model.named_parameters()
                 found.update({name: p.grad.clone() for name, p in named if p.grad is not None})
-                return 0.0
+                return report
 
             learner.apply = keep
             await algorithm.step()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def train(
     tmp_path: Path, model_dir: Path, world: World | None = None, **keys: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Metrics per step, and the weights at the end."""
+    """Metrics per step, and the weights at the end, those of the start if no step published any."""
     bench = AlgorithmBench(scenario(model_dir, world, **keys), tmp_path)
 
     async def body() -> list[dict[str, float]]:
@@ -40,7 +40,7 @@ def train(
             return [report.metrics for report in reports]
 
     metrics = asyncio.run(body())
-    weights = bench.published[-1].resource
+    weights = bench.published[-1].resource if bench.published else Weights(uri=str(model_dir))
     assert isinstance(weights, Weights)
     return metrics, dict(AutoModelForCausalLM.from_pretrained(weights.uri).state_dict())
 

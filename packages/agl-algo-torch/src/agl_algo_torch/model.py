@@ -166,7 +166,9 @@ def checkpoint_gradients(model: nn.Module) -> None:
             f"gradient_checkpointing is on, and the layers of {type(base).__name__} cannot be computed again in the "
             "backward pass. Remove it, and lower token_budget if memory is short."
         )
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers 5.23 renamed the method, with its one argument.
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     setattr(model, _CHECKPOINTS, True)
 
 
