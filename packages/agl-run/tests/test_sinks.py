@@ -20,7 +20,7 @@ from agl_run import ExperimentConfig, Quiet, parse_config
 from agl_run.experiment import sinking
 from agl_run.experiment.sink_contents import shown_config
 from agl_run.experiment.syncing import sync_plan
-from agl_run.sinks import SinkEnd, SinkRow, SinkRun, SinkTable, flat_config, shortened
+from agl_run.sinks import SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 
 TASKS = [{"n": 1}, {"n": 3}]
 
@@ -35,7 +35,7 @@ class Kept:
         self.runs: list[SinkRun] = []
         self.rows: list[SinkRow] = []
         self.tables: dict[str, SinkTable] = {}
-        self.ends: list[SinkEnd] = []
+        self.ends: list[SinkOutcome] = []
 
     def begin(self, run: SinkRun) -> None:
         self.runs.append(run)
@@ -49,7 +49,7 @@ class Kept:
         self._raise("show")
         self.tables.update({table.name: table for table in tables})
 
-    def end(self, end: SinkEnd) -> None:
+    def end(self, end: SinkOutcome) -> None:
         self.ends.append(end)
 
     def _raise(self, at: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from agl.errors import ExportError
 from agl.stores import shown_url
-from agl_run.sinks import SinkEnd, SinkRow, SinkRun, SinkTable, flat_config, shortened
+from agl_run.sinks import SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +106,7 @@ class MlflowSink:
         listed = [{"path": path, "type": "table"} for path in sorted(self._tables)]
         client.set_tag(self._run_id, "mlflow.loggedArtifacts", json.dumps(listed))
 
-    def end(self, end: SinkEnd) -> None:
+    def end(self, end: SinkOutcome) -> None:
         """Write the numbers of the summary as metrics, its texts as tags, and end the run."""
         from mlflow.entities import Metric, RunTag
 

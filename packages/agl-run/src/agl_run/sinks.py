@@ -11,7 +11,7 @@ from typing import Literal, Protocol, cast, runtime_checkable
 
 from agl.schemas import Json, Record, to_json
 
-__all__ = ["Cell", "Sink", "SinkEnd", "SinkRow", "SinkRun", "SinkTable", "flat_config", "shortened"]
+__all__ = ["Cell", "Sink", "SinkOutcome", "SinkRow", "SinkRun", "SinkTable", "flat_config", "shortened"]
 
 Cell = str | float | int | None
 """A cell of a table."""
@@ -92,7 +92,7 @@ class SinkTable(Record, frozen=True, kw_only=True):
     rows: tuple[tuple[Cell, ...], ...]
 
 
-class SinkEnd(Record, frozen=True, kw_only=True):
+class SinkOutcome(Record, frozen=True, kw_only=True):
     """How a run ended.
 
     Attributes:
@@ -134,7 +134,7 @@ class Sink(Protocol):
         """Write tables that are new or changed."""
         ...
 
-    def end(self, end: SinkEnd) -> None:
+    def end(self, end: SinkOutcome) -> None:
         """Say how the run ended, make everything durable, and release connections."""
         ...
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from agl.errors import ExportError
-from agl_run.sinks import Cell, SinkEnd, SinkRow, SinkRun, SinkTable
+from agl_run.sinks import Cell, SinkOutcome, SinkRow, SinkRun, SinkTable
 from agl_tensorboard.events import EventFile
 
 
@@ -47,7 +47,7 @@ class TensorBoardSink:
         for table in tables:
             self._text(table.name, _markdown(table))
 
-    def end(self, end: SinkEnd) -> None:
+    def end(self, end: SinkOutcome) -> None:
         """Write the end as a table, and close the file."""
         rows = tuple((name, str(value)) for name, value in {"status": end.status, **end.summary}.items())
         self._text("result", _markdown(SinkTable(name="result", columns=("name", "value"), rows=rows)))

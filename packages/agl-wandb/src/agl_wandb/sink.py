@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agl.errors import ExportError
 from agl.schemas import Json
-from agl_run.sinks import SinkEnd, SinkRow, SinkRun, SinkTable
+from agl_run.sinks import SinkOutcome, SinkRow, SinkRun, SinkTable
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -105,7 +105,7 @@ class WandbSink:
             data = [list(row) for row in table.rows]
             summary[table.name] = wandb.Table(columns=list(table.columns), data=data, allow_mixed_types=True)
 
-    def end(self, end: SinkEnd) -> None:
+    def end(self, end: SinkOutcome) -> None:
         """Write the summary, and finish the run, which waits for its upload."""
         run = self._begun()
         summary: Any = run.summary

@@ -22,7 +22,7 @@ from agl_run.experiment.plan import Plan
 from agl_run.experiment.sink_contents import read_rows, read_tables, shown_config
 from agl_run.experiment.state import run_key
 from agl_run.own_thread import OwnThread
-from agl_run.sinks import Sink, SinkEnd, SinkRun, SinkTable, shortened
+from agl_run.sinks import Sink, SinkOutcome, SinkRun, SinkTable, shortened
 
 if TYPE_CHECKING:
     from agl.schemas import Json
@@ -104,7 +104,7 @@ class Sinks:
         self._source, self._say, self._end_s = source, say, end_s
         self._running: list[_Sinking] = []
         self.summary: dict[str, Json] = {}
-        self.end: SinkEnd | None = None
+        self.end: SinkOutcome | None = None
         self.has_all = False
 
     async def __aenter__(self) -> "Sinks":
@@ -116,7 +116,7 @@ class Sinks:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Give each sink the rest within the limit of time, all at once, and tell what is left."""
         status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
-        end = self.end or SinkEnd(status=status, summary=self.summary)
+        end = self.end or SinkOutcome(status=status, summary=self.summary)
         lines = await asyncio.gather(*(one.conclude(end, within_s=self._end_s) for one in self._running))
         for line in filter(None, lines):
             self._say(line)
@@ -144,14 +144,14 @@ class _Sinking:
         self._known = 0
         self._tables: Sequence[SinkTable] = ()
         self._tables_at = -TABLES_S
-        self._end = SinkEnd(status="stopped")
+        self._end = SinkOutcome(status="stopped")
         self._task = asyncio.create_task(self._follow())
 
     def wake(self) -> None:
         """Note that the store has new numbers."""
         self._news.set()
 
-    async def conclude(self, end: SinkEnd, *, within_s: float | None) -> str:
+    async def conclude(self, end: SinkOutcome, *, within_s: float | None) -> str:
         """Give the rest within a limit of time; returns a line that says what was written, ``""`` after a warning."""
         self._end = end
         self._ending.set()

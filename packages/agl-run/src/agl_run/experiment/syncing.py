@@ -14,7 +14,7 @@ from agl_run.experiment.session import open_store, store_url_of
 from agl_run.experiment.sinking import Sinks, SinkSource
 from agl_run.experiment.state import load_experiment
 from agl_run.experiment.store_url import without_password
-from agl_run.sinks import SinkEnd
+from agl_run.sinks import SinkOutcome
 
 if TYPE_CHECKING:
     from agl.schemas import Json
@@ -55,12 +55,12 @@ async def sync_plan(plan: Plan, *, run: int | None, say: Callable[[str], None]) 
         await store.close()
 
 
-async def _end(store: Store, source: SinkSource, record: ExperimentRecord) -> SinkEnd:
+async def _end(store: Store, source: SinkSource, record: ExperimentRecord) -> SinkOutcome:
     """Return how a run ended, as far as the store knows."""
     saved = (await store.load_state(source.end_key)).get(source.end_key)
     if saved is not None:
-        return msgspec.json.decode(saved, type=SinkEnd)
+        return msgspec.json.decode(saved, type=SinkOutcome)
     is_last = source.run == record.run
     versions: dict[str, Json] = {f"version/{name}": version for name, version in record.live.items()}
     is_finished = is_last and record.status == "finished"
-    return SinkEnd(status="finished" if is_finished else "stopped", summary=versions if is_last else {})
+    return SinkOutcome(status="finished" if is_finished else "stopped", summary=versions if is_last else {})
