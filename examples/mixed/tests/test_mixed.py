@@ -64,6 +64,7 @@ def play(draft: str, prompt: str) -> tuple[str, Any]:
         form = await agent.solve({"letter": "..."}, *llms, prompt)
         for url in (writer, checker):
             await agent.connections(url).close()
+        agent.connections.cache_clear()  # a later server may get the same port
         return form
 
     with ScriptedModelServer([Reply(text=draft)]) as writer, scripted.server() as checker:

@@ -37,7 +37,7 @@ def address(filled: Path) -> Iterator[str]:
         assert process.stdout is not None
         said = process.stdout.readline()
         assert said.startswith("console at http://127.0.0.1:"), said
-        yield said.split()[2].removesuffix("/;")
+        yield said.split()[2].removesuffix("/")
         process.terminate()
         assert 0 == process.wait(60)
 
