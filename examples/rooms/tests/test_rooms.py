@@ -34,6 +34,7 @@ def mean_score(prompt: str, *, count: int = 12) -> float:
         rows = make_data.tasks(count, seed=0)
         texts = await asyncio.gather(*(agent.book({"request": row["request"]}, llm, prompt) for row in rows))
         await agent.connections(base_url).close()
+        agent.connections.cache_clear()  # a later server may get the same port
         return [office.judge(agent.booked_room(text), row["needs"])[0] for text, row in zip(texts, rows, strict=True)]
 
     with scripted.server() as server:
