@@ -53,6 +53,8 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "agl", "run", "experiment.toml", "--console", "--quiet"]
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # A shell without job control starts what runs in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
