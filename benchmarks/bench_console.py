@@ -115,7 +115,7 @@ def served(path: Path) -> Generator[tuple[str, int]]:
     command = [sys.executable, "-m", "agl", "console", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().split()[2].removesuffix("/;"), process.pid
+        yield process.stdout.readline().split()[2].removesuffix("/"), process.pid
         process.terminate()
 
 
@@ -241,7 +241,7 @@ def call(number: int, turn: int) -> ModelCall:
 
 
 def training(number: int) -> Span:
-    """What the step did with the calls, as ``agl why`` reads it."""
+    """The record of a step's training that ``agl why`` reads."""
     advantage = (number % GROUP) / GROUP - 0.5
     uses = [
         CallUse(span_id=f"{2 + 3 * turn:016x}", row=turn, credit=advantage + 0.5, advantage=advantage)

@@ -47,7 +47,7 @@ def run(*, quick: bool) -> list[Figure]:
 
 
 def peak_mib(way: str) -> float:
-    """What one way takes at most, in MiB."""
+    """The peak memory of one way, in MiB."""
     command = [sys.executable, "-m", "benchmarks.bench_memory", way]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is freed goes back to the system at once
     return float(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)

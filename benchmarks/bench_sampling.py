@@ -1,4 +1,4 @@
-"""What `refill` and `curriculum` of `grpo` save where most groups are silent.
+"""Steps and rollouts that `refill` and `curriculum` of `grpo` save where most groups are silent.
 
 40 tasks, each a token of a tiny random model; a rollout is one token drawn after it, at once. 8 tasks can be learnt
 (reward 1 for half of the vocabulary, another half for each of them), 16 are never solved, and 16 always are. Four arms

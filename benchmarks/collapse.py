@@ -108,7 +108,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What rollouts sampled: the ids of either conversation, the sampled tokens in them, and how each ended."""
+    """The tokens of rollouts: the ids of either conversation, the sampled tokens in them, and how each ended."""
 
     lead: Tensor  # [rollouts, 21]
     lead_mask: Tensor  # bool

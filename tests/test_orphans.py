@@ -78,9 +78,10 @@ def shares(pid: str, process: subprocess.Popen[str]) -> bool:
     """Return true if another process has the pipe of this one's errors open."""
     assert process.stderr is not None
     pipe = os.readlink(f"/proc/self/fd/{process.stderr.fileno()}")
+    folder = f"/proc/{pid}/fd"
     try:
         return int(pid) not in (os.getpid(), process.pid) and pipe in [
-            os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")
+            os.readlink(f"{folder}/{name}") for name in os.listdir(folder)
         ]
     except OSError:  # it has ended, or is another user's
         return False

@@ -1,10 +1,11 @@
-"""What a self-teacher is told: the failures, words and siblings that a trace holds, and never a hidden field."""
+"""A self-teacher is told the failures, words and siblings that a trace holds, and never a hidden field."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,6 +90,12 @@ def test_visible_fields_are_not_masked() -> None:
 def test_part_of_a_hidden_test_is_masked() -> None:
     hidden = HiddenFields(TASK, ("tests",))
     assert f"line 1: {MASKED}) failed" == hidden.masked("line 1: assert solve(6, 7) failed")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, -2.5e300])
+def test_numbers_of_any_size_are_masked(value: float) -> None:
+    hidden = HiddenFields({"limit": value}, ("limit",))
+    assert f"at most {MASKED} of them" == hidden.masked(f"at most {value} of them")
 
 
 values = st.recursive(

@@ -44,7 +44,7 @@ def scenario_of(model_dir: Path, **params: Any) -> AlgorithmScenario:
 
 
 class TestConformance(AlgorithmConformance):
-    """What may be replayed must be the same after a restart."""
+    """The rollouts that may be replayed are the same after a restart."""
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:

@@ -187,7 +187,7 @@ def test_mixing_adds_the_gradient_of_grpo(tmp_path: Path, model_dir: Path) -> No
 
 
 def teachers_texts(bench: AlgorithmBench, store: Any = None) -> list[str]:
-    """What the teacher of each call reads at the first step, the recorded prompt left out."""
+    """The words that the teacher of each call reads at the first step, the recorded prompt left out."""
     found: list[str] = []
 
     async def body() -> None:

@@ -120,7 +120,7 @@ def agent(recorder: Recorder, parent: str, name: str) -> str:
 
 
 def training(rollout_id: str, spans: Sequence[Span], *, step: int, reward: float) -> Span:
-    """What a step of ``grpo`` made of the calls: the planner's trained, the last one of the writer's did not."""
+    """The uses of the calls in a step of ``grpo``: the planner's trained, the last one of the writer's did not."""
     calls = [span.span_id for span in spans if span.call is not None]
     uses = [
         CallUse(span_id=name, row=row, credit=reward, advantage=reward - 0.5) for row, name in enumerate(calls[:-1])

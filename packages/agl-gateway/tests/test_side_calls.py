@@ -1,4 +1,4 @@
-"""What clients ask beside model calls is answered and never recorded."""
+"""Requests beside model calls, such as counts of tokens, are answered and never recorded."""
 
 import json
 import logging

@@ -381,6 +381,20 @@ def test_every_command_takes_latest_and_a_unique_beginning_of_an_id(store_of, co
     assert newest.get(command, "ro-calc-waits") in named(command, "latest").output
 
 
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_latest_is_the_last_of_rollouts_that_ended_in_another_order(store_of, is_deleted):
+    async def write(store: Store):
+        await store.enqueue([Rollout(rollout_id=f"ro-{name}", task=name) for name in ("a", "b", "c")])
+        claims = await store.claim(worker="w", limit=3)
+        for claim in reversed(claims):
+            await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded")])
+        if is_deleted:
+            await store.delete(["ro-b"])
+
+    store_of(write)
+    assert "ro-c: succeeded" in invoke("show", "latest").output
+
+
 @pytest.mark.parametrize("command", NAMED)
 def test_ambiguous_beginning_lists_the_candidates_and_an_unknown_one_says_so(store_of, command):
     store_of(fill, 2)

@@ -206,7 +206,7 @@ async def write(url: str, version: ResourceVersion, rollout: agl.Rollout) -> Non
     await store.close()
 
 
-def test_latest_is_the_rollout_that_changed_last(record, tmp_path):
+def test_latest_is_the_rollout_that_was_made_last_whatever_its_name(record, tmp_path):
     record("chat", Reply(text="five"))
     rollout = agl.Rollout(rollout_id="a-first-by-name", task={})
     version = ResourceVersion(name="prompt", version="1", resource=agl.PromptTemplate(template="x"))

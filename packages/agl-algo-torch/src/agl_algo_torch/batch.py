@@ -266,11 +266,14 @@ def micro_batches(
     # Rows of like length side by side waste the least padding; the index breaks ties.
     order = sorted(range(len(samples)), key=lambda index: (-len(samples[index].ids), index))
     chunk: list[int] = []
+    tokens = 0  # of the chunk, as a pass computes them
     for index in order:
-        lengths = [len(samples[each].ids) for each in (*chunk, index)]
-        if chunk and (sum(lengths) if is_packed else len(lengths) * lengths[0]) > token_budget:
+        length = len(samples[index].ids)
+        longest = len(samples[(chunk or [index])[0]].ids)  # the first of a chunk
+        tokens = tokens + length if is_packed else longest * (len(chunk) + 1)
+        if chunk and tokens > token_budget:
             yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total, is_packed=is_packed)
-            chunk = []
+            chunk, tokens = [], length
         chunk.append(index)
     if chunk:
         yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total, is_packed=is_packed)

@@ -69,7 +69,7 @@ class Distill:
         tis_cap: Largest weight `pi_old / pi_behaviour` of importance sampling; 0 turns it off.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's. A teacher
             from a folder has the same.

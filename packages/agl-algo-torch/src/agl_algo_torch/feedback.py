@@ -42,7 +42,7 @@ _SHORT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What the teacher of a call is told beside its prompt; `""` for nothing."""
+    """The words that the teacher of a call reads beside its prompt; `""` for none."""
 
     feedback: str = ""
     sibling: str = ""
@@ -143,7 +143,9 @@ def _spellings(leaf: Json) -> set[str]:
     else:
         found = {str(leaf), json.dumps(leaf)}
         if isinstance(leaf, int | float) and not isinstance(leaf, bool):
-            found |= {f"{leaf:,}", f"{leaf:g}", str(int(leaf)) if leaf == int(leaf) else str(leaf)}
+            found.add(f"{leaf:,}")
+        if isinstance(leaf, float):
+            found |= {f"{leaf:g}", str(int(leaf)) if leaf.is_integer() else str(leaf)}
     return {text for text in found if text}
 
 

@@ -54,7 +54,8 @@ class PromptThread:
     async def _run(self, work: Callable[[], T]) -> T:
         found = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
-            return await asyncio.wait_for(found, self._limit_s)
+            async with asyncio.timeout(self._limit_s):
+                return await found
         except TimeoutError:
             raise WireError(
                 f"Rendering and tokenising this prompt took longer than {self._limit_s:g} s. Shorten it, send fewer at "

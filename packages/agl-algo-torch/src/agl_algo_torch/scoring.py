@@ -39,7 +39,7 @@ CHUNK_LOGITS = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What a model says about trained tokens, [M] each, at least float32.
+    """The scores that a model gives trained tokens, [M] each, at least float32.
 
     Attributes:
         logp_M: Log-probability of each token at the temperature that it was sampled with, nats.

@@ -128,7 +128,7 @@ class SDPO:
         aggregation: `token`, or `sequence`: every rollout counts the same, however long.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
         device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and

@@ -36,7 +36,7 @@ PROBE = "Seven times eight is fifty-six: 7*8=56.\n\nA list in Python, [1, 2, 3],
 _AT_ONCE = 8
 """Requests that wait for a server's answer at the same time."""
 _LEAST = -100.0
-"""What a token counts for that a server rules out, in nats; its logarithm of 0 would spread through every weight."""
+"""Log-probability of a token that a server rules out, in nats; minus infinity would spread through every weight."""
 _TOLD_AFTER_S = 60.0
 """Seconds between two lines about a server that does not answer."""
 

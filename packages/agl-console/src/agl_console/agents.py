@@ -124,7 +124,7 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
 
 
 class _Sums:
-    """What is counted by agent, over recordings."""
+    """Counts by agent, over recordings."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

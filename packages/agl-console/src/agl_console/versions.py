@@ -214,7 +214,7 @@ def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]
 
 
 class _Origins:
-    """What is known of the origins and scores of a resource's versions."""
+    """The known origins and scores of a resource's versions."""
 
     def __init__(self, experiments: Sequence[ExperimentRecord], scores: Mapping[str, VersionScore]) -> None:
         self._experiments = experiments

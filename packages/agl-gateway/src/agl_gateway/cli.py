@@ -213,7 +213,8 @@ async def _serve(
 async def _wait(stopping: asyncio.Event) -> None:
     """Wait for the event in short intervals: Windows delivers signals only between wake-ups."""
     try:
-        await asyncio.wait_for(stopping.wait(), _WAKE_S)
+        async with asyncio.timeout(_WAKE_S):
+            await stopping.wait()
     except TimeoutError:
         return
 

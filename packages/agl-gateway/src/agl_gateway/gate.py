@@ -44,7 +44,8 @@ class Gate:
         """Hold new calls; wait up to ``drain_s`` seconds for those in flight. Returns true if all ended."""
         self._open.clear()
         try:
-            await asyncio.wait_for(self._idle.wait(), drain_s)
+            async with asyncio.timeout(drain_s):
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

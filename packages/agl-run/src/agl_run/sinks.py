@@ -93,7 +93,7 @@ class SinkTable(Record, frozen=True, kw_only=True):
 
 
 class SinkOutcome(Record, frozen=True, kw_only=True):
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         status: ``stopped`` for a run that a person stopped.

@@ -158,15 +158,28 @@ async def find_ids(store: Store, names: Sequence[str]) -> tuple[str, ...]:
 
 
 async def _latest(store: Store) -> Rollout:
-    """Find the last rollout in the change feed; ids sort by time only within one experiment."""
+    """Find the rollout that was made last, among those that changed last; ids sort by time within one experiment."""
     changes = await store.changes(after=max(0, await store.cursor() - PAGE))
-    for key in dict.fromkeys(change.key for change in reversed(changes) if change.kind == "rollout"):
-        with suppress(NotFoundError):
-            return (await store.rollouts(RolloutQuery(ids=(key,))))[0]
+    keys = tuple(dict.fromkeys(change.key for change in changes if change.kind == "rollout"))
+    if changed := await _existing(store, keys):
+        return max(changed, key=lambda rollout: (rollout.created_at, rollout.rollout_id))
     newest = await store.rollouts(RolloutQuery(limit=1, is_newest_first=True))
     if not newest:
         raise NotFoundError("rollout", LATEST, "the store is empty")
     return newest[0]
+
+
+async def _existing(store: Store, ids: tuple[str, ...]) -> list[Rollout]:
+    """Return the rollouts of these ids that were not deleted."""
+    found: list[Rollout] = []
+    try:
+        if ids:
+            found += await store.rollouts(RolloutQuery(ids=ids))
+    except NotFoundError:
+        for one in ids:
+            with suppress(NotFoundError):
+                found += await store.rollouts(RolloutQuery(ids=(one,)))
+    return found
 
 
 async def read_one(store: Store, rollout_id: str, *, spans: SpanChoice = "deciding") -> Recording:

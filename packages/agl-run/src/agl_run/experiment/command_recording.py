@@ -241,7 +241,8 @@ async def _end_of(
 ) -> tuple[AttemptStatus, int, ErrorInfo | None]:
     """Wait for the program's end, or end it."""
     try:
-        code = await asyncio.wait_for(process.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            code = await process.wait()
     except TimeoutError:
         print(f"agl: stopped after {timeout_s:g} s", file=sys.stderr)
         return "timeout", 124, ErrorInfo(type="TimeoutError", message="exit status 124")

@@ -1,4 +1,4 @@
-"""What sinks show of a run, read from the store: its numbers, its configuration, and tables of what it made."""
+"""Reads from the store what sinks show of a run: its numbers, its configuration, and tables of what it made."""
 
 from collections.abc import AsyncIterator
 from typing import Any, cast

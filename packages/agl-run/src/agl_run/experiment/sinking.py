@@ -188,7 +188,8 @@ class _Sinking:
             if is_last:
                 return not has_failed
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._ending.wait()
             await self._news.wait()
 
     async def _give(self, *, is_last: bool) -> float:

@@ -22,6 +22,9 @@ GRACE_S = 2.0
 _SLACK_S = 4.0
 """Seconds beyond the grace after which a keeper that does not end is killed itself."""
 
+_POLL_S = 0.01
+"""Seconds between looks at a process that was told to end."""
+
 KEEPER = str(Path(__file__).with_name("keeper.py"))
 """The keeper's script."""
 
@@ -63,13 +66,14 @@ class KeptProcess:
         """
         if sys.platform == "win32":
             flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-            process = await asyncio.create_subprocess_exec(*words, env=environment, creationflags=flags, **options)
-            return cls(process, None, is_leader=False)
+            return await cls._spawn(words, None, is_leader=False, env=environment, creationflags=flags, **options)
         ours, its = socket.socketpair()
         numbers = (str(its.fileno()), str(os.getpid()), str(GRACE_S), "stop" if stops_rest else "leave")
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", KEEPER, *numbers, *words),
+            kept = await cls._spawn(
+                (sys.executable, "-I", "-S", KEEPER, *numbers, *words),
+                ours,
+                is_leader=has_session,
                 env=environment,
                 pass_fds=(its.fileno(),),
                 start_new_session=has_session,
@@ -80,13 +84,29 @@ class KeptProcess:
             raise
         finally:
             its.close()
-        kept = cls(process, ours, is_leader=has_session)
         try:
             await kept._require_start(words[0])
         except BaseException:
             await kept.kill()
             raise
         return kept
+
+    @classmethod
+    async def _spawn(
+        cls, words: Sequence[str], control: socket.socket | None, *, is_leader: bool, **options: Any
+    ) -> "KeptProcess":
+        """Start a process; a cancelled caller waits until it has started, and kills it.
+
+        asyncio itself waits forever if a start is cancelled before the pipes are connected.
+        """
+        starting = asyncio.create_task(asyncio.create_subprocess_exec(*words, **options))
+        try:
+            return cls(await asyncio.shield(starting), control, is_leader=is_leader)
+        except asyncio.CancelledError:
+            await asyncio.wait((starting,))
+            if starting.exception() is None:
+                await cls(starting.result(), control, is_leader=is_leader).kill()
+            raise
 
     async def _require_start(self, name: str) -> None:
         assert self._control is not None  # noqa: S101  # made with one
@@ -131,10 +151,16 @@ class KeptProcess:
                 words = ["taskkill", "/F", "/T", "/PID", str(self.process.pid)]
                 subprocess.run(words, check=False, capture_output=True)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), GRACE_S + _SLACK_S)
+                async with asyncio.timeout(GRACE_S + _SLACK_S):
+                    await self._exit()
         if self.returncode is None or self.returncode == -9:
             self._kill_keeper()
-            await self.process.wait()
+            await self._exit()
+
+    async def _exit(self) -> None:
+        """Wait for the process's own end; ``wait`` may also wait for descendants that hold its pipes open."""
+        while self.returncode is None:
+            await asyncio.sleep(_POLL_S)
 
     def _kill_keeper(self) -> None:
         """Kill the keeper and the session below it, where anything was beyond it."""

@@ -1,0 +1,71 @@
+"""A program that is stopped while it starts holds nobody up, and nothing that it started outlives it."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agl_run.runners.kept import KeptProcess
+from agl_testing.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no keepers")
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(child.pid))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(60)
+"""
+"""Writes the id of a child in a session of its own, which holds the program's output open."""
+
+
+async def start(file: Path) -> KeptProcess:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+    return await KeptProcess.start((sys.executable, "-c", PARENT, str(file)), environment=dict(os.environ), **pipes)
+
+
+@pytest.mark.parametrize("turns", range(1, 12))
+def test_a_start_that_is_cancelled_on_a_busy_machine_ends_with_its_descendants(tmp_path: Path, turns: int) -> None:
+    """``turns``: how often the event loop goes round before it is held up, and then cancels the start."""
+    file = tmp_path / "child"
+
+    async def run() -> None:
+        starting = asyncio.create_task(start(file))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        time.sleep(0.5)  # the program runs meanwhile
+        starting.cancel()
+        ended, _ = await asyncio.wait((starting,), timeout=20)
+        assert ended == {starting}
+        assert starting.cancelled()
+
+    asyncio.run(run())
+
+    assert [] == running(file)
+
+
+def test_a_kill_ends_though_a_stopped_keepers_descendant_holds_the_output(tmp_path: Path) -> None:
+    file = tmp_path / "child"
+
+    async def run() -> None:
+        kept = await start(file)
+        await asyncio.to_thread(wait_until, file.exists, within_s=20)
+        os.kill(kept.process.pid, signal.SIGSTOP)
+        async with asyncio.timeout(20):
+            await kept.kill()
+        os.kill(int(file.read_text()), signal.SIGKILL)
+        await kept.wait()
+
+    asyncio.run(run())
+
+
+def running(file: Path) -> list[str]:
+    """Return the child if it still runs."""
+    entry = Path(f"/proc/{file.read_text()}/cmdline") if file.exists() else file
+    return [file.read_text()] if entry != file and entry.exists() and entry.read_bytes() else []
