@@ -10,7 +10,6 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +36,7 @@ from agl_run.replay.player import Player, ReplayScript
 from agl_run.runners.agent import LoadedAgent
 from agl_run.runners.refusals import RefusedCalls
 from agl_run.runners.result import describe_error, read_result
+from agl_run.runners.threads import AgentThreads
 
 STOP_GRACE_S = 5.0
 """Seconds that a cancelled agent gets to stop before it is abandoned."""
@@ -57,14 +57,12 @@ class AttemptScope:
         upstreams: The configured policies.
         tracers: The installed tracers.
         recorder: Collects the spans that are made in this process.
-        executor: Runs agents that are plain functions.
         replay: Script that answers the model calls, if the attempt is a replay.
     """
 
     resources: NamedResources
     token: str
     recorder: SpanRecorder
-    executor: Executor
     gateway_url: str = ""
     upstreams: Sequence[Upstream] = ()
     tracers: Sequence[Tracer] = ()
@@ -133,7 +131,7 @@ def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstr
 async def _run_limited(
     agent: LoadedAgent, rollout: Rollout, resources: NamedResources, *, scope: AttemptScope
 ) -> tuple[AttemptStatus, ErrorInfo | None, Any]:
-    invocation = _Invocation(agent, rollout, resources, executor=scope.executor)
+    invocation = _Invocation(agent, rollout, resources)
     task = asyncio.ensure_future(invocation.run())
     task.add_done_callback(_notice)
     try:
@@ -163,10 +161,9 @@ class _AgentExitError(Exception):
 class _Invocation:
     """One call of the agent: on the event loop for a coroutine function, in a thread for a plain one."""
 
-    def __init__(self, agent: LoadedAgent, rollout: Rollout, resources: NamedResources, *, executor: Executor) -> None:
+    def __init__(self, agent: LoadedAgent, rollout: Rollout, resources: NamedResources) -> None:
         self._agent = agent
         self._arguments = (rollout, resources)
-        self._executor = executor
         self._future: asyncio.Future[Any] | None = None
         self._thread: int | None = None
         self._lock = threading.Lock()
@@ -176,7 +173,7 @@ class _Invocation:
             if self._agent.is_async:
                 return await self._agent.call(*self._arguments)
             context = contextvars.copy_context()
-            self._future = asyncio.get_running_loop().run_in_executor(self._executor, context.run, self._in_thread)
+            self._future = asyncio.get_running_loop().run_in_executor(AgentThreads(), context.run, self._in_thread)
             self._future.add_done_callback(_notice)
             value = await asyncio.shield(self._future)
             return await value if inspect.isawaitable(value) else value

@@ -7,7 +7,6 @@ import asyncio
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 from agl import PluginManager
@@ -82,7 +81,6 @@ def _prepare(start: ChildStart) -> tuple[LoadedAgent, list[Tracer]]:
 async def _serve(
     source: BinaryIO, write: _Writer, start: ChildStart, agent: LoadedAgent, tracers: list[Tracer]
 ) -> None:
-    executor = ThreadPoolExecutor(1, thread_name_prefix="agl-agent")
     while True:
         message = await asyncio.to_thread(read_to_child, source)
         if not isinstance(message, ChildRun):
@@ -92,7 +90,6 @@ async def _serve(
             resources={name: value_for_agent(resource) for name, resource in message.resources.items()},
             token=message.token,
             recorder=recorder,
-            executor=executor,
             gateway_url=start.gateway_url,
             upstreams=start.upstreams,
             tracers=tracers,
@@ -103,7 +100,6 @@ async def _serve(
             outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)
         flusher.cancel()
         write(frame(ChildDone(outcome=outcome)))
-    executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _credentials(start: ChildStart, token: str) -> dict[str, str]:

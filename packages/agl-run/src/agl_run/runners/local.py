@@ -9,7 +9,6 @@ exception raised in it. Code that swallows both, or that blocks in C, keeps runn
 import asyncio
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -45,16 +44,14 @@ class AsyncRunner:
         self._recorders: dict[str, SpanRecorder] = {}
         self._flushing = asyncio.Lock()
         self._environment: list[str] = []
-        self._executor: ThreadPoolExecutor | None = None
         self._flusher: asyncio.Task[None] | None = None
         self._unpatch: Undo | None = None
 
     async def start(self) -> None:
-        """Install the tracers and make the thread pool."""
+        """Install the tracers, and begin to write spans."""
         self._set_environment()
         install_tracers(self._setup.tracers)
         self._unpatch = separate_loops()
-        self._executor = ThreadPoolExecutor(self._setup.concurrency, thread_name_prefix="agl-agent")
         self._flusher = asyncio.create_task(self._flush_loop())
 
     def _set_environment(self) -> None:
@@ -66,8 +63,6 @@ class AsyncRunner:
 
     async def execute(self, claim: Claim) -> Outcome:
         """Run one attempt."""
-        if self._executor is None:
-            raise RuntimeError("start() was not called")
         setup = self._setup
         recorder = SpanRecorder()
         attempt_id = claim.attempt.attempt_id
@@ -75,7 +70,6 @@ class AsyncRunner:
             resources=await setup.resources(claim.rollout),
             token=issue_token(self._tokens, claim.rollout, claim.attempt),
             recorder=recorder,
-            executor=self._executor,
             gateway_url=setup.gateway_url,
             upstreams=setup.upstreams,
             tracers=[tracer for _, tracer in setup.tracers],
@@ -111,7 +105,7 @@ class AsyncRunner:
                     recorder.record(span)
 
     async def stop(self) -> None:
-        """Uninstall the tracers and release the threads."""
+        """Uninstall the tracers."""
         if self._flusher is not None:
             self._flusher.cancel()
             await asyncio.gather(self._flusher, return_exceptions=True)
@@ -123,5 +117,3 @@ class AsyncRunner:
         for name in self._environment:
             os.environ.pop(name, None)
         self._environment.clear()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)

@@ -194,7 +194,7 @@ class SQLiteBackend:
         try:
             version, deadline = self._writer.submit(_LOOK).result()
         except Exception:
-            if not self._is_closed.is_set():
+            if not self._is_closed.is_set() and threading.main_thread().is_alive():  # else the process ends
                 _logger.warning("the store %s could not be read; the read is repeated", self._path, exc_info=True)
             return self._poll_s
         if version != self._data_version:
