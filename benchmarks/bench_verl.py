@@ -138,7 +138,7 @@ def make_torch(steps: int) -> Any:
     )
 
 
-def make_model(target: Path, *, vocabulary: int = VOCABULARY, hidden: int = 192) -> Path:
+def make_model(target: Path, *, vocabulary: int = VOCABULARY, hidden: int = 192, layers: int = 2) -> Path:
     """A random Qwen2 with a byte-level tokenizer; of a million weights by default."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -148,7 +148,7 @@ def make_model(target: Path, *, vocabulary: int = VOCABULARY, hidden: int = 192)
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=512,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=hidden // 32,
         num_key_value_heads=2,
         max_position_embeddings=512,

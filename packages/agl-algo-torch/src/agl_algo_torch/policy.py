@@ -26,11 +26,12 @@ from agl_algo_torch.codec import TextCodec
 from agl_algo_torch.engine import Engine, EngineSettings
 from agl_algo_torch.model import LoadedModel, load_model
 from agl_algo_torch.prompting import PromptThread
+from agl_algo_torch.served_weights import Exchange, ServedWeights
 from agl_algo_torch.server import PolicyServer, PolicyServerSettings
 from agl_algo_torch.server_thread import ServerThread
 from agl_algo_torch.templates import PromptBuilder
 from agl_algo_torch.toolcalls import tool_parser
-from agl_algo_torch.weights import copy_into, misfits, read_weights, serving_copy
+from agl_algo_torch.weights import serving_copy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +52,8 @@ class PolicySettings:
         tool_parser: Notation of tool calls: `hermes` or `none`.
         prompt_s: Seconds that a request waits until its prompt is rendered and tokenised.
         drain_s: Seconds that running requests may take to finish before new weights replace the old.
+        merge_adapters: Whether a LoRA version is merged into its base. That takes long, needs peft and rounds in
+            `bfloat16`; beside the base every adapted layer multiplies two small matrices more.
     """
 
     model_name: str
@@ -61,6 +64,7 @@ class PolicySettings:
     tool_parser: str = "hermes"
     prompt_s: float = 30.0
     drain_s: float = 30.0
+    merge_adapters: bool = False
 
 
 class TorchPolicy:
@@ -100,6 +104,8 @@ class TorchPolicy:
         self._parser = tool_parser(self._settings.tool_parser)
         loaded = load_model(model, device=device, dtype=dtype) if isinstance(model, str) else serving_copy(model)
         self._loaded = loaded
+        self._weights = ServedWeights(loaded, merges=self._settings.merge_adapters)
+        self._exchanging = asyncio.Lock()
         limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
         self._engine = Engine(loaded.model, settings=limits)
         self._thread: ServerThread | None = None
@@ -176,8 +182,9 @@ class TorchPolicy:
                 f"The policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
                 f"{type(weights).__name__}. Let an algorithm that trains weights tune it."
             )
-        state = await asyncio.to_thread(read_weights, weights, like=self._loaded.model)
-        await self.publish(state, version.version)
+        async with self._exchanging:
+            exchange = await asyncio.to_thread(self._weights.read, weights)
+            await self._swap(exchange, version.version)
         return self._served()
 
     def _served(self) -> ServedModel:
@@ -194,15 +201,13 @@ class TorchPolicy:
         Requests in flight finish on the old weights, for at most `drain_s` seconds, while new ones wait.
         When names or shapes differ from the model's, raises ConfigError and keeps the old weights.
         """
-        problems = misfits(self._loaded.model, state)
-        if problems:
-            raise ConfigError(
-                f"The weights {version!r} do not fit the model {self._loaded.name!r}: {len(problems)} tensors differ, "
-                f"first {problems[0]}. Publish the state of a model with the same configuration."
-            )
+        async with self._exchanging:
+            await self._swap(self._weights.whole(state), version, drain_s=drain_s)
+
+    async def _swap(self, exchange: Exchange, version: str, *, drain_s: float | None = None) -> None:
         drain = self._settings.drain_s if drain_s is None else drain_s
         self._engine.start()
-        done = self._engine.swap(lambda model: copy_into(model, state), version=version, drain_s=drain)
+        done = self._engine.swap(lambda _: self._weights.apply(exchange), version=version, drain_s=drain)
         await asyncio.wrap_future(done)
 
     def health(self) -> dict[str, Any]:

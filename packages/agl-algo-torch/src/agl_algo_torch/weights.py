@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from agl.schemas import Weights
 
 
-def read_weights(weights: Weights, *, like: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors to publish into a model such as `like`; raises ConfigError when they cannot be read."""
+def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors to write into a model with the state `like`; raises ConfigError when they cannot be read.
+
+    An adapter is merged into its base.
+    """
     if weights.format == "lora":
-        return _read_adapter(weights)
+        return _merged(weights)
     files = sorted(Path(weights.uri).glob("*.safetensors"))
     state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     if state and not misfits(like, state):
@@ -45,7 +48,7 @@ def serving_copy(loaded: LoadedModel) -> LoadedModel:
     return LoadedModel(name=loaded.name, model=base.eval(), tokenizer=loaded.tokenizer, device=loaded.device)
 
 
-def _read_adapter(weights: Weights) -> dict[str, Tensor]:
+def _merged(weights: Weights) -> dict[str, Tensor]:
     """Return the base model's weights with the adapter merged in."""
     try:
         from peft import PeftModel
@@ -56,15 +59,14 @@ def _read_adapter(weights: Weights) -> dict[str, Tensor]:
         ) from error
     base = load_model(weights.base_model, device="cpu")
     adapted = cast("Any", PeftModel).from_pretrained(base.model, weights.uri)
-    return served_state(cast("nn.Module", adapted))
+    return dict(cast("nn.Module", adapted.merge_and_unload()).state_dict())
 
 
-def misfits(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Return the names that are missing, unknown or of another shape, sorted; none when `state` fits.
+def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names that are missing, unknown or of another shape, sorted; none when `state` fits a model's `own`.
 
     A tensor that shares its memory with one that is given (a tied output layer) may be missing.
     """
-    own = cast("dict[str, Tensor]", model.state_dict())
     given = {own[name].data_ptr() for name in state if name in own}
     missing = [f"{n} (missing)" for n, t in own.items() if n not in state and t.data_ptr() not in given]
     unknown = [f"{n} (unknown)" for n in state if n not in own]
@@ -77,8 +79,7 @@ def misfits(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
 
 
 @torch.no_grad()
-def copy_into(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Overwrite the model's tensors in place with those of `state`, which must fit (`misfits`)."""
-    own = cast("dict[str, Tensor]", model.state_dict())
+def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Overwrite a model's tensors in place with those of `state`, which must fit (`misfits`)."""
     for name, tensor in state.items():
         own[name].copy_(tensor)

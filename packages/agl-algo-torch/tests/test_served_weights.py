@@ -1,0 +1,184 @@
+"""Weights are exchanged in place: adapters beside a base that stays, whole weights, and one after the other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.checkpoint import save_served
+from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora
+from agl_algo_torch.served_weights import ServedWeights
+
+pytest.importorskip("peft", reason="adapters need the extra lora")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+
+Make = Callable[..., LoadedModel]
+CLOSE = 1e-5
+IDS = torch.tensor([[5, 9, 17, 4, 30, 12]])
+
+
+@torch.no_grad()
+def logits(loaded: LoadedModel) -> Tensor:
+    return loaded.model(IDS).logits
+
+
+class Stock:
+    """Makes bases and adapters on disk, and the models that they stand for."""
+
+    def __init__(self, make: Make, folder: Path) -> None:
+        self._make, self._folder = make, folder
+
+    def base(self, seed: int = 0) -> tuple[Weights, LoadedModel]:
+        loaded = self._make(seed=seed)
+        weights = save_served(loaded, self._folder / f"base-{seed}")
+        return weights, LoadedModel(
+            name=weights.uri, model=loaded.model, tokenizer=loaded.tokenizer, device=loaded.device
+        )
+
+    def adapter(self, number: int, *, seed: int = 0, **settings: object) -> tuple[Weights, LoadedModel]:
+        weights, loaded = self.base(seed)
+        torch.manual_seed(100 + number)
+        model = add_lora(loaded.model, LoraSettings(**{"rank": 4, **settings})).eval()  # type: ignore[arg-type]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.3)
+        adapted = LoadedModel(name=weights.uri, model=model, tokenizer=loaded.tokenizer, device=loaded.device)
+        return save_served(adapted, self._folder / f"adapter-{number}"), adapted
+
+
+@pytest.fixture
+def stock(make_loaded: Make, tmp_path: Path) -> Stock:
+    return Stock(make_loaded, tmp_path)
+
+
+def test_an_adapter_serves_as_it_trained_and_the_next_one_needs_nothing_of_the_base(stock: Stock) -> None:
+    _, serving = stock.base()
+    served = ServedWeights(serving)
+    weights, trained = stock.adapter(1)
+    served.apply(served.read(weights))
+    assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+    following, trained = stock.adapter(2)
+    shutil.rmtree(following.base_model)
+    served.apply(served.read(following))
+    assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+def test_versions_of_every_kind_follow_each_other(stock: Stock) -> None:
+    _, serving = stock.base()
+    served = ServedWeights(serving)
+    chain = [
+        stock.adapter(1),
+        stock.adapter(2, rank=8, alpha=4.0),  # another form
+        stock.base(3),  # whole weights
+        stock.adapter(4),  # on the base of before, which is in the model no longer
+        stock.adapter(5, targets=("q_proj", "down_proj")),
+        stock.adapter(6, seed=7, targets=("q_proj", "down_proj")),  # on another base
+        stock.base(0),
+    ]
+    for weights, meant in chain:
+        exchange = served.read(weights)
+        assert (exchange.adapter is not None) == (weights.format == "lora")
+        served.apply(exchange)
+        assert torch.allclose(logits(meant), logits(serving), atol=CLOSE), weights
+
+
+def test_a_policy_that_merges_adapters_merges_them(stock: Stock) -> None:
+    _, serving = stock.base()
+    served = ServedWeights(serving, merges=True)
+    weights, trained = stock.adapter(1)
+    exchange = served.read(weights)
+    assert exchange.adapter is None
+    served.apply(exchange)
+    assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+def test_whole_weights_from_memory_replace_an_adapter_and_its_base(stock: Stock) -> None:
+    _, serving = stock.base()
+    served = ServedWeights(serving)
+    adapter, trained = stock.adapter(1)
+    served.apply(served.read(adapter))
+    _, other = stock.base(3)
+    served.apply(served.whole(other.model.state_dict()))
+    assert torch.equal(logits(other), logits(serving))
+    served.apply(served.read(adapter))
+    assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+def changed(weights: Weights, *, config: dict[str, object]) -> Weights:
+    """Return a copy of an adapter with other fields in its configuration."""
+    folder = Path(f"{weights.uri}-changed")
+    shutil.copytree(weights.uri, folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return Weights(uri=str(folder), base_model=weights.base_model, format="lora")
+
+
+@pytest.mark.parametrize("config", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 64}}, {"use_dora": False}])
+def test_settings_of_an_adapter_are_heeded(stock: Stock, config: dict[str, object]) -> None:
+    from peft import PeftModel
+
+    weights = changed(stock.adapter(1)[0], config=config)
+    _, serving = stock.base()
+    served = ServedWeights(serving)
+    served.apply(served.read(weights))
+    _, base = stock.base()
+    meant = LoadedModel(
+        name="", model=PeftModel.from_pretrained(base.model, weights.uri), tokenizer=None, device=base.device
+    )
+    assert torch.allclose(logits(meant), logits(serving), atol=CLOSE)
+
+
+def test_an_adapter_that_is_more_than_pairs_is_merged_into_its_base(stock: Stock) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    weights, serving = stock.base()
+    _, loaded = stock.base()
+    torch.manual_seed(1)
+    adapted = get_peft_model(loaded.model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"]))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    trained = LoadedModel(name=weights.uri, model=adapted.eval(), tokenizer=loaded.tokenizer, device=loaded.device)
+    served = ServedWeights(serving)
+    exchange = served.read(save_served(trained, Path(weights.uri).with_name("more")))
+    assert exchange.adapter is None
+    served.apply(exchange)
+    assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+def test_a_bfloat16_base_keeps_the_small_parts_of_an_adapter(stock: Stock) -> None:
+    weights, trained = stock.adapter(1)
+    with torch.no_grad():
+        for name, parameter in trained.model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1e-3)
+    weights = save_served(trained, Path(weights.uri).with_name("small"))
+    _, serving = stock.base()
+    serving.model.to(torch.bfloat16)
+    before = logits(serving)
+    served = ServedWeights(serving)
+    served.apply(served.read(weights))
+    assert not torch.equal(before, logits(serving))
+    assert torch.allclose(logits(trained), logits(serving).float(), atol=0.05)
+
+
+def test_an_adapter_for_another_model_is_refused_and_the_one_before_stays(stock: Stock, tmp_path: Path) -> None:
+    _, serving = stock.base()
+    served = ServedWeights(serving)
+    weights, trained = stock.adapter(1)
+    served.apply(served.read(weights))
+    narrow = Weights(uri=weights.uri, base_model=str(tmp_path / "nowhere"), format="lora")
+    with pytest.raises(ConfigError, match="nowhere"):
+        served.read(narrow)
+    assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
