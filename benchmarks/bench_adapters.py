@@ -1,8 +1,7 @@
 """Serving a new LoRA version: time until it is live, and time of answers afterwards.
 
-The model is a small random Qwen2 that the `torch` policy serves. An adapter of rank 8 is loaded again and again, as training
-publishes them. The baseline is the same adapter with a field in its configuration that makes the policy read the base
-again and merge the adapter into it; its answers are those of merged weights.
+The model is a small random Qwen2 that the `torch` policy serves. An adapter of rank 8 is loaded again and again, as
+training publishes its versions. The baseline is a policy with `merge_adapters`, which reads the base again each time.
 Run alone: ``python -m benchmarks.bench_adapters``; it needs agl-algo-torch[lora].
 """
 
