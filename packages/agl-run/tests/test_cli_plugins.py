@@ -30,6 +30,7 @@ def agl_commands():
     yield CommandEntry(name="hello", factory="agl_toy_cli:hello", summary="say hello")
     yield CommandEntry(name="built", factory="agl_toy_cli:make", summary="made by a function")
     yield CommandEntry(name="fails", factory="agl_toy_cli:fails", summary="raises")
+    yield CommandEntry(name="waits", factory="agl_toy_cli:waits", summary="is interrupted")
 """
 COMMANDS = """
 import click
@@ -47,6 +48,10 @@ def make():
 @click.command()
 def fails():
     raise ConfigError("the setting 'x' is wrong in a.toml; write 'y'")
+
+@click.command()
+def waits():
+    raise KeyboardInterrupt
 """
 
 
@@ -108,6 +113,12 @@ def test_error_is_one_paragraph_and_debug_gives_the_traceback(toy):
     assert 1 == debug.exit_code
     assert "Traceback" in debug.stderr
     assert debug.stderr.endswith(result.stderr)
+
+
+def test_interrupted_command_ends_as_shells_expect(toy):
+    result = invoke("waits")
+    assert 130 == result.exit_code
+    assert "\nstopped\n" == result.stderr
 
 
 def test_plugins_list_shows_plugins_and_imports_no_framework(toy):

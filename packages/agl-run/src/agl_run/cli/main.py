@@ -1,6 +1,7 @@
 """The frame of the command line: global options, lazily loaded commands, errors as one paragraph."""
 
 import logging
+import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from agl.contracts import CommandEntry
 from agl.errors import AglError, UnknownComponentError
 from agl.hints import did_you_mean
 from agl_run.cli.context import manager_of
-from agl_run.cli.output import visible
+from agl_run.cli.output import STOPPED, visible
 
 
 class OpenGroup(click.Group):
@@ -57,7 +58,8 @@ class PluginGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command.
 
-        An :class:`AglError` becomes one paragraph on stderr and exit status 1, a usage error one and exit status 2.
+        An :class:`AglError` becomes one paragraph on stderr and exit status 1, a usage error one and exit status 2;
+        Ctrl-C ends with exit status 130.
         """
         try:
             with _refused():
@@ -66,6 +68,9 @@ class PluginGroup(click.Group):
             if ctx.params.get("debug"):
                 click.echo(traceback.format_exc(), err=True)
             raise click.ClickException(visible(str(error))) from error
+        except KeyboardInterrupt:
+            click.echo("\nstopped", err=True)
+            sys.exit(STOPPED)
 
 
 class _UsageError(click.ClickException):

@@ -14,6 +14,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 """Adds the option ``--json`` to a command, as its argument ``as_json``."""
 
 
+STOPPED = 130
+"""Exit status after an interrupt, by the shells' convention."""
+
 _CONTROLS = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Characters that a terminal obeys: control characters but tab and line feed, and those that turn text around."""
 

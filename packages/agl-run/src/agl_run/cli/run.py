@@ -12,7 +12,7 @@ from agl import PluginManager
 from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import json_option, print_json
+from agl_run.cli.output import STOPPED, json_option, print_json
 from agl_run.cli.watching import console_of
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.fitting import FitResult
@@ -20,9 +20,6 @@ from agl_run.experiment.hints import MEMORY, command
 from agl_run.experiment.progress import Quiet
 from agl_run.experiment.store_url import located, without_password
 from agl_run.experiment.validations import BEST, after_step
-
-STOPPED = 130
-"""Exit status after an interrupt, by the shells' convention."""
 
 
 @click.command()
