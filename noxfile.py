@@ -81,7 +81,7 @@ PLUGINS = {
 
 PLOT = "matplotlib>=3.9,<4"
 EXAMPLES = {
-    "calc": ["agl-autogen", "agl-algo-torch", "autogen-agentchat", "autogen-ext[openai]", TORCH, PLOT],
+    "calc": ["agl-autogen", "agl-algo-torch", "agl-console", "autogen-agentchat", "autogen-ext[openai]", TORCH, PLOT],
     "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
     "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", TORCH, PLOT],
     "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
@@ -422,7 +422,7 @@ def release(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small model to use a calculator, from nothing, on this machine; arguments go to ``demo.py``."""
-    packages = ours("agl-core", "agl-run", "agl-gateway", "agl-algo-torch")
+    packages = ours("agl-core", "agl-run", "agl-gateway", "agl-algo-torch", "agl-console")
     tools = environment(session, [*packages, TORCH, "openai>=3,<4", PLOT])
     session.chdir("examples/calc")
     tools.run(session, "python", "demo.py", *session.posargs, variables={"TOKENIZERS_PARALLELISM": "0"})
@@ -436,6 +436,13 @@ def train(session: nox.Session, name: str) -> None:
     session.chdir(f"examples/{name}")
     arguments = ["--agent", "autogen"] if name == "calc" else []
     tools.run(session, "python", "demo.py", *arguments, *session.posargs, variables={"TOKENIZERS_PARALLELISM": "0"})
+
+
+@nox.session
+def screenshots(session: nox.Session) -> None:
+    """Draw the documentation's pictures of the console from what ``nox -s demo`` left; it needs Chromium."""
+    tools = environment(session, [*ours("agl-core", "agl-run", "agl-console"), *PLUGINS["agl-console"]])
+    tools.run(session, "python", "-m", "tools.screenshots", *session.posargs)
 
 
 @nox.session

@@ -22,16 +22,17 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to write the agent: its experiment file, what makes its data, and where everything goes."""
+    """One way to write the agent: its experiment, what makes its data, and where everything goes."""
 
     experiment: str
+    name: str
     data: str
     out: str
 
 
 VARIANTS = {
-    "plain": Variant(experiment="experiment.toml", data="make_data.py", out="out"),
-    "autogen": Variant(experiment="autogen.toml", data="autogen_data.py", out="out/autogen"),
+    "plain": Variant(experiment="experiment.toml", name="calc", data="make_data.py", out="out"),
+    "autogen": Variant(experiment="autogen.toml", name="calc-autogen", data="autogen_data.py", out="out/autogen"),
 }
 
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     variant, seed = VARIANTS[options.agent], str(options.seed)
-    work, store = HERE / variant.out, f"--store sqlite:///{variant.out}/runs.db"
+    work, runs = HERE / variant.out, f"sqlite:///{variant.out}/runs.db"
     shutil.rmtree(work, ignore_errors=True)
     data, model = f"{variant.out}/data", f"{variant.out}/model"
     call(sys.executable, variant.data, "--out", data, "--seed", seed)
@@ -84,12 +85,15 @@ def main() -> None:
     call(sys.executable, "-m", "agl", "run", variant.experiment, "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started
     before, warm, *_, after = draw(work / "run" / "metrics.jsonl", work / "reward.png")
+    call(sys.executable, "-m", "agl", "console", runs, "export", variant.name, "--output", f"{variant.out}/report.html")
     print("\nvalidation reward on tasks never trained on: ", end="")
     print(f"{before:.2f} before, {warm:.2f} after sft, {after:.2f} after grpo, {seconds:.0f} s")
     print(f"reward curve: {work / 'reward.png'}")
-    print(f"look at the newest run:       agl show latest {store}")
-    print(f"why its calls were trained:   agl why latest {store}")
-    print(f"good runs as dialogues:       agl export --min-reward 1 --output good.jsonl {store}")
+    print(f"figures and numbers:          {work / 'report.html'}, for a browser")
+    print(f"all of it in a browser:       agl console {runs} --open")
+    print(f"look at the newest run:       agl show latest --store {runs}")
+    print(f"why its calls were trained:   agl why latest --store {runs}")
+    print(f"good runs as dialogues:       agl export --min-reward 1 --output good.jsonl --store {runs}")
     print(f"(in {HERE})")
 
 
