@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord, RolloutQuery, Store
-from agl.schemas import JsonResource, PromptTemplate, ResourceVersion
+from agl.errors import ConfigError
+from agl.schemas import Json, JsonResource, PromptTemplate, ResourceVersion, Rollout
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.cli.try_report import TriedRollout, TriedTask, compare_pair
 from agl_run.experiment.lock import ExperimentLock
 from agl_run.experiment.ownership import Ownership
+from agl_run.texts import text_of, unknown_placeholders, with_text
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 
@@ -203,10 +206,24 @@ def test_text_that_a_version_has_already_is_that_version(folder: Path) -> None:
 def test_first_named_candidate_is_the_baseline_whatever_its_option(folder: Path) -> None:
     publish(folder, version("v1", "Add: {question}"), version("v2", CAREFUL), live="v1")
     invoke("resources", "promote", "style", "v2")
-    found = tried("--text", "Sum: {question}", "--version", "production", "--version", "style@v1", "--limit", "2")
-    assert ["--text", "--version production", "--version style@v1"] == [each["origin"] for each in found["candidates"]]
-    assert ["v2", "v1"] == [each["version"] for each in found["candidates"][1:]]
+    words = ("--version", "production", "--text", "Sum: {question}", "--version", "style@v1")
+    found = tried(*words, "--limit", "2")
+    assert ["--version production", "--text", "--version style@v1"] == [each["origin"] for each in found["candidates"]]
+    assert ("v2", "v1") == (found["candidates"][0]["version"], found["candidates"][2]["version"])
     assert [("B", "A"), ("C", "A")] == [(pair["mark"], pair["baseline"]) for pair in found["pairs"]]
+
+
+def test_rollouts_that_a_killed_trial_left_are_cancelled_and_cost_nothing(
+    folder: Path, server: ScriptedModelServer
+) -> None:
+    publish(folder, version("v1", "Add: {question}"), live="v1")
+    left = Rollout(rollout_id="left", task={"question": "double 5", "answer": "10"}, experiment="sums-try")
+    read(folder, lambda store: store.enqueue([left]))
+    tried("--text", CAREFUL, "--limit", "1")
+    assert ["cancelled"] == [
+        one.status for one in read(folder, lambda store: store.rollouts(RolloutQuery(ids=("left",))))
+    ]
+    assert 2 == len(server.calls)
 
 
 def test_only_candidate_is_compared_with_the_labelled_version(folder: Path) -> None:
@@ -434,6 +451,36 @@ def test_interrupt_reports_what_is_done_and_leaves_nothing_queued(folder: Path) 
     assert "stopped; this is what was done so far" in err
     open_ones = RolloutQuery(experiment="sums-try", status=("queued", "running"))
     assert [] == read(folder, lambda store: store.rollouts(open_ones))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Add {{ question }} and {{ hint }}", ""),
+        ("Add it", "it lacks the placeholders {{ question }}"),
+        ("{{ question", "its line 1 is no jinja"),
+    ],
+)
+def test_placeholders_of_a_jinja_template_must_stay(text: str, message: str) -> None:
+    present = PromptTemplate(template="Add: {{ question }}", engine="jinja")
+    if message:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            with_text(present, text)
+        return
+    made = with_text(present, text)
+    assert PromptTemplate(template=text, engine="jinja") == made
+    assert ["{{ hint }}"] == unknown_placeholders(made, present, keys=["question"])
+
+
+@pytest.mark.parametrize(("value", "text"), [("Add.", "Add carefully."), ([1], "[2, 3]"), (1, "2.5"), (None, "null")])
+def test_value_is_edited_as_text_or_json(value: Json, text: str) -> None:
+    made = with_text(JsonResource(value=value), text)
+    assert text == text_of(made).replace("\n  ", " ").replace("[ ", "[").replace("\n]", "]")
+
+
+def test_broken_braces_can_be_mended() -> None:
+    broken = PromptTemplate(template="Add: {question")
+    assert PromptTemplate(template="Add: {question}") == with_text(broken, "Add: {question}")
 
 
 def task(number: int, old: float | None, new: float | None) -> TriedTask:

@@ -13,7 +13,7 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import echo, json_option, print_json
+from agl_run.cli.output import echo, json_option, print_json, visible
 from agl_run.cli.try_candidates import Contender, Given, contenders, new_placeholders, resource_of
 from agl_run.cli.try_report import TrialReport, best_of, print_report, report_of
 from agl_run.experiment.blocking import run_blocking
@@ -89,7 +89,7 @@ def try_(
     tasks, source = _tasks(plan, **{key: chosen[key] for key in ("path", "given_tasks", "pick", "limit")})
     present, found = contenders(plan, name, given)
     for line in new_placeholders(plan, present, found):
-        click.echo(line, err=True)
+        click.echo(visible(line), err=True)
     contested = _run(plan, name, present, found, tasks, samples=samples, source=source)
     if not contested.ran:
         click.echo("stopped before a rollout ended; nothing was compared", err=True)
@@ -186,7 +186,7 @@ def _run(
         samples=samples,
     )
     count = len(tasks) * len(found) * samples
-    click.echo(f"{count} rollouts: {len(found)} candidates on {source}", err=True)
+    click.echo(visible(f"{count} rollouts: {len(found)} candidates on {source}"), err=True)
     contested = Contested()
     try:
         run_blocking(lambda: try_versions(plan, contest, progress=default_progress(on_errors=True), found=contested))
