@@ -42,9 +42,9 @@ def test_history_names_the_trials_of_each_version_and_its_experiment(folder: Pat
 
     shown = run_agl("show", "style", "--store", "runs.db", folder=folder)
     assert (
-        "- sums-dev-1-initial from -, given by the experiment sums-dev; tried by agl dev: 2 rollouts of sums-dev\n"
-        "- sums-dev-1-initial.2 from -, given by the experiment sums-dev; tried by agl dev: 1 rollout of sums-dev\n"
-        "- sums-1-initial from -, given by the experiment sums; tried by agl dev: 1 rollout of sums-dev\n"
+        "- sums-dev-1-initial from -, given by the experiment sums-dev; trials: 2 rollouts of sums-dev\n"
+        "- sums-dev-1-initial.2 from -, given by the experiment sums-dev; trials: 1 rollout of sums-dev\n"
+        "- sums-1-initial from -, given by the experiment sums; trials: 1 rollout of sums-dev\n"
     ) in shown
     listed = json.loads(run_agl("resources", "list", "style", "--store", "runs.db", "--json", folder=folder))
     assert [("the experiment sums", "1 rollout of sums-dev")] == [

@@ -10,8 +10,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
-from agl.contracts import ExperimentRecord, Metric, Presence, RolloutQuery
-from agl.schemas import ResourceVersion, Rollout, Weights
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
+from agl.schemas import Json, PromptTemplate, ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
@@ -582,6 +582,27 @@ async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open)
     ]
     assert ("", []) == (first["against"], first["diff"])
     assert (True, []) == (long["is_too_long"], long["diff"])
+
+
+async def test_version_names_the_command_that_tries_it(opened: Open) -> None:
+    store = MemoryStore()
+    live = ResourceVersion(name="style", version="v1", resource=PromptTemplate(template="a"))
+    origin: dict[str, Json] = {"experiment": "sums", "origin": "agl try", "candidate": True}
+    edit = ResourceVersion(name="style", version="edit", resource=PromptTemplate(template="b"), metadata=origin)
+    await store.publish([live, edit, ResourceVersion(name="llm", version="w1", resource=Weights(uri="w"))])
+    await store.save_state({}, experiment=ExperimentRecord(name="sums", live={"style": "v1"}))
+    async with opened(store) as client:
+        newest = await data_of(client, "/versions/style")
+        tried = await data_of(client, "/versions/style?version=edit&tried=yes")
+        page = await text_of(client, "/versions/style?version=edit&tried=yes")
+        weights = await data_of(client, "/versions/llm")
+        await store.move_label(LabelMove(name="style", label="production", version="edit"))
+        promoted = await data_of(client, "/versions/style")
+    assert ("v1", "agl try FILE style --version v1 --edit") == (newest["shown"]["version"], newest["trial"])
+    assert ("agl try", "agl try FILE style --version edit") == (tried["shown"]["origin"], tried["trial"])
+    assert "it with what is live, on tasks of the experiment: <code>agl try FILE style --version edit</code>" in page
+    assert "" == weights["trial"]
+    assert ["v1", "edit"] == [row["version"] for row in promoted["versions"]]
 
 
 async def test_version_names_its_maker_score_labels_and_promotions(opened: Open) -> None:

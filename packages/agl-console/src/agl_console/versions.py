@@ -13,7 +13,7 @@ from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.contents import LONGEST, Text
-from agl_run.commands import ListedVersion, diff_versions, list_versions, resource_text
+from agl_run.commands import ListedVersion, command, diff_versions, list_versions, resource_text
 
 PAGE = 50
 """Resources on a page."""
@@ -43,7 +43,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         version: The version or label to show, by default the newest.
         against: The version or label to compare it with, by default its parent.
-        tried: ``yes`` for the versions too that an algorithm only tried.
+        tried: ``yes`` for the versions too that an algorithm or ``agl try`` only tried.
         before: The oldest version of the page before.
     """
 
@@ -83,7 +83,7 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         claimed: The score that an algorithm stored with it, in words.
         why: The decision of the search that made it.
         live: Experiments in which it is live.
-        is_tried: Whether an algorithm only tried it.
+        is_tried: Whether an algorithm or ``agl try`` only tried it.
     """
 
     version: str
@@ -118,6 +118,8 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         against: The version it is compared with, ``""`` for none.
         diff: The difference, empty where there is none.
         is_too_long: Whether the texts are too long to compare.
+        trial: The command that compares it with what is live, or an edit of it where it is live itself, for the
+            experiment's file ``FILE``; ``""`` for models and weights, which have no text.
         moves: Moves of labels, the newest first.
         next: The query of the page with older versions, empty on the last.
     """
@@ -132,6 +134,7 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     against: str
     diff: list[DiffLine]
     is_too_long: bool
+    trial: str
     moves: list[LabelMove]
     next: dict[str, str]
 
@@ -153,7 +156,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     every = await list_versions(store, name, has_candidates=True, has_trials=False)
     labels = {move.label: move.version for move in await store.labels(name)}
     known = {item.version.version: item for item in every}
-    published = [item for item in every if not _is_tried(item.version)] or every
+    published = [item for item in every if not item.is_only_tried] or every
     listed = every if chosen.tried else published
     page = _page(listed, _found(name, chosen.before, labels, known))
     shown = known[_found(name, chosen.version, labels, known) or published[-1].version.version]
@@ -161,7 +164,8 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     against = _found(name, chosen.against, labels, known) or parent
     is_too_long, diff = _difference(known[against].version, shown.version) if against else (False, [])
     text = resource_text(shown.version.resource)
-    origins = _Origins(await store.experiments(), {score.version: score for score in await store.scores(name)})
+    records = await store.experiments()
+    origins = _Origins(records, {score.version: score for score in await store.scores(name)})
     filters = {field: getattr(chosen, field) for field in ("version", "against", "tried")}
     filters = {field: value for field, value in filters.items() if value}
     return VersionsView(
@@ -175,6 +179,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
         against=against,
         diff=diff,
         is_too_long=is_too_long,
+        trial=_trial(shown.version, is_live=any(record.live.get(name) == shown.version.version for record in records)),
         moves=await _moves(store, name, list(labels)),
         next={**filters, "before": page[0].version.version} if page[0] is not listed[0] else {},
     )
@@ -237,7 +242,7 @@ class _Origins:
             claimed="" if score else item.score,
             why=item.why,
             live=live,
-            is_tried=_is_tried(version),
+            is_tried=item.is_only_tried,
         )
 
     def _experiment(self, version: ResourceVersion) -> str:
@@ -251,6 +256,13 @@ class _Origins:
             if re.match(f"{re.escape(record.name)}-[0-9]+-{re.escape(version.algorithm)}-", version.version)
         )
         return next(made, "")
+
+
+def _trial(version: ResourceVersion, *, is_live: bool) -> str:
+    """Return the command that tries a version, or an edit of the live one; ``""`` for one without a text."""
+    if isinstance(version.resource, LLM | Weights):
+        return ""
+    return command("try", "FILE", version.name, "--version", version.version, *(["--edit"] if is_live else []))
 
 
 async def _resource(store: Store, item: ListedVersion) -> ResourceRow:
@@ -297,8 +309,3 @@ _KINDS = {"+": "added", "-": "removed", "@": "place"}
 async def _moves(store: Store, name: str, labels: Sequence[str]) -> list[LabelMove]:
     moves = [move for label in labels for move in await store.label_moves(name, label)]
     return sorted(moves, key=lambda move: move.moved_at, reverse=True)[:MOVES]
-
-
-def _is_tried(version: ResourceVersion) -> bool:
-    """Return true for a version that an algorithm only tried."""
-    return bool(version.metadata.get("candidate"))

@@ -16,7 +16,7 @@ from agl_run.cli.query import COUNTED, is_counted, pages, rewards_of
 from agl_run.comparison import interval
 from agl_run.experiment import labels
 from agl_run.experiment.collect import group_id_of
-from agl_run.experiment.plan import TRIAL
+from agl_run.experiment.plan import ORIGIN, PROMPT_TRIAL, TRIAL
 
 _MANY = 1000
 
@@ -26,8 +26,9 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         why: The decision of the search that made it, with its reason.
-        origin: The algorithm and step that made it, or the experiment whose first version it is; ``""`` if unknown.
-        tried: The trials by ``agl dev`` that ran with it, such as ``2 rollouts of sums-dev``.
+        origin: The algorithm and step that made it, ``agl try``, or the experiment whose first version it is; ``""`` if
+            unknown.
+        tried: The trials by ``agl dev`` and ``agl try`` that ran with it, such as ``2 rollouts of sums-dev``.
     """
 
     version: ResourceVersion
@@ -36,6 +37,11 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
     why: str = ""
     origin: str = ""
     tried: str = ""
+
+    @property
+    def is_only_tried(self) -> bool:
+        """True for a version that an algorithm or ``agl try`` only tried, and that no label points at."""
+        return bool(self.version.metadata.get("candidate")) and not self.labels
 
 
 class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -73,14 +79,17 @@ async def list_versions(
     """List the newest version of every resource, or all versions of one, in order of publication.
 
     ``has_trials`` counts the rollouts of trials, which costs more the more there are. Raises :class:`NotFoundError`
-    for a resource without a version.
+    for a resource without a version. Versions that were only tried are left out unless ``has_candidates``, or a label
+    points at them.
     """
     versions = await store.resources(name)
     if name is not None and not versions:
         raise NotFoundError("resource", name, await _known(store, name))
-    kept = [v for v in versions if has_candidates or not v.metadata.get("candidate")]
-    names = dict.fromkeys(v.name for v in kept)
+    names = dict.fromkeys(v.name for v in versions)
     pointing = {n: await labels.labels_of(store, n) for n in names}
+    if name is None and not has_candidates:
+        versions = [await _newest_published(store, v, pointing[v.name]) for v in versions]
+    kept = [v for v in versions if has_candidates or not _is_only_tried(v, pointing[v.name])]
     scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
     tried = [] if name is None else await candidates_of(store, name)
     trials = await _trials(store, name, kept) if name is not None and has_trials else {}
@@ -103,19 +112,37 @@ async def list_versions(
 
 
 def origin_of(version: ResourceVersion) -> str:
-    """Name what made a version: an algorithm with its step, or the experiment that began with it; ``""`` if unknown."""
+    """Name what made a version: an algorithm with its step, ``agl try``, or the experiment that began with it.
+
+    It is ``""`` if unknown.
+    """
     if version.algorithm:
         return f"{version.algorithm} step {version.step}"
+    if version.metadata.get("origin") == ORIGIN:
+        return ORIGIN
     experiment = version.metadata.get("experiment")
     return f"the experiment {experiment}" if experiment else ""
 
 
+def _is_only_tried(version: ResourceVersion, names: dict[str, str]) -> bool:
+    return bool(version.metadata.get("candidate")) and version.version not in names.values()
+
+
+async def _newest_published(store: Store, newest: ResourceVersion, names: dict[str, str]) -> ResourceVersion:
+    """Return the newest version of a resource that was not only tried; the given one if there is none."""
+    if not _is_only_tried(newest, names):
+        return newest
+    published = [v for v in await store.resources(newest.name) if not _is_only_tried(v, names)]
+    return published[-1] if published else newest
+
+
 async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) -> dict[str, str]:
-    """Count the rollouts of trials by ``agl dev`` that ran with each version, by version."""
+    """Count the rollouts of trials by ``agl dev`` and ``agl try`` that ran with each version, by version."""
     experiments = {record.name for record in await store.experiments()}
-    experiments |= {str(v.metadata["experiment"]).removesuffix(TRIAL) for v in versions if "experiment" in v.metadata}
+    named = {str(v.metadata["experiment"]) for v in versions if "experiment" in v.metadata}
+    experiments |= {each.removesuffix(TRIAL).removesuffix(PROMPT_TRIAL) for each in named}
     counts: Counter[tuple[str, str]] = Counter()
-    for trial in sorted(f"{experiment}{TRIAL}" for experiment in experiments):
+    for trial in sorted(f"{experiment}{suffix}" for experiment in experiments for suffix in (TRIAL, PROMPT_TRIAL)):
         async for page in pages(store, RolloutQuery(experiment=trial, limit=_MANY)):
             counts.update((rollout.resources[name], trial) for rollout in page if name in rollout.resources)
     found: dict[str, list[str]] = {}
@@ -130,7 +157,7 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
     versions = {v.version: v for v in await store.resources(name)}
     if not versions:
         raise NotFoundError("resource", name, await _known(store, name))
-    newest = [v for v in versions.values() if not v.metadata.get("candidate")] or list(versions.values())
+    newest = [v for v in versions.values() if not _is_only_tried(v, names)] or list(versions.values())
     wanted = newest[-1].version if which is None else names.get(which, which)
     tried = await candidates_of(store, name)
     if wanted not in versions:

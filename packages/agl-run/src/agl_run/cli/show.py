@@ -19,6 +19,7 @@ from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_line, json_option, print_json, short, when
 from agl_run.cli.query import find, find_exact, span_options
 from agl_run.cli.span_reader import SpanReader
+from agl_run.experiment.plan import ORIGIN
 from agl_run.explain import token_counts
 
 
@@ -97,17 +98,18 @@ async def _find(
 
 def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
     """Describe the versions of a resource with their parents and scores, and the diff of the first and the last."""
-    published = [item for item in versions if not item.version.metadata.get("candidate")] or list(versions)
+    published = [item for item in versions if not item.is_only_tried] or list(versions)
     name = published[0].version.name
     yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
     for item in versions:
         version = item.version
-        made = f"by {item.origin}" if version.algorithm else f"given by {item.origin}" if item.origin else "given"
+        is_made = version.algorithm or item.origin == ORIGIN
+        made = f"by {item.origin}" if is_made else f"given by {item.origin}" if item.origin else "given"
         names = f", labels {', '.join(item.labels)}" if item.labels else ""
         tried = " (candidate)" if version.metadata.get("candidate") else ""
         score = f", score {item.score}" if item.score else ""
         why = f"; {item.why}" if item.why else ""
-        trials = f"; tried by agl dev: {item.tried}" if item.tried else ""
+        trials = f"; trials: {item.tried}" if item.tried else ""
         yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}{why}{trials}"
     yield from diff_versions(published[0].version, published[-1].version)
 

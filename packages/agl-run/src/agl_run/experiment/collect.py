@@ -226,7 +226,7 @@ class Collector:
             for position, task in enumerate(tasks)
             for sample in range(n)
         ]
-        episodes = await self._run_all(rollouts)
+        episodes = await self.run(rollouts)
         self._failures.add(_ended(episodes), is_validation=mode == "val")
         trains = mode == "train" and not keeps_all
         if mode != "val":
@@ -249,7 +249,7 @@ class Collector:
         """Let the credit run its replays, and log their metrics."""
         place = f"{step_name(step)}-{key}-" if key else f"{step_name(step)}-"
         prefix = f"{self._plan.name}-{self._run}-{self._caller}-{REPLAY}-{place}"
-        replays = Replays(episodes, prefix=prefix, run_all=self._run_all, store=self._store)
+        replays = Replays(episodes, prefix=prefix, run_all=self.run, store=self._store)
         prepared = list(await credit.prepare(episodes, step=step, replay=replays))
         if replays.count and self._log is not None:
             await self._log(step, replays.metrics())
@@ -275,6 +275,29 @@ class Collector:
         except NotFoundError:
             return None
         return found[0].resources
+
+    def episode(self, recording: Recording) -> Episode:
+        """Build the episode of a finished rollout, with the rewards and calls that count here."""
+        return _episode(recording, self._selection)
+
+    def side_by_side(
+        self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int, mode: Literal["train", "val", "test"]
+    ) -> list[Rollout]:
+        """Make ``n`` rollouts of each task for each of several sets of pinned versions, to be :meth:`run` together.
+
+        The arms take turns, and each begins as often as the others, so that a server that gets slower or worse
+        meanwhile does so for all of them. The samples of one number have the same seed in all arms.
+        """
+        live = self._live()
+        pairs = [(task, position, sample) for position, task in enumerate(tasks) for sample in range(n)]
+        found: list[Rollout] = []
+        for number, (task, position, sample) in enumerate(pairs):
+            seed = self._seed(f"{mode}-{step_name(0)}-{position:05d}-{sample:03d}")
+            for arm in (*range(number % len(arms), len(arms)), *range(number % len(arms))):
+                place = 0, f"{step_name(0)}-{position:05d}-{sample:03d}-{arm:02d}"
+                rollout = self._rollout(task, place, mode, {**live, **arms[arm]})
+                found.append(msgspec.structs.replace(rollout, metadata={**rollout.metadata, "seed": seed}))
+        return found
 
     def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:
         section, runner = self._plan.config.experiment, self._plan.config.runner
@@ -302,7 +325,8 @@ class Collector:
         words = f"{self._plan.config.experiment.seed}/{self._caller}/{place}"
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest())
 
-    async def _run_all(self, rollouts: Sequence[Rollout]) -> list[Episode]:
+    async def run(self, rollouts: Sequence[Rollout]) -> list[Episode]:
+        """Enqueue rollouts, wait for all of them, and return their episodes in the given order."""
         ids = [rollout.rollout_id for rollout in rollouts]
         self._count(asked=len(ids))
         episodes: dict[str, Episode] = {}

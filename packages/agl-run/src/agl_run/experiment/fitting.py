@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from agl.contracts import ExperimentRecord
 from agl.schemas import Episode, Json, Mode, Record
 from agl_run.experiment import state as saved
 from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.collapse import CollapseError, CollapseGuard
 from agl_run.experiment.config import ScheduleConfig
-from agl_run.experiment.continuation import Beginning, begin, is_of_another_agent
+from agl_run.experiment.continuation import Beginning, begin
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.failures import error_of
 from agl_run.experiment.finalists import Choice, choose
@@ -25,6 +24,7 @@ from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
 from agl_run.experiment.sinking import Sinks, SinkSource
 from agl_run.experiment.state import AlgorithmState
+from agl_run.experiment.trial import trial
 from agl_run.experiment.unused import unused_credits
 from agl_run.experiment.validations import after_step
 from agl_run.experiment.waiting import told
@@ -201,39 +201,14 @@ async def dev_plan(
     plan: Plan, *, progress: Progress, tasks: int, record_as: str = "", mode: Mode = "test"
 ) -> DevResult:
     """Run the agent on a few tasks, as the experiment ``record_as`` or ``NAME-dev``."""
-    name = plan.name
-    plan = plan.renamed(record_as or f"{name}{TRIAL}")
-    session = Session(plan)
-    try:
-        store = await session.open_store()
-        previous = await saved.load_experiment(store, name)
-        if previous is not None and is_of_another_agent(previous, plan):
-            previous = None
-        state = ExperimentRecord(
-            name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
-        )
-        await session.start(state, say=progress.say)
-        for key, resource in plan.resources.items():
-            if session.live.current(key).resource != resource:
-                progress.say(_other_text(key, session.live.current(key).version))
-        driver = Driver(session, state, progress=progress, is_trial=True)
+    async with trial(plan, record_as=record_as or f"{plan.name}{TRIAL}", progress=progress) as driver:
+        plan = driver.session.plan
         chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None
         collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
         collected = await collect(chosen, step=0, mode=mode, keeps_all=True)
         driver.reports.patterns.conclude()
         return DevResult(episodes=collected.episodes)
-    finally:
-        progress.close()
-        await session.close()
-
-
-def _other_text(name: str, version: str) -> str:
-    return (
-        f"{name}: the trial uses the version {version}, which the experiment has reached or a label points at, and not "
-        "what the experiment's file says, which differs; to try the file's, give the experiment another name: "
-        "--set experiment.name=NAME"
-    )
 
 
 async def _start(session: Session, beginning: Beginning, progress: Progress) -> tuple[Driver, list[DrivenAlgorithm]]:

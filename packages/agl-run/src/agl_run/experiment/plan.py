@@ -29,6 +29,12 @@ VALIDATION = "validate"
 TRIAL = "-dev"
 """The end of the name of the experiment that a trial by ``agl dev`` is recorded as."""
 
+PROMPT_TRIAL = "-try"
+"""The end of the name of the experiment that a trial by ``agl try`` is recorded as."""
+
+ORIGIN = "agl try"
+"""The origin, in their metadata, of versions that ``agl try`` published."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

@@ -35,15 +35,21 @@ class Quiet:
 
 
 class Lines:
-    """Prints plain lines: every message, and each task's state at most every ``every_s`` seconds."""
+    """Prints plain lines: every message, and each task's state at most every ``every_s`` seconds.
 
-    def __init__(self, *, every_s: float = 5.0) -> None:
+    Args:
+        every_s: Seconds between two lines on one task.
+        on_errors: Print to standard error.
+    """
+
+    def __init__(self, *, every_s: float = 5.0, on_errors: bool = False) -> None:
         self._every_s = every_s
+        self._on_errors = on_errors
         self._last: dict[str, float] = {}
 
     def say(self, text: str) -> None:
         """Print it."""
-        print(text, flush=True)
+        print(text, flush=True, file=sys.stderr if self._on_errors else None)
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
         """Print the task's state if ``every_s`` seconds have passed since the last time."""
@@ -52,16 +58,17 @@ class Lines:
             self._last.pop(name, None)
         elif now - self._last.setdefault(name, now) >= self._every_s:
             self._last[name] = now
-            print(f"{name}: {done}/{total} {text}".rstrip(), flush=True)
+            self.say(f"{name}: {done}/{total} {text}".rstrip())
 
     def close(self) -> None:
         """Nothing to do."""
 
 
 class Bars:
-    """Draws progress bars."""
+    """Draws progress bars; ``on_errors`` draws them on standard error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_errors: bool = False) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
 
@@ -71,6 +78,7 @@ class Bars:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[text]}"),
+            console=Console(stderr=on_errors),
         )
         self._tasks: dict[str, Any] = {}
         self._rich.start()
@@ -94,6 +102,7 @@ class Bars:
         self._rich.stop()
 
 
-def default_progress() -> Progress:
-    """Return bars if standard output is a terminal, else lines."""
-    return Bars() if sys.stdout.isatty() else Lines()
+def default_progress(*, on_errors: bool = False) -> Progress:
+    """Return bars if standard output is a terminal, else lines; with ``on_errors`` the same for standard error."""
+    stream = sys.stderr if on_errors else sys.stdout
+    return Bars(on_errors=on_errors) if stream.isatty() else Lines(on_errors=on_errors)
