@@ -13,7 +13,7 @@ from agl.contracts import CommandEntry
 from agl.errors import AglError, UnknownComponentError
 from agl.hints import did_you_mean
 from agl_run.cli.context import manager_of
-from agl_run.cli.output import visible
+from agl_run.control_characters import visible
 
 
 class OpenGroup(click.Group):

@@ -17,6 +17,7 @@ from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.failures import error_of
 from agl_run.experiment.finalists import Choice, choose
 from agl_run.experiment.finished import experiment_of
+from agl_run.experiment.live_summary import LiveSummary
 from agl_run.experiment.plan import TRIAL, Plan
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
@@ -242,6 +243,9 @@ async def _start(session: Session, beginning: Beginning, progress: Progress) -> 
         await session.start(beginning.state, say=progress.say)
         driver = Driver(session, beginning.state, progress=progress)
         await driver.validations.load()
+        driver.view_validations()
+        if isinstance(progress, LiveSummary):
+            progress.watch(driver.view)
         turns = [
             DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))
             for config in session.plan.config.algorithm

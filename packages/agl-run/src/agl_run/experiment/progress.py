@@ -1,8 +1,11 @@
-"""Shows the progress of an experiment: bars on a terminal, plain lines elsewhere, nothing when quiet."""
+"""Shows the progress of an experiment: bars or a summary in a terminal, plain lines elsewhere, nothing when quiet."""
 
+import os
 import sys
 import time
 from typing import Any, Protocol
+
+from agl_run.experiment.live_summary import LiveSummary
 
 
 class Progress(Protocol):
@@ -97,3 +100,9 @@ class Bars:
 def default_progress() -> Progress:
     """Return bars if standard output is a terminal, else lines."""
     return Bars() if sys.stdout.isatty() else Lines()
+
+
+def run_progress() -> Progress:
+    """Return the summary of a whole run if all output goes to a terminal that can draw, else lines."""
+    is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    return LiveSummary() if is_terminal and os.environ.get("TERM") not in ("dumb", "unknown") else Lines()
