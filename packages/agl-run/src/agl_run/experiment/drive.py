@@ -27,6 +27,7 @@ from agl.hints import did_you_mean
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
 from agl_run.experiment.agent_patterns import PatternReport
+from agl_run.experiment.alerts import Kind, keep_alert
 from agl_run.experiment.collect import Collector, RunReports
 from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.episode_checks import AgreementPolicy
@@ -43,6 +44,7 @@ from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.step_watch import StepWatch
 from agl_run.experiment.validations import Validations, files_of
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
+from agl_run.suggestions import Suggestion
 from agl_run.training_records import TrainingRecord, save_training
 
 
@@ -60,6 +62,7 @@ class Driver:
         validations: The run's validations; load them first.
         view: The numbers of the run that a display shows.
         on_logged: Called when the store has new numbers.
+        on_alert: Called when the store has a new alert.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Driver:
         self._changed = asyncio.Condition()
         self.validated: Sequence[Episode] = ()
         self.on_logged: Callable[[], None] = lambda: None
+        self.on_alert: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -177,6 +181,11 @@ class Driver:
         """Return once any algorithm has finished a step."""
         async with self._changed:
             await self._changed.wait()
+
+    async def alert(self, kind: Kind, found: Suggestion, *, key: str) -> None:
+        """Keep what a rule found in the run, once for each key, and let the sinks tell it."""
+        if await keep_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
+            self.on_alert()
 
     def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> SourceReader:
         """Make the reader of an algorithm's sources."""
@@ -289,7 +298,7 @@ class DrivenAlgorithm:
         manager = driver.session.plan.manager
         self._total = steps_in_all(manager.resolve(manager.algorithm(config.use)), config.params)
         self._times = StepTimes()
-        self._watch = StepWatch(lambda text: driver.progress.say(f"{config.name}: {text}"))
+        self._watch = StepWatch(config.name)
         self.is_finished = state.is_finished
         self._view = driver.view.algorithms[config.name]
         self._view.step, self._view.total, self._view.is_finished = state.step, self._total, state.is_finished
@@ -370,7 +379,9 @@ class DrivenAlgorithm:
         self._view.stepped(report, left=left)
         self._driver.progress.update(f"{name} steps", report.step, self._total, left)
         self._driver.progress.say(_line(name, report, total=self._total, left=left))
-        self._watch.add(report)
+        for found in self._watch.add(report):
+            self._driver.progress.say(f"{name}: {found.evidence}. To change that: {found.change}")
+            await self._driver.alert("suggestion", found, key=name)
 
     @property
     def can_go_back(self) -> bool:

@@ -135,7 +135,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             _LOG.warning("%s", text)
         source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
         async with Sinks(source, say=progress.say) as sinks:
-            driver.on_logged = sinks.wake
+            driver.on_logged, driver.on_alert = sinks.wake, sinks.alert
             result = await _fit(driver, turns)
             sinks.summary = _summary(result)
         await _retain(driver)
