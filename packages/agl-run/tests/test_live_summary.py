@@ -70,6 +70,11 @@ async def solve(task):
         print("\x1b[32mgreen\x1b[0m and [bold]\x1b]0;owned\x07")
         print("to stderr", file=sys.stderr)
         logging.getLogger("tools").warning("a log line")
+        print("(Pdb) ", end="", flush=True)
+        for share in ("10%", "20%\n"):
+            sys.stderr.write(f"\r{share}")
+            sys.stderr.flush()
+        sys.stdout.reconfigure(line_buffering=True)
     if task["n"] == 3:
         raise ValueError("no")
     return float(task["n"])
@@ -209,7 +214,8 @@ def test_run_shows_its_state_while_it_lasts_and_plain_text_at_its_end(folder: Pa
         line.partition(";")[0] for line in lines if line.startswith("learner step")
     ]
     assert r"green and [bold]\x1b]0;owned\x07" in lines
-    assert {"to stderr", "WARNING: a log line"} <= set(lines)
+    assert {"to stderr", "WARNING: a log line", "(Pdb)", "20%"} <= set(lines)
+    assert "10%" not in "".join(lines)
     assert any(line.startswith("finished small in") for line in lines)
     assert b"\x1b[?25l" not in terminal.raw  # the cursor is never hidden
 

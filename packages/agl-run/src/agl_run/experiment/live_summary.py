@@ -40,6 +40,7 @@ class LiveSummary:
         self._terminal: _Terminal | None = None
         self._view = RunView()
         self._drawn: list[tuple[str, int]] = []
+        self._size = os.terminal_size((0, 0))
         self._redirected: list[tuple[logging.Handler | str, TextIO]] = []
         self._thread = threading.Thread(target=self._follow, name="agl-summary", daemon=True)
 
@@ -81,7 +82,7 @@ class LiveSummary:
                 print(text, flush=True)
                 return
             erased = self._erased()
-            self._terminal.write(f"{erased}{text}\n{'' if self._closing.is_set() else self._block()}")
+            self._terminal.write(f"{erased}{text}\n{'' if self._closing.is_set() else self._latest_block()}")
 
     def _follow(self) -> None:
         while not self._closing.wait(EVERY_S):
@@ -91,11 +92,17 @@ class LiveSummary:
                 if self._drawn != before and self._terminal is not None:
                     self._terminal.write(erased + block)
 
+    def _latest_block(self) -> str:
+        """Return the block as it was drawn last, if it still fits: drawing takes longer than printing a line."""
+        if not self._drawn or self._size != shutil.get_terminal_size():
+            return self._block()
+        return "\n".join(line for line, _ in self._drawn)
+
     def _block(self) -> str:
         """Draw the block, and keep its lines with their widths."""
         from rich.console import Console
 
-        size = shutil.get_terminal_size()
+        self._size = size = shutil.get_terminal_size()
         width = min(_WIDEST, size.columns - 1)
         is_ascii = self._terminal is not None and not self._terminal.is_unicode
         lines = draw(self._view, width=width, height=size.lines - 1, is_ascii=is_ascii)
@@ -169,9 +176,8 @@ class _Above(io.TextIOBase):
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # read only here
         return self._real.encoding
 
-    @property
-    def buffer(self) -> Any:
-        return self._real.buffer
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
     def isatty(self) -> bool:
         return self._real.isatty()
@@ -191,6 +197,13 @@ class _Above(io.TextIOBase):
             for line in lines:
                 self._summary.print_above(line)
         return len(text)
+
+    def flush(self) -> None:
+        """Print what may be a question, but no bar that a program draws over and over."""
+        with self._summary.lock:
+            if self._rest and "\r" not in self._rest:
+                line, self._rest = self._rest, ""
+                self._summary.print_above(line)
 
     def end_line(self) -> None:
         """Print what stands on a line that has no end yet."""
