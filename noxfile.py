@@ -80,6 +80,9 @@ PLUGINS = {
 """Packages that need no agent framework and no torch, with what their tests need besides."""
 
 PLOT = "matplotlib>=3.9,<4"
+TERMINAL = "pyte>=0.8.2,<1"
+"""A terminal emulator, which shows what a person would see."""
+
 EXAMPLES = {
     "calc": ["agl-autogen", "agl-algo-torch", "agl-console", "autogen-agentchat", "autogen-ext[openai]", TORCH, PLOT],
     "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
@@ -222,7 +225,7 @@ def on_every_python(name: str, folder: str, description: str) -> list[str]:
     return [define(version) for version in found(PYTHONS)]
 
 
-CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT]
+CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL]
 """Requirements of the tests of the core, of agl-run and of agl-testing: the same, so that they share an environment."""
 
 core = on_every_python("core", "packages/agl-core/tests", "The core's tests.")

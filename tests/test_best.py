@@ -16,6 +16,7 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import PromptTemplate, Rollout
 from agl_run import FitResult, Progress, Quiet, SQLiteStore
+from agl_run.experiment.alerts import read_alerts
 from agl_testing.plugins import PluginFolder
 
 TASKS = 20
@@ -258,6 +259,8 @@ def test_first_fall_is_told_and_the_second_in_a_row_goes_back(fit: Callable[...,
         "the validation reward has fallen: 0.100 after step 3, and 0.900 after step 1, by more than chance explains, "
         "twice in a row: back to the versions after step 1; reversible: 0.5 times the configured learning rate"
     ) == second
+    alerts = look(tmp_path, lambda store: read_alerts(store, "kept", 1))
+    assert [("collapse", 3, second)] == [(alert.kind, alert.found.step, alert.found.evidence) for alert in alerts]
     assert {"step": 4, "rate": 0.5, "from": 1} == look(tmp_path, saved_state)["state"]
     assert ({"prompt": "kept-1-reversible-4"}, 0.95) == (result.resources, result.after)
     rollouts = look(tmp_path, lambda store: store.rollouts(RolloutQuery(experiment="kept", mode="train")))
@@ -299,6 +302,8 @@ def test_collapse_stops_where_it_must(
 
     assert ({use: steps}, 0.9) == (result.steps, result.after)
     assert 1 <= len(progress.about(said))
+    [alert] = look(tmp_path, lambda store: read_alerts(store, "kept", 1))
+    assert said in alert.found.evidence
     state = look(tmp_path, saved_state)
     assert state["is_finished"]
     assert ("has fallen" in state["stop_reason"]) == (chosen != "continue")

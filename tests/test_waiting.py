@@ -154,7 +154,7 @@ def test_a_terminal_has_a_bar_of_all_steps_with_the_time_left(folder: Path, agl_
 
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert 0 == process.returncode, text
-    assert re.search(r"sleeper steps .* 1/3 .* about \d+ s left", text)
+    assert re.search(r"sleeper  ━+─+  1/3\s+about \d+ s left", text)
 
 
 def _read(terminal: int) -> bytes:

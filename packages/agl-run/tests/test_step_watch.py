@@ -7,10 +7,11 @@ from agl_run.experiment.step_watch import StepWatch
 
 def told(*shares: float | None, reward: float = 0.0, **others: float) -> list[str]:
     said: list[str] = []
-    watch = StepWatch(said.append)
+    watch = StepWatch("grpo")
     for step, share in enumerate(shares, start=1):
         metrics = {} if share is None else {"silent_share": share, "reward": reward}
-        watch.add(StepReport(step=step, metrics={**metrics, **others}))
+        found = watch.add(StepReport(step=step, metrics={**metrics, **others}))
+        said += [f"{one.evidence}. To change that: {one.change}" for one in found]
     return said
 
 
@@ -36,7 +37,7 @@ def test_algorithms_that_report_nothing_are_not_told() -> None:
 
 
 def test_long_run_is_watched_in_little_memory() -> None:
-    watch = StepWatch(lambda _: None)
+    watch = StepWatch("grpo")
     for step in range(1, 1001):
         watch.add(StepReport(step=step, metrics={"reward": 0.001 * step}))
     assert 60 == len(watch._steps)

@@ -4,7 +4,7 @@ from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions, resource_text
 from agl_run.cli.logged import place_of
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import json_line, json_option, print_json, print_table, visible
+from agl_run.cli.output import json_line, json_option, print_json, print_table
 from agl_run.cli.query import (
     CONVERSATIONS,
     COUNTED,
@@ -18,6 +18,7 @@ from agl_run.cli.query import (
 )
 from agl_run.cli.workers import ListedWorker, list_workers
 from agl_run.comparison import interval
+from agl_run.control_characters import visible
 from agl_run.conversations import ShownMessages, labelled_texts
 from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from agl import hookimpl
-from agl.contracts import CommandEntry, PolicyEntry, RunnerEntry, StepReport, StoreEntry, TracerEntry
+from agl.contracts import CommandEntry, ExporterEntry, PolicyEntry, RunnerEntry, StepReport, StoreEntry, TracerEntry
 
 
 @hookimpl
@@ -55,6 +55,16 @@ def agl_policies() -> Iterable[PolicyEntry]:
         name="openai",
         factory="agl_run.runners.policy:OpenAIPolicy",
         summary="an OpenAI-compatible endpoint, not trained",
+    )
+
+
+@hookimpl
+def agl_exporters() -> Iterable[ExporterEntry]:
+    """Register the sink that tells a web address what happens to a run."""
+    yield ExporterEntry(
+        name="webhook",
+        factory="agl_run.webhook:WebhookSink",
+        summary="findings, a collapse, a failure and the end of a run, as JSON to a web address",
     )
 
 

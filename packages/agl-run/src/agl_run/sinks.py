@@ -82,7 +82,7 @@ class SinkTable(Record, frozen=True, kw_only=True):
     """A table of the run as it is now; a later one of the same name replaces it.
 
     Attributes:
-        name: ``resources``, ``candidates`` or ``rollouts``.
+        name: ``resources``, ``candidates``, ``rollouts`` or ``alerts``.
         columns: The names of the columns.
         rows: The rows; texts have no control characters but line breaks and tabs, and long ones are cut with a mark.
     """
@@ -99,10 +99,14 @@ class SinkOutcome(Record, frozen=True, kw_only=True):
         status: ``stopped`` for a run that a person stopped.
         summary: Validation rewards, steps and live versions by name, such as ``reward_after``; of a run that did not
             reach its end only what is known.
+        error: Why it failed, in words; ``""`` if it did not.
+        time: Unix seconds of the end; 0 if it is not known.
     """
 
     status: Literal["finished", "failed", "stopped"]
     summary: dict[str, Json] = {}
+    error: str = ""
+    time: float = 0.0
 
 
 @runtime_checkable
@@ -134,8 +138,11 @@ class Sink(Protocol):
         """Write tables that are new or changed."""
         ...
 
-    def end(self, end: SinkOutcome) -> None:
-        """Say how the run ended, make everything durable, and release connections."""
+    def end(self, end: SinkOutcome) -> str | None:
+        """Say how the run ended, make everything durable, and release connections.
+
+        Returns what was written, in words, for a line at the end of the run; ``None`` for the number of steps.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ from agl import PluginManager
 from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import visible
+from agl_run.control_characters import visible
 from agl_run.experiment.build import check_components
 from agl_run.experiment.dataset import unkeyed_tasks
 from agl_run.experiment.frameworks import unlisted_tracers

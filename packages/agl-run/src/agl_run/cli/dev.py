@@ -9,7 +9,8 @@ from agl import PluginManager
 from agl.schemas import Episode
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import json_option, print_json, visible
+from agl_run.cli.output import json_option, print_json
+from agl_run.control_characters import visible
 from agl_run.experiment.blocking import run_blocking
 from agl_run.experiment.fitting import dev_plan
 from agl_run.experiment.progress import default_progress

@@ -14,7 +14,8 @@ from agl.contracts import CommandEntry
 from agl.errors import AglError, UnknownComponentError
 from agl.hints import did_you_mean
 from agl_run.cli.context import manager_of
-from agl_run.cli.output import STOPPED, visible
+from agl_run.cli.output import STOPPED
+from agl_run.control_characters import visible
 
 
 class OpenGroup(click.Group):

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from agl.schemas import to_json
+from agl_run.control_characters import CONTROLS, visible
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 """Adds the option ``--json`` to a command, as its argument ``as_json``."""
@@ -17,19 +18,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 STOPPED = 130
 """Exit status after an interrupt, by the shells' convention."""
 
-_CONTROLS = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that a terminal obeys: control characters but tab and line feed, and those that turn text around."""
-
-_VISIBLE = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _CONTROLS}
-_IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROLS}
+_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS}
 
 _LEAST = 6
 """Characters at least of a column that is shortened."""
-
-
-def visible(text: str) -> str:
-    """Escape the control characters in text of agents and models, so that a terminal shows and never obeys them."""
-    return text.translate(_VISIBLE)
 
 
 def echo(text: str) -> None:

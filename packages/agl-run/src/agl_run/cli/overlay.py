@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 from agl_run.cli.curves import STEP, Curve
-from agl_run.cli.output import visible
+from agl_run.control_characters import visible
 
 HEIGHT = 14
 """Lines of the diagram."""

@@ -26,10 +26,11 @@ from agl_run.cli.lineage import (
 )
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import echo, json_option, print_json, print_table, short, visible, when
+from agl_run.cli.output import echo, json_option, print_json, print_table, short, when
 from agl_run.cli.pairing import compare_arms
 from agl_run.cli.search_report import report
 from agl_run.comparison import Criterion, check_better
+from agl_run.control_characters import visible
 from agl_run.experiment import labels
 
 _confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)

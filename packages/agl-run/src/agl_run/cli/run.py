@@ -1,8 +1,11 @@
 """``agl run``: run an experiment to its end, or continue one that was stopped."""
 
+import errno
+import os
 import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -44,6 +47,8 @@ def run(
     if resume and fresh:
         raise click.UsageError("--resume continues and --fresh starts again; give one")
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, _interrupt)
     trainer = make_trainer(file, settings, manager=manager, progress=Quiet() if quiet or as_json else None)
     url = located(trainer.config.experiment.store, file.absolute().parent)
     try:
@@ -53,12 +58,27 @@ def run(
             result = trainer.fit(resume=resume, fresh=fresh)
     except KeyboardInterrupt:
         again = run_again(file, settings, "--resume")
-        click.echo(f"\nstopped; everything up to the last step is kept. Continue with: {again}", err=True)
+        with _terminal_may_be_gone():
+            click.echo(f"\nstopped; everything up to the last step is kept. Continue with: {again}", err=True)
         sys.exit(STOPPED)
     if as_json:
         print_json(result)
         return
-    click.echo(_summary(result, config=trainer.config, store_url=without_password(url)))
+    with _terminal_may_be_gone():
+        click.echo(_summary(result, config=trainer.config, store_url=without_password(url)))
+
+
+@contextmanager
+def _terminal_may_be_gone() -> Generator[None]:
+    """Print the last words, unless the terminal was closed while the run lasted; that changes no exit status."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # they are flushed when Python ends
+            os.dup2(nowhere, stream.fileno())
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -13,9 +13,10 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import echo, json_option, print_json, visible
+from agl_run.cli.output import STOPPED, echo, json_option, print_json
 from agl_run.cli.try_candidates import Contender, Given, contenders, new_placeholders, resource_of
 from agl_run.cli.try_report import TrialReport, best_of, print_report, report_of
+from agl_run.control_characters import visible
 from agl_run.experiment.blocking import run_blocking
 from agl_run.experiment.dataset import check_hidden, load_dataset
 from agl_run.experiment.hints import MEMORY, command
@@ -27,9 +28,6 @@ from agl_run.experiment.trying import Contest, Contested, try_versions
 
 LIMIT = 20
 """Tasks that run unless the command line chooses them."""
-
-STOPPED = 130
-"""Exit status after an interrupt, by the shells' convention."""
 
 _GIVEN = "agl_run.cli.try_.given"
 _OPTIONS = {"versions": "version", "texts": "text", "text_files": "text-file", "is_edited": "edit"}

@@ -13,8 +13,10 @@ from agl.errors import AglError
 from agl.schemas import Record
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.finalists import missing_files
+from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.state import AlgorithmState, run_key
 from agl_run.experiment.validations import Validation, has_fallen
+from agl_run.suggestions import Suggestion
 
 RATE = 0.5
 """Factor of the step sizes after each time that a run goes back."""
@@ -66,12 +68,27 @@ class CollapseGuard:
         chosen = self._driver.session.plan.config.experiment.on_collapse
         if len(fallen) == 1:
             self._say(f"{told}; if the next validation shows that too, {_INTENTIONS[chosen]}")
-        elif chosen == "continue":
-            self._say(f'{told}; training goes on, because on_collapse is "continue"')
-        elif chosen == "stop":
+            return
+        key = f"{best.turn}-{self._past.count}"
+        try:
+            text = await self._react(chosen, best, told)
+        except CollapseError as error:
+            await self._alert(f"{error}; the run stops", step=last.turn, key=key)
+            raise
+        self._say(text)
+        await self._alert(text, step=last.turn, key=key)
+
+    async def _react(self, chosen: str, best: Validation, told: str) -> str:
+        """Do what the configuration says about a collapse; returns that in words."""
+        if chosen == "continue":
+            return f'{told}; training goes on, because on_collapse is "continue"'
+        if chosen == "stop":
             raise CollapseError(f"{told}, twice in a row")
-        else:
-            await self._go_back(best, told)
+        return await self._go_back(best, told)
+
+    async def _alert(self, text: str, *, step: int, key: str) -> None:
+        found = Suggestion(rule="collapse", algorithm=VALIDATION, step=step, evidence=text, change="")
+        await self._driver.alert("collapse", found, key=key)
 
     def _fallen(self) -> list[Validation]:
         """Return the last validations in a row, two at most, that have fallen since the run went back last."""
@@ -85,14 +102,13 @@ class CollapseGuard:
             fallen.insert(0, one)
         return fallen
 
-    async def _go_back(self, best: Validation, told: str) -> None:
+    async def _go_back(self, best: Validation, told: str) -> str:
         """Make the best versions live, and let the algorithms continue from them with smaller steps."""
         session, states = self._driver.session, self._driver.validations.states
         live = session.live.versions()
         changed = {name for name, version in best.versions.items() if live[name] != version}
         if not changed:
-            self._say(f"{told}, twice in a row, and the versions are the same: something else has changed")
-            return
+            return f"{told}, twice in a row, and the versions are the same: something else has changed"
         affected = [t for t in self._turns if not t.is_finished and t.steps and changed.intersection(t.tunes)]
         obstacle = await self._obstacle(best, affected)
         if obstacle:
@@ -106,7 +122,7 @@ class CollapseGuard:
         await self._driver.go_back(went, others={self._key: msgspec.json.encode(past)})
         self._past = past
         slower = f"; {' and '.join(went)}: {rate:g} times the configured learning rate" if went else ""
-        self._say(f"{told}, twice in a row: back to the versions {best.place}{slower}")
+        return f"{told}, twice in a row: back to the versions {best.place}{slower}"
 
     async def _obstacle(self, best: Validation, affected: Sequence[DrivenAlgorithm]) -> str:
         """Return the reason why the run cannot go back, ``""`` if it can."""

@@ -14,7 +14,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import Collected, Credit, Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
-from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
+from agl.schemas import TERMINAL_ROLLOUT, Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
 from agl.stores import read_recordings
 from agl_run.experiment.agent_patterns import AgentPatternCheck, PatternReport
 from agl_run.experiment.counterfactual import Replays
@@ -22,6 +22,7 @@ from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgreementPol
 from agl_run.experiment.failures import Ended, FailureReport, RolloutCounts
 from agl_run.experiment.hints import proposal
 from agl_run.experiment.plan import NAME, Plan
+from agl_run.experiment.run_view import RunView
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 from agl_run.training_records import TrainingRecord, save_training
@@ -41,20 +42,22 @@ READ_BATCH = 64
 class WatchedRollouts:
     """The rollouts of one request, handed out as they finish."""
 
-    def __init__(self, rollout_ids: Iterable[str], *, on_finish: Callable[[], None]) -> None:
+    def __init__(self, rollout_ids: Iterable[str], *, on_change: Callable[[str, str], None]) -> None:
         self._open = set(rollout_ids)
         self._finished: list[str] = []
         self._error: Exception | None = None
         self._news = asyncio.Event()
-        self._on_finish = on_finish
+        self._on_change = on_change
 
-    def resolve(self, rollout_id: str) -> None:
-        """Mark a rollout as finished; idempotent."""
-        if rollout_id in self._open:
+    def changed(self, rollout_id: str, status: str) -> None:
+        """Note a rollout's status; a terminal one finishes it, once."""
+        if rollout_id not in self._open:
+            return
+        if status in TERMINAL_ROLLOUT:
             self._open.remove(rollout_id)
             self._finished.append(rollout_id)
             self._news.set()
-            self._on_finish()
+        self._on_change(rollout_id, status)
 
     def fail(self, error: Exception) -> None:
         """End all waits with ``error``."""
@@ -95,12 +98,15 @@ class FinishFeed:
 
     @contextmanager
     def watch(
-        self, rollout_ids: Sequence[str], *, on_finish: Callable[[], None] = lambda: None
+        self, rollout_ids: Sequence[str], *, on_change: Callable[[str, str], None] = lambda rollout_id, status: None
     ) -> Generator[WatchedRollouts]:
-        """Watch rollouts; must begin before they are enqueued. Raises the error that ended the reader, if one did."""
+        """Watch rollouts; must begin before they are enqueued. Raises the error that ended the reader, if one did.
+
+        ``on_change`` is called with a rollout's id and its new status, with a terminal one once.
+        """
         if self._error is not None:
             raise self._error
-        request = WatchedRollouts(rollout_ids, on_finish=on_finish)
+        request = WatchedRollouts(rollout_ids, on_change=on_change)
         self._requests |= dict.fromkeys(rollout_ids, request)
         try:
             yield request
@@ -123,9 +129,8 @@ class FinishFeed:
             while True:
                 for change in await self._store.changes(after=cursor, wait_s=WAIT_S):
                     cursor = change.cursor
-                    is_end = change.kind == "rollout" and change.status in ("succeeded", "failed", "cancelled")
-                    if is_end and change.key in self._requests:
-                        self._requests[change.key].resolve(change.key)
+                    if change.kind == "rollout" and change.key in self._requests:
+                        self._requests[change.key].changed(change.key, change.status)
         except Exception as error:  # noqa: BLE001  # raised in every present and later wait
             self._error = error
             for request in set(self._requests.values()):
@@ -141,6 +146,7 @@ class RunReports:
         agreement: Reports the model calls that are missing from the records.
         sampling: Counts the training calls that ask for less than the policy's full distribution.
         patterns: Reports names of agents that matched none.
+        view: Keeps the run's numbers for a display.
         store_url: Where the rollouts are stored, for the commands in messages.
     """
 
@@ -148,6 +154,7 @@ class RunReports:
     agreement: AgreementPolicy
     sampling: SamplingReport
     patterns: PatternReport
+    view: RunView
     store_url: str = ""
 
 
@@ -199,8 +206,8 @@ class Collector:
         self._store_url = reports.store_url
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
         self._log = log
-        self._asked: int = 0
-        self._done: int = 0
+        self._tally = reports.view.tally(caller)
+        self._shown = reports.view.algorithms.get(caller)
         self._selection = _selection(plan, algorithm)
         self._names = AgentPatternCheck(plan, algorithm, report=reports.patterns)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
@@ -235,6 +242,8 @@ class Collector:
         if not trains:
             return Collected(episodes=tuple(episodes))
         kept, dropped = await self._apply_policies(episodes, step=step)
+        if self._shown is not None:
+            self._shown.collected(kept)
         if episodes and not kept:
             raise RunError(_nothing_left(episodes, dropped, store_url=self._store_url))
         if self._needs_ids:
@@ -328,12 +337,11 @@ class Collector:
     async def run(self, rollouts: Sequence[Rollout]) -> list[Episode]:
         """Enqueue rollouts, wait for all of them, and return their episodes in the given order."""
         ids = [rollout.rollout_id for rollout in rollouts]
-        self._count(asked=len(ids))
         episodes: dict[str, Episode] = {}
-        with self._feed.watch(ids, on_finish=lambda: self._count(done=1)) as watched:
+        with self._counted(ids), self._feed.watch(ids, on_change=self._count) as watched:
             for rollout in await self._store.enqueue(rollouts):
                 if rollout.is_finished:
-                    watched.resolve(rollout.rollout_id)
+                    watched.changed(rollout.rollout_id, rollout.status)
             while taken := await self._unless_broken(watched.take(READ_BATCH)):
                 kept = {rollout_id: self._feed.kept(rollout_id) for rollout_id in taken}
                 found = await read_finished(self._store, taken, kept=kept)
@@ -353,13 +361,20 @@ class Collector:
         finally:
             task.cancel()
 
-    def _count(self, *, asked: int = 0, done: int = 0) -> None:
-        """Show the joint progress of all running requests."""
-        if self._done == self._asked:
-            self._done, self._asked = 0, 0
-        self._asked += asked
-        self._done += done
-        self._progress(self._done, self._asked, "")
+    @contextmanager
+    def _counted(self, rollout_ids: Sequence[str]) -> Generator[None]:
+        """Count the rollouts of a request while it lasts, and show the joint progress of all running requests."""
+        self._tally.ask(rollout_ids)
+        self._progress(self._tally.done, self._tally.asked, "")
+        try:
+            yield
+        finally:
+            self._tally.drop(rollout_ids)
+
+    def _count(self, rollout_id: str, status: str) -> None:
+        self._tally.note(rollout_id, status)
+        if status in TERMINAL_ROLLOUT:
+            self._progress(self._tally.done, self._tally.asked, "")
 
     async def _apply_policies(self, episodes: Sequence[Episode], *, step: int) -> tuple[list[Episode], dict[str, int]]:
         """Return the episodes that are kept and the number of others by reason; keeps the reasons for ``agl why``."""

@@ -27,6 +27,7 @@ from agl.hints import did_you_mean
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
 from agl_run.experiment.agent_patterns import PatternReport
+from agl_run.experiment.alerts import Kind, keep_alert
 from agl_run.experiment.collect import Collector, RunReports
 from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.episode_checks import AgreementPolicy
@@ -35,6 +36,7 @@ from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.recorded import SourceReader, Sources
+from agl_run.experiment.run_view import AlgorithmView, RunView
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.experiment.session import Session
 from agl_run.experiment.settings import changed_settings, training_settings
@@ -42,6 +44,7 @@ from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.step_watch import StepWatch
 from agl_run.experiment.validations import Validations, files_of
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
+from agl_run.suggestions import Suggestion
 from agl_run.training_records import TrainingRecord, save_training
 
 
@@ -57,7 +60,9 @@ class Driver:
     Attributes:
         reports: The reports on the run's rollouts.
         validations: The run's validations; load them first.
+        view: The numbers of the run that a display shows.
         on_logged: Called when the store has new numbers.
+        on_alert: Called when the store has a new alert.
     """
 
     def __init__(
@@ -66,12 +71,14 @@ class Driver:
         self.session = session
         self.state = state
         self.progress = progress
-        url = session.store_url
+        url, names = session.store_url, [config.name for config in session.plan.config.algorithm]
+        self.view = RunView(algorithms={name: AlgorithmView(name=name) for name in names})
         self.reports = RunReports(
             failures=FailureReport(store_url=url),
             agreement=AgreementPolicy(session.plan.config.experiment, is_trial=is_trial, store_url=url),
             sampling=SamplingReport(store_url=url),
             patterns=PatternReport(),
+            view=self.view,
             store_url=url,
         )
         self.validations = Validations(
@@ -86,6 +93,7 @@ class Driver:
         self._changed = asyncio.Condition()
         self.validated: Sequence[Episode] = ()
         self.on_logged: Callable[[], None] = lambda: None
+        self.on_alert: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -174,6 +182,11 @@ class Driver:
         async with self._changed:
             await self._changed.wait()
 
+    async def alert(self, kind: Kind, found: Suggestion, *, key: str) -> None:
+        """Keep what a rule found in the run, once for each key, and let the sinks tell it."""
+        if await keep_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
+            self.on_alert()
+
     def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> SourceReader:
         """Make the reader of an algorithm's sources."""
         plan = self.session.plan
@@ -220,6 +233,12 @@ class Driver:
         self.progress.update("record rollouts", 0, 0)
         self.progress.say(f"recorded {len(tasks)} rollouts, {failed} failed{mean}")
 
+    def view_validations(self) -> None:
+        """Show the newest validation and the best one."""
+        if found := self.validations.all():
+            best = self.validations.best
+            self.view.validation, self.view.best = (found[-1].turn, found[-1].mean), (best.turn, best.mean)
+
     async def validate(self, step: int) -> float | None:
         """Return the mean reward of the live versions on the validation tasks; a failed or unrewarded rollout counts 0.
 
@@ -252,6 +271,7 @@ class Driver:
                 turn=step, versions=versions, steps=files, rewards=rewards, states=states
             )
         self._tell(VALIDATION, report, turn=step)
+        self.view_validations()
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)
         note = f" ({failed} of {len(tasks)} failed)" if failed else ""
         self.progress.say(f"validation reward after step {step}: {mean:.3f}{note}")
@@ -278,8 +298,10 @@ class DrivenAlgorithm:
         manager = driver.session.plan.manager
         self._total = steps_in_all(manager.resolve(manager.algorithm(config.use)), config.params)
         self._times = StepTimes()
-        self._watch = StepWatch(lambda text: driver.progress.say(f"{config.name}: {text}"))
+        self._watch = StepWatch(config.name)
         self.is_finished = state.is_finished
+        self._view = driver.view.algorithms[config.name]
+        self._view.step, self._view.total, self._view.is_finished = state.step, self._total, state.is_finished
 
     @property
     def name(self) -> str:
@@ -320,6 +342,7 @@ class DrivenAlgorithm:
             self._driver.progress.say(f"{name}: continues after step {self._state.step}{other}")
         self._trained = await saved.trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
         self._times = StepTimes()
+        self._view.has_begun = True
         self._driver.progress.update(f"{name} steps", self._state.step, self._total)
 
     async def step(self) -> None:
@@ -353,9 +376,12 @@ class DrivenAlgorithm:
         self.is_finished = report.is_finished
         self._driver.progress.update(f"{name} rollouts", 0, 0)
         left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
+        self._view.stepped(report, left=left)
         self._driver.progress.update(f"{name} steps", report.step, self._total, left)
         self._driver.progress.say(_line(name, report, total=self._total, left=left))
-        self._watch.add(report)
+        for found in self._watch.add(report):
+            self._driver.progress.say(f"{name}: {found.evidence}. To change that: {found.change}")
+            await self._driver.alert("suggestion", found, key=name)
 
     @property
     def can_go_back(self) -> bool:
@@ -379,6 +405,7 @@ class DrivenAlgorithm:
 
     async def end(self) -> None:
         """Release the algorithm."""
+        self._view.has_begun = False
         self._driver.progress.update(f"{self._config.name} rollouts", 0, 0)
         self._driver.progress.update(self._config.name, 0, 0)
         self._driver.progress.update(f"{self._config.name} steps", 0, 0)
@@ -429,10 +456,15 @@ class DrivenAlgorithm:
             endpoint=session.endpoint,
             current=session.live.current,
             policy=self._policy,
-            progress=lambda done, total, text: driver.progress.update(config.name, done, total, text),
+            progress=self._work,
             say=lambda text: driver.progress.say(f"{config.name}: {text}"),
             clock=time.time,
         )
+
+    def _work(self, done: int, total: int, text: str) -> None:
+        """Show what the algorithm does within a step."""
+        self._view.work = (done, total, text)
+        self._driver.progress.update(self._config.name, done, total, text)
 
     def _policy(self, name: str) -> Policy:
         policies = self._driver.session.policies

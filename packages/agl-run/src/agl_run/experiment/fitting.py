@@ -16,6 +16,7 @@ from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.failures import error_of
 from agl_run.experiment.finalists import Choice, choose
 from agl_run.experiment.finished import experiment_of
+from agl_run.experiment.live_summary import LiveSummary
 from agl_run.experiment.plan import TRIAL, Plan
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
@@ -134,7 +135,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             _LOG.warning("%s", text)
         source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
         async with Sinks(source, say=progress.say) as sinks:
-            driver.on_logged = sinks.wake
+            driver.on_logged, driver.on_alert = sinks.wake, sinks.alert
             result = await _fit(driver, turns)
             sinks.summary = _summary(result)
         await _retain(driver)
@@ -217,6 +218,9 @@ async def _start(session: Session, beginning: Beginning, progress: Progress) -> 
         await session.start(beginning.state, say=progress.say)
         driver = Driver(session, beginning.state, progress=progress)
         await driver.validations.load()
+        driver.view_validations()
+        if isinstance(progress, LiveSummary):
+            progress.watch(driver.view)
         turns = [
             DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))
             for config in session.plan.config.algorithm

@@ -1,8 +1,11 @@
-"""Shows the progress of an experiment: bars on a terminal, plain lines elsewhere, nothing when quiet."""
+"""Shows the progress of an experiment: bars or a summary in a terminal, plain lines elsewhere, nothing when quiet."""
 
+import os
 import sys
 import time
 from typing import Any, Protocol
+
+from agl_run.experiment.live_summary import LiveSummary
 
 
 class Progress(Protocol):
@@ -106,3 +109,9 @@ def default_progress(*, on_errors: bool = False) -> Progress:
     """Return bars if standard output is a terminal, else lines; with ``on_errors`` the same for standard error."""
     stream = sys.stderr if on_errors else sys.stdout
     return Bars(on_errors=on_errors) if stream.isatty() else Lines(on_errors=on_errors)
+
+
+def run_progress() -> Progress:
+    """Return the summary of a whole run if all output goes to a terminal that can draw, else lines."""
+    is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    return LiveSummary() if is_terminal and os.environ.get("TERM") not in ("dumb", "unknown") else Lines()

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -11,6 +12,7 @@ from agl.schemas import TERMINAL_ROLLOUT, Json, JsonResource, PromptTemplate, Re
 from agl.stores import read_recordings
 from agl.tracing import redact
 from agl_run.candidates import Candidate, searches_in
+from agl_run.experiment.alerts import Alert, read_alerts
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.hints import command
 from agl_run.experiment.settings import is_secret
@@ -45,7 +47,7 @@ async def read_rows(store: Store, experiment: str, run: int) -> list[SinkRow]:
 
 
 async def read_tables(store: Store, experiment: str, run: int, *, store_url: str) -> list[SinkTable]:
-    """Read the tables that have a row: resource versions, candidates of prompt searches, and the newest rollouts."""
+    """Read the tables that have a row: versions, candidates of prompt searches, the newest rollouts, and alerts."""
     resources = [row async for row in _resources(store, experiment, run, store_url)]
     candidates = [row async for row in _candidates(store, experiment, run)]
     rollouts = [row async for row in _rollouts(store, experiment, run, store_url)]
@@ -71,6 +73,11 @@ async def read_tables(store: Store, experiment: str, run: int, *, store_url: str
             columns=("rollout", "mode", "algorithm", "step", "status", "reward", "show"),
             rows=tuple(rollouts),
         ),
+        SinkTable(
+            name="alerts",
+            columns=("kind", "rule", "algorithm", "step", "time", "evidence", "change"),
+            rows=tuple(_alert(alert) for alert in await read_alerts(store, experiment, run)),
+        ),
     ]
     return [table for table in made if table.rows]
 
@@ -81,7 +88,17 @@ def shown_config(config: ExperimentConfig) -> dict[str, Json]:
     by_name = {str(item["name"]): item for item in plain.get("algorithm", ())}
     sections = {**plain, "algorithm": by_name}
     sections |= {kind: {item["use"]: item.get("params", {}) for item in plain.get(kind, ())} for kind in _BY_USE}
+    sections["exporter"] = {use: _without_paths(params) for use, params in sections["exporter"].items()}
     return {key: _section(key, value) for key, value in sections.items() if value not in ({}, [], ())}
+
+
+def _without_paths(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of an exporter, of an address under ``url`` the host alone: its path may be a secret."""
+    url = params.get("url")
+    if not isinstance(url, str):
+        return params
+    parts = urlsplit(url)
+    return {**params, "url": f"{parts.scheme}://{parts.netloc}/***"}
 
 
 def _section(key: str, value: Any) -> Json:
@@ -165,6 +182,12 @@ def _candidate(candidate: Candidate) -> tuple[Cell, ...]:
         *(candidate.agent.rollouts, candidate.agent.tokens, candidate.optimizer.calls, candidate.optimizer.tokens),
         *(candidate.money, shortened(whole, LONGEST_TEXT)),
     )
+
+
+def _alert(alert: Alert) -> tuple[Cell, ...]:
+    found = alert.found
+    texts = (shortened(text, LONGEST_TEXT) for text in (found.evidence, found.change))
+    return (alert.kind, found.rule, found.algorithm, found.step, alert.time, *texts)
 
 
 async def _rollouts(store: Store, experiment: str, run: int, store_url: str) -> AsyncIterator[tuple[Cell, ...]]:

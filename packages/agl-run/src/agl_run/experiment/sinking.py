@@ -17,6 +17,7 @@ import msgspec
 
 from agl.contracts import Store
 from agl.errors import AglError, FencedError
+from agl.tracing import redact
 from agl_run.experiment.build import build_sinks
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.sink_contents import read_rows, read_tables, shown_config
@@ -116,7 +117,8 @@ class Sinks:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Give each sink the rest within the limit of time, all at once, and tell what is left."""
         status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
-        end = self.end or SinkOutcome(status=status, summary=self.summary)
+        why = _problem(error) if status == "failed" and isinstance(error, Exception) else ""
+        end = self.end or SinkOutcome(status=status, summary=self.summary, error=why, time=time.time())
         lines = await asyncio.gather(*(one.conclude(end, within_s=self._end_s) for one in self._running))
         for line in filter(None, lines):
             self._say(line)
@@ -129,6 +131,11 @@ class Sinks:
         """Note that the store has new numbers."""
         for one in self._running:
             one.wake()
+
+    def alert(self) -> None:
+        """Note that the store has a new alert, which does not wait for the next time that tables are written."""
+        for one in self._running:
+            one.alert()
 
 
 class _Sinking:
@@ -144,11 +151,18 @@ class _Sinking:
         self._known = 0
         self._tables: Sequence[SinkTable] = ()
         self._tables_at = -TABLES_S
+        self._has_alert = False
+        self._written = ""
         self._end = SinkOutcome(status="stopped")
         self._task = asyncio.create_task(self._follow())
 
     def wake(self) -> None:
         """Note that the store has new numbers."""
+        self._news.set()
+
+    def alert(self) -> None:
+        """Note that the store has a new alert."""
+        self._has_alert = True
         self._news.set()
 
     async def conclude(self, end: SinkOutcome, *, within_s: float | None) -> str:
@@ -161,7 +175,7 @@ class _Sinking:
         self._task.cancel()
         self._thread.close()
         if has_all:
-            return f"{self._name}: {len(self._given)} steps written to {self._sink.destination}"
+            return f"{self._name}: {self._written or f'{len(self._given)} steps'} written to {self._sink.destination}"
         _LOG.warning(
             "%s: %d of the run's %d known steps and its end were not written to %s; the store has them all, and "
             "`agl sync` with the experiment's file writes them",
@@ -182,7 +196,7 @@ class _Sinking:
             except Exception as error:  # noqa: BLE001  # isolation point: the experiment goes on
                 self._tell_once(error)
                 self._news.set()
-                self._has_begun, self._tables = False, ()
+                self._has_begun, self._has_alert, self._tables = False, True, ()
                 self._given.clear()
                 has_failed, wait_s, pause = True, pause, min(2 * pause, LONGEST_PAUSE_S)
             if is_last:
@@ -206,11 +220,15 @@ class _Sinking:
         if rows:
             await self._thread.call(lambda: sink.log(rows))
             self._given.update((row.algorithm, row.step) for row in rows)
-        if is_last or started - self._tables_at > max(TABLES_S, SHARE * seconds):
+        if is_last or self._has_alert or started - self._tables_at > max(TABLES_S, SHARE * seconds):
+            self._has_alert = False
             await self._give_tables()
         if is_last:
-            await self._thread.call(lambda: sink.end(self._end))
+            await self._thread.call(self._give_end)
         return max(PAUSE_S, SHARE * seconds)
+
+    def _give_end(self) -> None:
+        self._written = self._sink.end(self._end) or ""
 
     async def _give_tables(self) -> None:
         """Give the tables that changed."""
@@ -224,9 +242,13 @@ class _Sinking:
     def _tell_once(self, error: Exception) -> None:
         if not self._is_told:
             self._is_told = True
-            problem = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
             _LOG.warning(
                 "%s: %s; the experiment goes on, and its numbers are written when this works again",
-                *(self._name, shortened(problem, _LONGEST_PROBLEM)),
+                *(self._name, _problem(error)),
                 exc_info=_LOG.isEnabledFor(logging.DEBUG),
             )
+
+
+def _problem(error: Exception) -> str:
+    text = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
+    return shortened(redact(text), _LONGEST_PROBLEM)

@@ -1,9 +1,12 @@
-"""Tells, while an algorithm trains, what keeps it from learning."""
+"""Finds, while an algorithm trains, what keeps it from learning."""
 
-from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
-from agl_run.suggestions import suggestions_for
+from agl_run.suggestions import Suggestion, suggestions_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _FIRST, _LAST = 10, 50
 """Steps at the start and at the end that are kept; the rules compare these."""
@@ -13,24 +16,24 @@ _SPEEDS = ("slow-rollouts", "slow-updates")
 
 
 class StepWatch:
-    """Watches the steps of one algorithm by the rules of ``agl suggest``, and tells once what each rule finds.
+    """Watches the steps of one algorithm by the rules of ``agl suggest``.
 
     Args:
-        say: Shows one line.
+        algorithm: Its name.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, algorithm: str) -> None:
+        self._algorithm = algorithm
         self._steps: dict[int, Mapping[str, float]] = {}
         self._told: set[str] = set(_SPEEDS)
 
-    def add(self, report: StepReport) -> None:
-        """Look at the steps so far, of which this one is the newest."""
+    def add(self, report: StepReport) -> list[Suggestion]:
+        """Look at the steps so far, of which this one is the newest; returns what a rule finds for the first time."""
         self._steps[report.step] = report.metrics
         numbers = list(self._steps)
         for number in numbers[_FIRST:-_LAST]:
             del self._steps[number]
-        for found in suggestions_for("", self._steps, validations={}):
-            if found.rule not in self._told:
-                self._told.add(found.rule)
-                self._say(f"{found.evidence}. To change that: {found.change}")
+        every = suggestions_for(self._algorithm, self._steps, validations={})
+        new = [found for found in every if found.rule not in self._told]
+        self._told.update(found.rule for found in new)
+        return new

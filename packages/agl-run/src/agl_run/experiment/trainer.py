@@ -33,7 +33,7 @@ from agl_run.experiment.failures import warn_of_failures
 from agl_run.experiment.fitting import DevResult, FitResult, dev_plan, fit_plan
 from agl_run.experiment.own_rewards import given_rewards, name_of
 from agl_run.experiment.plan import Plan
-from agl_run.experiment.progress import Progress, default_progress
+from agl_run.experiment.progress import Progress, default_progress, run_progress
 from agl_run.experiment.session import store_url_of
 from agl_run.experiment.tables import Tasks
 from agl_run.runners.agent import Agent
@@ -68,7 +68,7 @@ class Trainer:
             components, such as ``agl.algorithms.component("otlp", endpoint="http://127.0.0.1:6006")``.
         retention: Old rollouts that ``fit`` removes once it has ended, such as ``RetentionConfig(older_than="30d")``.
         disabled_plugins: Names of plugins or distributions to leave out; ignored if ``plugins`` is given.
-        progress: Shows the progress; bars or lines by default.
+        progress: Shows the progress; by default in a terminal a summary of the run, elsewhere lines.
         plugins: The plugin manager; by default one with the installed plugins.
         folder: Base of relative paths.
         settings: Any further key of the ``[experiment]`` section, such as ``seed`` or ``hidden``.
@@ -143,7 +143,7 @@ class Trainer:
             config: The experiment, as :func:`load_config` reads it.
             folder: The file's folder.
             plugins: The plugin manager; by default one with the installed plugins that the experiment does not disable.
-            progress: Shows the progress; bars or lines by default.
+            progress: Shows the progress; by default in a terminal a summary of the run, elsewhere lines.
         """
         return cls(
             algorithm=config.algorithm,
@@ -210,7 +210,9 @@ class Trainer:
         """
         require_blocking("fit")
         plan = self.plan(agent, train_dataset, val_dataset)
-        return run_blocking(lambda: fit_plan(plan, progress=self._shown(), resume=resume, fresh=fresh))
+        return run_blocking(
+            lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
+        )
 
     async def fit_async(
         self,
@@ -227,7 +229,9 @@ class Trainer:
         the experiment, which can be resumed.
         """
         plan = self.plan(agent, train_dataset, val_dataset)
-        return await run_beside(lambda: fit_plan(plan, progress=self._shown(), resume=resume, fresh=fresh))
+        return await run_beside(
+            lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
+        )
 
     def dev(
         self,
@@ -258,7 +262,9 @@ class Trainer:
         require_blocking("dev")
         plan = self.plan(agent, train_dataset)
         result = run_blocking(
-            lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode)
+            lambda: dev_plan(
+                plan, progress=self._progress or default_progress(), tasks=tasks, record_as=record_as, mode=mode
+            )
         )
         warn_of_failures(result.episodes, store_url=store_url_of(plan))
         return result
@@ -275,13 +281,12 @@ class Trainer:
         """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
         plan = self.plan(agent, train_dataset)
         result = await run_beside(
-            lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode)
+            lambda: dev_plan(
+                plan, progress=self._progress or default_progress(), tasks=tasks, record_as=record_as, mode=mode
+            )
         )
         warn_of_failures(result.episodes, store_url=store_url_of(plan))
         return result
-
-    def _shown(self) -> Progress:
-        return self._progress or default_progress()
 
 
 def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSection:
