@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+from msgspec.structs import replace
 
 from agl import PluginManager
 from agl.contracts import Recording, RolloutQuery, Store
@@ -139,20 +140,13 @@ async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> Ro
         ids = tuple(dict.fromkeys(await find_ids(store, names)))
         return RolloutQuery(ids=ids, limit=_PAGE)
     await check_experiment(store, query.experiment)
-    if not await store.count_rollouts(query):
+    if not await store.rollouts(replace(query, limit=1)):
         mode = f" in mode {query.mode}" if query.mode else ""
         raise ConfigError(
             f"no rollout of {query.experiment!r} that is {' or '.join(query.status)}{mode} is recorded; agl runs lists "
             "the others"
         )
-    return RolloutQuery(
-        experiment=query.experiment,
-        status=query.status,
-        mode=query.mode,
-        sort="created_at",
-        limit=_PAGE,
-        is_newest_first=True,
-    )
+    return replace(query, sort="created_at", is_newest_first=True)
 
 
 async def _first(recordings: AsyncIterator[Recording], limit: int) -> AsyncIterator[Recording]:

@@ -6,7 +6,6 @@ same from rewards that only grow or shift together. So what counts is who is abo
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, pstdev
 
 from agl.schemas import Record, Reward
 from agl_run.comparison import Comparison, compare_tasks
@@ -101,15 +100,15 @@ def sum_up(found: Sequence[Rescored]) -> RewardChange:
     both = [(one, one.before, one.after) for one in scored if one.before is not None and one.after is not None]
     by_task = _gathered((one.group_id or one.rollout_id, before, after) for one, before, after in both)
     by_group = _gathered((one.group, before, after) for one, before, after in both)
-    means = [(fmean(before), fmean(after)) for before, after in by_task.values()]
+    means = [(_mean(before), _mean(after)) for before, after in by_task.values()]
     return RewardChange(
         scored=len(scored),
         failed=sum(bool(one.errors) for one in scored),
         skipped=len(found) - len(scored),
         lost=sum(one.before is not None and one.after is None for one in scored),
         gained=sum(one.before is None and one.after is not None for one in scored),
-        before=fmean(before for before, _ in means) if means else None,
-        after=fmean(after for _, after in means) if means else None,
+        before=_mean([one for one, _ in means]) if means else None,
+        after=_mean([one for _, one in means]) if means else None,
         tasks=len(by_task),
         difference=_difference(by_task),
         groups=_groups([pair for pair in by_group.values() if len(pair[0]) > 1]),
@@ -136,7 +135,22 @@ def _difference(by_task: Mapping[str, _Pairs]) -> Comparison | None:
         by_task = {str(number): ([one], [other]) for number, (one, other) in enumerate(zip(before, after, strict=True))}
     if len(by_task) < 2:
         return None
-    return compare_tasks({key: pair[0] for key, pair in by_task.items()}, {k: pair[1] for k, pair in by_task.items()})
+    try:
+        return compare_tasks(
+            {key: one for key, (one, _) in by_task.items()}, {k: one for k, (_, one) in by_task.items()}
+        )
+    except OverflowError:  # the variance of numbers beyond 1e150 is no float
+        return None
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; a sum of giant values would overflow."""
+    return math.fsum(value / len(values) for value in values)
+
+
+def _spread(values: Sequence[float], mean: float) -> float:
+    """Return the standard deviation; a sum of squares would overflow."""
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))
 
 
 def _groups(groups: Sequence[_Pairs]) -> GroupChange:
@@ -169,7 +183,7 @@ def _ranks(values: Sequence[float]) -> list[int]:
 
 def _sides(values: Sequence[float]) -> list[int]:
     """Return 1 for values above their mean, -1 for values below it, and 0 for the others."""
-    mean = fmean(values)
+    mean = _mean(values)
     return [0 if abs(value - mean) <= _EQUAL else 1 if value > mean else -1 for value in values]
 
 
@@ -202,8 +216,8 @@ def _values(found: Sequence[float | None] | None) -> Values | None:
     return Values(
         n=len(known),
         missing=len(found) - len(known),
-        mean=fmean(known),
-        spread=pstdev(known),
+        mean=_mean(known),
+        spread=_spread(known, _mean(known)),
         least=least,
         at_least=sum(value - least <= _EQUAL for value in known) / len(known),
         greatest=greatest,
