@@ -19,6 +19,7 @@ from agl.schemas import Outcome
 from agl.tracing import make_reward_span
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
+from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 
 JUDGE = """
@@ -69,6 +70,10 @@ async def judged_together(rollout, spans):
     return float(max(most))
 
 together, most = [], []
+
+def giant(rollout, spans):
+    number = int(rollout.rollout_id[-5])
+    return Reward(value=1e308 * (-1) ** number, name="big", dimensions={"": 1.0, "[bold]\x1b": None})
 """
 
 EXPERIMENT = """
@@ -216,7 +221,7 @@ def test_emitter_that_raises_is_counted_and_the_others_go_on(recorded: Callable[
     assert "error in 2 rollouts: the reward 'judge:raises' raised KeyError: 'anser' at judge.py:" in result.output
     assert "00002-000: 0.5 -> none" in result.output
     assert "  now    'judge:length' 0.666667 by evaluator" in result.output
-    assert "without a reward now: 5 rollouts; with one that had none: 0" in result.output
+    assert "5 rollouts that had a reward have none now; 0 that had none have one" in result.output
     several = "several rewards were recorded (judge:length, judge:raises); declare a key or weights for them"
     assert 3 == result.output.count(f"  none because {several}")
 
@@ -261,6 +266,26 @@ def test_composite_of_a_plugin_shows_its_parts_with_their_weights(recorded: Call
     result = invoke()
     assert 0 == result.exit_code, result.output
     assert "0.75 (plain.pattern 1, long 1 weighing 0.5, plain 1 weighing 0.25) by evaluator" in result.output
+
+
+def test_giant_values_and_nameless_parts_are_summed_up(recorded: Callable[..., None]) -> None:
+    recorded(GROUPS)
+    result = invoke("--set", "reward.use=judge:giant")
+    assert 0 == result.exit_code, result.output
+    (value, part) = (one for one in data_of("--set", "reward.use=judge:giant")["change"]["parts"] if one["after"])
+    assert ("", -1e308, 1e308) == (value["part"], value["after"]["least"], value["after"]["greatest"])
+    assert ("(no name)", 1.0) == (part["part"], part["after"]["mean"])
+
+
+def test_judge_may_ask_a_policy_that_is_an_endpoint(recorded: Callable[..., None]) -> None:
+    pytest.importorskip("agl_rewards")
+    recorded(GROUPS)
+    with ScriptedModelServer(default=Reply(text="Score: 8")) as server:
+        policy = f'[policy.far]\nuse = "openai"\nmodel = "m"\nbase_url = "{server.base_url}"\napi_key_env = ""\n'
+        Path("experiment.toml").write_text(policy + EXPERIMENT)
+        judge = 'reward=[{use="judge", params={model="far", source="output"}}]'
+        assert [0.8] * 4 == [one["after"] for one in data_of("--set", judge)["rollouts"]]
+    assert 4 == len(server.calls)
 
 
 def test_named_rollouts_are_scored_whatever_the_limit(recorded: Callable[..., None]) -> None:

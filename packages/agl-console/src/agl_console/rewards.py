@@ -138,6 +138,10 @@ async def rewards_view(
 
 
 _OPTIONS = ScoreOptions()
+
+_NAMELESS = "(no name)"
+"""Stands for a part that is called ``""``, which here stands for the reward itself."""
+
 _FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed")
 
 _Key = tuple[str, str, str, str]
@@ -224,7 +228,8 @@ def _values(spans: Sequence[Span], rollout: Rollout) -> dict[_Key, list[float | 
     for span in recorded_rewards(spans, rollout.attempt_id):
         reward = span.reward
         if reward is not None:
-            for part, value in (("", reward.value), *reward.dimensions.items()):
+            parts = ((name or _NAMELESS, value) for name, value in reward.dimensions.items())
+            for part, value in (("", reward.value), *parts):
                 found.setdefault((reward.name, part, reward.scope, reward.source), []).append(value)
     return found
 

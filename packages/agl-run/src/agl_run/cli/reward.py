@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from agl import PluginManager
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import ConfigError
-from agl.schemas import Record, Reward
+from agl.schemas import Record, Reward, to_json
 from agl.stores import read_recordings
 from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
@@ -165,10 +165,10 @@ def _print_rollout(one: Rescored) -> None:
     echo(f"{one.rollout_id}: {_number(one.before)} -> {_number(one.after)}{moved}")
     if one.after is None and not one.errors:
         echo(f"  none because {one.rule}")
-    same = [reward for reward in one.rewards if reward in one.recorded]
-    _print_rewards("same", same)
-    _print_rewards("was", [reward for reward in one.recorded if reward not in same])
-    _print_rewards("now", [reward for reward in one.rewards if reward not in same])
+    recorded, now = ({to_json(each) for each in rewards} for rewards in (one.recorded, one.rewards))
+    _print_rewards("same", [each for each in one.rewards if to_json(each) in recorded])
+    _print_rewards("was", [each for each in one.recorded if to_json(each) not in now])
+    _print_rewards("now", [each for each in one.rewards if to_json(each) not in recorded])
     _print_rewards("kept", one.kept)
     for error in one.errors:
         echo(f"  error  {short(error.message, _LONGEST)}")
@@ -191,7 +191,7 @@ def _print_change(change: RewardChange) -> None:
         ends = f"{one.confidence:.0%} interval [{one.low:+.4f}, {one.high:+.4f}]"
         echo(f"difference {one.difference:+.4f}, {ends}, paired by {one.paired_tasks} {kind}")
     if change.lost or change.gained:
-        echo(f"without a reward now: {_rollouts(change.lost)}; with one that had none: {change.gained}")
+        echo(f"{_rollouts(change.lost)} that had a reward have none now; {change.gained} that had none have one")
     for line in _group_lines(change.groups) if change.scored else ():
         echo(line)
     if change.parts:

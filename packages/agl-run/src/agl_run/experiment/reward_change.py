@@ -15,6 +15,10 @@ _EQUAL = 1e-9
 """Rewards that are no further apart are equal; sums of the same parts in another order differ by less."""
 
 
+_NAMELESS = "(no name)"
+"""Stands for a part that is called ``""``, which here stands for the reward itself."""
+
+
 class GroupChange(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The groups of at least two rollouts that have a reward before and after.
 
@@ -203,7 +207,8 @@ def _parts(scored: Sequence[Rescored]) -> list[PartChange]:
 def _by_part(rewards: Iterable[Reward]) -> dict[_Key, list[float | None]]:
     found: dict[_Key, list[float | None]] = {}
     for reward in rewards:
-        for part, value in {"": reward.value, **reward.dimensions}.items():
+        parts = ((name or _NAMELESS, value) for name, value in reward.dimensions.items())
+        for part, value in (("", reward.value), *parts):
             found.setdefault((reward.name, part, reward.scope), []).append(value)
     return found
 
