@@ -708,8 +708,22 @@ async def test_rollout_shows_every_reward_with_its_parts_weights_and_fate(opened
     assert "weight 0.75" in html.unescape(re.sub("<[^>]+>", "", page))
 
 
+async def test_last_of_equal_rewards_decides(opened: Open) -> None:
+    def twice(recorder: Recorder, **_: Any) -> None:
+        for _number in range(2):
+            recorder.add("evaluate", reward=Reward(value=1.0, source="evaluator"))
+
+    store = MemoryStore()
+    await record(store, "twice", spans=twice)
+    async with opened(store) as client:
+        rows = (await data_of(client, "/rollouts/twice"))["scoring"]["rows"]
+    assert [False, True] == [row["decides"] for row in rows]
+
+
 async def test_rewards_have_their_places_in_the_run(opened: Open) -> None:
-    async with opened(await judged_store()) as client:
+    store = await judged_store()
+    await record(store, "sums-1-grpo-val", spans=judged, reward=100.0, mode="val")
+    async with opened(store) as client:
         page = await text_of(client, "/rollouts/sums-1-grpo-003")
         scoring = (await data_of(client, "/rollouts/sums-1-grpo-003"))["scoring"]
         trains = scoring["distributions"][0]

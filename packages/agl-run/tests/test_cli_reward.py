@@ -92,18 +92,18 @@ Recorded = Sequence[tuple[str, str, float]]
 """Rollouts as group, answer of the agent, and recorded reward."""
 
 
-async def record(store: Store, found: Recorded, *, status: str = "succeeded", start: int = 0) -> None:
-    for number, (group, said, value) in enumerate(found, start=start):
+async def record(store: Store, found: Recorded, *, status: str = "succeeded", experiment: str = "spell") -> None:
+    for number, (group, said, value) in enumerate(found):
         made = Rollout(
             rollout_id=f"spell-1-grpo-train-00001-{number:05d}-000",
             task={"word": group, "answer": "top-secret"},
-            experiment="spell",
+            experiment=experiment,
             group_id=group,
             hidden=("answer",),
             metadata={"algorithm": "grpo", "step": 1},
         )
         await store.enqueue([made])
-        (claim,) = await store.claim(worker="w", experiment="spell")
+        (claim,) = await store.claim(worker="w", experiment=experiment)
         ids = (made.rollout_id, claim.attempt.attempt_id)
         spans = (
             Span(
@@ -347,6 +347,12 @@ def test_reward_that_needs_a_policy_which_must_be_started_says_so(recorded: Call
     assert 0 == invoke("--summary").exit_code
     judge = ("--set", 'reward=[{use="judge", params={model="small"}}]')
     assert "scoring again starts nothing" in invoke(*judge).output
+
+
+def test_experiment_that_was_only_tried_is_answered_with_the_name_of_the_trial(recorded: Callable[..., None]) -> None:
+    recorded(GROUPS[:1], experiment="spell-dev")
+    assert "only those of agl dev; to score them, pass --experiment spell-dev" in invoke().output
+    assert 0 == invoke("--experiment", "spell-dev").exit_code
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")

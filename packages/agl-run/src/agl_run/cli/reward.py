@@ -23,6 +23,7 @@ from agl_run.cli.query import check_experiment, filter_options, find_ids, make_q
 from agl_run.cli.run import STOPPED
 from agl_run.experiment.file import load_config
 from agl_run.experiment.hints import MEMORY
+from agl_run.experiment.plan import TRIAL
 from agl_run.experiment.rescoring import Rescored, make_rescorer, rewards_plan, score_options
 from agl_run.experiment.reward_change import GroupChange, PartChange, RewardChange, Values, sum_up
 from agl_run.explain import reward_text
@@ -139,7 +140,7 @@ async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> Ro
     if names:
         ids = tuple(dict.fromkeys(await find_ids(store, names)))
         return RolloutQuery(ids=ids, limit=_PAGE)
-    await check_experiment(store, query.experiment)
+    await _check_ran(store, query.experiment or "")
     if not await store.rollouts(replace(query, limit=1)):
         mode = f" in mode {query.mode}" if query.mode else ""
         raise ConfigError(
@@ -147,6 +148,20 @@ async def _chosen(store: Store, query: RolloutQuery, names: Sequence[str]) -> Ro
             "the others"
         )
     return replace(query, sort="created_at", is_newest_first=True)
+
+
+async def _check_ran(store: Store, experiment: str) -> None:
+    """Raise :class:`ConfigError` for an experiment without a rollout; names its trial if there is one."""
+    trial = f"{experiment}{TRIAL}"
+    if await _has_rollout(store, trial) and not await _has_rollout(store, experiment):
+        raise ConfigError(
+            f"no rollout of {experiment!r} is recorded, only those of agl dev; to score them, pass --experiment {trial}"
+        )
+    await check_experiment(store, experiment)
+
+
+async def _has_rollout(store: Store, experiment: str) -> bool:
+    return bool(await store.rollouts(RolloutQuery(experiment=experiment, limit=1)))
 
 
 async def _first(recordings: AsyncIterator[Recording], limit: int) -> AsyncIterator[Recording]:
