@@ -10,6 +10,7 @@ from agl.contracts import CallUse, ExperimentRecord, LabelMove, Metric, Presence
 from agl.schemas import (
     ErrorInfo,
     JsonResource,
+    Mode,
     ModelCall,
     Outcome,
     PromptTemplate,
@@ -142,11 +143,13 @@ async def record(
     group: str = "task-1",
     spans: Any = team,
     trains: bool = False,
+    mode: Mode = "train",
 ) -> None:
     """Record a rollout from the queue to its end."""
     metadata = {"algorithm": "grpo", "step": step}
     task = {"question": text}
-    made = Rollout(rollout_id=rollout_id, task=task, experiment=experiment, group_id=group, metadata=metadata)
+    about: dict[str, Any] = {"experiment": experiment, "group_id": group, "metadata": metadata, "mode": mode}
+    made = Rollout(rollout_id=rollout_id, task=task, **about)
     await store.enqueue([made])
     (claim,) = await store.claim(worker="worker@here:1:a", experiment=experiment)
     recorder = Recorder(rollout_id, claim.attempt.attempt_id)

@@ -130,6 +130,21 @@ def test_tables_and_tokens_work_without_scripts(browser: Any, address: str) -> N
         assert before != after
 
 
+def test_bar_of_a_rollouts_reward_leads_to_the_rollouts_like_it_without_scripts(browser: Any, address: str) -> None:
+    with Page(browser, width=360, scripts=False) as shown:
+        shown.page.goto(f"{address}/rollouts/{rollout_name(11)}")
+        deciding = shown.page.locator(".rewards tr.chosen")
+        assert "decides" in deciding.inner_text()
+        assert "form 1" in deciding.inner_text()
+        place = shown.page.locator(".place").first
+        assert "the reward that trains" in place.inner_text()
+        assert "this rollout" in (place.locator(".here").inner_text())
+        place.locator(".here a").click()
+        assert rollout_name(11) in shown.page.locator("main table").inner_text()
+        assert rollout_name(0) not in shown.page.locator("main table").inner_text()
+        assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
 def test_keyboard_alone_opens_spans_and_reads_tokens(browser: Any, address: str) -> None:
     with Page(browser, width=1000) as shown:
         shown.page.goto(address + "/rollouts/sums-1-grpo-hostile")

@@ -11,8 +11,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
-from agl.schemas import Json, PromptTemplate, ResourceVersion, Rollout, Weights
+from agl.schemas import Json, PromptTemplate, ResourceVersion, Reward, Rollout, Weights
 from agl.stores import MemoryStore
+from agl_console.rewards import FIGURES, ROWS
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
 from agl_console.server import make_app
@@ -680,3 +681,127 @@ async def test_wrong_address_is_answered_with_what_to_do(opened: Open, address: 
         assert expected[0] == page.status == data.status
         assert expected[1] in await page.text()
         assert expected[1] in (await data.json())["error"]
+
+
+def judged(recorder: Recorder, *, text: str, reward: float | None, version: str) -> None:
+    """One call with a composite, a replaced reward, one of the call, and one with the agent's own token."""
+    root = recorder.add("rollout")
+    asked = [{"role": "user", "content": text}]
+    made = call(1, prompt=range(3), answer=range(3), version=version, messages=asked, said="yes")
+    chat = recorder.add("chat small", parent=root, call=made)
+    value = reward or 0.0
+    parts = {"right": value, "short": 1.0}
+    weights = {"right": 0.75, "short": 0.25}
+    for each in (
+        Reward(value=-1.0, source="evaluator", feedback="a first look"),
+        Reward(value=value, dimensions=parts, weights=weights, source="evaluator", feedback=text),
+        Reward(value=0.1, name="tools", scope="turn", span_id=chat, source="evaluator"),
+        Reward(value=9.0, source="agent"),
+    ):
+        recorder.add("evaluate", parent=root, reward=each)
+
+
+async def judged_store(*, rollouts: int = 5, text: str = "hello") -> MemoryStore:
+    store = MemoryStore()
+    for number in range(rollouts):
+        await record(store, f"sums-1-grpo-{number:03d}", spans=judged, reward=number / 4, text=text)
+    return store
+
+
+async def test_rollout_shows_every_reward_with_its_parts_weights_and_fate(opened: Open) -> None:
+    async with opened(await judged_store()) as client:
+        page = await text_of(client, "/rollouts/sums-1-grpo-003")
+        scoring = (await data_of(client, "/rollouts/sums-1-grpo-003"))["scoring"]
+    assert "the evaluator's reward" == scoring["rule"]
+    assert [
+        (-1.0, "does not decide"),
+        (0.75, "decides"),
+        (0.1, "for the turn"),
+        (9.0, "not trusted: it came with the agent's own token"),
+    ] == [(row["value"], row["fate"]) for row in scoring["rows"]]
+    deciding, of_turn = scoring["rows"][1:3]
+    assert [("right", 0.75, 0.75), ("short", 1.0, 0.25)] == [
+        (part["name"], part["value"], part["weight"]) for part in deciding["parts"]
+    ]
+    assert (None, 2, "chat small") == (deciding["about"], of_turn["about"], of_turn["about_name"])
+    assert deciding["at"] > 1.6e9
+    assert 'href="/rollouts/sums-1-grpo-003/spans/4?attempt=1"' in page
+    assert "weight 0.75" in html.unescape(re.sub("<[^>]+>", "", page))
+
+
+async def test_last_of_equal_rewards_decides(opened: Open) -> None:
+    def twice(recorder: Recorder, **_: Any) -> None:
+        for _number in range(2):
+            recorder.add("evaluate", reward=Reward(value=1.0, source="evaluator"))
+
+    store = MemoryStore()
+    await record(store, "twice", spans=twice)
+    async with opened(store) as client:
+        rows = (await data_of(client, "/rollouts/twice"))["scoring"]["rows"]
+    assert [False, True] == [row["decides"] for row in rows]
+
+
+async def test_rewards_have_their_places_in_the_run(opened: Open) -> None:
+    store = await judged_store()
+    await record(store, "sums-1-grpo-val", spans=judged, reward=100.0, mode="val")
+    async with opened(store) as client:
+        page = await text_of(client, "/rollouts/sums-1-grpo-003")
+        scoring = (await data_of(client, "/rollouts/sums-1-grpo-003"))["scoring"]
+        trains = scoring["distributions"][0]
+        (here,) = (bar for bar in trains["bars"] if bar["is_here"])
+        found = await client.get("/rollouts", params=here["query"] | {"format": "json"})
+        filtered = await found.json()
+    assert 5 == scoring["looked_through"]
+    assert ["sums-1-grpo-003"] == [row["rollout_id"] for row in filtered["rollouts"]]
+    assert (5, 0, 0.5, [0.75]) == (trains["n"], trains["missing"], pytest.approx(trains["mean"]), trains["own"])
+    assert 5 == sum(bar["count"] for bar in trains["bars"])
+    by_evaluator = {
+        (one["name"], one["part"], one["scope"]): one for one in scoring["distributions"] if one["source"] != "agent"
+    }
+    assert {
+        *{("", "", ""), ("", "", "rollout"), ("", "right", "rollout"), ("", "short", "rollout")},
+        ("tools", "", "turn"),
+    } == set(by_evaluator)
+    (of_agent,) = (one for one in scoring["distributions"] if one["source"] == "agent")
+    assert ([9.0], 5) == (of_agent["own"], of_agent["n"])
+    assert all(not bar["query"] for bar in by_evaluator["", "right", "rollout"]["bars"])
+    assert [1.0] == [bar["low"] for bar in by_evaluator["", "short", "rollout"]["bars"]]
+    assert "newest 5 finished rollouts of the run in mode train" in page
+
+
+async def test_places_are_those_of_the_newest_rollouts_and_mark_an_older_one(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_console.rewards.NEWEST", 3)
+    async with opened(await judged_store()) as client:
+        scoring = (await data_of(client, "/rollouts/sums-1-grpo-000"))["scoring"]
+        page = await text_of(client, "/rollouts/sums-1-grpo-000")
+    trains = scoring["distributions"][0]
+    assert (3, 3, [0.0]) == (scoring["looked_through"], trains["n"], trains["own"])
+    assert (0.0, 0, True) == tuple(trains["bars"][0][key] for key in ("low", "count", "is_here"))
+    assert "newest 3 finished rollouts" in page
+
+
+async def test_rewards_beyond_the_table_are_counted(opened: Open) -> None:
+    def many(recorder: Recorder, **_: Any) -> None:
+        for number in range(ROWS + 30):
+            reward = Reward(value=1e308 * (-1) ** number, name=f"r{number}" * 100, scope="span", feedback="x" * 1000)
+            recorder.add("evaluate", reward=reward)
+
+    store = MemoryStore()
+    await record(store, "many", spans=many)
+    async with opened(store) as client:
+        scoring = (await data_of(client, "/rollouts/many"))["scoring"]
+        page = await text_of(client, "/rollouts/many")
+    assert (ROWS, ROWS + 30) == (len(scoring["rows"]), scoring["total"])
+    assert FIGURES == len(scoring["distributions"]) < scoring["figures"]
+    assert f"the first {ROWS} of {ROWS + 30} rewards" in page
+    assert scoring["rows"][0]["is_cut"]
+
+
+async def test_rollout_of_no_run_has_its_rewards_and_no_places(opened: Open) -> None:
+    store = await judged_store()
+    await record(store, "alone", spans=judged, experiment="")
+    async with opened(store) as client:
+        scoring = (await data_of(client, "/rollouts/alone"))["scoring"]
+    assert (4, [], 0) == (len(scoring["rows"]), scoring["distributions"], scoring["looked_through"])

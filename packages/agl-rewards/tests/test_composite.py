@@ -41,6 +41,7 @@ def test_sum_is_weighted_and_parts_are_kept(parts: dict[str, Any]) -> None:
     reward = one(composite(**parts), {}, [])
     assert pytest.approx(sum(value * weight for value, weight in parts.values())) == reward.value
     assert {name: value for name, (value, _) in parts.items()} == reward.dimensions
+    assert {name: weight for name, (_, weight) in parts.items()} == reward.weights
 
 
 @given(
@@ -87,3 +88,9 @@ def test_composite_of_composites() -> None:
 def test_composite_without_an_experiment_is_refused() -> None:
     with pytest.raises(ConfigError, match="setup"):
         Composite(parts={"a": CompositePart(use="exact-match", weight=1.0)})
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_weight_that_is_not_finite_is_refused_by_the_name_of_its_part(weight: float) -> None:
+    with pytest.raises(ConfigError, match=f"composite has the weight {weight} for part 'x'; give a finite number"):
+        composite(x=(1.0, weight))

@@ -31,11 +31,14 @@ def test_explain_says_what_became_of_every_call() -> None:
 
 
 def test_explain_names_each_reward_with_its_parts_and_the_words_of_its_judge() -> None:
-    judged = Reward(value=0.5, name="judge", dimensions={"style": 1.0}, source="evaluator", feedback="too long")
+    parts = {"style": 1.0, "length": 0.0}
+    judged = Reward(
+        value=0.5, name="judge", dimensions=parts, weights={"style": 0.5}, source="evaluator", feedback="too long"
+    )
     step = Reward(value=1.0, name="step", scope="turn", span_id="c1")
     spans = [call_span(1), *(make_reward_span(ROLLOUT.rollout_id, ATTEMPT.attempt_id, each) for each in (judged, step))]
     text = explain(build_episode(ROLLOUT, ATTEMPT, spans), spans)
-    assert "recorded reward 'judge' 0.5 (style 1) by evaluator; feedback: too long" in text
+    assert "recorded reward 'judge' 0.5 (style 1 weighing 0.5, length 0) by evaluator; feedback: too long" in text
     assert "recorded reward 'step' 1 by environment about turn c1" in text
 
 

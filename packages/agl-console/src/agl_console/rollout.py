@@ -8,6 +8,7 @@ from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
 from agl_console.contents import LONGEST, Contents, Text
 from agl_console.reading import attempt_of, episode_of, rollout_of, spans_of, uses_of
+from agl_console.rewards import RewardsView, rewards_view
 from agl_console.tokens import (
     RowSummary,
     TokenCell,
@@ -59,6 +60,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
         seconds: What the time axis spans.
         rows: The rows that train.
         why: The outcome of every call, and what steps made of it, in words, as ``agl why`` prints it.
+        scoring: Every recorded reward, and its place among those of the run.
         late: Whether spans belong to the rollout and to no attempt.
         next: The query of the next page, empty on the last.
     """
@@ -81,6 +83,7 @@ class RolloutView(Record, frozen=True, kw_only=True, omit_defaults=False):
     seconds: float
     rows: list[RowSummary]
     why: list[str]
+    scoring: RewardsView
     late: bool
     is_finished: bool
     next: dict[str, str]
@@ -145,6 +148,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         seconds=_length(page),
         rows=[summary_of(row, uses) for row in episode.rows],
         why=why,
+        scoring=await rewards_view(store, rollout, attempts, every),
         late=any(not span.attempt_id for span in every if not training_of([span])),
         is_finished=rollout.is_finished,
         next=following,

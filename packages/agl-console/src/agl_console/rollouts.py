@@ -290,20 +290,26 @@ def _histogram(rewards: Sequence[float | None], filters: dict[str, str]) -> list
     """Return bars of equal width, the last one open above, and one for rollouts without a reward."""
     kept = {name: value for name, value in filters.items() if name not in ("low", "high", "reward")}
     values = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
+    found = bars_of(values)
+    counts = Counter(bar_of(value, [low for low, _ in found]) for value in values)
     bars: list[Bin] = []
-    if values:
-        low, high = min(values), max(values)
-        edges = [low + (high - low) * index / _BINS for index in range(_BINS)] if low < high else [low]
-        counts = Counter(_bar(value, edges) for value in values)
-        ends = [*edges[1:], None]
-        for number, (start, end) in enumerate(zip(edges, ends, strict=True)):
-            query = {**kept, "low": repr(start), **({} if end is None else {"high": repr(end)})}
-            bars.append(Bin(low=start, high=high if end is None else end, count=counts[number], query=query))
+    for number, (start, end) in enumerate(found):
+        query = {**kept, "low": repr(start), **({} if end is None else {"high": repr(end)})}
+        bars.append(Bin(low=start, high=max(values) if end is None else end, count=counts[number], query=query))
     if missing := rewards.count(None):
         bars.append(Bin(low=None, high=None, count=missing, query={**kept, "reward": "none"}))
     return bars
 
 
-def _bar(value: float, edges: Sequence[float]) -> int:
-    """Return the number of the bar that holds a value: the last one whose lower edge is not above it."""
-    return max(index for index, edge in enumerate(edges) if edge <= value)
+def bars_of(values: Sequence[float]) -> list[tuple[float, float | None]]:
+    """Return the ends of bars of equal width that hold finite values; the last one has no upper end."""
+    if not values:
+        return []
+    low, high = min(values), max(values)
+    edges = [low * (1 - index / _BINS) + high * (index / _BINS) for index in range(_BINS)] if low < high else [low]
+    return list(zip(edges, [*edges[1:], None], strict=True))
+
+
+def bar_of(value: float, edges: Sequence[float]) -> int:
+    """Return the number of the bar that holds a value: the last one whose lower end is not above it, else the first."""
+    return max((index for index, edge in enumerate(edges) if edge <= value), default=0)

@@ -4,6 +4,7 @@ The parts are built by the experiment's plugins. Choosing which reward trains is
 """
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ class Composite:
         setup: The experiment.
 
     Raises:
-        ConfigError: There are no parts, or there is no experiment to build them.
+        ConfigError: There are no parts, a weight is not finite, or there is no experiment to build them.
     """
 
     def __init__(
@@ -51,6 +52,9 @@ class Composite:
     ) -> None:
         if not parts:
             raise ConfigError('composite has no parts; write parts.NAME = { use = "...", weight = 0.5 }')
+        for label, part in parts.items():
+            if not math.isfinite(part.weight):
+                raise ConfigError(f"composite has the weight {part.weight} for part {label!r}; give a finite number")
         if setup is None:
             raise ConfigError("composite builds its parts with an experiment's plugins; pass setup = RewardSetup(...)")
         self._parts = {label: (part.weight, setup.build(part.use, part.params)) for label, part in parts.items()}
@@ -70,6 +74,7 @@ class Composite:
             value=None if missing else total,
             name=self._name,
             dimensions={**_inner(found), **values},
+            weights={label: weight for label, (weight, _) in self._parts.items()},
             source="evaluator",
             feedback="\n".join(_feedback(found)),
         )

@@ -114,13 +114,21 @@ def _is_named(reward: Reward) -> bool:
 
 
 def _reported(reward: Reward) -> str:
-    """Describe a recorded reward: its name, value, parts and source, the call it is about, and the words given."""
-    parts = ", ".join(f"{name} {_number(value)}" for name, value in reward.dimensions.items())
-    name = f" {reward.name!r}" if reward.name else ""
+    return f"recorded reward {reward_text(reward)}"
+
+
+def reward_text(reward: Reward) -> str:
+    """Describe a reward: its name, value, parts with their weights, source, the call it is about, and its feedback."""
+    parts = ", ".join(f"{name} {_number(value)}{_weight(reward, name)}" for name, value in reward.dimensions.items())
+    name = f"{reward.name!r} " if reward.name else ""
     about = f" about {reward.scope} {reward.span_id or ''}".rstrip() if reward.scope != "rollout" else ""
     words = f"; feedback: {reward.feedback}" if reward.feedback else ""
     value = f"{_number(reward.value)} ({parts})" if parts else _number(reward.value)
-    return f"recorded reward{name} {value} by {reward.source}{about}{words}"
+    return f"{name}{value} by {reward.source}{about}{words}"
+
+
+def _weight(reward: Reward, part: str) -> str:
+    return f" weighing {reward.weights[part]:g}" if part in reward.weights else ""
 
 
 def _outcome(episode: Episode) -> str:

@@ -25,6 +25,7 @@ class Reward(Record, frozen=True, kw_only=True):
         value: The scalar; ``None`` stays ``None`` (the experiment's declared policy decides what trains then).
         name: The reward's name, such as the emitter's; ``""`` for the unnamed one.
         dimensions: Named parts, such as ``{"syntax": 1.0, "goal": 0.0}``.
+        weights: By part, its weight in a value that is the weighted sum of parts; empty for other values.
         scope: Whether it is about the whole rollout, one turn, or one span.
         span_id: The span it is about; for ``turn`` the model call's span. ``None`` for ``rollout``, and for
             ``turn`` where it means the newest model call before the reward.
@@ -35,6 +36,7 @@ class Reward(Record, frozen=True, kw_only=True):
     value: float | None
     name: str = ""
     dimensions: dict[str, float | None] = {}
+    weights: dict[str, float] = {}
     scope: RewardScope = "rollout"
     span_id: str | None = None
     source: RewardSource = "environment"

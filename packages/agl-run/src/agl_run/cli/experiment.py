@@ -12,9 +12,11 @@ from agl import PluginManager
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
+from agl_run.cli.opening import resolve_url
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.file import load_config, load_data, parse_config
 from agl_run.experiment.progress import Progress
+from agl_run.experiment.store_url import located
 from agl_run.experiment.trainer import Trainer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,6 +54,15 @@ def read_experiment(
     disabled = config.plugins.get("disabled", ())
     plugins = PluginManager.from_environment(disabled, environ=manager.worker_env()) if disabled else manager
     return config, plugins
+
+
+def store_of(config: ExperimentConfig, file: Path) -> str:
+    """Return the URL of the experiment's own store; a relative SQLite file is taken from the folder of ``file``.
+
+    Raises:
+        ConfigError: There is no such SQLite file.
+    """
+    return resolve_url(located(config.experiment.store, file.absolute().parent))
 
 
 def _override(data: dict[str, Any], setting: str) -> None:

@@ -26,7 +26,7 @@ from agl.stores import all_spans
 from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dev import describe_episode
-from agl_run.cli.experiment import make_trainer
+from agl_run.cli.experiment import make_trainer, store_of
 from agl_run.cli.opening import resolve_url, store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
@@ -36,7 +36,6 @@ from agl_run.experiment.command_recording import record_command
 from agl_run.experiment.config import ExperimentConfig, PolicyConfig, ResourceConfig, policy
 from agl_run.experiment.file import load_config
 from agl_run.experiment.progress import Quiet
-from agl_run.experiment.store_url import SQLITE
 from agl_run.experiment.trainer import Trainer
 
 SUFFIX = "-replay"
@@ -92,7 +91,7 @@ def replay(
     The beginning of an id suffices where it is unique; "latest" is the newest rollout. A rollout that agl exec recorded
     needs no FILE: its command runs again. The exit status is 1 when something changed.
     """
-    url = _store_of(file) if file is not None and not store_url else resolve_url(store_url)
+    url = store_of(load_config(file), file) if file is not None and not store_url else resolve_url(store_url)
     past = with_store(manager, url, lambda store: _load(store, rollout_id))
     with ReplayServer(() if live else past.calls) as server:
         if file is not None:
@@ -130,14 +129,6 @@ def _print(result: ReplayComparison, *, served: int | None) -> None:
         echo(f"equal: {', '.join(result.equal)}")
 
 
-def _store_of(file: Path) -> str:
-    """Return the URL of the experiment's own store; a relative file is relative to the experiment."""
-    url = load_config(file).experiment.store
-    if not url.startswith(SQLITE) or url.startswith(f"{SQLITE}/"):
-        return resolve_url(url)
-    return resolve_url(f"{SQLITE}{file.absolute().parent / url.removeprefix(SQLITE)}")
-
-
 async def _load(store: Store, rollout_id: str) -> _ReplayedRollout:
     rollout = await find(store, rollout_id)
     recording = await read_one(store, rollout.rollout_id)
@@ -158,7 +149,7 @@ def _with_agent(manager: PluginManager, file: Path, past: _ReplayedRollout, serv
     name = trainer.config.experiment.name.removesuffix(SUFFIX) + SUFFIX
     result = trainer.dev(train_dataset=[past.rollout.task], tasks=1, record_as=name)
     episode = result.episodes[0]
-    store_of_run = _store_of(file)
+    store_of_run = store_of(load_config(file), file)
     spans = with_store(manager, store_of_run, lambda store: all_spans(store, episode.rollout.rollout_id))
     return side_of(episode, spans)
 

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,16 @@ class Plan:
         return {name for algorithm in self.config.algorithm for name in algorithm.tunes} & set(self.config.policy)
 
 
+def placeholder_keys() -> AbstractContextManager[None]:
+    """Set placeholders for API keys that are not set, for clients that a module makes when it is imported."""
+    missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
+    return environment(dict.fromkeys(missing, PLACEHOLDER_KEY))
+
+
 def load_agent(spec: AgentSpec) -> LoadedAgent:
     """Import the agent, with placeholders for API keys that are not set; raises :class:`ConfigError`."""
-    missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
     try:
-        with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # for clients made at the top of the module
+        with placeholder_keys():
             return spec.load()
     except AglError:
         raise

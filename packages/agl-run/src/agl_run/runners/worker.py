@@ -4,25 +4,24 @@ One worker serves one runner. It leaves the course of an attempt to the runner.
 """
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import msgspec
 
 from agl.contracts import RewardEmitter, Runner, Store
 from agl.episodes import find_disagreement
-from agl.errors import FencedError, GatewayLostError, NoModelCallsError, RunError, StoreError
-from agl.schemas import Claim, Outcome, Reward, Rollout, Span, decode, encode, new_trace_id
+from agl.errors import FencedError, GatewayLostError, NoModelCallsError, StoreError
+from agl.schemas import Claim, Outcome, Rollout, Span, decode, encode, new_trace_id
 from agl.stores import all_spans
 from agl.tracing import make_reward_span
+from agl_run.runners.judging import rewards_of
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.repeats import RepeatedWarnings
-from agl_run.runners.result import describe_error, read_reward
+from agl_run.runners.result import describe_error
 from agl_run.runners.setup import SettlingGateway
 
 _LOG = logging.getLogger("agl_run.runners")
@@ -244,7 +243,7 @@ class Worker:
         rewards = [
             make_reward_span(rollout.rollout_id, outcome.attempt_id, reward)
             for name, emitter in setup.rewards
-            for reward in await _rewards_of(name, emitter, rollout, spans)
+            for reward in await rewards_of(name, emitter, rollout, spans)
         ]
         outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
         setup.keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
@@ -287,22 +286,3 @@ def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
         "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "
         "through httpx"
     )
-
-
-async def _rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    value: Any = emitter(rollout, spans)
-    if inspect.isawaitable(value):
-        value = await value
-    if value is None:
-        return []
-    rewards = cast("list[Any]", list(value) if isinstance(value, list | tuple) else [value])  # pyright: ignore[reportUnknownArgumentType]  # a plugin's return value
-    return [_named(name, item) for item in rewards]
-
-
-def _named(name: str, value: Any) -> Reward:
-    reward = read_reward(value)
-    if reward is None:
-        raise TypeError(f"the reward {name!r} returned {type(value).__name__}; return a number or a Reward")
-    if reward.fault:
-        raise RunError(f"the reward {name!r} returned {reward.fault}; return a finite number, or None for no reward")
-    return msgspec.structs.replace(reward, name=reward.name if isinstance(value, Reward) else name, source="evaluator")

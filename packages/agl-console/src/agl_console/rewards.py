@@ -1,0 +1,269 @@
+"""The rewards of one rollout: every one that was recorded, the one that trains, and their places among the run's.
+
+A store keeps no distributions of rewards: they are those of the newest ``NEWEST`` rollouts of the run that have the
+rollout's mode, so that the page costs the same in a store of any size.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from agl.contracts import RolloutQuery, SpanQuery, Store
+from agl.episodes import Score, ScoreOptions, admitted_rewards, recorded_rewards, score
+from agl.schemas import Attempt, Record, Reward, Rollout, RolloutStatus, Span
+from agl_console.reading import newest_recordings
+from agl_console.rollouts import bar_of, bars_of
+
+NEWEST = 200
+"""Rollouts whose rewards make the distributions, fewer where these are large."""
+
+ROWS = 200
+"""Rewards of the table; a rollout may have thousands for its turns and spans."""
+
+FIGURES = 24
+"""Distributions of a page."""
+
+_SPANS = 100
+"""Rewards that are read of another rollout."""
+
+_FEEDBACK = 600
+"""Characters of feedback in the table; the page of the span has the whole."""
+
+
+class RewardPart(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A part of a reward; ``weight`` is ``None`` where no composite recorded one."""
+
+    name: str
+    value: float | None
+    weight: float | None
+
+
+class RewardRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A recorded reward.
+
+    Attributes:
+        attempt: The number of its attempt, 0 for the rollout's own spans; ``sequence`` that of its span there.
+        at: When it was recorded, in Unix seconds; 0 if that is not known.
+        about: The number of the span that it is about, ``None`` for the whole attempt; ``about_name`` its name.
+        fate: Whether it decides the rollout's reward, and why not.
+        is_cut: Whether the feedback goes on.
+    """
+
+    attempt: int
+    sequence: int
+    name: str
+    source: str
+    scope: str
+    value: float | None
+    parts: list[RewardPart]
+    feedback: str
+    is_cut: bool
+    at: float
+    about: int | None
+    about_name: str
+    decides: bool
+    fate: str
+
+
+class Bar(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Values from ``low`` until ``high``; ``query`` filters the rollouts by it, empty where there is no such filter.
+
+    Attributes:
+        is_here: Whether the rollout has a value in it.
+    """
+
+    low: float
+    high: float
+    count: int
+    is_here: bool
+    query: dict[str, str]
+
+
+class Distribution(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The values of a reward, or of a part of one, in the run.
+
+    Attributes:
+        name: The reward's name; ``part`` that of the part, ``""`` for the reward itself.
+        scope: The reward's scope; ``""`` for the reward that trains, whatever it is called.
+        source: The reward's source; ``""`` likewise.
+        own: The values of this rollout.
+        n: Values in the bars; ``missing`` rewards without a value.
+    """
+
+    name: str
+    part: str
+    scope: str
+    source: str
+    own: list[float]
+    n: int
+    missing: int
+    mean: float | None
+    bars: list[Bar]
+
+
+class RewardsView(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The rewards of a rollout.
+
+    Attributes:
+        rule: What decides which one trains, or why none does.
+        total: Rewards that were recorded, of which ``rows`` has the first.
+        looked_through: Rollouts of the distributions; ``figures`` how many distributions they have, of which
+            ``distributions`` has the first.
+    """
+
+    rule: str
+    rows: list[RewardRow]
+    total: int
+    looked_through: int
+    figures: int
+    distributions: list[Distribution]
+
+
+async def rewards_view(
+    store: Store, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]
+) -> RewardsView:
+    """Read the rewards of a rollout, of which ``spans`` are all spans, and those of the newest rollouts of its run."""
+    rows = _rows(rollout, attempts, spans)
+    found, looked_through = await _of_run(store, rollout)
+    own = _values(spans, rollout)
+    named = list(found.items())
+    return RewardsView(
+        rule=score(admitted_rewards(spans, rollout.attempt_id, _OPTIONS), options=_OPTIONS).note,
+        rows=rows[:ROWS],
+        total=len(rows),
+        looked_through=looked_through,
+        figures=len(named),
+        distributions=[_distribution(key, values, own.get(key, []), rollout) for key, values in named[:FIGURES]],
+    )
+
+
+_OPTIONS = ScoreOptions()
+
+_NAMELESS = "(no name)"
+"""Stands for a part that is called ``""``, which here stands for the reward itself."""
+
+_FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed")
+
+_Key = tuple[str, str, str, str]
+_TRAINS: _Key = ("", "", "", "")
+"""Stands for the reward that trains; no recorded reward is without a scope."""
+
+
+def _rows(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> list[RewardRow]:
+    numbers = {attempt.attempt_id: attempt.number for attempt in attempts}
+    places = {(span.attempt_id, span.span_id): span for span in spans}
+    deciding = _deciding(rollout, spans)
+    found: list[RewardRow] = []
+    for span in spans:
+        reward = span.reward
+        if reward is None:
+            continue
+        about = places.get(
+            (span.attempt_id, reward.span_id or (span.parent_id if reward.scope == "span" else "") or "")
+        )
+        decides = deciding is not None and span is deciding
+        found.append(
+            RewardRow(
+                attempt=numbers.get(span.attempt_id, 0),
+                sequence=span.sequence,
+                name=reward.name,
+                source=reward.source,
+                scope=reward.scope,
+                value=reward.value,
+                parts=[
+                    RewardPart(name=name, value=value, weight=reward.weights.get(name))
+                    for name, value in reward.dimensions.items()
+                ],
+                feedback=reward.feedback[:_FEEDBACK],
+                is_cut=len(reward.feedback) > _FEEDBACK,
+                at=span.start_ns / 1e9,
+                about=about.sequence if about else None,
+                about_name=about.name if about else "",
+                decides=decides,
+                fate="decides" if decides else _fate(span, reward, rollout),
+            )
+        )
+    return found
+
+
+def _deciding(rollout: Rollout, spans: Sequence[Span]) -> Span | None:
+    """Return the span of the reward that trains: of those with its name and source the last one counts."""
+    wanted = score(admitted_rewards(spans, rollout.attempt_id, _OPTIONS), options=_OPTIONS)
+    alone = [span for span in recorded_rewards(spans, rollout.attempt_id) if _score_alone(span) == wanted]
+    return alone[-1] if alone and wanted.value is not None else None
+
+
+def _score_alone(span: Span) -> Score:
+    return score(admitted_rewards([span], span.attempt_id, _OPTIONS), options=_OPTIONS)
+
+
+def _fate(span: Span, reward: Reward, rollout: Rollout) -> str:
+    if span.attempt_id != rollout.attempt_id:
+        return "of another attempt" if span.attempt_id else "of no attempt"
+    if not admitted_rewards([span], span.attempt_id, _OPTIONS):
+        return "not trusted: it came with the agent's own token" if reward.source == "agent" else "late"
+    return "does not decide" if reward.scope == "rollout" else f"for the {reward.scope}"
+
+
+async def _of_run(store: Store, rollout: Rollout) -> tuple[dict[_Key, list[float | None]], int]:
+    """Read the values of the newest rollouts of a run, and how many these were; none for a rollout of no run."""
+    found: dict[_Key, list[float | None]] = {}
+    if not rollout.experiment:
+        return found, 0
+    query = RolloutQuery(
+        experiment=rollout.experiment, mode=rollout.mode, status=_FINISHED, sort="created_at", is_newest_first=True
+    )
+    count = 0
+    async for recording in newest_recordings(store, query, NEWEST, spans=SpanQuery(kind="reward", limit=_SPANS)):
+        count += 1
+        for key, values in _values(recording.spans, recording.rollout).items():
+            found.setdefault(key, []).extend(values)
+    return found, count
+
+
+def _values(spans: Sequence[Span], rollout: Rollout) -> dict[_Key, list[float | None]]:
+    """Return the reward that trains, and the values of every reward and part of the deciding attempt."""
+    trains = score(admitted_rewards(spans, rollout.attempt_id, _OPTIONS), options=_OPTIONS).value
+    found: dict[_Key, list[float | None]] = {_TRAINS: [trains]}
+    for span in recorded_rewards(spans, rollout.attempt_id):
+        reward = span.reward
+        if reward is not None:
+            parts = ((name or _NAMELESS, value) for name, value in reward.dimensions.items())
+            for part, value in (("", reward.value), *parts):
+                found.setdefault((reward.name, part, reward.scope, reward.source), []).append(value)
+    return found
+
+
+def _distribution(
+    key: _Key, values: Sequence[float | None], own: Sequence[float | None], rollout: Rollout
+) -> Distribution:
+    name, part, scope, source = key
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    here = [value for value in own if value is not None and math.isfinite(value)]
+    ends = bars_of([*known, *here])
+    edges = [low for low, _ in ends]
+    counts = Counter(bar_of(value, edges) for value in known)
+    marked = {bar_of(value, edges) for value in here}
+    filters = {"experiment": rollout.experiment, "mode": rollout.mode} if key == _TRAINS else {}
+    return Distribution(
+        name=name,
+        part=part,
+        scope=scope,
+        source=source,
+        own=here,
+        n=len(known),
+        missing=len(values) - len(known),
+        mean=sum(value / len(known) for value in known) if known else None,
+        bars=[
+            Bar(
+                low=low,
+                high=max(*known, *here, low) if high is None else high,
+                count=counts[number],
+                is_here=number in marked,
+                query={**filters, "low": repr(low), **({} if high is None else {"high": repr(high)})}
+                if filters
+                else {},
+            )
+            for number, (low, high) in enumerate(ends)
+        ],
+    )
