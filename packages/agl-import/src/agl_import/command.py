@@ -1,6 +1,8 @@
 """``agl import``: imports runs that other tools recorded."""
 
 import asyncio
+import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +80,11 @@ def import_runs(
     task_field = "" if task_from == FIRST_USER else task_from
     target = Target(experiment=experiment, mode=mode, task_from=task_field, reward_from=reward_from)
     store_url = as_url(url or DEFAULT_STORE)
-    done = asyncio.run(_import(manager, store_url, files, target, lost=lost, is_dry=is_dry))
+    try:
+        done = asyncio.run(_import(manager, store_url, files, target, lost=lost, is_dry=is_dry))
+    except KeyboardInterrupt:
+        click.echo("stopped; what is in the store stays, and the same command adds the rest", err=True)
+        sys.exit(128 + signal.SIGINT)
     if as_json:
         print_json(done)
         return

@@ -178,9 +178,9 @@ def _items(file: File, target: Target) -> Iterator[_Item]:
             continue
         task = _task(run, target)
         _add_reward(run, target)
-        for name in set(run.unread) - {target.task_from, target.reward_from}:
+        for name in set(run.unread) - {target.task_from.partition(".")[0], target.reward_from.partition(".")[0]}:
             run.lost[f"records with the field {name[:60]!r}, which --reward or --task-from would read"] += 1
-        own = int(digest(run.key or run.contents(), size=7), 16)
+        own = int(run.identity()[:14], 16)
         recording = run.recording(target, format=file.format.name, task=task, copy=copies[own], now=now)
         copies[own] += 1
         yield _Item(recording, +run.lost)

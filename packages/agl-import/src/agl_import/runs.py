@@ -29,6 +29,7 @@ from agl.tracing import chat_spans, make_reward_span
 from agl_import.values import digest, json_text
 
 NO_IDS = "calls without token ids: they feed sft (agl export writes its data), prompts and rewards, not grpo or dpo"
+IDS_MISSING = "the source of the import has the text of the call and no token ids"
 NO_TIMES = "runs without times: they carry the time of the import"
 CHANGED_TEXT = "records with halves of characters, which were replaced, or integers beyond 64 bits, now texts"
 
@@ -56,7 +57,9 @@ class Run:
     """A run that a reader fills; spans may be added in any order, parents by their key.
 
     Attributes:
-        key: The run's identity in its format, such as a session's id; ``""`` for a digest of its contents.
+        key: The run's id in its format, such as a session's; ``""`` for none.
+        grows: Whether the key alone is the run's identity, because the run may go on and be read again; otherwise its
+            contents are part of it.
         place: Where it stands, for messages.
         fields: The record as it was read, in which fields for the task and the reward are looked up.
         prompt: The first message of a user; ``None`` without one.
@@ -65,8 +68,9 @@ class Run:
         lost: What the format, or agl, cannot hold of it, with its number.
     """
 
-    def __init__(self, key: str, *, place: str, fields: Json = None) -> None:
+    def __init__(self, key: str, *, place: str, fields: Json = None, grows: bool = False) -> None:
         self.key = key
+        self.grows = grows
         self.place = place
         self.fields = fields
         self.prompt: Json = None
@@ -190,6 +194,10 @@ class Run:
         """Return a digest of the spans, by which a run that changed is told from one that did not."""
         return digest([self.prompt, *((key, parent, span) for key, parent, span in self._spans)], size=16)
 
+    def identity(self) -> str:
+        """Return a digest that is the same for the same run, in whichever file it stands."""
+        return digest([self.key, "" if self.grows and self.key else self.contents()], size=12)
+
     def recording(self, target: Target, *, format: str, task: Json, copy: int, now: float) -> Recording:
         """Return the run as a rollout with one attempt.
 
@@ -197,11 +205,11 @@ class Run:
             target: What the user wants.
             format: The format's name.
             task: The task.
-            copy: How many runs with this key stood before it in the file; the same twice is two samples.
+            copy: How many runs of this identity stood before it in the file; the same twice is two samples.
             now: Unix seconds, the time of a run whose format has none.
         """
         contents = self.contents()
-        own = digest([target.experiment, format, self.key or contents, copy], size=12)
+        own = digest([target.experiment, format, self.identity(), copy], size=12)
         rollout_id, attempt_id = f"im-{own}", attempt_id_of(f"im-{own}", 1)
         if not self._times:
             self.lost[NO_TIMES] += 1

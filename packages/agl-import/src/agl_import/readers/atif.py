@@ -12,7 +12,7 @@ from typing import Any
 
 from agl.errors import DatasetError
 from agl.schemas import Json, ModelCall, pack_floats, pack_ids
-from agl_import.runs import CHANGED_TEXT, NO_IDS, Run
+from agl_import.runs import CHANGED_TEXT, IDS_MISSING, Run
 from agl_import.source import read_lines
 from agl_import.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of
 
@@ -33,7 +33,7 @@ def read(path: Path) -> Iterator[Run]:
     for line in read_lines(path):
         document = as_dict(line.value)
         _check(line.place, document)
-        key = as_text(document.get("trajectory_id")) or as_text(document.get("session_id"))
+        key = "/".join(as_text(document.get(name)) for name in ("session_id", "trajectory_id"))
         run = Run(key, place=line.place, fields=document)
         run.lost[CHANGED_TEXT] += int(line.is_changed)
         run.lost[_CONTINUED] += int(bool(document.get("continued_trajectory_ref")))
@@ -144,7 +144,7 @@ class _Trajectory:
         prompt, answer = as_list(metrics.get("prompt_token_ids")), as_list(metrics.get("completion_token_ids"))
         logprobs = as_list(metrics.get("logprobs"))
         if not prompt or not answer:
-            return {"ids_missing": NO_IDS}
+            return {"ids_missing": IDS_MISSING}
         try:
             found: dict[str, Any] = {"prompt_ids": pack_ids(prompt), "response_ids": pack_ids(answer)}
             found["logprobs"] = pack_floats(logprobs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from agl.errors import DatasetError
 from agl.schemas import Json, ModelCall
-from agl_import.runs import CHANGED_TEXT, NO_IDS, Run
+from agl_import.runs import CHANGED_TEXT, IDS_MISSING, Run
 from agl_import.source import Line, read_lines
 from agl_import.values import as_dict, as_list, as_text, dicts_in
 
@@ -77,7 +77,7 @@ def _call(record: dict[str, Any], messages: list[dict[str, Any]], index: int) ->
         model=model,
         request=request,
         response={"choices": [{"index": 0, "message": message}]},
-        ids_missing=NO_IDS,
+        ids_missing=IDS_MISSING,
     )
 
 

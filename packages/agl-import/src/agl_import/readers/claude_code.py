@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from agl import semconv
 from agl.schemas import ErrorInfo, Json, ModelCall
-from agl_import.runs import CHANGED_TEXT, NO_IDS, Run
+from agl_import.runs import CHANGED_TEXT, IDS_MISSING, Run
 from agl_import.source import read_lines
 from agl_import.values import as_dict, as_text, dicts_in, ns_of, text_of
 
@@ -61,11 +61,13 @@ class _Session:
     """Reads the lines of a session with its sub-agents, and makes the run."""
 
     def __init__(self, path: Path) -> None:
-        self.run = Run("", place=str(path))
+        self.run = Run("", place=str(path), grows=True)
         self._entries: dict[str, _Entry] = {}
         self._load(path)
         for log in self._logs(path):
             self._load(log)
+        if path.parent.name == "subagents":
+            self.run.key += f"/{path.stem}"  # it has its session's id
         self._answers: defaultdict[tuple[str, str], list[_Entry]] = defaultdict(list)
         self._results: dict[str, tuple[_Entry, dict[str, Any]]] = {}
         self._agent_of: dict[str, str] = {}
@@ -76,7 +78,7 @@ class _Session:
         for line in read_lines(path):
             fields = as_dict(line.value)
             self.run.lost[CHANGED_TEXT] += int(line.is_changed)
-            self.run.key = self.run.key or as_text(fields.get("sessionId"))
+            self.run.key = as_text(fields.get("sessionId")) or self.run.key
             if self.run.fields is None and fields.get("type") in _MESSAGES:
                 self.run.fields = fields
             uuid = as_text(fields.get("uuid"))
@@ -173,12 +175,12 @@ class _Session:
         response = {**{name: last[name] for name in kept if name in last}, "content": content}
         reason = as_text(last.get("stop_reason"))
         call = ModelCall(
-            request_id=as_text(blocks[0].line.get("requestId")) or answer,
+            request_id=f"{chain}/{answer}",
             dialect="messages",
             model=as_text(last.get("model")),
             request={"model": as_text(last.get("model")), "messages": self._history(path[:-1], blocks[0])},
             response=response,
-            ids_missing=NO_IDS,
+            ids_missing=IDS_MISSING,
             finish_reason=reason,
         )
         before = path[-2].at_ns if len(path) > 1 else blocks[0].at_ns

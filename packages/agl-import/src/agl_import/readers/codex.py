@@ -12,7 +12,7 @@ from typing import Any
 from agl import semconv
 from agl.errors import DatasetError
 from agl.schemas import ErrorInfo, Json, ModelCall
-from agl_import.runs import CHANGED_TEXT, NO_IDS, Run
+from agl_import.runs import CHANGED_TEXT, IDS_MISSING, Run
 from agl_import.source import read_lines
 from agl_import.values import as_dict, as_list, as_text, dicts_in, ns_of, text_of
 
@@ -42,7 +42,7 @@ class _Session:
     """Follows the conversation line by line, and ends a call where the model's answer ends."""
 
     def __init__(self, path: Path) -> None:
-        self.run = Run("", place=str(path))
+        self.run = Run("", place=str(path), grows=True)
         self._name, self._model, self._instructions = MAIN, "", ""
         self._input: list[Json] = []
         self._pending: list[dict[str, Any]] = []
@@ -149,7 +149,7 @@ class _Session:
             model=self._model,
             request=request,
             response={**response, **({"usage": usage} if usage else {})},
-            ids_missing=NO_IDS,
+            ids_missing=IDS_MISSING,
         )
         self.run.lost[_NO_TOOLS] += 1
         self.run.lost[_SEALED] += int(any(item.get("encrypted_content") for item in output))

@@ -5,7 +5,7 @@ from typing import Any
 
 from agl import semconv
 from agl.schemas import Json, ModelCall, Sampling
-from agl_import.runs import NO_IDS
+from agl_import.runs import IDS_MISSING
 from agl_import.values import as_dict, as_list, as_text, dicts_in, first, json_text, number_of
 
 SYSTEM, TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
@@ -51,7 +51,7 @@ def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
         request={**request, **({"tools": tools} if isinstance(tools, list) and tools else {})},
         response={name: value for name, value in response.items() if value} or None,
         sampling=_sampling(attributes),
-        ids_missing=NO_IDS,
+        ids_missing=IDS_MISSING,
         finish_reason=as_text(first(reasons)),
         status_code=200 if not error else 0,
         is_complete=not error,

@@ -148,7 +148,7 @@ def _run(path: Path, trace: str, spans: list[dict[str, Any]]) -> Run:
     fields: dict[str, Json] = {}
     for span in sorted(spans, key=lambda span: bool(span["parent"])):
         fields = {**span["attributes"], **fields}
-    run = Run(trace, place=f"{path}, trace {trace}", fields=fields)
+    run = Run(trace, place=f"{path}, trace {trace}", fields=fields, grows=True)
     calls = _innermost(spans)
     own = {as_text(span["attributes"].get("agl.span_id")): span["id"] for span in spans}
     for span in spans:
