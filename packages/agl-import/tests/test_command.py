@@ -85,7 +85,7 @@ def test_text_that_a_terminal_obeys_is_shown_and_not_obeyed(tmp_path: Path) -> N
 def test_two_imports_of_one_file_at_once_add_its_runs_once(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", (chat(f"{n}", "b" * 100) for n in range(1000)))
     words = [sys.executable, "-m", "agl", "import", "a.jsonl", "--json"]
-    both = [subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(2)]
+    both = [subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(2)]
 
     assert [0, 0] == [process.wait(120) for process in both]
     assert 1000 == len(json.loads(run_agl("runs", "--json", "--limit", "5000", folder=tmp_path)))
@@ -101,4 +101,5 @@ def test_interrupt_says_how_to_complete_the_import(tmp_path: Path) -> None:
         said = process.stderr.read()
 
     assert 130 == process.returncode
-    assert "stopped; what is in the store stays, and the same command adds the rest\n" == said
+    assert said.endswith("stopped; what is in the store stays, and the same command adds the rest\n")
+    assert "Traceback" not in said

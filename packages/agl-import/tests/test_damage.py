@@ -1,5 +1,6 @@
 """Files that are cut, huge, hostile or of another kind: one paragraph, and nothing half imported."""
 
+import asyncio
 import gzip
 import json
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from agl.errors import AglError, ConfigError, DatasetError
+from agl_import.importer import find_files, import_files
+from agl_import.runs import Target
 from agl_testing.commands import run_agl
 from agl_testing.waiting import wait_until
 
@@ -84,6 +87,16 @@ def test_bomb_of_gzip_is_refused(unit: bytes, tmp_path: Path, imports: Imports) 
     with pytest.raises(DatasetError, match=r"grows to more than 200 times its size|has a line of more than 64 MiB"):
         imports(path)
     assert [] == imports.recordings()
+
+
+def test_file_that_changes_between_its_two_readings_is_refused(tmp_path: Path, imports: Imports) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [chat("a", "b")])
+    files, lost = find_files([path], "auto")
+    write_lines(path, [chat("a", "b"), chat("c", "d")])
+    target = Target(experiment="old")
+
+    with pytest.raises(DatasetError, match=r"a.jsonl changed while it was read; import it again"):
+        asyncio.run(import_files(None, files, target, lost=lost, is_dry=True))
 
 
 def test_folder_with_a_link_out_of_it_leaves_that_file_out(tmp_path: Path, imports: Imports) -> None:

@@ -5,12 +5,14 @@ run; a run that the store has already stays as it is, and only gets the rewards 
 killed is therefore completed by repeating it.
 """
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import msgspec
 
 from agl.contracts import Recording, RolloutQuery
@@ -141,8 +143,11 @@ async def import_files(
     for batch in _batches(files, target):
         await survey.add(store, batch)
     if store is not None and not is_dry:
-        for batch in _batches(files, target):
-            await _write(store, [item.recording for item in batch if item.recording], there)
+        with click.progressbar(length=survey.runs, label="importing runs", file=sys.stderr) as bar:
+            for batch in _batches(files, target):
+                recordings = [item.recording for item in batch if item.recording]
+                await _write(store, recordings, there)
+                bar.update(len(recordings))
     return survey.result(files, is_dry=is_dry)
 
 
@@ -258,6 +263,11 @@ class _Survey:
             return rewards
         known = {span.span_id for span in await all_spans(store, rollout.rollout_id)}
         return [span for span in rewards if here == _fingerprint(rollout) and span.span_id not in known]
+
+    @property
+    def runs(self) -> int:
+        """The number of runs in the files."""
+        return self._counts["rollouts"] + self._counts["known"]
 
     def result(self, files: Sequence[File], *, is_dry: bool) -> Imported:
         """Return the counts."""
