@@ -142,6 +142,14 @@ def test_trajectory_brings_token_ids_logprobs_agents_and_times(tmp_path: Path, i
     assert 0.25 == next(s.attributes["agl.cost_usd"] for s in recording.spans if "agl.cost_usd" in s.attributes)
 
 
+def test_run_without_a_message_of_a_user_is_counted(tmp_path: Path, imports: Imports) -> None:
+    record = {"messages": [{"role": "assistant", "content": "Good morning"}]}
+    done = imports(write_lines(tmp_path / "a.jsonl", [record]))
+
+    assert 1 == done.lost["runs without a message of a user: they share one empty task"]
+    assert {"prompt": None} == imports.recordings()[0].rollout.task
+
+
 def test_copied_steps_of_a_trajectory_are_part_of_requests_only(tmp_path: Path, imports: Imports) -> None:
     imports(write_lines(tmp_path / "a.json", [trajectory()]))
 

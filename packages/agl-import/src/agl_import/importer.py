@@ -29,6 +29,7 @@ _RUNS, _BYTES = 200, 16 << 20
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _NO_REWARD = "runs whose field for the reward is missing or null: without a reward"
+_NO_PROMPT = "runs without a message of a user: they share one empty task"
 _SKIPPED = "files of a folder that are in no known format: left out"
 _LINKS = "files of a folder that are links out of it: left out"
 
@@ -196,6 +197,7 @@ def _items(file: File, target: Target) -> Iterator[_Item]:
 def _task(run: Run, target: Target) -> Json:
     """Return the task: the first message of a user as ``prompt``, or the field that was named."""
     if not target.task_from:
+        run.lost[_NO_PROMPT] += int(run.prompt is None)
         return {"prompt": text_of(run.prompt) or run.prompt}
     task = field_of(run.fields, target.task_from)
     if task is None:
