@@ -48,6 +48,11 @@ _WITHOUT_IDS = (
     "with agl's torch policy or vLLM, and send the calls through the gateway."
 )
 
+_IMPORTED_WITHOUT_IDS = (
+    "The run was imported, and its source has the text of these calls, not their token ids. Text feeds sft (agl export "
+    "writes its data), prompt search and rewards, not grpo, dpo or another algorithm that trains on sampled tokens."
+)
+
 
 def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | None = None) -> list[str]:
     """Explain an episode in lines: the outcome, each call with its row or reject reason, and next steps.
@@ -64,7 +69,11 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     is_without_ids = _is_without_ids(episode)
     lines.extend(_call(call, recorded.get(call.span_id), is_without_ids=is_without_ids) for call in episode.transitions)
     reasons = {call.reject for call in episode.transitions}
-    steps = {**_NEXT_STEP, "missing_token_ids": _WITHOUT_IDS} if is_without_ids else _NEXT_STEP
+    steps = _NEXT_STEP
+    if "imported" in episode.rollout.metadata:
+        steps = {**_NEXT_STEP, "missing_token_ids": _IMPORTED_WITHOUT_IDS}
+    elif is_without_ids:
+        steps = {**_NEXT_STEP, "missing_token_ids": _WITHOUT_IDS}
     lines.extend(f"{reason}: {step}" for reason, step in steps.items() if reason in reasons)
     if any(call.detail and not call.reject for call in episode.transitions):
         lines.append(_DRIFT)

@@ -18,9 +18,8 @@ from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, read_experiment, store_of
 from agl_run.cli.opening import resolve_url, store_option, with_store
-from agl_run.cli.output import echo, json_option, print_json, print_table, short
+from agl_run.cli.output import STOPPED, echo, json_option, print_json, print_table, short
 from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query
-from agl_run.cli.run import STOPPED
 from agl_run.experiment.file import load_config
 from agl_run.experiment.hints import MEMORY
 from agl_run.experiment.plan import TRIAL

@@ -1,0 +1,189 @@
+"""Reads a file of JSON records in bounded memory: lines, or one document; plain, or compressed with gzip.
+
+Nothing here knows a format of runs. Every refusal names the file, the line and the next step.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, NoReturn, cast
+
+import msgspec
+
+from agl.errors import DatasetError
+from agl.schemas import Json
+from agl_import.values import as_list, is_storable, storable
+
+MAX_RECORD = 64 << 20
+"""Bytes of one record at most: of a line, or of a document that spans lines."""
+
+MAX_GROWTH, FREE = 200, 64 << 20
+"""How many times its size a compressed file may grow, once it is beyond the first ``FREE`` bytes."""
+
+_GZIP, _ZIPS = b"\x1f\x8b", (b"PK\x03\x04", b"(\xb5/\xfd", b"BZh", b"\xfd7zXZ")
+
+
+class Line(NamedTuple):
+    """One record of a file.
+
+    Attributes:
+        place: Where it stands, for messages, such as ``"runs.jsonl, line 3"``.
+        value: The JSON value.
+        is_changed: Whether halves of characters were replaced, or integers beyond 64 bits became texts.
+    """
+
+    place: str
+    value: Json
+    is_changed: bool = False
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Read the records of a file in order: one a line, or the one document that spans lines.
+
+    A document that is an array has one record for each item.
+
+    Raises:
+        DatasetError: The file cannot be read, is no JSON, ends in the middle, or has a record that is too large.
+    """
+    with _opened(path) as file:
+        texts = ((number, text) for number, text in enumerate(_texts(path, file), start=1) if text.strip())
+        number, text = next(texts, (1, b""))
+        if not text:
+            return
+        place = f"{path}, line {number}"
+        try:
+            value = _decoded(text)
+        except ValueError as error:
+            line = _document(path, text, (more for _, more in texts), error)
+            yield from _items(line)
+            return
+        yield from _items(_line(place, value))
+        for number, text in texts:
+            place = f"{path}, line {number}"
+            try:
+                value = _decoded(text)
+            except ValueError as error:
+                raise _no_json(place, error) from error
+            yield _line(place, value)
+
+
+def first_record(path: Path) -> Json:
+    """Return the first record of a file, by which its format is recognised; raises like :func:`read_lines`."""
+    for line in read_lines(path):
+        return line.value
+    raise DatasetError(f"{path} holds no record; name a file of runs")
+
+
+def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    while text := file.readline(MAX_RECORD + 1):
+        if len(text) > MAX_RECORD:
+            _refuse_size(path, "a line")
+        yield text
+
+
+def _document(path: Path, start: bytes, rest: Iterator[bytes], error: ValueError) -> Line:
+    """Read a document that spans lines; ``error`` is why its first line is none by itself."""
+    parts, size = [start], len(start)
+    for part in rest:
+        parts.append(part)
+        size += len(part)
+        if size > MAX_RECORD:
+            _refuse_size(path, "a document that spans lines")
+    if len(parts) == 1:
+        raise _no_json(f"{path}, line 1", error)
+    try:
+        return _line(str(path), _decoded(b"".join(parts)))
+    except ValueError as found:
+        is_document = start.strip() in (b"{", b"[")
+        raise _no_json(str(path) if is_document else f"{path}, line 1", found if is_document else error) from found
+
+
+def _items(line: Line) -> Iterator[Line]:
+    value: Any = line.value
+    if not isinstance(value, list):
+        yield line
+        return
+    for number, item in enumerate(as_list(line.value), start=1):
+        yield Line(f"{line.place}, item {number}", item, line.is_changed)
+
+
+def _line(place: str, value: Json) -> Line:
+    if is_storable(value):
+        return Line(place, value)
+    return Line(place, storable(value), is_changed=True)
+
+
+def _decoded(text: bytes) -> Json:
+    """Decode JSON, also with halves of characters, which JavaScript writes; raises :class:`ValueError`."""
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    try:
+        return json.loads(text.decode(), parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _no_json(place: str, error: ValueError) -> DatasetError:
+    reason = error.reason if isinstance(error, UnicodeDecodeError) else str(error)
+    return DatasetError(
+        f"{place} is no JSON ({reason}), and nothing was imported; the file may be cut, or still be written: repair or "
+        "remove the line, or import the file once it is complete"
+    )
+
+
+def _refuse_size(path: Path, what: str) -> NoReturn:
+    raise DatasetError(
+        f"{path} has {what} of more than {MAX_RECORD >> 20} MiB, and nothing was imported; write one record a line, "
+        "each with one run or one batch of spans"
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[IO[bytes]]:
+    """Open a file, unpacking gzip within its limit; an error of reading becomes a :class:`DatasetError`."""
+    try:
+        with path.open("rb") as plain:
+            start = plain.read(6)
+            plain.seek(0)
+            if any(start.startswith(magic) for magic in _ZIPS):
+                raise DatasetError(f"{path} is an archive, of which only gzip is read; unpack it and import its files")
+            if start.startswith(_GZIP):
+                with gzip.open(plain) as packed:
+                    yield cast("IO[bytes]", _Bounded(path, cast("IO[bytes]", packed)))
+            else:
+                yield plain
+    except OSError as error:
+        raise DatasetError(f"cannot read {path}: {error.strerror or error}; correct the path") from error
+    except (EOFError, zlib.error) as error:
+        raise DatasetError(
+            f"{path} is cut or damaged ({error}), and nothing was imported; copy it once more from where it was made"
+        ) from error
+
+
+class _Bounded:
+    """Reads lines of a compressed file until it grows too much."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._path, self._file, self._size = path, file, 0
+        self._most = max(FREE, path.stat().st_size * MAX_GROWTH)
+
+    def readline(self, limit: int) -> bytes:
+        text = self._file.readline(limit)
+        self._size += len(text)
+        if self._size > self._most:
+            raise DatasetError(
+                f"{self._path} grows to more than {MAX_GROWTH} times its size, and nothing was imported; if it is no "
+                "trap, unpack it and import the file inside"
+            )
+        return text

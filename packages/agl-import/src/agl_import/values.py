@@ -1,0 +1,107 @@
+"""Narrows foreign JSON, in which any field may be missing or of another type, and reads its times and numbers."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any, cast
+
+import msgspec
+
+from agl.schemas import Json
+
+_LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)
+_HALVES = re.compile("[\ud800-\udfff]")
+_FRACTION = re.compile(r"[.,](\d+)")
+
+
+def as_dict(value: Json) -> dict[str, Any]:
+    """Return an object, an empty one for anything else."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def as_list(value: Json) -> list[Any]:
+    """Return a list, an empty one for anything else."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def as_text(value: Json) -> str:
+    """Return a text, an empty one for anything else."""
+    return value if isinstance(value, str) else ""
+
+
+def dicts_in(value: Json) -> list[dict[str, Any]]:
+    """Return the objects of a list."""
+    return [as_dict(item) for item in as_list(value) if isinstance(item, dict)]
+
+
+def number_of(value: Json) -> float | None:
+    """Return a number, true and false as 1 and 0; ``None`` for anything else."""
+    return float(value) if isinstance(value, int | float) else None
+
+
+def text_of(content: Json) -> str:
+    """Return the text of a message's content: a text, or the text parts of a list."""
+    if isinstance(content, str):
+        return content
+    return "".join(as_text(part.get("text")) for part in dicts_in(content))
+
+
+def json_text(value: Json) -> str:
+    """Return a value as JSON, a text as it is."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def digest(*values: Json, size: int) -> str:
+    """Return hexadecimal digits, two for each byte of ``size``, that are the same for the same values."""
+    data = msgspec.msgpack.encode(values, order="deterministic")
+    return hashlib.blake2b(data, digest_size=size).hexdigest()
+
+
+def ns_of(time: Json) -> int:
+    """Return Unix nanoseconds of an ISO 8601 time; 0 for anything else. A time without a zone is in UTC."""
+    text = as_text(time)
+    fraction = _FRACTION.search(text)
+    try:
+        moment = datetime.fromisoformat(text.replace(fraction[0], "") if fraction else text)
+    except ValueError:
+        return 0
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    nanoseconds = int(fraction[1][:9].ljust(9, "0")) if fraction else 0
+    return max(int(moment.timestamp()) * 1_000_000_000 + nanoseconds, 0)
+
+
+def field_of(record: Json, name: str) -> Json:
+    """Return a field by its name, or by a path such as ``extra.score``; ``None`` where there is none."""
+    fields = as_dict(record)
+    if name in fields:
+        return fields[name]
+    head, dot, rest = name.partition(".")
+    return field_of(fields.get(head), rest) if dot else None
+
+
+def storable(value: Json) -> Json:
+    """Return a JSON value as stores take it: halves of characters replaced, integers beyond 64 bits as texts."""
+    if isinstance(value, str):
+        return _HALVES.sub("\ufffd", value)
+    if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
+        return str(value)
+    if isinstance(value, list):
+        return [storable(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {_HALVES.sub("\ufffd", key): storable(item) for key, item in as_dict(value).items()}
+    return value
+
+
+def is_storable(value: Json) -> bool:
+    """Return whether a store takes a JSON value as it is."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (UnicodeEncodeError, OverflowError):
+        return False
+    return True
+
+
+def first(values: Iterable[Json]) -> Json:
+    """Return the first value that is not empty; ``None`` without one."""
+    return next((value for value in values if value not in (None, "", [], {})), None)
