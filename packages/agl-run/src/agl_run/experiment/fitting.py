@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from agl.contracts import ExperimentRecord
+from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Episode, Json, Mode, Record
 from agl_run.experiment import state as saved
 from agl_run.experiment.build import build_rewards, check_algorithms
@@ -30,6 +31,8 @@ from agl_run.experiment.validations import after_step
 from agl_run.experiment.waiting import told
 
 _LOG = logging.getLogger("agl_run.experiment")
+
+T = TypeVar("T")
 
 
 class FitResult(Record, frozen=True, kw_only=True):
@@ -201,6 +204,28 @@ async def dev_plan(
     plan: Plan, *, progress: Progress, tasks: int, record_as: str = "", mode: Mode = "test"
 ) -> DevResult:
     """Run the agent on a few tasks, as the experiment ``record_as`` or ``NAME-dev``."""
+
+    async def result(store: Store, episodes: Sequence[Episode]) -> DevResult:
+        del store
+        return DevResult(episodes=tuple(episodes))
+
+    return await try_plan(plan, progress=progress, tasks=tasks, record_as=record_as, mode=mode, then=result)
+
+
+async def try_plan(
+    plan: Plan,
+    *,
+    progress: Progress,
+    tasks: int,
+    then: Callable[[Store, Sequence[Episode]], Awaitable[T]],
+    samples: int = 1,
+    record_as: str = "",
+    mode: Mode = "test",
+) -> T:
+    """Run the agent on a few tasks, ``samples`` times each, and return what ``then`` makes of their record.
+
+    ``then`` gets the store while it is open, and one episode for each rollout.
+    """
     name = plan.name
     plan = plan.renamed(record_as or f"{name}{TRIAL}")
     session = Session(plan)
@@ -220,9 +245,9 @@ async def dev_plan(
         chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None
         collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
-        collected = await collect(chosen, step=0, mode=mode, keeps_all=True)
+        collected = await collect(chosen, step=0, n=samples, mode=mode, keeps_all=True)
         driver.reports.patterns.conclude()
-        return DevResult(episodes=collected.episodes)
+        return await then(session.store, collected.episodes)
     finally:
         progress.close()
         await session.close()
