@@ -14,7 +14,7 @@ from agl.episodes import build_episode
 from agl.schemas import Attempt, ErrorInfo, Json, ModelCall, Reward, Rollout, Sampling, Span, pack_floats, pack_ids
 from agl_run.planning.faults import Examined, faults_in, faults_of_tasks
 from agl_run.planning.observed import Observed, covered, observe
-from agl_run.planning.queueing import at_once, forecast, makespan
+from agl_run.planning.queueing import at_once, forecast, makespan, uncertainty_of
 from agl_run.planning.silence import best_size, silent_shares
 
 WORDS = ("red", "green", "blue", "black", "white", "brown")
@@ -404,6 +404,22 @@ def test_forecast_of_a_step_scales_with_its_rollouts() -> None:
 
     assert (32, 32 * 5, 32) == (step.rollouts, step.trained_tokens.mean, step.rows.mean)
     assert 20.0 == step.collect_s.mean
+
+
+def test_tokens_of_few_tasks_are_less_sure() -> None:
+    first = examined().rollouts[0]
+
+    def ran(tasks: int) -> list[Observed]:
+        return [replace(first, group_id=str(n), row_tokens=100 + 20 * (n % 2)) for n in range(tasks)]
+
+    few, many = uncertainty_of(ran(4), tasks=1000), uncertainty_of(ran(40), tasks=1000)
+
+    assert few is not None
+    assert many is not None
+    assert 0.1 == pytest.approx(few, rel=0.05)
+    assert few > 3 * many
+    assert 0.0 == uncertainty_of(ran(4), tasks=4)
+    assert uncertainty_of(ran(1), tasks=4) is None
 
 
 def test_rollouts_at_once_are_counted_while_any_runs() -> None:

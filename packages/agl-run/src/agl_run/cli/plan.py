@@ -1,6 +1,7 @@
 """``agl plan``: forecast the steps of a run from recorded rollouts or a small trial, and find faults."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,7 +91,10 @@ async def _recorded(plan: Plan) -> Material | None:
 
 async def _tried(plan: Plan, *, tasks: int, samples: int) -> Material:
     """Run the trial and read it."""
-    count = min(tasks, len(plan.train or plan.val))
+    known = plan.train or plan.val
+    draw = random.Random(plan.config.experiment.seed)  # any tasks, and the same ones again
+    chosen = draw.sample(known, k=min(tasks, len(known)))
+    count = len(chosen)
     click.echo(
         visible(
             f"running {count * samples} rollouts ({count} tasks, {samples} times each), which call the model; "
@@ -103,4 +107,4 @@ async def _tried(plan: Plan, *, tasks: int, samples: int) -> Material:
         del episodes
         return await read(store, plan, *await find_trial(store, plan))
 
-    return await try_plan(plan, progress=default_progress(), tasks=tasks, samples=samples, mode="train", then=made)
+    return await try_plan(plan, progress=default_progress(), tasks=chosen, samples=samples, mode="train", then=made)

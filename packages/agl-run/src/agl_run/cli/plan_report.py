@@ -12,6 +12,9 @@ from agl_run.planning.report import AlgorithmPlan, GroupSize, RolloutSize, RunPl
 from agl_run.planning.silence import NEARLY
 
 _WIDTH = 80
+_SURE = 0.1
+"""Uncertainty of a rollout's tokens from which the plan says so."""
+
 _LABEL = 18
 _COLUMN = 10
 
@@ -104,7 +107,7 @@ def _step(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
     if shape.steps:
         what = "" if plan.update_s is not None else ", without the updates"
         lines.append(f"  {f'{shape.steps} steps take':<{_LABEL}}{_seconds(whole * shape.steps):>{_COLUMN}}{what}")
-    return [*lines, *_slowest(plan), *_caution(report)]
+    return [*lines, *_slowest(plan), *_few_tasks(plan, report), *_caution(report)]
 
 
 def _slowest(plan: AlgorithmPlan) -> list[str]:
@@ -112,6 +115,16 @@ def _slowest(plan: AlgorithmPlan) -> list[str]:
         return []
     first, *others = (f"{part.name} {part.share:.0%}" for part in plan.parts if part.share >= 0.005)
     return _wrapped(f"slowest: {', then '.join([first, *others])}", indent="  ")
+
+
+def _few_tasks(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
+    if plan.uncertainty is None or plan.uncertainty < _SURE:
+        return []
+    return _wrapped(
+        f"the tokens are sure to within {plan.uncertainty:.0%} only, for the tasks differ and {report.source.tasks} of "
+        "them were run; --run with more --tasks makes them surer",
+        indent="  ",
+    )
 
 
 def _caution(report: RunPlan) -> list[str]:

@@ -209,20 +209,21 @@ async def dev_plan(
         del store
         return DevResult(episodes=tuple(episodes))
 
-    return await try_plan(plan, progress=progress, tasks=tasks, record_as=record_as, mode=mode, then=result)
+    chosen = list(plan.train or plan.val)[:tasks]
+    return await try_plan(plan, progress=progress, tasks=chosen, record_as=record_as, mode=mode, then=result)
 
 
 async def try_plan(
     plan: Plan,
     *,
     progress: Progress,
-    tasks: int,
+    tasks: Sequence[Json],
     then: Callable[[Store, Sequence[Episode]], Awaitable[T]],
     samples: int = 1,
     record_as: str = "",
     mode: Mode = "test",
 ) -> T:
-    """Run the agent on a few tasks, ``samples`` times each, and return what ``then`` makes of their record.
+    """Run the agent on tasks, ``samples`` times each, and return what ``then`` makes of their record.
 
     ``then`` gets the store while it is open, and one episode for each rollout.
     """
@@ -242,10 +243,9 @@ async def try_plan(
             if session.live.current(key).resource != resource:
                 progress.say(_other_text(key, session.live.current(key).version))
         driver = Driver(session, state, progress=progress, is_trial=True)
-        chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None
         collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
-        collected = await collect(chosen, step=0, n=samples, mode=mode, keeps_all=True)
+        collected = await collect(tasks, step=0, n=samples, mode=mode, keeps_all=True)
         driver.reports.patterns.conclude()
         return await then(session.store, collected.episodes)
     finally:

@@ -9,6 +9,8 @@ beside others as it did when it was recorded.
 import random
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
+from math import sqrt
+from statistics import fmean, stdev
 
 from agl.schemas import Record
 from agl_run.planning.observed import Observed
@@ -90,6 +92,22 @@ def forecast(
         response_tokens=spread_of(sum(one.response_tokens for one in step) for step in steps),
         collect_s=spread_of(makespan([one.seconds for one in step], concurrency=concurrency) for step in steps),
     )
+
+
+def uncertainty_of(observed: Sequence[Observed], *, tasks: int) -> float | None:
+    """Return half the 95 % interval of the mean tokens of a rollout over all tasks, as a share of that mean.
+
+    Tasks differ more than the rollouts of one, so the tasks that were run are what was drawn. ``None`` for one task or
+    rollouts without tokens.
+    """
+    groups: dict[str, list[int]] = {}
+    for one in observed:
+        groups.setdefault(one.group_id, []).append(one.row_tokens or one.prompt_tokens + one.response_tokens)
+    means = [fmean(tokens) for tokens in groups.values()]
+    if len(means) < 2 or not any(means):
+        return None
+    left = max(0.0, 1 - len(means) / tasks) if tasks else 1.0  # of the tasks; those that were run are known
+    return 1.96 * stdev(means) * sqrt(left / len(means)) / fmean(means)
 
 
 def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:

@@ -9,7 +9,7 @@ from agl.schemas import Record
 from agl_run.experiment.plan import Plan
 from agl_run.planning.faults import Examined, Fault, faults_in, faults_of_tasks
 from agl_run.planning.observed import Observed
-from agl_run.planning.queueing import Spread, StepForecast, at_once, forecast, spread_of
+from agl_run.planning.queueing import Spread, StepForecast, at_once, forecast, spread_of, uncertainty_of
 from agl_run.planning.recorded import Material, Source
 from agl_run.planning.shape import StepShape, shape_of
 from agl_run.planning.silence import SilentShare, best_size, loud_groups, silent_shares
@@ -66,6 +66,8 @@ class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
         reward: Mean of their rewards, ``None`` without any.
         shape: The size of a step; ``None`` if it is not known.
         step: The forecast of a step.
+        uncertainty: Half the 95 % interval of the mean tokens of a rollout, as a share of that mean; ``None`` if only
+            one task was run.
         gradient_share: Share of a step's groups that are expected to have a gradient; ``None`` where it is not known.
         update_s: Seconds of a step's updates, as the run logged them last; ``None`` where none is logged.
         parts: The parts of a step's time, the longest first.
@@ -80,6 +82,7 @@ class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
     reward: float | None
     shape: StepShape | None
     step: StepForecast | None
+    uncertainty: float | None
     gradient_share: float | None
     update_s: float | None
     parts: list[Part]
@@ -157,6 +160,7 @@ async def _algorithm(
         reward=sum(rewards) / len(rewards) if rewards else None,
         shape=shape,
         step=step,
+        uncertainty=uncertainty_of(rollouts, tasks=len(plan.train)),
         gradient_share=1 - own[0].share if own else None,
         update_s=update_s,
         parts=_parts(rollouts, step, update_s),
