@@ -35,9 +35,9 @@ from agl_run.store_contract import build_store
     default=None,
     help="Always run a trial, or never; by default where too little is recorded.",
 )
-@click.option("-n", "--tasks", type=click.IntRange(min=1), default=4, show_default=True, help="Tasks of the trial.")
+@click.option("-n", "--tasks", type=click.IntRange(min=1), default=8, show_default=True, help="Tasks of the trial.")
 @click.option(
-    "--samples", type=click.IntRange(min=1), default=4, show_default=True, help="Rollouts of each task in the trial."
+    "--samples", type=click.IntRange(min=1), default=2, show_default=True, help="Rollouts of each task in the trial."
 )
 @json_option
 @pass_manager
