@@ -18,6 +18,7 @@ from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.experiment.file import load_config
 from agl_run.experiment.trainer import Trainer
+from agl_run.planning.observed import ended_at
 from agl_run.planning.queueing import makespan
 from agl_testing.experiments import write_experiment
 from agl_testing.model_server import Reply, ScriptedModelServer
@@ -224,7 +225,7 @@ def test_queue_takes_as_long_as_the_simulation_of_what_it_ran(experiment: Callab
         store = SQLiteStore(f"sqlite:///{file.parent}/runs.db")
         found = [one async for one in read_recordings(store, RolloutQuery(experiment="small", mode="train"))]
         await store.close()
-        return [(one.attempts[0].started_at, one.attempts[0].finished_at) for one in found]
+        return [(one.attempts[0].started_at, ended_at(one, one.attempts[0])) for one in found]
 
     times = asyncio.run(read())
     lasted = max(end for _, end in times) - min(begin for begin, _ in times)

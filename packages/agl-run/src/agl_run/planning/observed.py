@@ -9,7 +9,7 @@ from typing import Any, cast
 from agl import semconv
 from agl.contracts import Recording
 from agl.dialects import call_messages
-from agl.schemas import Episode, Json, ModelCall, Record, Rollout, Span, Transition, to_json
+from agl.schemas import Attempt, Episode, Json, ModelCall, Record, Rollout, Span, Transition, to_json
 from agl_run.experiment.failures import error_of
 from agl_run.explain import tokens_of
 
@@ -126,7 +126,7 @@ def observe(
         attempts=len(attempts),
         started_at=min((attempt.started_at for attempt in attempts), default=0.0),
         finished_at=rollout.finished_at,
-        seconds=sum(max(0.0, a.finished_at - a.started_at) for a in attempts if a.finished_at),
+        seconds=sum(max(0.0, ended_at(recording, one) - one.started_at) for one in attempts if one.finished_at),
         model_s=model_s,
         tool_s=tool_s,
         calls=len(made),
@@ -156,6 +156,17 @@ def observe(
         chance=tuple(_standing(rollout, other, first)),
         unseen=sum(not call.is_foreign for call in episode.unseen),
     )
+
+
+def ended_at(recording: Recording, attempt: Attempt) -> float:
+    """Return when an attempt left its place to the next one, in Unix seconds.
+
+    For the deciding attempt that is the end of its last span: the next one starts while its end is being stored.
+    """
+    if attempt.attempt_id != recording.rollout.attempt_id:
+        return attempt.finished_at
+    ends = [span.end_ns / _SECOND_NS for span in recording.spans if not span.is_late and span.end_ns]
+    return min(attempt.finished_at, max(ends, default=attempt.finished_at))
 
 
 def covered(intervals: Iterable[tuple[int, int]]) -> int:
