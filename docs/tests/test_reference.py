@@ -147,7 +147,8 @@ def test_command_line_has_every_option_with_its_default(path):
 
 def option_of(option: click.Option, context: click.Context) -> str:
     value = "" if option.is_flag else f" {option.make_metavar(context)}".replace("|", r"\|")
-    return f"`{', '.join(option.opts)}{value}`"
+    names = " / ".join([", ".join(option.opts), *option.secondary_opts])
+    return f"`{names}{value}`"
 
 
 def names(cell: str) -> list[str]:

@@ -134,3 +134,15 @@ def test_misspelt_choice_is_answered_with_the_closest_and_with_all(manager: Plug
         build(manager, "grpo", estimator="grop")
     assert "did you mean 'grpo'?" in str(caught.value).lower()
     assert "rloo" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "rft"])
+def test_algorithm_that_may_have_a_source_says_how_many_rollouts_a_step_runs(name: str) -> None:
+    manager = PluginManager.from_environment()
+    entry = manager.algorithm(name)
+
+    given = manager.build(entry, **NEEDED[name], tasks_per_step=5, group_size=3)
+
+    assert (16, 4) == manager.build(entry, **NEEDED[name]).step_size(100)
+    assert (5, 3) == given.step_size(100)
+    assert (2, 3) == given.step_size(2)

@@ -179,6 +179,10 @@ class RFT:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
         await self._tuned.go_back(state, rate=rate, updates=self._updates)
 
+    def step_size(self, tasks: int) -> tuple[int, int]:
+        """Return how many of so many tasks a step draws, and how many times it runs each, for `agl plan`."""
+        return self._supply.size(tasks)
+
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Return true while `steps` exceeds the steps done, or when an exhausted source continues."""
         del tasks

@@ -70,6 +70,10 @@ class RolloutSupply:
                 "would be ignored; remove them, or remove the source."
             )
 
+    def size(self, tasks: int) -> tuple[int, int]:
+        """Return how many of so many tasks a step draws, and how many times it runs each."""
+        return min(tasks, self._tasks_per_step or TASKS_PER_STEP), self._group_size or GROUP_SIZE
+
     async def take(self, step: int) -> SuppliedGroups:
         """Return the groups of a step; from sources, all that are new since the last step."""
         context = self._context

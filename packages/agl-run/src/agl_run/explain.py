@@ -8,7 +8,7 @@ from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 from agl_run.training_records import TrainingRecord
 
-_NEXT_STEP: dict[RejectReason, str] = {
+NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
     "as superseded.",
     "incomplete": "The answer was cut: look for a client time limit, a cancelled task, or a backend that was stopped.",
@@ -29,6 +29,7 @@ _NEXT_STEP: dict[RejectReason, str] = {
     "too_long": "Raise the token limit of the algorithm, or shorten the prompt.",
     "stale": "The weights moved on too far since it was sampled: allow more staleness, or collect less ahead.",
 }
+"""What to do about calls that reach no row, by reason."""
 
 _NO_CALLS = (
     "No model call was recorded. Expected: calls of an OpenAI- or Anthropic-compatible client made while the agent "
@@ -69,11 +70,11 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     is_without_ids = _is_without_ids(episode)
     lines.extend(_call(call, recorded.get(call.span_id), is_without_ids=is_without_ids) for call in episode.transitions)
     reasons = {call.reject for call in episode.transitions}
-    steps = _NEXT_STEP
+    steps = NEXT_STEP
     if "imported" in episode.rollout.metadata:
-        steps = {**_NEXT_STEP, "missing_token_ids": _IMPORTED_WITHOUT_IDS}
+        steps = {**NEXT_STEP, "missing_token_ids": _IMPORTED_WITHOUT_IDS}
     elif is_without_ids:
-        steps = {**_NEXT_STEP, "missing_token_ids": _WITHOUT_IDS}
+        steps = {**NEXT_STEP, "missing_token_ids": _WITHOUT_IDS}
     lines.extend(f"{reason}: {step}" for reason, step in steps.items() if reason in reasons)
     if any(call.detail and not call.reject for call in episode.transitions):
         lines.append(_DRIFT)

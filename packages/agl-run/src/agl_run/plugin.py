@@ -94,6 +94,9 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(
         name="try", factory="agl_run.cli.try_:try_", summary="compare versions or edits of a prompt on a few tasks"
     )
+    yield CommandEntry(
+        name="plan", factory="agl_run.cli.plan:plan", summary="forecast the steps of a run and find its faults"
+    )
     yield CommandEntry(name="exec", factory="agl_run.cli.exec:exec_", summary="record any program once")
     yield CommandEntry(name="runs", factory="agl_run.cli.runs:runs", summary="list, remove and tidy recorded rollouts")
     yield CommandEntry(name="show", factory="agl_run.cli.show:show", summary="show one rollout as a tree")

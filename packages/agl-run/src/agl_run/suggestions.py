@@ -25,6 +25,11 @@ _LEAST = 3
 _LONG = 20
 """Steps below which a mean that stays where it is means nothing."""
 
+LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true"
+FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
+REWRITTEN = "agl why latest names the call where the conversation no longer continues: the agent rewrites its history"
+"""Changes that a plan of a run proposes too, from its recordings."""
+
 
 class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One thing to change.
@@ -143,7 +148,7 @@ def _truncated(steps: _Steps) -> _Finding | None:
         return None
     return (
         f"{share:.0%} of the rollouts have an answer that was cut at a limit of tokens",
-        "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true",
+        LONGER_ANSWERS,
     )
 
 
@@ -153,7 +158,7 @@ def _narrowed(steps: _Steps) -> _Finding | None:
         return None
     return (
         f"{calls:.0f} calls a step were sampled with top-p, penalties or temperature 0, which biases the gradient",
-        'sampling = "override" in [policy.NAME], or remove those parameters from the agent',
+        FULL_SAMPLING,
     )
 
 
@@ -267,7 +272,7 @@ def _split_rows(steps: _Steps) -> _Finding | None:
         return None
     return (
         f"a rollout becomes {rows / rollouts:.1f} training rows, which each repeat its conversation",
-        "agl why latest names the call where the conversation no longer continues: the agent rewrites its history",
+        REWRITTEN,
     )
 
 

@@ -17,6 +17,7 @@ from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunErro
 from agl.schemas import TERMINAL_ROLLOUT, Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
 from agl.stores import read_recordings
 from agl_run.experiment.agent_patterns import AgentPatternCheck, PatternReport
+from agl_run.experiment.config import ExperimentSection
 from agl_run.experiment.counterfactual import Replays
 from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl_run.experiment.failures import Ended, FailureReport, RolloutCounts
@@ -208,7 +209,7 @@ class Collector:
         self._log = log
         self._tally = reports.view.tally(caller)
         self._shown = reports.view.algorithms.get(caller)
-        self._selection = _selection(plan, algorithm)
+        self._selection = selection_of(plan, algorithm)
         self._names = AgentPatternCheck(plan, algorithm, report=reports.patterns)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
@@ -287,7 +288,7 @@ class Collector:
 
     def episode(self, recording: Recording) -> Episode:
         """Build the episode of a finished rollout, with the rewards and calls that count here."""
-        return _episode(recording, self._selection)
+        return episode_of(recording, self._selection)
 
     def side_by_side(
         self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int, mode: Literal["train", "val", "test"]
@@ -347,7 +348,7 @@ class Collector:
                 found = await read_finished(self._store, taken, kept=kept)
                 for recording in found:
                     self._sampling.add(self._caller, recording.spans)
-                    episodes[recording.rollout.rollout_id] = _episode(recording, self._selection)
+                    episodes[recording.rollout.rollout_id] = episode_of(recording, self._selection)
         return [episodes[rollout_id] for rollout_id in ids]
 
     async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
@@ -378,20 +379,14 @@ class Collector:
 
     async def _apply_policies(self, episodes: Sequence[Episode], *, step: int) -> tuple[list[Episode], dict[str, int]]:
         """Return the episodes that are kept and the number of others by reason; keeps the reasons for ``agl why``."""
-        section = self._plan.config.experiment
         kept: list[Episode] = []
         dropped: dict[str, str] = {}
         for episode in episodes:
-            is_failed = episode.rollout.status != "succeeded"
-            refusal = self._agreement.refusal(episode)
-            if refusal:
-                dropped[episode.rollout.rollout_id] = refusal
-            elif not is_failed and episode.reward is not None:
-                kept.append(episode)
-            elif (section.failed if is_failed else section.missing_reward) == "penalise":
-                kept.append(_with_reward(episode, section.penalty))
+            reward, reason = training_reward(episode, self._plan.config.experiment, self._agreement)
+            if reward is None:
+                dropped[episode.rollout.rollout_id] = reason
             else:
-                dropped[episode.rollout.rollout_id] = f"{episode.rollout.status}" if is_failed else "no reward"
+                kept.append(_with_reward(episode, reward))
         if dropped and self._needs_ids:
             await save_training(self._store, {name: self._left_out(why, step) for name, why in dropped.items()})
         return kept, dict(Counter(dropped.values()))
@@ -399,6 +394,21 @@ class Collector:
     def _left_out(self, reason: str, step: int) -> TrainingRecord:
         name = self._plan.name
         return TrainingRecord(experiment=name, run=self._run, algorithm=self._caller, step=step, note=reason)
+
+
+def training_reward(
+    episode: Episode, section: ExperimentSection, agreement: AgreementPolicy
+) -> tuple[float | None, str]:
+    """Return the reward with which a rollout trains, or ``None`` and the reason for which it is left out."""
+    is_failed = episode.rollout.status != "succeeded"
+    refusal = agreement.refusal(episode)
+    if refusal:
+        return None, refusal
+    if not is_failed and episode.reward is not None:
+        return episode.reward, ""
+    if (section.failed if is_failed else section.missing_reward) == "penalise":
+        return section.penalty, ""
+    return None, f"{episode.rollout.status}" if is_failed else "no reward"
 
 
 class EpisodeSelection(Record, frozen=True, kw_only=True):
@@ -415,7 +425,8 @@ class EpisodeSelection(Record, frozen=True, kw_only=True):
     options: EpisodeOptions = EpisodeOptions()
 
 
-def _selection(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
+def selection_of(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
+    """Return the calls and rewards that count for an algorithm; all calls for ``None``."""
     section = plan.config.experiment
     score = ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
     agreement = AgreementPolicy(section)
@@ -431,7 +442,7 @@ def _selection(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelectio
 
 async def read_episodes(store: Store, rollout_ids: Sequence[str], *, selection: EpisodeSelection) -> list[Episode]:
     """Read the episodes of finished rollouts in the given order; ``selection`` chooses calls and rewards."""
-    return [_episode(recording, selection) for recording in await read_finished(store, rollout_ids)]
+    return [episode_of(recording, selection) for recording in await read_finished(store, rollout_ids)]
 
 
 async def read_finished(
@@ -462,7 +473,8 @@ async def _recordings(store: Store, rollout_ids: Sequence[str], *, spans: SpanCh
     return {recording.rollout.rollout_id: recording for recording in found}
 
 
-def _episode(recording: Recording, selection: EpisodeSelection) -> Episode:
+def episode_of(recording: Recording, selection: EpisodeSelection) -> Episode:
+    """Build the episode of a finished rollout from the spans of its deciding attempt."""
     rollout = recording.rollout
     deciding = [attempt for attempt in recording.attempts if attempt.attempt_id == rollout.attempt_id]
     return build_episode(
@@ -519,7 +531,7 @@ def run_of(rollout: Rollout) -> int | None:
 
 
 def _with_reward(episode: Episode, reward: float) -> Episode:
-    return msgspec.structs.replace(episode, reward=reward)
+    return episode if episode.reward == reward else msgspec.structs.replace(episode, reward=reward)
 
 
 def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int], *, store_url: str) -> str:

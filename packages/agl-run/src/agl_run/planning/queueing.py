@@ -1,0 +1,128 @@
+"""Simulates the steps of an algorithm on rollouts that were recorded: their tokens, and the time of the queue.
+
+A step draws tasks and runs each several times, as many at once as the runner allows and in the order in which they
+were queued. The simulation draws one of the recorded steps, and its tasks and their rollouts with repetition: rollouts
+of a step are slow or fast together, because they share a server and its load. It supposes that a rollout takes as long
+beside others as it did when it was recorded.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heapreplace
+from math import sqrt
+from statistics import fmean, stdev
+
+from agl.schemas import Record
+from agl_run.planning.observed import Observed
+
+_ROLLOUTS = 200_000
+"""Rollouts at most in all simulated steps together."""
+
+_STEPS = 200
+
+
+class Spread(Record, frozen=True, kw_only=True):
+    """The distribution of a number: mean, quantiles and the largest value."""
+
+    mean: float = 0.0
+    p10: float = 0.0
+    median: float = 0.0
+    p90: float = 0.0
+    most: float = 0.0
+
+
+class StepForecast(Record, frozen=True, kw_only=True):
+    """The forecast of one step.
+
+    Attributes:
+        rollouts: Rollouts per step.
+        concurrency: Rollouts at once.
+        rows: Training rows; ``row_tokens`` their tokens, ``trained_tokens`` those that train.
+        prompt_tokens: Tokens of all prompts of model calls, and ``response_tokens`` of all answers.
+        collect_s: Seconds until all rollouts of the step are done.
+    """
+
+    rollouts: int
+    concurrency: int
+    rows: Spread
+    row_tokens: Spread
+    trained_tokens: Spread
+    prompt_tokens: Spread
+    response_tokens: Spread
+    collect_s: Spread
+
+
+def spread_of(values: Iterable[float]) -> Spread:
+    """Return the distribution of numbers; all 0 without any."""
+    ordered = sorted(values)
+    if not ordered:
+        return Spread()
+    last = len(ordered) - 1
+    p10, median, p90 = (ordered[round(share * last)] for share in (0.1, 0.5, 0.9))
+    return Spread(mean=sum(ordered) / len(ordered), p10=p10, median=median, p90=p90, most=ordered[-1])
+
+
+def makespan(durations: Sequence[float], *, concurrency: int) -> float:
+    """Return when the last of the jobs ends that begin in order, at most ``concurrency`` at once."""
+    if not durations:
+        return 0.0
+    free = [0.0] * max(1, min(concurrency, len(durations)))
+    heapify(free)
+    for duration in durations:
+        heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+def forecast(
+    observed: Sequence[Observed], *, tasks: int, samples: int, concurrency: int, seed: int = 0
+) -> StepForecast:
+    """Forecast a step of ``tasks`` groups with ``samples`` rollouts each, from at least one recorded rollout."""
+    draw = random.Random(seed)  # a simulation
+    batches = _batches(observed)
+    count = max(10, min(_STEPS, _ROLLOUTS // max(1, tasks * samples)))
+    drawn = draw.choices(batches, [sum(map(len, groups)) for groups in batches], k=count)
+    steps = [[one for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)] for groups in drawn]
+    return StepForecast(
+        rollouts=tasks * samples,
+        concurrency=concurrency,
+        rows=spread_of(sum(one.rows for one in step) for step in steps),
+        row_tokens=spread_of(sum(one.row_tokens for one in step) for step in steps),
+        trained_tokens=spread_of(sum(one.trained_tokens for one in step) for step in steps),
+        prompt_tokens=spread_of(sum(one.prompt_tokens for one in step) for step in steps),
+        response_tokens=spread_of(sum(one.response_tokens for one in step) for step in steps),
+        collect_s=spread_of(makespan([one.seconds for one in step], concurrency=concurrency) for step in steps),
+    )
+
+
+def uncertainty_of(observed: Sequence[Observed], *, tasks: int) -> float | None:
+    """Return half the 95 % interval of the mean tokens of a rollout over all tasks, as a share of that mean.
+
+    Tasks differ more than the rollouts of one, so the tasks that were run are what was drawn. ``None`` for one task or
+    rollouts without tokens.
+    """
+    groups: dict[str, list[int]] = {}
+    for one in observed:
+        groups.setdefault(one.group_id, []).append(one.row_tokens or one.prompt_tokens + one.response_tokens)
+    means = [fmean(tokens) for tokens in groups.values()]
+    if len(means) < 2 or not any(means):
+        return None
+    left = max(0.0, 1 - len(means) / tasks) if tasks else 1.0  # of the tasks; those that were run are known
+    return 1.96 * stdev(means) * sqrt(left / len(means)) / fmean(means)
+
+
+def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:
+    """Return the rollouts by the step that collected them, and there by task."""
+    found: dict[str, dict[str, list[Observed]]] = {}
+    for one in observed:
+        found.setdefault(one.batch, {}).setdefault(one.group_id or one.rollout_id, []).append(one)
+    return [list(groups.values()) for groups in found.values()]
+
+
+def at_once(observed: Sequence[Observed]) -> float:
+    """Return how many rollouts ran at once on average while any ran."""
+    spans = sorted((one.started_at, one.finished_at) for one in observed if one.finished_at > one.started_at)
+    busy, until = 0.0, 0.0
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return sum(end - begin for begin, end in spans) / busy if busy else 0.0

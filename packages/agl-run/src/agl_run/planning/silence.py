@@ -1,0 +1,121 @@
+"""Estimates the share of groups whose rollouts all get the same reward, for group sizes that were not run.
+
+A task gives every reward with a probability of its own. A group of n rollouts is silent with the probability that n
+draws are equal, the sum of p(v)**n over the rewards v. Plugging the observed shares into that is biased upwards, most
+where few rollouts of a task were seen: two that agree would count as a task that always agrees.
+
+- Up to the number of rollouts that were seen, the share of equal n-subsets of a task's rollouts is unbiased, and its
+  mean over tasks is the estimate (``counted``).
+- Beyond that nothing unbiased exists. The tasks' probabilities are taken to vary like a Dirichlet distribution around
+  the rewards' shares in all rollouts, for two rewards the beta-binomial model (``model``). Its spread makes the
+  agreement of two rollouts of one task come out as it was counted.
+
+Rewards that differ by less than 1e-6 are equal.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import comb
+from statistics import fmean
+from typing import Literal
+
+from agl.schemas import Record
+
+SIZES = (2, 4, 8, 16, 32)
+"""The group sizes that a plan compares."""
+
+NEARLY = 0.8
+"""Share of the most groups with a gradient that the proposed group size keeps at least."""
+
+_PLACES = 6
+_MOST = 1e6
+"""Concentration from which all tasks count as alike."""
+
+
+class SilentShare(Record, frozen=True, kw_only=True):
+    """The expected share of silent groups of one size.
+
+    Attributes:
+        size: Rollouts per group.
+        share: Between 0 and 1.
+        basis: ``counted`` among the recorded rollouts of a task, or by the ``model`` for larger groups.
+    """
+
+    size: int
+    share: float
+    basis: Literal["counted", "model"]
+
+
+def silent_shares(groups: Sequence[Sequence[float]], sizes: Sequence[int] = SIZES) -> list[SilentShare]:
+    """Estimate the share of silent groups for several sizes; empty if no task has two rewards.
+
+    Args:
+        groups: The rewards of each task's rollouts.
+        sizes: Group sizes, each at least 1.
+    """
+    counts = [Counter(round(reward, _PLACES) for reward in rewards) for rewards in groups]
+    compared = [count for count in counts if count.total() > 1]
+    return [_share(compared, size) for size in sizes] if compared else []
+
+
+def best_size(shares: Sequence[SilentShare], *, rollouts: int, tasks: int) -> SilentShare | None:
+    """Return the largest group size that costs few of the groups with a gradient that the rollouts of a step can give.
+
+    Small groups always give the most such groups, and larger ones a better baseline. So the largest size counts that
+    still gives at least ``NEARLY`` of the most. ``None`` if no size gives any.
+
+    Args:
+        shares: The estimates.
+        rollouts: Rollouts per step, whatever the group size.
+        tasks: Training tasks, of which a step takes none twice.
+    """
+    gives = {
+        one.size: loud_groups(one, rollouts=rollouts) for one in shares if one.size * tasks >= rollouts >= one.size
+    }
+    most = max(gives.values(), default=0.0)
+    near = [one for one in shares if most > 0 and gives.get(one.size, 0.0) >= NEARLY * most]
+    return max(near, key=lambda one: one.size, default=None)
+
+
+def loud_groups(share: SilentShare, *, rollouts: int) -> float:
+    """Return how many groups with a gradient so many rollouts are expected to give."""
+    return rollouts // share.size * (1 - share.share)
+
+
+def _share(counts: Sequence[Mapping[float, int]], size: int) -> SilentShare:
+    large = [count for count in counts if sum(count.values()) >= size]
+    if 2 * len(large) >= len(counts):
+        return SilentShare(size=size, share=fmean(_equal(count, size) for count in large), basis="counted")
+    return SilentShare(size=size, share=_modelled(counts, size), basis="model")
+
+
+def _equal(count: Mapping[float, int], size: int) -> float:
+    """Return the share of the subsets of ``size`` rollouts whose rewards are all equal."""
+    return sum(comb(number, size) for number in count.values()) / comb(sum(count.values()), size)
+
+
+def _modelled(counts: Sequence[Mapping[float, int]], size: int) -> float:
+    weights = _pooled(counts)
+    within = fmean(_equal(count, 2) for count in counts)
+    across = sum(weight * weight for weight in weights)
+    # The chance that two rollouts of one task agree is (1 + a * across) / (1 + a) for the concentration a.
+    spread = min(_MOST, (1 - within) / (within - across)) if within > across else _MOST
+    if spread <= 0:
+        return 1.0
+    share = 0.0
+    for weight in weights:
+        chance = 1.0
+        for drawn in range(size):
+            chance *= (spread * weight + drawn) / (spread + drawn)
+        share += chance
+    return min(1.0, share)
+
+
+def _pooled(counts: Sequence[Mapping[float, int]]) -> list[float]:
+    """Return each reward's share of all rollouts, every task weighing the same."""
+    pooled: dict[float, float] = {}
+    for count in counts:
+        total = sum(count.values())
+        for value, number in count.items():
+            pooled[value] = pooled.get(value, 0.0) + number / total / len(counts)
+    return list(pooled.values())
