@@ -7,6 +7,7 @@ absent; there is no joint lock. Sessions whose needs are the same share an envir
 import ast
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -151,7 +152,12 @@ def ours(*packages: str) -> list[str]:
 
 
 def pytest(session: nox.Session, tools: Environment, *words: str) -> None:
-    """Run tests with warnings as errors and broken plugins refused, in two processes at a time."""
+    """Run tests with warnings as errors and broken plugins refused, in two processes at a time.
+
+    A shell without job control starts what runs in the background with SIGINT ignored, which children inherit; tests
+    send it, so it is heeded again.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     variables = {
         "AGL_PLUGINS_STRICT": "1",
         "PYTEST_XDIST_AUTO_NUM_WORKERS": "2",

@@ -484,6 +484,27 @@ async def test_group_marks_where_a_rollout_departs_from_the_first(opened: Open, 
     assert data["first"] == (parting and parting["call"])
 
 
+async def test_calls_that_differ_in_the_ids_of_tools_alone_are_equal(opened: Open) -> None:
+    def used(name: str) -> Any:
+        def fill(recorder: Recorder, **_: Any) -> None:
+            asked = {"role": "assistant", "tool_calls": [{"id": name, "function": {"name": "add", "arguments": "{}"}}]}
+            messages = [
+                {"role": "user", "content": "1+1"},
+                asked,
+                {"role": "tool", "tool_call_id": name, "content": "2"},
+            ]
+            recorder.add("chat", call=call(0, prompt=[], answer=[], version="v", messages=messages, said="two"))
+
+        return fill
+
+    store = MemoryStore()
+    for number, name in enumerate(("call-a", "call-b")):
+        await record(store, f"r-{number}", spans=used(name), group="same", experiment="parts")
+    async with opened(store) as client:
+        data = await data_of(client, "/group?experiment=parts&group=same")
+    assert data["members"][1]["parting"] is None
+
+
 async def test_group_has_the_rewards_and_what_the_step_made_of_them(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/group?experiment=sums&group=task-0&algorithm=grpo&step=2")

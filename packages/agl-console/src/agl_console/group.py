@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -178,8 +178,22 @@ class _Call:
         self.span = span
         self.call = call
         self.agent = agent
-        self.prompt: Sequence[Mapping[str, Any]] = messages[:-1] if has_answer else messages
+        self.prompt = [_without_ids(message) for message in (messages[:-1] if has_answer else messages)]
         self.answer = "\n".join(text for _, text in labelled_texts(messages[-1])) if has_answer else ""
+
+
+def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without the ids of tool calls, which differ wherever they are drawn anew."""
+    plain = {name: value for name, value in message.items() if name != "tool_call_id"}
+    calls = plain.get("tool_calls")
+    if isinstance(calls, list):
+        plain["tool_calls"] = [
+            {name: value for name, value in cast("dict[str, Any]", call).items() if name != "id"}
+            if isinstance(call, dict)
+            else call
+            for call in cast("list[Any]", calls)
+        ]
+    return plain
 
 
 class _Run:
