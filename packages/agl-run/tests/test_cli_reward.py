@@ -85,7 +85,7 @@ train = "missing.jsonl"
 hidden = ["answer"]
 
 [[reward]]
-use = "judge:length"
+use = "measure:length"
 """
 
 Recorded = Sequence[tuple[str, str, float]]
@@ -113,7 +113,7 @@ async def record(store: Store, found: Recorded, *, status: str = "succeeded", ex
                 name="rollout",
                 attributes={semconv.OUTPUT: said},
             ),
-            make_reward_span(*ids, Reward(value=value, name="judge:length", source="evaluator", feedback="old")),
+            make_reward_span(*ids, Reward(value=value, name="measure:length", source="evaluator", feedback="old")),
             make_reward_span(*ids, Reward(value=0.5, name="own", source="agent")),
         )
         await store.finish([Outcome(attempt_id=ids[1], status=status, spans=spans)])  # pyright: ignore[reportArgumentType]
@@ -121,11 +121,11 @@ async def record(store: Store, found: Recorded, *, status: str = "succeeded", ex
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Records rollouts in ``runs/spell.db`` of the current folder, beside ``experiment.toml`` and ``judge.py``."""
+    """Records rollouts in ``runs/spell.db`` of the current folder, beside ``experiment.toml`` and ``measure.py``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
-    monkeypatch.delitem(sys.modules, "judge", raising=False)
-    (tmp_path / "judge.py").write_text(JUDGE)
+    monkeypatch.delitem(sys.modules, "measure", raising=False)
+    (tmp_path / "measure.py").write_text(JUDGE)
     (tmp_path / "experiment.toml").write_text(EXPERIMENT)
     (tmp_path / "runs").mkdir()
 
@@ -159,8 +159,8 @@ def test_rollouts_are_scored_again_the_newest_first(recorded: Callable[..., None
     assert 0 == result.exit_code, result.output
     lines = result.output.splitlines()
     assert "spell-1-grpo-train-00001-00003-000: 0.5 -> 1 (+0.5)" == lines[0]
-    assert "  was    'judge:length' 0.5 by evaluator; feedback: old" == lines[1]
-    assert "  now    'judge:length' 1 by evaluator" == lines[2]
+    assert "  was    'measure:length' 0.5 by evaluator; feedback: old" == lines[1]
+    assert "  now    'measure:length' 1 by evaluator" == lines[2]
     assert "  kept   'own' 0.5 by agent" == lines[3]
     assert "scored 4 rollouts" in lines
     assert "mean over 2 tasks: 0.5 recorded, 0.75 now" in lines
@@ -173,7 +173,7 @@ def test_summary_compares_order_and_spread_within_groups(recorded: Callable[...,
     groups = data_of()["change"]["groups"]
     expected = {"groups": 2, "rollouts": 4, "silent_before": 1, "silent_after": 0, "reordered": 1, "turned": 2}
     assert expected == groups
-    groups = data_of("--set", "reward.use=judge:above")["change"]["groups"]
+    groups = data_of("--set", "reward.use=measure:above")["change"]["groups"]
     assert {**expected, "reordered": 2, "turned": 4} == groups
     assert "silent groups, which teach nothing: 50% recorded, 0% now" in invoke("--summary").output
 
@@ -192,7 +192,7 @@ def test_parts_have_mean_spread_and_shares_at_their_ends(recorded: Callable[...,
 
 def test_rule_sees_the_agents_rewards_and_no_evaluators(recorded: Callable[..., None]) -> None:
     recorded(GROUPS[:1])
-    (one,) = data_of("--set", "reward.use=judge:seen")["rollouts"]
+    (one,) = data_of("--set", "reward.use=measure:seen")["rollouts"]
     assert {"own": 1.0} == one["rewards"][0]["dimensions"]
 
 
@@ -207,34 +207,34 @@ def test_rule_sees_the_rollout_as_a_worker_has_it_and_no_late_spans(recorded: Ca
         await store.close()
 
     asyncio.run(add_late())
-    (one,) = data_of("--set", "reward.use=judge:state")["rollouts"]
+    (one,) = data_of("--set", "reward.use=measure:state")["rollouts"]
     assert ("running", 0.0) == (one["rewards"][0]["name"], one["rewards"][0].get("value"))
     assert ["own", "person"] == [reward["name"] for reward in one["kept"]]
-    (one,) = data_of("--set", "reward.use=judge:seen")["rollouts"]
+    (one,) = data_of("--set", "reward.use=measure:seen")["rollouts"]
     assert ["own"] == list(one["rewards"][0]["dimensions"])
 
 
 def test_emitter_that_raises_is_counted_and_the_others_go_on(recorded: Callable[..., None]) -> None:
     recorded([*GROUPS, ("z", "aa", 0.0)])
-    result = invoke("--set", 'reward=[{use="judge:raises"}, {use="judge:length"}]')
+    result = invoke("--set", 'reward=[{use="measure:raises"}, {use="measure:length"}]')
     assert 1 == result.exit_code
-    assert "error in 2 rollouts: the reward 'judge:raises' raised KeyError: 'anser' at judge.py:" in result.output
+    assert "error in 2 rollouts: the reward 'measure:raises' raised KeyError: 'anser' at measure.py:" in result.output
     assert "00002-000: 0.5 -> none" in result.output
-    assert "  now    'judge:length' 0.666667 by evaluator" in result.output
+    assert "  now    'measure:length' 0.666667 by evaluator" in result.output
     assert "5 rollouts that had a reward have none now; 0 that had none have one" in result.output
-    several = "several rewards were recorded (judge:length, judge:raises); declare a key or weights for them"
+    several = "several rewards were recorded (measure:length, measure:raises); declare a key or weights for them"
     assert 3 == result.output.count(f"  none because {several}")
 
 
 def test_number_that_is_not_finite_is_an_error_as_in_a_run(recorded: Callable[..., None]) -> None:
     recorded(GROUPS)
-    result = invoke("--set", "reward.use=judge:infinite")
-    assert "error in 4 rollouts: the reward 'judge:infinite' returned inf; return a finite number" in result.output
+    result = invoke("--set", "reward.use=measure:infinite")
+    assert "error in 4 rollouts: the reward 'measure:infinite' returned inf; return a finite number" in result.output
 
 
 def test_async_reward_is_awaited_and_its_feedback_cannot_reach_the_terminal(recorded: Callable[..., None]) -> None:
     recorded(GROUPS)
-    output = invoke("--set", "reward.use=judge:later").output
+    output = invoke("--set", "reward.use=measure:later").output
     assert "now    0 by evaluator; feedback: [bold]\\x1b[31mno" in output
     assert "\x1b" not in output
 
@@ -244,13 +244,13 @@ def test_rollouts_are_judged_at_once_up_to_a_limit(
     recorded: Callable[..., None], concurrency: str, most: float
 ) -> None:
     recorded([("x", "a", 0.0)] * 8)
-    found = data_of("--set", "reward.use=judge:judged_together", "--concurrency", concurrency)["rollouts"]
+    found = data_of("--set", "reward.use=measure:judged_together", "--concurrency", concurrency)["rollouts"]
     assert most == max(one["after"] for one in found)
 
 
 def test_recorded_rewards_count_by_the_file_and_new_ones_by_its_overrides(recorded: Callable[..., None]) -> None:
     recorded(GROUPS)
-    Path("experiment.toml").write_text(EXPERIMENT.replace("judge:length", "judge:parts"))
+    Path("experiment.toml").write_text(EXPERIMENT.replace("measure:length", "measure:parts"))
     found = data_of("--set", "experiment.reward_weights={form=1.0, size=0.5}")["rollouts"]
     assert [(0.5, 2.5), (0.5, 2.0), (1.0, 2.5), (0.0, 1.5)] == [(one["before"], one["after"]) for one in found]
 
@@ -259,8 +259,8 @@ def test_composite_of_a_plugin_shows_its_parts_with_their_weights(recorded: Call
     pytest.importorskip("agl_rewards")
     recorded(GROUPS)
     Path("experiment.toml").write_text(
-        EXPERIMENT.replace('use = "judge:length"', 'use = "composite"')
-        + '[reward.params.parts]\nlong = { use = "judge:length", weight = 0.5 }\n'
+        EXPERIMENT.replace('use = "measure:length"', 'use = "composite"')
+        + '[reward.params.parts]\nlong = { use = "measure:length", weight = 0.5 }\n'
         'plain = { use = "format", weight = 0.25, params = { source = "output", pattern = "a+" } }\n'
     )
     result = invoke()
@@ -270,9 +270,9 @@ def test_composite_of_a_plugin_shows_its_parts_with_their_weights(recorded: Call
 
 def test_giant_values_and_nameless_parts_are_summed_up(recorded: Callable[..., None]) -> None:
     recorded(GROUPS)
-    result = invoke("--set", "reward.use=judge:giant")
+    result = invoke("--set", "reward.use=measure:giant")
     assert 0 == result.exit_code, result.output
-    (value, part) = (one for one in data_of("--set", "reward.use=judge:giant")["change"]["parts"] if one["after"])
+    (value, part) = (one for one in data_of("--set", "reward.use=measure:giant")["change"]["parts"] if one["after"])
     assert ("", -1e308, 1e308) == (value["part"], value["after"]["least"], value["after"]["greatest"])
     assert ("(no name)", 1.0) == (part["part"], part["after"]["mean"])
 
@@ -324,7 +324,7 @@ def test_nothing_is_written(recorded: Callable[..., None]) -> None:
         (("--mode", "val"), "no rollout of 'spell' that is succeeded in mode val is recorded; agl runs lists"),
         (("latest", "--mode", "val"), "name rollouts, or select them with --experiment, --status and --mode, not both"),
         (("--set", "reward=[]"), "the experiment has no [[reward]] to score with"),
-        (("--set", "reward.use=judge:missing"), "judge.py has no 'missing'"),
+        (("--set", "reward.use=measure:missing"), "measure.py has no 'missing'"),
         (("--set", "experiment.store=memory://"), "which ended with its process; name another store with --store"),
         (("--set", "experiment.store=sqlite:///runs/no.db"), "there is no store"),
         (("ro-nothing",), "ro-nothing"),
@@ -359,8 +359,8 @@ def test_experiment_that_was_only_tried_is_answered_with_the_name_of_the_trial(r
 def test_interrupt_prints_what_was_scored_until_then(recorded: Callable[..., None]) -> None:
     recorded(GROUPS)
     code = JUDGE.replace('rollout.task["answer"] == "stop"', 'rollout.rollout_id.endswith("00001-000")')
-    Path("judge.py").write_text(code)
-    command = [sys.executable, "-m", "agl", "reward", "experiment.toml", "--set", "reward.use=judge:forever"]
+    Path("measure.py").write_text(code)
+    command = [sys.executable, "-m", "agl", "reward", "experiment.toml", "--set", "reward.use=measure:forever"]
     with (
         Path("said").open("w") as said,
         subprocess.Popen([*command, "--concurrency", "1"], stdout=said, stderr=subprocess.STDOUT) as process,
