@@ -1,4 +1,4 @@
-"""What the summary in a terminal says of a run, and how little room it needs."""
+"""The summary in a terminal says how a run goes, in little room."""
 
 import math
 
@@ -40,6 +40,15 @@ def test_reward_of_an_algorithm_that_reports_none_is_that_of_its_rollouts() -> N
     view.stepped(StepReport(step=1), left="")
     view.stepped(StepReport(step=2), left="")
     assert (0.5, None, [0.5]) == (view.reward, view.spread, list(view.rewards))
+
+
+def test_rewards_whose_sums_are_no_floats_are_left_out() -> None:
+    view = running("grpo")
+    view.collected([*episodes(1e308, 1e308, group="a"), *episodes(1e200, group="b")])
+    view.stepped(StepReport(step=4, metrics={"reward": 1.5e308}), left="")
+    view.stepped(StepReport(step=5, metrics={"reward": -1.5e308}), left="")
+    assert 3 == len(view.rewards)
+    assert lines(RunView(algorithms={"grpo": view}))
 
 
 def test_rollouts_are_counted_by_status_and_a_second_try_is_queued_again() -> None:

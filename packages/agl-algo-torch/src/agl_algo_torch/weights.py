@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agl.errors import ConfigError
-from agl.hints import pip_install
-from agl_algo_torch.model import LoadedModel, load_model, served_state
+from agl_algo_torch.model import LoadedModel, load_model, open_adapter, served_state
 from agl_algo_torch.typed_torch import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from agl.schemas import Weights
 
@@ -27,7 +25,8 @@ def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, T
     An adapter is merged into its base.
     """
     if weights.format == "lora":
-        return _merged(weights)
+        base = load_model(weights.base_model, device="cpu").model
+        return dict(open_adapter(base, weights.uri, settings=None).state_dict())
     files = sorted(Path(weights.uri).glob("*.safetensors"))
     state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     if state and not misfits(like, state):
@@ -46,20 +45,6 @@ def serving_copy(loaded: LoadedModel) -> LoadedModel:
         plain.load_state_dict(served_state(loaded.model))
         base = plain
     return LoadedModel(name=loaded.name, model=base.eval(), tokenizer=loaded.tokenizer, device=loaded.device)
-
-
-def _merged(weights: Weights) -> dict[str, Tensor]:
-    """Return the base model's weights with the adapter merged in."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ConfigError(
-            f"The weights {weights.uri} are a LoRA adapter, but peft is not installed. "
-            f"Run: {pip_install('agl-algo-torch[lora]')}"
-        ) from error
-    base = load_model(weights.base_model, device="cpu")
-    adapted = cast("Any", PeftModel).from_pretrained(base.model, weights.uri)
-    return dict(cast("nn.Module", adapted.merge_and_unload()).state_dict())
 
 
 def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:

@@ -38,7 +38,7 @@ _KEPT_TEXT = 200
 
 
 class Target(NamedTuple):
-    """What the user wants runs to become.
+    """The experiment that runs go to, and the fields that become task and reward.
 
     Attributes:
         experiment: The experiment's name.

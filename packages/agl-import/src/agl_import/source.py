@@ -21,7 +21,7 @@ MAX_RECORD = 64 << 20
 """Bytes of one record at most: of a line, or of a document that spans lines."""
 
 MAX_GROWTH, FREE = 200, 64 << 20
-"""How many times its size a compressed file may grow, once it is beyond the first ``FREE`` bytes."""
+"""Largest ratio of a compressed file's contents to its size, once they are beyond the first ``FREE`` bytes."""
 
 _GZIP, _ZIPS = b"\x1f\x8b", (b"PK\x03\x04", b"(\xb5/\xfd", b"BZh", b"\xfd7zXZ")
 

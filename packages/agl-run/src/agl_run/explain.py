@@ -29,7 +29,7 @@ NEXT_STEP: dict[RejectReason, str] = {
     "too_long": "Raise the token limit of the algorithm, or shorten the prompt.",
     "stale": "The weights moved on too far since it was sampled: allow more staleness, or collect less ahead.",
 }
-"""What to do about calls that reach no row, by reason."""
+"""Advice on calls that reach no row, by reason."""
 
 _NO_CALLS = (
     "No model call was recorded. Expected: calls of an OpenAI- or Anthropic-compatible client made while the agent "

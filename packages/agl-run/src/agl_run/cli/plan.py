@@ -2,15 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from agl import PluginManager
-from agl.contracts import Store
 from agl.errors import ConfigError
-from agl.schemas import Episode
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
 from agl_run.cli.opening import resolve_url
@@ -18,11 +15,11 @@ from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.plan_report import as_lines
 from agl_run.control_characters import visible
 from agl_run.experiment.blocking import run_blocking
-from agl_run.experiment.fitting import try_plan
-from agl_run.experiment.plan import Plan
+from agl_run.experiment.plan import TRIAL, Plan
 from agl_run.experiment.progress import default_progress
 from agl_run.experiment.session import store_url_of
 from agl_run.experiment.store_url import SQLITE, without_password
+from agl_run.experiment.trial import run_tasks, trial
 from agl_run.planning.recorded import Material, find, find_trial, read
 from agl_run.planning.report import make_report
 from agl_run.store_contract import build_store
@@ -103,9 +100,7 @@ async def _tried(plan: Plan, *, tasks: int, samples: int) -> Material:
         ),
         err=True,
     )
-
-    async def made(store: Store, episodes: Sequence[Episode]) -> Material:
-        del episodes
+    async with trial(plan, record_as=f"{plan.name}{TRIAL}", progress=default_progress()) as driver:
+        await run_tasks(driver, chosen, samples=samples, mode="train")
+        store = driver.session.store
         return await read(store, plan, *await find_trial(store, plan))
-
-    return await try_plan(plan, progress=default_progress(), tasks=chosen, samples=samples, mode="train", then=made)

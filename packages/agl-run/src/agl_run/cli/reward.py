@@ -20,10 +20,11 @@ from agl_run.cli.experiment import experiment_argument, read_experiment, store_o
 from agl_run.cli.opening import resolve_url, store_option, with_store
 from agl_run.cli.output import STOPPED, echo, json_option, print_json, print_table, short
 from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query
+from agl_run.experiment.collect import score_options
 from agl_run.experiment.file import load_config
 from agl_run.experiment.hints import MEMORY
 from agl_run.experiment.plan import TRIAL
-from agl_run.experiment.rescoring import Rescored, make_rescorer, rewards_plan, score_options
+from agl_run.experiment.rescoring import Rescored, make_rescorer, rewards_plan
 from agl_run.experiment.reward_change import GroupChange, PartChange, RewardChange, Values, sum_up
 from agl_run.explain import reward_text
 
@@ -40,7 +41,7 @@ _LONGEST = 500
 
 
 class _Report(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What ``--json`` prints; ``is_complete`` is false after an interrupt."""
+    """The output of ``--json``; ``is_complete`` is false after an interrupt."""
 
     is_complete: bool
     change: RewardChange

@@ -59,7 +59,7 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What the store knows of the resource.
+    """The resource as the store has it.
 
     Attributes:
         present: The version that is live, or labelled, or the value in the experiment's file.

@@ -14,7 +14,7 @@ Kind = Literal["suggestion", "collapse"]
 
 
 class Alert(Record, frozen=True, kw_only=True):
-    """What a rule found in a run, once.
+    """A finding of a rule in a run, kept once.
 
     Attributes:
         kind: ``collapse`` if the run acted upon it, else ``suggestion``.

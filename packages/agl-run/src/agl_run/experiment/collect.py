@@ -425,10 +425,15 @@ class EpisodeSelection(Record, frozen=True, kw_only=True):
     options: EpisodeOptions = EpisodeOptions()
 
 
+def score_options(section: ExperimentSection) -> ScoreOptions:
+    """Return the selection of the rewards that train."""
+    return ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
+
+
 def selection_of(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
     """Return the calls and rewards that count for an algorithm; all calls for ``None``."""
     section = plan.config.experiment
-    score = ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
+    score = score_options(section)
     agreement = AgreementPolicy(section)
     policies = [name for name in algorithm.tunes if name in plan.config.policy] if algorithm else []
     return EpisodeSelection(

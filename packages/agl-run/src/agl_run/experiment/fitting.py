@@ -2,12 +2,10 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
-from agl.contracts import Store
 from agl.schemas import Episode, Json, Mode, Record
 from agl_run.experiment import state as saved
 from agl_run.experiment.build import build_rewards, check_algorithms
@@ -27,14 +25,12 @@ from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
 from agl_run.experiment.sinking import Sinks, SinkSource
 from agl_run.experiment.state import AlgorithmState
-from agl_run.experiment.trial import trial
+from agl_run.experiment.trial import run_tasks, trial
 from agl_run.experiment.unused import unused_credits
 from agl_run.experiment.validations import after_step
 from agl_run.experiment.waiting import told
 
 _LOG = logging.getLogger("agl_run.experiment")
-
-T = TypeVar("T")
 
 
 class FitResult(Record, frozen=True, kw_only=True):
@@ -206,36 +202,9 @@ async def dev_plan(
     plan: Plan, *, progress: Progress, tasks: int, record_as: str = "", mode: Mode = "test"
 ) -> DevResult:
     """Run the agent on a few tasks, as the experiment ``record_as`` or ``NAME-dev``."""
-
-    async def result(store: Store, episodes: Sequence[Episode]) -> DevResult:
-        del store
-        return DevResult(episodes=tuple(episodes))
-
-    chosen = list(plan.train or plan.val)[:tasks]
-    return await try_plan(plan, progress=progress, tasks=chosen, record_as=record_as, mode=mode, then=result)
-
-
-async def try_plan(
-    plan: Plan,
-    *,
-    progress: Progress,
-    tasks: Sequence[Json],
-    then: Callable[[Store, Sequence[Episode]], Awaitable[T]],
-    samples: int = 1,
-    record_as: str = "",
-    mode: Mode = "test",
-) -> T:
-    """Run the agent on tasks, ``samples`` times each, and return what ``then`` makes of their record.
-
-    ``then`` gets the store while it is open, and one episode for each rollout.
-    """
     async with trial(plan, record_as=record_as or f"{plan.name}{TRIAL}", progress=progress) as driver:
-        plan = driver.session.plan
-        config = plan.config.algorithm[0] if plan.config.algorithm else None
-        collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
-        collected = await collect(tasks, step=0, n=samples, mode=mode, keeps_all=True)
-        driver.reports.patterns.conclude()
-        return await then(driver.session.store, collected.episodes)
+        episodes = await run_tasks(driver, list(plan.train or plan.val)[:tasks], mode=mode)
+        return DevResult(episodes=tuple(episodes))
 
 
 async def _start(session: Session, beginning: Beginning, progress: Progress) -> tuple[Driver, list[DrivenAlgorithm]]:

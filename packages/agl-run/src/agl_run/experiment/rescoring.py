@@ -19,8 +19,8 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import Record, Reward, Rollout, Span
 from agl.tracing import make_reward_span
 from agl_run.experiment.build import build_rewards
-from agl_run.experiment.collect import run_of
-from agl_run.experiment.config import ExperimentConfig, ExperimentSection
+from agl_run.experiment.collect import run_of, score_options
+from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.models import policy_params
 from agl_run.experiment.own_rewards import check_known, named
 from agl_run.experiment.plan import Plan, placeholder_keys
@@ -170,11 +170,6 @@ def rewards_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManag
         store=None,
         workdir=folder,
     )
-
-
-def score_options(section: ExperimentSection) -> ScoreOptions:
-    """Return the selection of the rewards that train."""
-    return ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
 
 
 async def _endpoints(plan: Plan) -> tuple[list[Upstream], dict[str, str]]:

@@ -19,6 +19,9 @@ _WINDOW_S = 30
 
 _MOST_REWARDS = 10_000
 
+_GIANT = 1e150
+"""Rewards from here on are not shown: sums of their squares are no floats."""
+
 
 class Tally:
     """Counts the rollouts of one caller: in the queue, running, failed, and finished per second.
@@ -97,7 +100,7 @@ class Tally:
 
 @dataclass(kw_only=True)
 class AlgorithmView:
-    """What is shown of one algorithm.
+    """The numbers of one algorithm.
 
     Attributes:
         name: Its name within the experiment.
@@ -127,7 +130,7 @@ class AlgorithmView:
     def collected(self, episodes: Iterable[Episode]) -> None:
         """Note the rewards of training rollouts of the step under way."""
         for episode in episodes:
-            if episode.reward is not None and math.isfinite(episode.reward):
+            if episode.reward is not None and abs(episode.reward) < _GIANT:
                 self._groups[episode.rollout.group_id].append(episode.reward)
 
     def stepped(self, report: StepReport, *, left: str) -> None:
@@ -136,7 +139,7 @@ class AlgorithmView:
         means = [fmean(rewards) for rewards in self._groups.values()]
         self._groups.clear()
         reward = report.metrics.get("reward", fmean(means) if means else math.nan)
-        if math.isfinite(reward):
+        if abs(reward) < _GIANT:
             low, high = interval(means)
             self.reward, self.spread = reward, (high - low) / 2 if math.isfinite(high) else None
             self.rewards.append(reward)
@@ -144,7 +147,7 @@ class AlgorithmView:
 
 @dataclass(kw_only=True)
 class RunView:
-    """What is shown of a run.
+    """The numbers of a run.
 
     Attributes:
         algorithms: The algorithms by name, in the order of the experiment's file.

@@ -4,10 +4,12 @@ A trial has its own lock and its own record, so that a trainer of the experiment
 no state of the experiment.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from agl.contracts import ExperimentRecord, Store
+from agl.schemas import Episode, Json, Mode
 from agl_run.experiment import state as saved
 from agl_run.experiment.collect import cancel_unfinished
 from agl_run.experiment.continuation import is_of_another_agent
@@ -54,6 +56,15 @@ async def trial(
     finally:
         progress.close()
         await session.close()
+
+
+async def run_tasks(driver: Driver, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
+    """Run the agent on tasks, ``samples`` times each, as the experiment's first algorithm reads them."""
+    algorithms = driver.session.plan.config.algorithm
+    collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", algorithms[0] if algorithms else None)
+    collected = await collect(tasks, step=0, n=samples, mode=mode, keeps_all=True)
+    driver.reports.patterns.conclude()
+    return collected.episodes
 
 
 def _other_text(name: str, version: str) -> str:

@@ -214,7 +214,7 @@ class _Call:
 
     @property
     def prompt(self) -> str:
-        """What the agent wrote into the prompt; answers of models are left out."""
+        """The words that the agent wrote into the prompt; answers of models are left out."""
         return "\n".join(text for one in self._given if one.get("role") != "assistant" for text in _texts(one))
 
     @property
