@@ -16,6 +16,7 @@ The ports that the pages use are replaced by free ones, so that pages can be tes
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -25,6 +26,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -231,16 +233,24 @@ def free_ports(count: int) -> list[str]:
 
 
 @pytest.fixture
-def run_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Runs a page's blocks in an empty folder, or only checks them; modules that they import are forgotten."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def run_page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Runs a page's blocks in an empty folder, or only checks them; modules that they import are forgotten.
+
+    The folder lies outside of pytest's own: each start of pytest closes that one to other users, and a database that
+    root starts runs as one of them.
+    """
+    with tempfile.TemporaryDirectory(prefix="agl-page-") as folder, contextlib.chdir(folder):
+        yield from _run_page_in(Path(folder).resolve(), monkeypatch)
+
+
+def _run_page_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    monkeypatch.syspath_prepend(str(folder))
     for name in ("AGL_STORE", "AGL_TOKEN", "OPENAI_BASE_URL", "AGL_PLUGINS_STRICT", "AGL_DISABLED_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    modules, runner = set(sys.modules), PageRunner(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    modules, runner = set(sys.modules), PageRunner(folder)
 
     def run(page: Path, *, is_run: bool = True) -> None:
         for block in blocks_of(page):
@@ -249,5 +259,5 @@ def run_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     yield run
     runner.close()
     for name in set(sys.modules) - modules:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
             del sys.modules[name]

@@ -1,6 +1,7 @@
 """The pages' tests can fail: each kind of block, broken, is refused."""
 
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,10 @@ def test_blocks_share_a_namespace_and_the_folder(run_page, tmp_path):
         encoding="utf-8",
     )
     run_page(page)
+
+
+def test_the_folder_of_a_page_is_not_one_that_another_pytest_closes(run_page, tmp_path_factory):
+    assert tmp_path_factory.getbasetemp().parent not in Path.cwd().parents
 
 
 def test_plugin_of_a_page_is_installed_for_its_commands_only(run_page, tmp_path):

@@ -1,11 +1,14 @@
 """A program that is stopped while it starts holds nobody up, and nothing that it started outlives it."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +48,7 @@ def test_a_start_that_is_cancelled_on_a_busy_machine_ends_with_its_descendants(t
         assert ended == {starting}
         assert starting.cancelled()
 
-    asyncio.run(run())
+    run_to_the_end(run())
 
     assert [] == running(file)
 
@@ -59,10 +62,17 @@ def test_a_kill_ends_though_a_stopped_keepers_descendant_holds_the_output(tmp_pa
         os.kill(kept.process.pid, signal.SIGSTOP)
         async with asyncio.timeout(20):
             await kept.kill()
-        os.kill(int(file.read_text()), signal.SIGKILL)
-        await kept.wait()
+            await kept.wait()
 
-    asyncio.run(run())
+    run_to_the_end(run())
+
+    os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``; the test fails if it leaves a pipe open, which asyncio warns of when it is collected."""
+    asyncio.run(work)
+    gc.collect()
 
 
 def running(file: Path) -> list[str]:

@@ -25,6 +25,9 @@ _SLACK_S = 4.0
 _POLL_S = 0.01
 """Seconds between looks at a process that was told to end."""
 
+_DRAIN_S = 0.2
+"""Seconds in which the last output of a process that ended is read."""
+
 KEEPER = str(Path(__file__).with_name("keeper.py"))
 """The keeper's script."""
 
@@ -156,6 +159,18 @@ class KeptProcess:
         if self.returncode is None or self.returncode == -9:
             self._kill_keeper()
             await self._exit()
+        await self._close_pipes()
+
+    async def _close_pipes(self) -> None:
+        """Close the pipes, whose other ends a descendant may hold open; asyncio leaves them open until those close."""
+        transport: asyncio.SubprocessTransport = vars(self.process)["_transport"]  # a process has no close()
+        pipes = [pipe for number in range(3) if (pipe := transport.get_pipe_transport(number)) is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while not all(pipe.is_closing() for pipe in pipes):
+                    await asyncio.sleep(_POLL_S)
+        transport.close()
+        await asyncio.sleep(0)  # they close in the loop's next turn
 
     async def _exit(self) -> None:
         """Wait for the process's own end; ``wait`` may also wait for descendants that hold its pipes open."""
