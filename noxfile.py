@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
 from tools.environments import Environment, environment  # noqa: E402
-from tools.side_by_side import SideBySide, keep_times, nox_session, summary  # noqa: E402
+from tools.side_by_side import SideBySide, keep_times, nox_session, summary, try_failed_again  # noqa: E402
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "none"
@@ -151,6 +151,10 @@ def ours(*packages: str) -> list[str]:
     return [part for name in dict.fromkeys([*packages, *shared]) for part in ("-e", f"packages/{name}")]
 
 
+MEMORY = ROOT / ".nox" / "pytest"
+"""Where pytest remembers which tests of a session failed."""
+
+
 def pytest(session: nox.Session, tools: Environment, *words: str) -> None:
     """Run tests with warnings as errors and broken plugins refused, in two processes at a time.
 
@@ -164,7 +168,8 @@ def pytest(session: nox.Session, tools: Environment, *words: str) -> None:
         "TOKENIZERS_PARALLELISM": "0",
         "OMP_NUM_THREADS": "1",
     }
-    arguments = ("-q", "-n", "auto", "--dist", "worksteal", *words, *session.posargs)
+    memory = f"cache_dir={MEMORY / session.name}"
+    arguments = ("-q", "-n", "auto", "--dist", "worksteal", "-o", memory, *words, *session.posargs)
     tools.run(session, "pytest", *arguments, variables=variables)
 
 
@@ -180,13 +185,17 @@ def check_types(session: nox.Session, tools: Environment, *paths: str) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that must pass: lint, types, layers, every package, integration, docs, package builds.
 
-    Sessions run side by side, as many as there are cores and at most four. ``--keep-times`` among the arguments after
-    ``--`` keeps how long they took, for the estimate at the start; other arguments go to every pytest.
+    Sessions run side by side, as many as there are cores and at most four; one or two that fail are tried once more,
+    alone, with the tests that failed. ``--keep-times`` among the arguments after ``--`` keeps how long they took, for
+    the estimate at the start; other arguments go to every pytest.
     """
     arguments = [word for word in session.posargs if word != "--keep-times"]
     started = time.monotonic()
     lanes = max(1, min(4, os.cpu_count() or 1))
+    shutil.rmtree(MEMORY, ignore_errors=True)  # else a session that fails before its tests would repeat older ones
     ended = SideBySide(EVERYTHING, lanes=lanes, command=partial(nox_session, arguments=arguments)).run(session.log)
+    again = partial(nox_session, arguments=[*arguments, "-n0", "--last-failed", "--last-failed-no-failures=all"])
+    ended = try_failed_again(ended, session.log, command=again)
     session.log(summary(ended, seconds=time.monotonic() - started))
     if "--keep-times" in session.posargs:
         keep_times(ended)

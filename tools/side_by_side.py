@@ -1,7 +1,8 @@
 """Runs nox sessions side by side, each in a process of its own, the longest first.
 
 A line is printed for each session when it ends, and its whole output only if it failed. What is not shown stays in
-``.nox/logs``.
+``.nox/logs``. A few sessions that failed are tried once more, alone, so that a machine that was too busy for one of
+thousands of tests does not fail them all; the summary names each of them.
 """
 
 import heapq
@@ -14,7 +15,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,18 +27,25 @@ UNKNOWN_S = 30.0
 GRACE_S = 15.0
 """Seconds that a session has to clean up before it is killed."""
 
+SECOND_TRIES = 2
+"""Sessions at most that are tried again; where more fail, it is not chance."""
+
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A session that has ended; ``cpu_s`` are the processor's seconds of all its processes."""
+    """A session that has ended; ``cpu_s`` are the processor's seconds of all its processes.
+
+    ``first_log`` is the output of the try before, where there was one.
+    """
 
     name: str
     log: Path
     status: int
     seconds: float
     cpu_s: float
+    first_log: Path | None = None
 
 
 def read_times() -> dict[str, float]:
@@ -173,19 +181,37 @@ def _signal(group: int, number: signal.Signals) -> None:
         return
 
 
+def try_failed_again(
+    ended: Sequence[Ended], say: Say, *, command: Callable[[str], Sequence[str]], logs: Path = LOGS
+) -> list[Ended]:
+    """Run the sessions that failed once more, one at a time, if they are few; return how all of them ended at last."""
+    failed = {one.name: one for one in ended if one.status}
+    if not 0 < len(failed) <= SECOND_TRIES:
+        return list(ended)
+    say(f"once more, alone: {', '.join(failed)}")
+    again = SideBySide(list(failed), lanes=1, command=command, logs=logs / "second-try").run(say)
+    second = {one.name: replace(one, first_log=failed[one.name].log) for one in again}
+    return [second.get(one.name, one) for one in ended]
+
+
 def summary(ended: Sequence[Ended], *, seconds: float) -> str:
     """List the sessions that passed and failed, with the commands that repeat the failed ones."""
     failed = [one for one in ended if one.status]
-    total = f"{len(ended) - len(failed)} of {len(ended)} sessions passed in {clock(seconds)}"
-    if not failed:
-        return total
-    lines = [f'    python3 -m nox -s "{one.name}"      # output: {one.log}' for one in failed]
-    return "\n".join([f"{total}; {len(failed)} failed. Repeat with:", *lines])
+    lines = [f"{len(ended) - len(failed)} of {len(ended)} sessions passed in {clock(seconds)}"]
+    if failed:
+        lines[0] += f"; {len(failed)} failed. Repeat with:"
+        lines += [f'    python3 -m nox -s "{one.name}"      # output: {one.log}' for one in failed]
+    if late := [one for one in ended if one.first_log is not None and not one.status]:
+        lines.append(
+            f"{len(late)} passed only in the second try, so a test or the code depends on chance. What failed:"
+        )
+        lines += [f"    {one.name}: {one.first_log}" for one in late]
+    return "\n".join(lines)
 
 
 def keep_times(ended: Sequence[Ended]) -> None:
     """Write how long the sessions took, for the next estimate."""
-    times = read_times() | {one.name: one.seconds for one in ended}
+    times = read_times() | {one.name: one.seconds for one in ended if one.first_log is None}
     head = "# Seconds that each session takes on two idle cores with warm caches: nox -s tests -- --keep-times\n"
     lines = [f'"{name}" = {seconds:.0f}' for name, seconds in sorted(times.items(), key=lambda item: -item[1])]
     TIMES.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")

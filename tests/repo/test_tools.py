@@ -3,13 +3,14 @@
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from agl_testing.waiting import wait_until
 from tools.mutants._report import Mutant, Report
-from tools.side_by_side import SideBySide, longest_first, read_times, summary, time_for
+from tools.side_by_side import SideBySide, longest_first, read_times, summary, time_for, try_failed_again
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +51,31 @@ def test_output_is_shown_of_what_failed_and_of_nothing_else(tmp_path: Path) -> N
     assert told.startswith("1 of 2 sessions passed in 1:01; 1 failed. Repeat with:\n")
     assert 'python3 -m nox -s "bad"' in told
     assert "good" not in told
+
+
+@pytest.mark.parametrize(
+    ("names", "codes", "told"),
+    [
+        (["luck"], {"luck": 0}, "1 of 1 sessions passed in 0:09\n1 passed only in the second try"),
+        (["luck", "bad"], {"luck": 0, "bad": 1}, '    python3 -m nox -s "bad" '),
+        (["luck", "bad", "bad2"], {"luck": 1, "bad": 1, "bad2": 1}, "0 of 3 sessions passed in 0:09; 3 failed."),
+        (["good"], {"good": 0}, "1 of 1 sessions passed in 0:09"),
+    ],
+)
+def test_one_or_two_sessions_that_failed_get_a_second_try_and_are_named(
+    tmp_path: Path, names: list[str], codes: dict[str, int], told: str
+) -> None:
+    def session(name: str, *, try_number: int) -> list[str]:
+        return python(f"raise SystemExit({int('bad' in name or ('luck' in name and try_number == 1))})")
+
+    runner = SideBySide(names, lanes=2, command=partial(session, try_number=1), logs=tmp_path)
+    ended = try_failed_again(
+        runner.run(lambda _: None), lambda _: None, command=partial(session, try_number=2), logs=tmp_path
+    )
+    assert codes == {one.name: one.status for one in ended}
+    said = summary(ended, seconds=9.0)
+    assert told in said
+    assert (f"    luck: {tmp_path / 'luck.log'}" in said) == ("luck" in names and not codes["luck"])
 
 
 DRIVER = """
