@@ -141,11 +141,14 @@ async def test_server_removes_old_rollouts_by_itself_and_through_a_client(tmp_pa
 
     serve.options = ("--keep", "2", "--older-than", "0s")
     process = serve.start()
-    await eventually(lambda: _has(store, "ro-3", "ro-4"))
-    process.terminate()
-    out, _ = await asyncio.to_thread(process.communicate, timeout=20)
-    assert "retention: removed 2 old rollouts; new ones take their space\n" in out
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    told = await asyncio.to_thread(next, (line for line in lines if line.startswith("retention:")), "nothing")
+    assert "retention: removed 2 old rollouts; new ones take their space\n" == told
+    assert await _has(store, "ro-3", "ro-4")
     await store.close()
+    process.terminate()
+    await asyncio.to_thread(process.communicate, timeout=20)
 
 
 async def _has(store: HttpStore, *rollout_ids: str) -> bool:
