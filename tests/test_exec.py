@@ -148,7 +148,7 @@ def test_program_that_is_interrupted_ends_with_its_descendants_and_settles_its_a
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
 
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
 
     assert 128 + number == process.returncode
     assert 1 == len(err.splitlines()), err
@@ -165,8 +165,8 @@ def test_program_ends_with_its_descendants_when_agl_is_killed(agl: StartAgl, tmp
 
     os.kill(process.pid, signal.SIGKILL)
 
-    until(lambda: not alive(pids), seconds=5)
-    process.communicate(timeout=10)
+    until(lambda: not alive(pids), seconds=40)
+    process.communicate(timeout=60)
 
 
 def test_program_beyond_its_time_is_stopped_and_its_record_says_so(agl: StartAgl, tmp_path: Path) -> None:

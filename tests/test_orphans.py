@@ -107,9 +107,9 @@ def test_agents_and_their_descendants_end_with_a_killed_trainer(
     assert len(pids) == len(alive(pids))
 
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
-    wait_until(lambda: not alive(pids), within_s=5)
+    wait_until(lambda: not alive(pids), within_s=40)
 
 
 def test_agents_and_their_children_end_with_a_killed_keeper(agl: StartAgl, experiment: Callable[..., Path]) -> None:
@@ -119,7 +119,7 @@ def test_agents_and_their_children_end_with_a_killed_keeper(agl: StartAgl, exper
 
     os.kill(keeper, signal.SIGKILL)
 
-    wait_until(lambda: not alive([keeper, program, child]), within_s=5)
+    wait_until(lambda: not alive([keeper, program, child]), within_s=40)
     stop(process)
 
 
@@ -131,7 +131,7 @@ def test_time_limit_ends_the_descendants_of_an_agent(
     process = start(agl, file, runner, limit="timeout_s = 1.0")
     pids = families(file)[0]
 
-    wait_until(lambda: not alive(pids), within_s=20)
+    wait_until(lambda: not alive(pids), within_s=40)
     stop(process)
 
 
@@ -143,7 +143,7 @@ def test_temporary_folders_of_a_killed_trainer_go_at_the_next_start_and_no_other
     process = start(agl, file, "command")
     families(file)
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     left = list(temporary.glob("agl-run-*"))
     assert left
     for found in file.parent.glob("pids-*.json"):

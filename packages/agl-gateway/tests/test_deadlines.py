@@ -34,7 +34,7 @@ async def test_connections_without_whole_headers_are_closed(serving, start: byte
         for _, writer in opened:
             writer.write(start)
         assert await healthy(service)
-        ends = await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in opened)), 10)
+        ends = await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in opened)), 60)
         assert [b""] * SLOW == ends
         for _, writer in opened:
             writer.close()
@@ -47,11 +47,11 @@ async def test_headers_that_arrive_byte_by_byte_are_cut_off(serving):
         ended = asyncio.create_task(reader.read())
         started = time.monotonic()
         with contextlib.suppress(ConnectionError):
-            while not ended.done() and time.monotonic() - started < 10:
+            while not ended.done() and time.monotonic() - started < 60:
                 writer.write(b"a")
                 await writer.drain()
                 await asyncio.sleep(0.05)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 40
         writer.close()
 
 
@@ -73,7 +73,7 @@ async def test_second_request_has_a_deadline_of_its_own(serving):
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
         await reader.readuntil(b'{"status": "ok"}')
         writer.write(b"GET /healthz HTTP/1.1\r\nHo")
-        assert b"" == await asyncio.wait_for(reader.read(), 10)
+        assert b"" == await asyncio.wait_for(reader.read(), 60)
         writer.close()
 
 
@@ -83,7 +83,7 @@ async def test_body_that_does_not_arrive_is_answered_with_408(serving, framing: 
         reader, writer = await connect(service)
         head = b"POST /store/rollouts HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n" + framing
         writer.write(head + b"\r\nAuthorization: Bearer " + ADMIN.encode() + b"\r\n\r\n5\r\nhello\r\n")
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"connection: close" in answer.lower()
         assert b"too slowly" in answer
@@ -102,7 +102,7 @@ async def test_large_body_that_keeps_arriving_is_read(serving):
         for start in range(0, len(body), 10_000):  # 1.1 s, at some 90 KB/s
             writer.write(body[start : start + 10_000])
             await asyncio.sleep(0.1)
-        assert b"404" in await asyncio.wait_for(reader.readline(), 10)
+        assert b"404" in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
 
 
@@ -161,6 +161,6 @@ async def test_large_body_waits_for_room(serving):
 async def test_body_that_is_announced_too_long_is_refused_unread(serving):
     async with serving() as service:
         reader, writer = await begin(service, f"Content-Length: {100 * MIB}")
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 60)
         assert answer.startswith(b"HTTP/1.1 413")
         writer.close()

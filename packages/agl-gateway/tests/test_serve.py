@@ -114,7 +114,7 @@ async def test_signal_ends_the_server_cleanly(tmp_path, number):
     waiting = asyncio.create_task(store.claim(worker="w", wait_s=30))
     await asyncio.sleep(0.3)
     process.send_signal(number)
-    out, err = await asyncio.to_thread(process.communicate, timeout=20)
+    out, err = await asyncio.to_thread(process.communicate, timeout=60)
     assert 0 == process.returncode
     assert "everything recorded is in the store" in err
     assert "Traceback" not in out + err
@@ -137,7 +137,7 @@ async def test_server_removes_old_rollouts_by_itself_and_through_a_client(tmp_pa
         await eventually(lambda: bool(said))
     assert ["retention: removed 1 old rollout; new ones take their space"] == said
     process.terminate()
-    await asyncio.to_thread(process.communicate, timeout=20)
+    await asyncio.to_thread(process.communicate, timeout=60)
 
     serve.options = ("--keep", "2", "--older-than", "0s")
     process = serve.start()
@@ -148,7 +148,7 @@ async def test_server_removes_old_rollouts_by_itself_and_through_a_client(tmp_pa
     assert await _has(store, "ro-3", "ro-4")
     await store.close()
     process.terminate()
-    await asyncio.to_thread(process.communicate, timeout=20)
+    await asyncio.to_thread(process.communicate, timeout=60)
 
 
 async def _has(store: HttpStore, *rollout_ids: str) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from agl.errors import StoreError
 from agl.schemas import ModelCall, Sampling, Span, encode
 from agl.stores import MemoryStore
+from agl_gateway import attempt_writer
 from agl_gateway.storable import storable
 from agl_run import SQLiteStore
 
@@ -49,13 +50,20 @@ def post(url: str, token: str, body: dict[str, Any], headers: dict[str, bytes]) 
 )
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 async def test_call_that_a_store_cannot_keep_is_recorded_without_the_value_and_does_not_train(
-    stage, tmp_path: Path, kind: str, body: dict[str, Any], headers: dict[str, bytes], named: str
+    stage,
+    tmp_path: Path,
+    kind: str,
+    body: dict[str, Any],
+    headers: dict[str, bytes],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr(attempt_writer, "_RETRY_DELAYS_S", (60.0,))
     store = MemoryStore() if kind == "memory" else SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
     async with stage(store=store) as it:
         attempt_id, token = await it.open_attempt()
         assert 200 == await asyncio.to_thread(post, it.url, token, BODY | body, headers)
-        async with asyncio.timeout(2):  # without the pauses between tries
+        async with asyncio.timeout(30):  # without the pauses between tries
             (call,) = await it.calls(attempt_id)
         assert f"values were replaced that a store cannot keep: {named}" == call.error
         assert call.prompt_ids

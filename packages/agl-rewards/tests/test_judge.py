@@ -116,9 +116,9 @@ def test_judge_that_is_not_there_gives_a_missing_reward() -> None:
 
 def test_judge_that_is_slow_is_given_up() -> None:
     started = time.monotonic()
-    reward, _ = scored(Stall(seconds=20), retries=0, timeout_s=0.3)
+    reward, _ = scored(Stall(seconds=60), retries=0, timeout_s=0.3)
     assert reward.value is None
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
 
 
 def test_key_comes_from_the_environment_and_does_not_follow_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_policy_of_the_experiment_judges(server: ScriptedModelServer) -> None:
 
 
 def test_many_are_judged_at_once_and_no_more_than_declared() -> None:
-    with ScriptedModelServer(default=Reply(text="Score: 1", delay=0.5)) as server:
+    with ScriptedModelServer(default=Reply(text="Score: 1", delay=1.0)) as server:
         emitter = judge(server, concurrency=4)
 
         async def all_of_them() -> list[Reward]:
@@ -198,7 +198,7 @@ def test_many_are_judged_at_once_and_no_more_than_declared() -> None:
         started = time.monotonic()
         rewards = asyncio.run(all_of_them())
         assert [0.1] * 8 == [reward.value for reward in rewards]
-        assert 1.0 <= time.monotonic() - started < 4.0  # one after the other would take 4
+        assert 2.0 <= time.monotonic() - started < 8.0  # one after the other would take 8
 
 
 @pytest.mark.parametrize(

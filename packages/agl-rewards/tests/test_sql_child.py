@@ -59,7 +59,7 @@ def test_query_that_cannot_be_interrupted_ends_with_its_child(path: Path) -> Non
     started = time.monotonic()
     with pytest.raises(QueryError, match=r"stopped after 0\.3 s"):
         runner.run(path, STUBBORN)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     wait_until(lambda: children() == before)
     assert [(3,)] == runner.run(path, "SELECT count(*) FROM singer")
 

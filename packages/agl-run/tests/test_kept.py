@@ -44,7 +44,7 @@ def test_a_start_that_is_cancelled_on_a_busy_machine_ends_with_its_descendants(t
             await asyncio.sleep(0)
         time.sleep(0.5)  # the program runs meanwhile
         starting.cancel()
-        ended, _ = await asyncio.wait((starting,), timeout=20)
+        ended, _ = await asyncio.wait((starting,), timeout=40)
         assert ended == {starting}
         assert starting.cancelled()
 
@@ -60,7 +60,7 @@ def test_a_kill_ends_though_a_stopped_keepers_descendant_holds_the_output(tmp_pa
         kept = await start(file)
         await asyncio.to_thread(wait_until, file.exists, within_s=20)
         os.kill(kept.process.pid, signal.SIGSTOP)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             await kept.kill()
             await kept.wait()
 

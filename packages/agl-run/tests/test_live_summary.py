@@ -250,7 +250,7 @@ def test_a_terminal_that_changes_its_size_ends_clean(folder: Path, start: Start)
     write(folder)
     terminal = start(columns=100)
     for columns, lines in ((38, 20), (3, 2), (120, 5), (80, 40)):
-        terminal.read(has("^learner  ?━"), within_s=5.0 if columns > 3 else 1.0)
+        terminal.read(has("^learner  ?━"), within_s=60.0 if columns > 3 else 1.0)
         terminal.resize(columns, lines)
     terminal.read()
 

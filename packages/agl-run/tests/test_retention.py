@@ -326,7 +326,7 @@ def test_of_several_servers_one_removes_at_a_time(opener: Callable[[], Store]) -
         turn = Ownership(first, served._TURN, workdir=Path("elsewhere"), beat_s=0.05)
         async with turn:
             async with retaining(second, RetentionLimits(), say=said.append):
-                await asyncio.wait_for(_refused(second), 5)
+                await asyncio.wait_for(_refused(second), 60)
             assert ([], 3) == (said, len(await ids_in(first)))
         async with retaining(second, RetentionLimits(), say=said.append):
             await eventually(lambda: len(said) == 1)

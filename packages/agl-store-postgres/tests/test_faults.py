@@ -43,7 +43,7 @@ def test_server_that_is_not_there_is_waited_for_then_named() -> None:
         port = probe.getsockname()[1]
     begin = time.monotonic()
     assert "correct host and port" in refusal(f"postgresql://me:{SECRET}@127.0.0.1:{port}/runs")
-    assert 3.5 < time.monotonic() - begin < 15
+    assert 3.5 < time.monotonic() - begin < 60
 
 
 def test_schema_of_another_program_is_left_alone(server) -> None:

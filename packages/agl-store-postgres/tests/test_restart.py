@@ -11,7 +11,7 @@ import pytest
 from agl.contracts import RolloutQuery
 from agl.errors import StoreError
 from agl.schemas import RetryPolicy, Rollout
-from agl_store_postgres import connections
+from agl_store_postgres import connections, listener
 from agl_store_postgres.store import PostgresStore
 from agl_testing.stores.samples import make_span, outcome_of
 from agl_testing.waiting import eventually
@@ -26,13 +26,15 @@ async def work(store: PostgresStore, name: str, until: asyncio.Event, done: list
         number += 1
         rollout_id = f"{name}-{number}"
         await store.enqueue([Rollout(rollout_id=rollout_id, task=number, experiment=name, retry=ONE_ATTEMPT)])
-        (claim,) = await store.claim(worker=name, experiment=name, wait_s=5)
+        (claim,) = await store.claim(worker=name, experiment=name, wait_s=30)
         await store.append_spans([make_span(claim, name="work")])
         await store.finish([outcome_of(claim, spans=[make_span(claim, name="last")])])
         done.append(rollout_id)
 
 
-def test_work_goes_on_after_the_server_was_killed(server, url: str) -> None:
+def test_work_goes_on_after_the_server_was_killed(server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "LOOK_S", 60.0)  # who is woken need not look
+
     async def body() -> None:
         stores = [PostgresStore(url) for _ in range(2)]
         until, done = asyncio.Event(), list[str]()
@@ -41,7 +43,7 @@ def test_work_goes_on_after_the_server_was_killed(server, url: str) -> None:
             for at, store in enumerate(stores)
             for number in range(2)
         ]
-        waiting = asyncio.create_task(stores[0].claim(worker="late", experiment="late", wait_s=60))
+        waiting = asyncio.create_task(stores[0].claim(worker="late", experiment="late", wait_s=600))
         for _ in range(3):
             before = len(done)
             await eventually(lambda count=before + 8: len(done) >= count)
@@ -54,7 +56,7 @@ def test_work_goes_on_after_the_server_was_killed(server, url: str) -> None:
         await stores[1].enqueue([Rollout(rollout_id="late", task=None, experiment="late")])
         begin = time.monotonic()
         assert ["late"] == [claim.rollout.rollout_id for claim in await waiting]
-        assert time.monotonic() - begin < 1.5, "who waited before the restart is woken as before"
+        assert time.monotonic() - begin < 30, "who waited before the restart is woken as before"
         await check(stores[0], done)
         for store in stores:
             await store.close()
@@ -214,7 +216,7 @@ def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
             await store.close()
             with pytest.raises(StoreError):
                 await waiting
-            assert time.monotonic() - begin < 5
+            assert time.monotonic() - begin < 20
         finally:
             await asyncio.to_thread(server.start)
 
