@@ -109,7 +109,7 @@ def read_rows(path: Path, columns: Mapping[str, Kind]) -> Iterator[Row]:
         NewerFileError: A newer release wrote it.
     """
     with _reading():
-        file = _parquet.ParquetFile(path, page_checksum_verification=True)
+        file = _parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20)
     try:
         with _reading():
             schema = file.schema_arrow
