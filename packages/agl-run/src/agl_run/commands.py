@@ -3,11 +3,12 @@
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions, resource_text
 from agl_run.cli.logged import place_of
-from agl_run.cli.opening import store_option, with_store
+from agl_run.cli.opening import resolve_url, store_option, with_store
 from agl_run.cli.output import json_line, json_option, print_json, print_table
 from agl_run.cli.query import (
     CONVERSATIONS,
     COUNTED,
+    check_experiment,
     filter_options,
     find_ids,
     is_counted,
@@ -24,8 +25,8 @@ from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
-from agl_run.experiment.retaining import retaining
-from agl_run.experiment.retention import RetentionLimits
+from agl_run.experiment.retaining import retaining, taking_turns
+from agl_run.experiment.retention import FINISHED, RetentionLimits, delete_finished, needed_experiments
 from agl_run.experiment.state import load_settings
 from agl_run.experiment.store_url import as_url
 from agl_run.explain import explain, explain_training
@@ -39,6 +40,7 @@ from agl_run.training_records import TrainingRecord, training_of
 __all__ = [
     "CONVERSATIONS",
     "COUNTED",
+    "FINISHED",
     "KEY_ADVICE",
     "LABEL",
     "PLACEHOLDER_KEY",
@@ -50,7 +52,9 @@ __all__ = [
     "TrainingRecord",
     "as_url",
     "build_store",
+    "check_experiment",
     "command",
+    "delete_finished",
     "diff_versions",
     "explain",
     "explain_training",
@@ -70,17 +74,20 @@ __all__ = [
     "make_query",
     "manager_of",
     "move",
+    "needed_experiments",
     "pages",
     "pass_manager",
     "place_of",
     "print_json",
     "print_table",
+    "resolve_url",
     "resource_text",
     "retaining",
     "rewards_of",
     "seconds_of",
     "store_option",
     "suggestions_of",
+    "taking_turns",
     "training_of",
     "visible",
     "with_store",

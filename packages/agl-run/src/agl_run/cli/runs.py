@@ -19,6 +19,7 @@ from agl.stores import read_recordings
 from agl_run.cli.completion import complete_experiment, complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.copying import copy
+from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
 from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, seconds_of
@@ -44,7 +45,7 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     reward: float | None
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=OpenGroup, invoke_without_command=True)
 @store_option
 @filter_options
 @click.option(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from agl.contracts import RolloutQuery, Store
@@ -54,12 +54,27 @@ async def _keep_removing(store: Store, limits: RetentionLimits, *, say: Callable
 
 async def _in_turn(store: Store, limits: RetentionLimits) -> GarbageReport | None:
     """Remove what exceeds the limits; returns ``None`` while another server does."""
-    turn = Ownership(store, _TURN, workdir=Path(worker_name()))
+    async with taking_turns(store, _TURN) as own:
+        return None if own is None else await remove_old(own, RolloutQuery(), limits)
+
+
+@asynccontextmanager
+async def taking_turns(store: Store, turn: str) -> AsyncGenerator[Store | None]:
+    """Let one process at a time do something with a store: yields the store for it, or ``None`` while another does it.
+
+    A process that was killed is outwaited for as long as its lease lasts.
+
+    Args:
+        store: The store.
+        turn: The name of what is done, which begins with a full stop, so that no experiment has it.
+    """
+    own = Ownership(store, turn, workdir=Path(worker_name()))
+    is_taken = False
+    with suppress(ConfigError):
+        await own.__aenter__()
+        is_taken = True
     try:
-        await turn.__aenter__()
-    except ConfigError:
-        return None
-    try:
-        return await remove_old(turn.store, RolloutQuery(), limits)
+        yield own.store if is_taken else None
     finally:
-        await turn.__aexit__()
+        if is_taken:
+            await own.__aexit__()

@@ -113,10 +113,10 @@ async def remove_old(
     kept = 0
     while last is not None and (page := await store.rollouts(query)):
         old = [rollout for rollout in page if _age(rollout) <= min(_age(last), (before, "\uffff"))]
-        needed = await _needed(store, {rollout.experiment for rollout in old}, own=own)
+        needed = await needed_experiments(store, {rollout.experiment for rollout in old}, own=own)
         chosen = [r.rollout_id for r in old if r.experiment not in needed and not spares(r)]
         kept += sum(rollout.experiment in needed for rollout in old)
-        removed += chosen if is_dry_run else await _delete(store, chosen)
+        removed += chosen if is_dry_run else await delete_finished(store, chosen)
         if len(old) < len(page):
             break
         query = query.next(page[-1])
@@ -188,13 +188,19 @@ async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollou
     return None
 
 
-async def _needed(store: Store, experiments: Iterable[str], *, own: str) -> set[str]:
-    """Return the experiments that can be resumed or that run, of which all rollouts stay."""
+async def needed_experiments(store: Store, experiments: Iterable[str], *, own: str = "") -> set[str]:
+    """Return those of the experiments that can be resumed or that run, of which all rollouts stay.
+
+    Args:
+        store: The store.
+        experiments: Names of experiments.
+        own: Name of the experiment that the caller owns, which counts as one that does not run.
+    """
     unfinished = await unfinished_experiments(store)
     return {name for name in experiments if name in unfinished or (name != own and await is_owned(store, name))}
 
 
-async def _delete(store: Store, rollout_ids: Sequence[str]) -> Sequence[str]:
+async def delete_finished(store: Store, rollout_ids: Sequence[str]) -> Sequence[str]:
     """Delete finished rollouts except those that another process has deleted; returns the ids of the others."""
     while rollout_ids:
         try:

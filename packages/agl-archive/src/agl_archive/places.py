@@ -1,0 +1,149 @@
+"""A folder anywhere that fsspec reaches: a disk, S3, Google Cloud Storage, Azure and others.
+
+A file appears whole or not at all: on a disk it is renamed into place, and an object store shows an upload once it has
+ended.
+"""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agl.errors import AglError, ConfigError, StoreError
+from agl.stores import shown_url
+
+T = TypeVar("T")
+
+_fsspec: Any = import_module("fsspec")  # untyped
+
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+"""What the backends of object stores are installed as, by the URL's scheme."""
+
+
+class Place:
+    """A folder, by its URL or path.
+
+    Args:
+        url: The folder, which need not exist; options of its backend come from its usual environment variables.
+
+    Raises:
+        ConfigError: No backend takes the URL, or its package is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.shown = shown_url(url)
+        self._fs, root = _open(url, self.shown)
+        self._root = root.rstrip("/")
+        self._is_disk: bool = "file" in self._fs.protocol
+
+    def read(self, name: str) -> bytes | None:
+        """Return the contents of a small file; ``None`` if there is none."""
+        with self._reaching(f"read {name!r}"):
+            try:
+                return bytes(self._fs.cat_file(self._path(name)))
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, in place of an earlier one."""
+        with self._reaching(f"write {name!r}"):
+            if not self._is_disk:
+                self._fs.pipe_file(self._path(name), data)
+                return
+            path = self._made(name)
+            path.write_bytes(data)
+            _appear(path, self._path(name))
+
+    def put(self, name: str, source: Path) -> None:
+        """Write a file from a local one, in place of an earlier one."""
+        with self._reaching(f"write {name!r}"):
+            if not self._is_disk:
+                self._fs.put_file(str(source), self._path(name))
+                return
+            path = self._made(name)
+            self._fs.put_file(str(source), str(path))
+            _appear(path, self._path(name))
+
+    def fetch(self, name: str, target: Path) -> bool:
+        """Copy a file to a local one; returns whether there is such a file."""
+        with self._reaching(f"read {name!r}"):
+            try:
+                self._fs.get_file(self._path(name), str(target))
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                return False
+            return True
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the sorted names in a folder; none where there is no such folder.
+
+        Raises:
+            ConfigError: It is a file.
+        """
+        with self._reaching("list the folder"):
+            path = self._path(folder)
+            self._fs.invalidate_cache()
+            try:
+                found: list[str] = self._fs.ls(path, detail=False)
+            except FileNotFoundError:
+                return []
+            except NotADirectoryError:
+                found = [path]
+            if found and {each.rstrip("/") for each in found} == {path} and self._fs.isfile(path):
+                raise ConfigError(f"{self.shown} is a file, and an archive is a folder; name a folder")
+            return sorted(each.rstrip("/").rpartition("/")[2] for each in found if each.rstrip("/") != path)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is gone is ignored."""
+        with self._reaching(f"remove {name!r}"):
+            try:
+                self._fs.rm_file(self._path(name))
+            except FileNotFoundError:
+                return
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root or "/"
+
+    def _made(self, name: str) -> Path:
+        """Return the temporary path of a file on a disk, in a folder that exists."""
+        path = Path(self._path(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.with_name(f".{path.name}.{os.getpid()}")
+
+    @contextmanager
+    def _reaching(self, what: str) -> Generator[None]:
+        try:
+            yield
+        except AglError:
+            raise
+        except Exception as error:  # a backend raises errors of its own library
+            reason = str(error) or type(error).__name__
+            raise StoreError(
+                f"cannot {what} in the archive {self.shown}: {reason}; mend that, such as the folder's rights or the "
+                "backend's credentials, and repeat the command, which goes on where it stopped"
+            ) from error
+
+
+def _appear(path: Path, name: str) -> None:
+    """Bring a written file to the disk, and give it its name."""
+    try:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        path.replace(name)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _open(url: str, shown: str) -> tuple[Any, str]:
+    scheme = url.partition("://")[0] if "://" in url else ""
+    try:
+        return _fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        install = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else f"install what it asks for: {error}"
+        raise ConfigError(f"the archive {shown} needs a package that is not installed; {install}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{shown} is no address of an archive: {error}; name a folder, or a URL such as s3://BUCKET/FOLDER, "
+            "gs://BUCKET/FOLDER or az://CONTAINER/FOLDER"
+        ) from error
