@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -22,6 +23,8 @@ from agl_testing.waiting import wait_until
 from .conftest import AGENT, deploy
 
 SERVER = Path(__file__).parents[2] / "agl-store-postgres" / "tests" / "conftest.py"
+
+MONITORING = Path(__file__).parents[1] / "src" / "agl_deploy" / "templates" / "chart" / "files"
 
 HOLDING = AGENT.replace(
     "    async with",
@@ -104,6 +107,11 @@ class Services:
         assert process is None or process.poll() is None, self.log(name)
         return not subprocess.run(self._words(words), env=self._environment(own), capture_output=True).returncode
 
+    def metrics(self) -> set[str]:
+        """The names that the gateway shows to Prometheus."""
+        with urlopen(f"http://127.0.0.1:{self._changes['4747']}/metrics", timeout=60) as answer:
+            return set(re.findall(r"^# TYPE (\w+)", answer.read().decode(), re.MULTILINE))
+
     def log(self, name: str) -> str:
         return (self.project / f"{name}.log").read_text()
 
@@ -159,6 +167,8 @@ def services(project: Path, port: int, models: ScriptedModelServer) -> Iterator[
 
 def test_the_services_run_the_experiment_to_its_end_though_a_worker_is_killed(services: Services) -> None:
     data = services.project / "data"
+    shown = {name for file in MONITORING.iterdir() for name in re.findall(r"\bagl_[a-z_]+\b", file.read_text())}
+    assert len(shown) > 8
     for name in ("gateway", "console"):
         services.start(name)
         wait_until(lambda name=name: services.is_healthy(name), every_s=0.2)
@@ -166,6 +176,7 @@ def test_the_services_run_the_experiment_to_its_end_though_a_worker_is_killed(se
     trainer = services.start("trainer")
     wait_until(lambda: services.is_healthy("trainer"), every_s=0.2)
     assert services.is_healthy("worker")
+    assert services.metrics() >= shown
 
     wait_until(lambda: 2 == len(list(data.glob("began-*"))), every_s=0.05)
     workers[0].send_signal(signal.SIGKILL)

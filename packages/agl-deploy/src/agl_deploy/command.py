@@ -11,7 +11,8 @@ import click
 
 from agl import PluginManager
 from agl.errors import ConfigError
-from agl_deploy.compose import compose_files
+from agl_deploy.chart import FOLDER, chart_files
+from agl_deploy.compose import compose_files, env_example
 from agl_deploy.images import image_files, wheel_command
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.parts import secrets_of
@@ -72,6 +73,26 @@ def compose(manager: PluginManager, file: Path, output: Path | None, force: bool
     steps += [
         f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
         shlex.join(["docker", "compose", "--file", f"{under}/compose.yaml", "up", "--build"]),
+    ]
+    _tell(needs, steps, is_dry=is_dry)
+
+
+@deploy.command()
+@_options
+@click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the trainer.")
+@pass_manager
+def helm(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
+    """Write what docker writes, and a Helm chart with values, their schema, alerts and a dashboard."""
+    needs, folder, under = _read(manager, file, output)
+    files = image_files(needs, under) | chart_files(needs, gpus=gpus) | {"env.example": env_example(needs, under)}
+    _put(folder, files, force=force, is_dry=is_dry)
+    trainer = "trainer-cuda" if gpus else "trainer-cpu"
+    steps = [step for step in _steps_of_images(needs, under) if not step.startswith("docker ")]
+    steps += [
+        f"build and push gateway, worker, {trainer} and console, and name the registry in {under}/{FOLDER}/values.yaml",
+        f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
+        f"kubectl create secret generic {needs.name} --from-env-file {under}/.env",
+        f"helm upgrade --install {needs.name} {under}/{FOLDER}",
     ]
     _tell(needs, steps, is_dry=is_dry)
 

@@ -33,7 +33,7 @@ def compose_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
     }
     up = "/".join([".."] * (folder.count("/") + 1))
     text = fill("compose.yaml", name=needs.name, folder=folder, context=up, parts=parts, bundled=is_bundled)
-    return {"compose.yaml": text, "env.example": _example(needs, folder)}
+    return {"compose.yaml": text, "env.example": env_example(needs, folder)}
 
 
 def _service(part: Part, needs: Needs, *, is_bundled: bool, gpus: int) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def _service(part: Part, needs: Needs, *, is_bundled: bool, gpus: int) -> dict[s
     }
 
 
-def _example(needs: Needs, folder: str) -> str:
+def env_example(needs: Needs, folder: str) -> str:
+    """Return the example of ``.env``: every variable that needs a value, and none."""
     lines = [f"# Copy to {folder}/.env, which git and the images leave out, and give every variable a value."]
     for name, use in secrets_of(needs).items():
         lines += [f"# {use}", f"{name}="]
