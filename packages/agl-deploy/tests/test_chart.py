@@ -19,7 +19,10 @@ from agl_deploy.chart import chart_files
 from agl_deploy.compose import compose_files
 from agl_deploy.images import compose_parts
 from agl_deploy.needs import Needs, read_needs
+from agl_deploy.serving import serving_files
 from agl_deploy.writing import write
+
+from .conftest import change
 
 helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk; run nox -s deploy")
 kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate; run nox -s deploy")
@@ -256,6 +259,15 @@ def test_trainer_is_evicted_where_the_values_allow_it(chart: Any) -> None:
     ]
     assert 1 == budgets[0]["answers-trainer"]["minAvailable"]  # of a job's pods Kubernetes counts no maxUnavailable
     assert {"answers-gateway", "answers-worker"} == budgets[1].keys()
+
+
+def test_manifests_of_a_served_model_are_what_kubernetes_takes(project: Path, manager: PluginManager) -> None:
+    change(project / "experiment.toml", "[policy.small]", '[policy.own]\nuse = "vllm"\nmodel = "m"\n\n[policy.small]')
+    files = serving_files(read_needs(project / "experiment.toml", manager), "own@production", "deploy", gpus=1)
+    seen = set[str]()
+    for one in yaml.safe_load_all(files["model-own.kubernetes.yaml"]):
+        check(one, seen)
+    assert 3 == len(seen)
 
 
 def test_compose_file_has_no_error_for_its_linter(project: Path, needs: Needs) -> None:

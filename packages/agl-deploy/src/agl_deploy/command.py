@@ -16,10 +16,13 @@ from agl_deploy.compose import compose_files, env_example
 from agl_deploy.images import image_files, wheel_command
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.parts import secrets_of
+from agl_deploy.serving import serving_files
 from agl_deploy.writing import State, states, write
 from agl_run.commands import pass_manager, visible
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_KINDS = ("compose", "kubernetes")
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*", re.ASCII)
 
@@ -95,6 +98,31 @@ def helm(manager: PluginManager, file: Path, output: Path | None, force: bool, i
         f"helm upgrade --install {needs.name} {under}/{FOLDER}",
     ]
     _tell(needs, steps, is_dry=is_dry)
+
+
+@deploy.command()
+@_options
+@click.argument("label", metavar="NAME@LABEL")
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs of the server.")
+@pass_manager
+def model(
+    manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, label: str, gpus: int
+) -> None:
+    """Write what serves the version of a policy of EXPERIMENT that has a label, with vLLM, beside a deployment."""
+    needs, folder, under = _read(manager, file, output)
+    files = serving_files(needs, label, under, gpus=gpus)
+    _put(folder, files, force=force, is_dry=is_dry)
+    compose, kubernetes = (next(path for path in files if path.endswith(f".{kind}.yaml")) for kind in _KINDS)
+    name = compose.removeprefix("model-").removesuffix(".compose.yaml")
+    both = ["--file", f"{under}/compose.yaml", "--file", f"{under}/{compose}"]
+    _tell(
+        needs,
+        [
+            shlex.join(["docker", "compose", *both, "up", "--detach", "--force-recreate", name]),
+            f"or, on Kubernetes: kubectl apply --filename {under}/{kubernetes}",
+        ],
+        is_dry=is_dry,
+    )
 
 
 def _read(manager: PluginManager, file: Path, output: Path | None) -> tuple[Needs, Path, str]:

@@ -85,8 +85,8 @@ def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> It
             yield f"[policy.{name}] model is {model!r}, a path of this machine: mount the folder where the trainer runs"
         if policy.use == "vllm" and "base_url" not in policy.params:
             yield (
-                f"[policy.{name}] starts vLLM beside the trainer, whose image has none: start it as a service of its "
-                "own, as agl deploy model does, and name its base_url"
+                f"[policy.{name}] starts vLLM beside the trainer, whose image has none: start its servers where the "
+                "GPUs are, with /data of the trainer, and name their base_url"
             )
     host = _host(config.experiment.store)
     if host in _OWN_HOSTS or (config.experiment.store.startswith("postgres") and not host):

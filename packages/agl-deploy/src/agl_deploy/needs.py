@@ -31,6 +31,7 @@ class Needs(Record, frozen=True, kw_only=True):
         experiment: The experiment's own name.
         store: URL of the database, or ``""`` for the PostgreSQL that comes with the deployment.
         pins: By part, the distributions to install.
+        trained: The policies whose weights can be trained.
         variables: By part, the environment variables with keys that the experiment names.
         warnings: Sentences about what may not work elsewhere.
     """
@@ -40,6 +41,7 @@ class Needs(Record, frozen=True, kw_only=True):
     experiment: str
     store: str
     pins: dict[str, list[Pin]]
+    trained: list[str]
     variables: dict[str, list[str]]
     warnings: list[str]
 
@@ -75,6 +77,7 @@ def read_needs(file: Path, manager: PluginManager) -> Needs:
         experiment=config.experiment.name,
         store="" if store.startswith("sqlite") else store,
         pins={part: pins(names) for part, names in parts.items()},
+        trained=[name for name, policy in config.policy.items() if manager.policy(policy.use).trains],
         variables=_variables(config),
         warnings=[*warnings(config, folder, found.files), *_unknown(found), *_absent(absent)],
     )
