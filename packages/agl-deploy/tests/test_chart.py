@@ -166,6 +166,17 @@ def test_every_manifest_of_every_set_of_values_is_what_kubernetes_takes(chart: A
     assert len(seen) > 50
 
 
+@pytest.mark.parametrize("cloud", ["aws", "azure"])
+def test_values_of_the_pages_about_clouds_fit_the_chart(chart: Any, cloud: str) -> None:
+    page = Path(__file__).parents[3] / "docs" / "how-to" / f"deploy-{cloud}.md"
+    values = re.search(r'```yaml title="values-\w+.yaml"\n(.*?)```', page.read_text("utf-8"), re.DOTALL)
+    assert values is not None
+    seen = set[str]()
+    for one in manifests(chart, yaml.safe_load(values[1])):
+        check(one, seen)
+    assert len(seen) > 10
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_names_of_any_release_are_short_enough(chart: Any, release: str) -> None:
     seen = set[str]()

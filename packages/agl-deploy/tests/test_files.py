@@ -125,6 +125,16 @@ def test_output_outside_of_the_experiments_folder_is_refused(project: Path, outp
     assert "is no folder inside of" in done.stderr
 
 
+def test_output_that_is_a_link_out_of_the_experiments_folder_is_refused(tmp_path: Path, project: Path) -> None:
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (project / "deploy").symlink_to(elsewhere)
+    done = deploy("docker", "experiment.toml", folder=project)
+    assert 1 == done.returncode
+    assert "is no folder inside of" in done.stderr
+    assert [] == list(elsewhere.iterdir())
+
+
 def test_health_check_says_what_does_not_answer(project: Path) -> None:
     folder = written(project, "docker", "experiment.toml")
     done = subprocess.run(

@@ -46,6 +46,16 @@ def test_link_is_not_written_through(tmp_path: Path) -> None:
     assert "mine" == (tmp_path / "elsewhere").read_text()
 
 
+def test_folder_that_is_a_link_out_of_the_output_is_refused(tmp_path: Path) -> None:
+    for name in ("elsewhere", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "out" / "b").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(ConfigError, match=r"out/b' is a link to a folder elsewhere"):
+        write(tmp_path / "out", {"b/c": "1"}, force=True)
+    assert [] == list((tmp_path / "elsewhere").iterdir())
+
+
 def test_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*choose another --output"):

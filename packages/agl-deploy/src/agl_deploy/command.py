@@ -57,7 +57,10 @@ def deploy() -> None:
 @_options
 @pass_manager
 def docker(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool) -> None:
-    """Write a Dockerfile for the gateway, worker, trainer and console of EXPERIMENT, with pinned requirements."""
+    """Write a Dockerfile with pinned requirements.
+
+    Its targets are the gateway, worker, trainer and console of EXPERIMENT; what is pinned is what is installed here.
+    """
     needs, folder, under = _read(manager, file, output)
     _put(folder, image_files(needs, under), force=force, is_dry=is_dry)
     _tell(needs, _steps_of_images(needs, under), is_dry=is_dry)
@@ -68,7 +71,10 @@ def docker(manager: PluginManager, file: Path, output: Path | None, force: bool,
 @click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the trainer.")
 @pass_manager
 def compose(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
-    """Write what docker writes, and a compose file: PostgreSQL, gateway, trainer, two workers and console."""
+    """Write a compose file for one machine.
+
+    It runs PostgreSQL, gateway, trainer, two workers and console of EXPERIMENT. What docker writes comes with it.
+    """
     needs, folder, under = _read(manager, file, output)
     files = image_files(needs, under) | compose_files(needs, under, gpus=gpus)
     _put(folder, files, force=force, is_dry=is_dry)
@@ -85,7 +91,11 @@ def compose(manager: PluginManager, file: Path, output: Path | None, force: bool
 @click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the trainer.")
 @pass_manager
 def helm(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
-    """Write what docker writes, and a Helm chart with values, their schema, alerts and a dashboard."""
+    """Write a Helm chart for Kubernetes.
+
+    It runs what compose runs, with autoscaling, network policies, alerts and a dashboard. What docker writes comes with
+    it.
+    """
     needs, folder, under = _read(manager, file, output)
     files = image_files(needs, under) | chart_files(needs, gpus=gpus) | {"env.example": env_example(needs, under)}
     _put(folder, files, force=force, is_dry=is_dry)
@@ -108,7 +118,10 @@ def helm(manager: PluginManager, file: Path, output: Path | None, force: bool, i
 def model(
     manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, label: str, gpus: int
 ) -> None:
-    """Write what serves the version of a policy of EXPERIMENT that has a label, with vLLM, beside a deployment."""
+    """Write what serves a labelled version with vLLM.
+
+    NAME is a policy of EXPERIMENT. The files stand beside a deployment; moving the label promotes and rolls back.
+    """
     needs, folder, under = _read(manager, file, output)
     files = serving_files(needs, label, under, gpus=gpus)
     _put(folder, files, force=force, is_dry=is_dry)
@@ -131,7 +144,7 @@ def _read(manager: PluginManager, file: Path, output: Path | None) -> tuple[Need
     base = needs.file.parent
     folder = output.absolute() if output else base / "deploy"
     under = Path(os.path.relpath(folder, base)).as_posix()
-    if not _PLAIN.fullmatch(under):
+    if not (_PLAIN.fullmatch(under) and folder.resolve().is_relative_to(base.resolve())):
         raise ConfigError(
             f"--output {str(folder)!r} is no folder inside of {str(base)!r}, or has other characters than letters, "
             "digits, '.', '_' and '-'; images are built from the experiment's folder, so choose one there"

@@ -31,8 +31,17 @@ def states(folder: Path, files: Mapping[str, str]) -> dict[str, State]:
 
     Returns:
         By path: ``new``, ``same``, ``changed`` where the file there is as it was generated, ``edited`` where it is not.
+
+    Raises:
+        ConfigError: A folder below ``folder`` is a link that leads out of it, or a file cannot be read.
     """
     known = _digests(folder)
+    for path in files:
+        if not (folder / path).parent.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"{str((folder / path).parent)!r} is a link to a folder elsewhere; remove it, or choose another "
+                "--output"
+            )
     return {path: _state(folder / path, text, known.get(path, "")) for path, text in files.items()}
 
 

@@ -18,6 +18,13 @@ app.kubernetes.io/instance: {{ include "agl.name" (index . 0) }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
+{{- define "agl.podLabels" -}}
+{{ include "agl.selector" . }}
+{{- with (index . 0).Values.podLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{/* The database's URL without its password, which is in the secret. */}}
 {{- define "agl.store" -}}
 {{- if .Values.postgresql.bundled }}postgresql://agl@{{ include "agl.name" . }}-postgres/agl{{ else }}{{ .Values.postgresql.url }}{{ end -}}
