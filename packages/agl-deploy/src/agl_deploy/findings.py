@@ -1,0 +1,147 @@
+"""Finds what keeps an experiment from running on other machines as it stands, and credentials in its files."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from agl.errors import ConfigError
+from agl.stores import shown_url
+from agl_run import ExperimentConfig
+
+_KEY = re.compile(
+    r"\b(sk-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|lsv2_\w{20,})"
+)
+"""Keys of providers, by their usual beginnings."""
+
+_SECRET_NAME = re.compile(r"(^|_)(api_?key|token|password|passwd|secret)$", re.IGNORECASE)
+_PASSWORD = re.compile(r"://[^/@:\s]*:[^/@\s]+@")
+_SYSTEM = ("/bin/", "/usr/bin/")
+"""Folders of programs that every image has."""
+
+_OWN_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+
+
+def refuse(config: ExperimentConfig, data: Mapping[str, Any], folder: Path) -> None:
+    """Refuse an experiment that cannot be deployed.
+
+    Args:
+        config: The experiment.
+        data: Its file as plain data.
+        folder: The file's folder.
+
+    Raises:
+        ConfigError: Its store or its gateway cannot be shared, a path is outside of its folder, or a credential stands
+            in its file; the message names the key and never the value.
+    """
+    _refuse_credentials(data)
+    section = config.experiment
+    scheme = section.store.partition(":")[0]
+    if scheme not in ("sqlite", "postgresql", "postgres"):
+        raise ConfigError(
+            f"[experiment] store is {shown_url(section.store)}, which a deployment cannot share: its parts share one "
+            "PostgreSQL. Write the URL of your database, such as postgresql://agl@db.example/runs, or a sqlite:/// "
+            "one for your own machine, in whose place a deployment takes the PostgreSQL that comes with it"
+        )
+    if config.gateway.use == "none":
+        raise ConfigError(
+            '[gateway] use = "none" makes workers call the models themselves with keys of their own, and a deployment '
+            "keeps keys where the trainer is; remove it, so that the gateway relays the calls"
+        )
+    for word in section.agent if isinstance(section.agent, tuple) else ():
+        if word.startswith(("/", "~")) and not word.startswith(_SYSTEM):
+            raise ConfigError(
+                f"[experiment] agent runs {word!r}, a path of this machine that no image has; put the program into "
+                f"{str(folder)!r} and name it relative to the experiment's file, or name a program on the PATH"
+            )
+    for key, path in (("train", section.train), ("val", section.val)):
+        if path and not _is_inside(path, folder):
+            raise ConfigError(
+                f"[experiment] {key} is {path!r}, a file outside of {str(folder)!r}, which is all that the images get; "
+                "move it there, and name it relative to the experiment's file"
+            )
+
+
+def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> Iterator[str]:
+    """Yield what may not work elsewhere, or does not belong in an image, in sentences.
+
+    Args:
+        config: The experiment.
+        folder: Its folder.
+        files: The agent's modules, relative to it.
+    """
+    for name, policy in config.policy.items():
+        for key, value in _texts(policy.params):
+            host = _host(value)
+            if host in _OWN_HOSTS:
+                yield (
+                    f"[policy.{name}] {key} is {value}: in a container {host} is the container itself; name a host "
+                    "that the trainer reaches"
+                )
+        model = policy.params.get("model")
+        if isinstance(model, str) and model.startswith(("/", "~")):
+            yield f"[policy.{name}] model is {model!r}, a path of this machine: mount the folder where the trainer runs"
+        if policy.use == "vllm" and "base_url" not in policy.params:
+            yield (
+                f"[policy.{name}] starts vLLM beside the trainer, whose image has none: start its servers where the "
+                "GPUs are, with /data of the trainer, and name their base_url"
+            )
+    host = _host(config.experiment.store)
+    if host in _OWN_HOSTS or (config.experiment.store.startswith("postgres") and not host):
+        yield "[experiment] store is a database of this machine, which containers do not reach by this name"
+    for file in files:
+        if _KEY.search((folder / file).read_text(encoding="utf-8", errors="replace")):
+            yield f"{file} has what looks like a key of a provider, which everybody who gets the image can read"
+
+
+def variables(value: Any) -> Iterator[str]:
+    """Yield the environment variables that a section of an experiment names, such as in ``api_key_env``."""
+    if isinstance(value, Mapping):
+        for key, item in cast("Mapping[str, Any]", value).items():
+            if key.endswith("_env") and isinstance(item, str):
+                yield from ([item] if item else [])
+            else:
+                yield from variables(item)
+    elif isinstance(value, list | tuple):
+        for item in cast("list[Any]", value):
+            yield from variables(item)
+
+
+def _refuse_credentials(data: Mapping[str, Any]) -> None:
+    for place, text in _texts(data):
+        key = place.rpartition(".")[2]
+        if _PASSWORD.search(text):
+            raise ConfigError(
+                f"{place} in the experiment's file has a password in its URL, which would stand in every image; remove "
+                "it there, and give it as PGPASSWORD to the database and by an api_key_env elsewhere"
+            )
+        if _KEY.search(text) or (_SECRET_NAME.search(key) and text):
+            raise ConfigError(
+                f"{place} in the experiment's file looks like a credential, which would stand in every image; put it "
+                "into an environment variable, and name that with the key that ends in _env, such as api_key_env"
+            )
+
+
+def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield all texts within plain data, with their place as ``--set`` writes it."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, item in cast("Mapping[str, Any]", value).items():
+            yield from _texts(item, f"{place}.{key}" if place else key)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(cast("list[Any]", value)):
+            yield from _texts(item, f"{place}.{index}")
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    return not PurePosixPath(path).is_absolute() and (folder / path).resolve().is_relative_to(folder.resolve())

@@ -1,0 +1,151 @@
+"""Reads an experiment and says what its parts need: distributions, environment variables, a database."""
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+from agl import PluginManager
+from agl.contracts import Kind
+from agl.errors import ConfigError
+from agl.hints import pip_install
+from agl.schemas import Record
+from agl_deploy.findings import refuse, variables, warnings
+from agl_deploy.imports import Imported, read_imports
+from agl_deploy.names import deployed_name
+from agl_deploy.pins import Pin, missing, pins
+from agl_run import ExperimentConfig, load_config
+
+PARTS = ("gateway", "worker", "trainer", "console")
+
+_EVERYWHERE = ("agl-core", "agl-run", "agl-gateway", "agl-store-postgres")
+_OF_A_CODER = ("pip", "setuptools", "wheel", "agl-deploy", "agl-testing")
+"""Distributions that an agent may have in its ``requirements.txt`` and no image needs."""
+
+
+class Needs(Record, frozen=True, kw_only=True):
+    """What an experiment needs elsewhere.
+
+    Attributes:
+        file: The experiment's file, absolute.
+        name: A name for images, releases and services, made from the experiment's.
+        experiment: The experiment's own name.
+        store: URL of the database, or ``""`` for the PostgreSQL that comes with the deployment.
+        pins: By part, the distributions to install.
+        trained: The policies whose weights can be trained.
+        variables: By part, the environment variables with keys that the experiment names.
+        warnings: Sentences about what may not work elsewhere.
+    """
+
+    file: Path
+    name: str
+    experiment: str
+    store: str
+    pins: dict[str, list[Pin]]
+    trained: list[str]
+    variables: dict[str, list[str]]
+    warnings: list[str]
+
+    @property
+    def sources(self) -> list[str]:
+        """What wheels are built from, because an index does not have it."""
+        return sorted({pin.source for each in self.pins.values() for pin in each if pin.source})
+
+
+def read_needs(file: Path, manager: PluginManager) -> Needs:
+    """Read what an experiment needs.
+
+    Raises:
+        ConfigError: It cannot be deployed; see :func:`agl_deploy.findings.refuse`.
+        UnknownComponentError: A component is not installed here, so that nothing can be said about its distribution.
+    """
+    config = load_config(file)
+    folder = file.absolute().parent
+    refuse(config, tomllib.loads(file.read_text(encoding="utf-8")), folder)
+    found = read_imports(folder, _modules(config), config.experiment.agent[:] if _is_command(config) else ())
+    parts = _distributions(config, manager, found)
+    absent = missing(name for names in parts.values() for name in names)
+    needed = [name for name in absent if name in (*_EVERYWHERE, "agl-console")]
+    if needed:
+        raise ConfigError(
+            f"a deployment needs {', '.join(needed)}, and the pins are those of what is installed here; run: "
+            f"{' && '.join(pip_install(name) for name in needed)}"
+        )
+    store = config.experiment.store
+    return Needs(
+        file=file.absolute(),
+        name=deployed_name(config.experiment.name),
+        experiment=config.experiment.name,
+        store="" if store.startswith("sqlite") else store,
+        pins={part: pins(names) for part, names in parts.items()},
+        trained=[name for name, policy in config.policy.items() if manager.policy(policy.use).trains],
+        variables=_variables(config),
+        warnings=[*warnings(config, folder, found.files), *_unknown(found), *_absent(absent)],
+    )
+
+
+def _is_command(config: ExperimentConfig) -> bool:
+    return not isinstance(config.experiment.agent, str)
+
+
+def _modules(config: ExperimentConfig) -> list[str]:
+    """Return the modules that the experiment's file names as ``module:attribute``."""
+    agent = config.experiment.agent
+    uses = [agent if isinstance(agent, str) else "", *(reward.use for reward in config.reward)]
+    return [use.partition(":")[0] for use in uses if ":" in use]
+
+
+def _distributions(config: ExperimentConfig, manager: PluginManager, found: Imported) -> dict[str, list[str]]:
+    owners = {component: one.distribution for one in manager.status() for component in one.components}
+
+    def of(kind: Kind, names: Iterable[str]) -> list[str]:
+        wanted = [manager.entry(kind, name).name for name in names if ":" not in name]
+        return [owners[f"{kind} {name}"] for name in wanted]
+
+    agents = [name for name in found.distributions if name not in _OF_A_CODER]
+    rewards = of("reward", (reward.use for reward in config.reward))
+    worker = [*_EVERYWHERE, *agents, *rewards, *of("tracer", config.tracers), *of("runner", [config.runner.use])]
+    credits = [config.credit, *(each.credit for each in config.algorithm if each.credit)]
+    trainer = [
+        *worker,
+        *of("algorithm", (algorithm.use for algorithm in config.algorithm)),
+        *of("policy", (policy.use for policy in config.policy.values())),
+        *of("credit", (credit.use for credit in credits)),
+        *of("exporter", (exporter.use for exporter in config.exporter)),
+    ]
+    own = {
+        "gateway": _EVERYWHERE,
+        "worker": worker,
+        "trainer": trainer,
+        "console": (*_EVERYWHERE, "agl-console"),
+    }
+    return {part: sorted({name for name in names if name}) for part, names in own.items()}
+
+
+def _variables(config: ExperimentConfig) -> dict[str, list[str]]:
+    """Return the variables of the parts that need any; rewards run where the agent does."""
+    rewards = {*variables([reward.params for reward in config.reward])}
+    policies = {
+        name
+        for policy in config.policy.values()
+        for name in ([_key_of(policy.params)] if policy.use == "openai" else variables(policy.params))
+    }
+    rest = variables([*(each.params for each in config.algorithm), *(each.params for each in config.exporter)])
+    return {"worker": sorted(rewards), "trainer": sorted({*rewards, *policies, *rest} - {""})}
+
+
+def _key_of(params: dict[str, object]) -> str:
+    """Return the variable of an ``openai`` policy's key, which has a default."""
+    name = params.get("api_key_env", "OPENAI_API_KEY")
+    return name if isinstance(name, str) else ""
+
+
+def _unknown(found: Imported) -> list[str]:
+    return [
+        f"{file} imports {module!r}, which is neither in the folder nor installed here: add its distribution to "
+        "requirements.txt beside the experiment's file"
+        for module, file in found.unknown
+    ]
+
+
+def _absent(names: list[str]) -> list[str]:
+    return [f"{name} of requirements.txt is not installed here, so that it is not pinned: install it" for name in names]

@@ -1,0 +1,103 @@
+"""The parts of a deployment: the command, the environment and the health check of each.
+
+The compose file and the chart run the same commands; only the names of hosts differ.
+"""
+
+from agl.schemas import Record
+from agl_deploy.needs import Needs
+
+GATEWAY_PORT = 4747
+TRAINER_PORT = 4748
+CONSOLE_PORT = 8000
+
+HEALTH = "/opt/agl/health.py"
+"""Path of the health check in the images."""
+
+SECRETS = {
+    "AGL_SECRET": "signs the tokens of attempts, and opens the gateway's store",
+    "AGL_TOKEN": "the admin token of the gateway",
+    "AGL_CONSOLE_PASSWORD": "the console's password, with any user name",
+    "PGPASSWORD": "the password of the database",
+}
+"""Environment variables that every deployment needs, with what each is for."""
+
+
+class Hosts(Record, frozen=True, kw_only=True):
+    """Names by which the parts reach each other, and the database's URL without a password."""
+
+    gateway: str
+    trainer: str
+    store: str
+
+
+class Part(Record, frozen=True, kw_only=True):
+    """A process of a deployment.
+
+    Attributes:
+        name: ``gateway``, ``trainer``, ``worker`` or ``console``.
+        command: What runs, in the experiment's folder.
+        health: The command that ends with 0 while the part is healthy.
+        secrets: Environment variables that it needs.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    health: tuple[str, ...]
+    secrets: tuple[str, ...]
+
+
+def parts_of(needs: Needs, hosts: Hosts) -> list[Part]:
+    """Return the parts in the order in which they start."""
+    file = needs.file.name
+    served = f"http://{hosts.gateway}:{GATEWAY_PORT}"
+    return [
+        Part(
+            name="gateway",
+            command=(
+                *("agl", "serve", "--store", hosts.store, "--host", "0.0.0.0", "--port", str(GATEWAY_PORT)),
+                *("--allow-host", hosts.gateway),
+            ),
+            health=_health(f"http://127.0.0.1:{GATEWAY_PORT}/healthz"),
+            secrets=("AGL_SECRET", "AGL_TOKEN", "PGPASSWORD"),
+        ),
+        Part(
+            name="trainer",
+            command=(
+                *("agl", "run", file, "--resume", "--quiet"),
+                *_set("experiment.store", hosts.store),
+                *_set("experiment.workdir", "/data/runs"),
+                *_set("runner.concurrency", "0"),
+                *_set("gateway.advertise", hosts.trainer),
+                *_set("gateway.params.host", "0.0.0.0"),
+                *_set("gateway.params.port", str(TRAINER_PORT)),
+            ),
+            health=_health(f"http://127.0.0.1:{TRAINER_PORT}/healthz"),
+            secrets=("AGL_SECRET", "PGPASSWORD", *needs.variables["trainer"]),
+        ),
+        Part(
+            name="worker",
+            command=("agl", "worker", file, "--store", served),
+            health=_health(f"{served}/healthz"),
+            secrets=("AGL_SECRET", *needs.variables["worker"]),
+        ),
+        Part(
+            name="console",
+            command=("agl", "console", hosts.store, "--host", "0.0.0.0", "--port", str(CONSOLE_PORT)),
+            health=_health(f"http://127.0.0.1:{CONSOLE_PORT}/"),
+            secrets=("AGL_CONSOLE_PASSWORD", "PGPASSWORD"),
+        ),
+    ]
+
+
+def secrets_of(needs: Needs) -> dict[str, str]:
+    """Return every environment variable that somebody must give a value, with what it is for."""
+    own = {name for names in needs.variables.values() for name in names}
+    return {**SECRETS, **{name: "a key that the experiment's file names" for name in sorted(own)}}
+
+
+def _set(key: str, value: str) -> tuple[str, str]:
+    return ("--set", f"{key}={value}")
+
+
+def _health(url: str) -> tuple[str, ...]:
+    return ("python", HEALTH, url)

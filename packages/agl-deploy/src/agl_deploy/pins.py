@@ -1,0 +1,100 @@
+"""Pins of the distributions that are installed here, as lines of requirements files.
+
+A distribution that came from a folder, from a repository or from a file has no release that another machine can
+install; its wheel is built once, into a folder that the images install from.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from agl.schemas import Record
+
+_OF_THE_DEVICE = re.compile(r"(nvidia|cuda|triton|pytorch-triton)(-|$)")
+"""Distributions that torch brings for one kind of device; the index of each image decides about them."""
+
+
+class Pin(Record, frozen=True, kw_only=True):
+    """An installed distribution.
+
+    Attributes:
+        name: Its normalised name.
+        line: Its line in a requirements file, ``name==version``.
+        source: What its wheel is built from, as ``pip wheel`` takes it; ``""`` for a release.
+    """
+
+    name: str
+    line: str
+    source: str = ""
+
+
+def pins(names: Iterable[str]) -> list[Pin]:
+    """Pin distributions and all that they need, in order of name.
+
+    Args:
+        names: Distributions, each with its extras where it has some: ``agl-core[otel]``. Those that are not installed
+            are left out; see :func:`missing`.
+    """
+    found: dict[str, Pin] = {}
+    seen: set[tuple[str, str]] = set()
+    waiting = [(Requirement(name), True) for name in names]
+    while waiting:
+        wanted, is_own = waiting.pop()
+        distribution = _installed(wanted.name)
+        name = canonicalize_name(wanted.name)
+        if distribution is None or (not is_own and _OF_THE_DEVICE.match(name)):
+            continue
+        found[name] = _pin(name, distribution)
+        for extra in ("", *wanted.extras):
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                waiting += [(need, False) for need in _needs(distribution, extra)]
+    return [found[name] for name in sorted(found)]
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """The distributions among ``names`` that are not installed here."""
+    return sorted({name for name in names if _installed(Requirement(name).name) is None})
+
+
+def _installed(name: str) -> metadata.Distribution | None:
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _needs(distribution: metadata.Distribution, extra: str) -> list[Requirement]:
+    """Return what a distribution needs here: for ``extra``, or for itself where that is ``""``."""
+    every = [Requirement(text) for text in distribution.requires or ()]
+    if not extra:
+        return [need for need in every if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return [
+        need
+        for need in every
+        if need.marker and need.marker.evaluate({"extra": extra}) and not need.marker.evaluate({"extra": ""})
+    ]
+
+
+def _pin(name: str, distribution: metadata.Distribution) -> Pin:
+    version = distribution.version.partition("+")[0]  # an index of another device has another local version
+    return Pin(name=name, line=f"{name}=={version}", source=_source(distribution))
+
+
+def _source(distribution: metadata.Distribution) -> str:
+    """Return where a distribution came from when it was no release: PEP 610 calls that its direct URL."""
+    text = distribution.read_text("direct_url.json")
+    if text is None:
+        return ""
+    origin: dict[str, Any] = json.loads(text)
+    url: str = origin["url"]
+    if "vcs_info" in origin:
+        return f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    return str(Path(unquote(urlsplit(url).path))) if url.startswith("file:") else url
