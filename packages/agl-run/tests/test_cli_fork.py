@@ -12,12 +12,16 @@ from click.testing import CliRunner
 
 pytest.importorskip("openai", exc_type=ImportError)
 
-from agl.contracts import RolloutQuery
+import msgspec
+
+from agl.contracts import RolloutQuery, Upstream
 from agl.schemas import Rollout, to_json
 from agl_run import SQLiteStore
 from agl_run.cli.fork_report import ForkedRollout, ForkReport, judged
 from agl_run.cli.main import cli
-from agl_run.replay import FORK, fork_of
+from agl_run.experiment.counterfactual import as_fork
+from agl_run.replay import FORK, ForkPlan, fork_of, sampling_mode
+from agl_run.runners.attempt import upstreams_of
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 AGENT = """
@@ -153,6 +157,17 @@ def test_forks_are_rollouts_with_their_origin_and_of_the_recorded_group(team: Te
         f"fork of {recorded.rollout_id} from call 2 by write on; answers from the recording: 1, of models: 2" in shown
     )
     assert 2 == invoke("runs", "--experiment", "sums-fork").stdout.count(" test ")
+
+
+@pytest.mark.parametrize("mode", ["train", "val", "test"])
+def test_models_sample_for_a_fork_as_in_the_mode_of_its_recorded_rollout(mode: Any) -> None:
+    recorded = Rollout(rollout_id="r", task={}, mode=mode)
+    again = Rollout(rollout_id="f", task={}, mode="test")
+    fork = as_fork(again, ForkPlan(rollout_id="r", span_id="s"), of=recorded, metadata={})
+    assert mode == sampling_mode(fork)
+    given = Upstream(name="main", base_url="http://127.0.0.1:1", sampling="override")
+    assert ("override" if mode == "train" else "") == upstreams_of(fork, [given])[0].sampling
+    assert "test" == fork.mode == sampling_mode(msgspec.structs.replace(again, metadata={FORK: "mine"}))
 
 
 def test_list_of_calls_escapes_what_models_said(team: Team) -> None:

@@ -1,5 +1,6 @@
 """Answers of a fork in the agent's process: recorded before its call, anew from there, refused where it diverges."""
 
+import random
 from typing import Any
 
 import msgspec
@@ -132,6 +133,36 @@ def test_agent_beside_the_fork_must_still_make_its_recorded_calls() -> None:
     calls = [("a", "1"), ("b", "1"), ("a", "2")]
     fork = player(3, calls)
     assert ["recorded said 1", "live", "refused"] == ask(fork, ("a", "1"), ("a", "2"), ("b", "other"))
+
+
+def mutated(calls: list[Call], place: int, draw: random.Random) -> list[Call]:
+    """The calls with one change before ``place``: another text or agent, one call less, one more, or two exchanged."""
+    one = draw.randrange(place)
+    agent, text = calls[one]
+    match draw.choice(["text", "agent", "less", "more"]):
+        case "text":
+            return [*calls[:one], (agent, f"{text}!"), *calls[one + 1 :]]
+        case "agent":
+            return [*calls[:one], (f"{agent}!", text), *calls[one + 1 :]]
+        case "less":
+            return [*calls[:one], *calls[one + 1 :]]
+        case _:
+            return [*calls[:one], (agent, f"{text}, and more"), *calls[one:]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_change_before_the_fork_is_detected_and_no_other_is(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(25):
+        calls = [(draw.choice("abc"), draw.choice("xyz")) for _ in range(draw.randint(2, 8))]
+        at = draw.randint(2, len(calls))
+        plan = {"is_coupled": draw.random() < 0.5}
+        same = player(at, calls, **plan)
+        ask(same, *calls[:at], *[(draw.choice("abc"), f"new {number}") for number in range(draw.randint(0, 3))])
+        assert "" == same.divergence(is_over=True), calls
+        other = player(at, calls, **plan)
+        ask(other, *mutated(calls[:at], at - 1, draw))
+        assert other.divergence(is_over=True), (calls, at)
 
 
 def test_equal_requests_are_answered_in_their_order() -> None:

@@ -133,7 +133,8 @@ def print_forks(report: ForkReport) -> None:
     if report.mean is not None:
         ends = "" if report.low is None else f", {CONFIDENCE:.0%} interval [{report.low:.3g}, {report.high:.3g}]"
         count = sum(fork.reward is not None for fork in report.forks)
-        echo(f"mean reward {report.mean:.3g}{ends}, {count} forks; recorded {_reward(report.reward)}")
+        forks = f"{count} fork{'' if count == 1 else 's'}"
+        echo(f"mean reward {report.mean:.3g}{ends}, {forks}; recorded {_reward(report.reward)}")
     echo(report.verdict)
     if not report.is_complete:
         echo("stopped before all forks had ended")

@@ -317,7 +317,7 @@ class Collector:
             rollout = self._rollout(recorded.task, place, "test", {**self._live()})
             rollout = msgspec.structs.replace(rollout, group_id=recorded.group_id)
             fork = msgspec.structs.replace(plan, sample=sample)
-            found.append(as_fork(rollout, fork, metadata=rollout.metadata))
+            found.append(as_fork(rollout, fork, of=recorded, metadata=rollout.metadata))
         return found
 
     def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:

@@ -99,7 +99,7 @@ class Replays:
             hidden=then.hidden,
         )
         if isinstance(plan, ForkPlan):
-            return as_fork(again, plan, metadata={**then.metadata, **seed})
+            return as_fork(again, plan, of=then, metadata={**then.metadata, **seed})
         return replace(again, metadata={**then.metadata, **seed, REPLAY: to_builtins(plan)})
 
     def _seed(self, plan: AnyPlan, then: Rollout) -> Mapping[str, int]:
@@ -134,10 +134,10 @@ class Replays:
                 )
 
 
-def as_fork(rollout: Rollout, plan: ForkPlan, *, metadata: Mapping[str, Json]) -> Rollout:
-    """Return a rollout as a fork, which is tried once: what diverged would diverge again."""
+def as_fork(rollout: Rollout, plan: ForkPlan, *, of: Rollout, metadata: Mapping[str, Json]) -> Rollout:
+    """Return a rollout as a fork of another one; it is tried once, because what diverged would diverge again."""
     retry = replace(rollout.retry, max_attempts=1)
-    return replace(rollout, retry=retry, metadata={**metadata, FORK: to_builtins(plan)})
+    return replace(rollout, retry=retry, metadata={**metadata, FORK: to_builtins(replace(plan, mode=of.mode))})
 
 
 def _other(plan: AnyPlan) -> str:

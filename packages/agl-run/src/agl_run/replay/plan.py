@@ -7,7 +7,7 @@ import msgspec
 
 from agl.contracts import Credit
 from agl.errors import AglError, RunError
-from agl.schemas import Episode, Record, Rollout
+from agl.schemas import Episode, Mode, Record, Rollout
 
 T = TypeVar("T")
 
@@ -57,6 +57,8 @@ class ForkPlan(Record, frozen=True, kw_only=True):
             of them. A recorded answer was drawn for the same request, so that the fork is a fair sample either way;
             coupled, it differs from the recorded run only by what the new answer changed.
         sample: Number that distinguishes otherwise equal forks.
+        mode: Mode of the recorded rollout: calls that a model answers are sampled as in this mode, so that the forks of
+            a training rollout are drawn from the distribution that it was drawn from.
     """
 
     rollout_id: str
@@ -65,6 +67,7 @@ class ForkPlan(Record, frozen=True, kw_only=True):
     answer_span: str = ""
     is_coupled: bool = False
     sample: int = 0
+    mode: Mode = "test"
 
 
 AnyPlan = ReplayPlan | ForkPlan
@@ -83,6 +86,15 @@ def replay_of(rollout: Rollout) -> ReplayPlan | None:
 def fork_of(rollout: Rollout) -> ForkPlan | None:
     """Return the plan of a fork, ``None`` for any other rollout; raises :class:`AglError` for a malformed one."""
     return _plan(rollout, FORK, ForkPlan)
+
+
+def sampling_mode(rollout: Rollout) -> Mode:
+    """Return the mode by whose rules models sample for a rollout: a fork's is that of its recorded rollout."""
+    try:
+        fork = fork_of(rollout)
+    except AglError:  # metadata of the user's own
+        fork = None
+    return rollout.mode if fork is None else fork.mode
 
 
 def is_diverged(episode: Episode) -> bool:

@@ -33,7 +33,7 @@ from agl.schemas import (
 )
 from agl.tracing import ActiveAttempt, SpanRecorder, activate, make_reward_span
 from agl_run.replay.fork_player import ForkPlayer, ForkScript
-from agl_run.replay.plan import DivergenceError
+from agl_run.replay.plan import DivergenceError, sampling_mode
 from agl_run.replay.player import Player
 from agl_run.replay.script import Script
 from agl_run.runners.agent import LoadedAgent
@@ -141,7 +141,7 @@ def _checked(
 
 def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstream, ...]:
     """Return the policies as a rollout's calls reach them: one that does not train samples as the agent asks."""
-    if rollout.mode == "train":
+    if sampling_mode(rollout) == "train":
         return tuple(upstreams)
     return tuple(msgspec.structs.replace(upstream, sampling="") for upstream in upstreams)
 
