@@ -107,7 +107,7 @@ def run(*, quick: bool) -> list[Figure]:
     episode, fork = play_team("episode", size=size, steps=steps), play_team(FORK, size=size, steps=steps)
     reruns = play_team("full-reruns", size=size, steps=steps)
     return [
-        signs(f"signs right, groups of {size}", fork, episode, "episode", bar=0.95),
+        signs(f"signs right, groups of {size}", fork, episode, "episode", bar=None if quick else 0.95),
         signs(
             f"signs right, groups of {size}, full re-runs", fork, reruns, f"full re-runs, {reruns.factor:.3g} x calls"
         ),
