@@ -17,7 +17,7 @@ from agl.episodes import Enclosing
 from agl.errors import CaptureError, ConfigError, RunError
 from agl.stores import MemoryStore
 from agl_run import Quiet, policy
-from agl_run.replay import replay_of
+from agl_run.replay import fork_of, replay_of
 from agl_run.replay.player import VERSION
 from agl_testing.team_world import ROLES
 from agl_testing.team_world_run import TeamGradient, TeamPlugin, play, tasks
@@ -173,6 +173,41 @@ def test_a_client_that_the_hook_does_not_see_is_an_error_instead_of_a_wrong_cred
     pytest.importorskip("agl_gateway")
     with pytest.raises(CaptureError, match="a model answered for the agent 'hero' in the replay"):
         team.fit("leave-one-out", agent=past_the_hook, gateway="auto")
+
+
+def test_forks_stay_in_the_budget_and_change_one_answer(team: Team) -> None:
+    team.fit("fork", group_size=3)
+    plain = 4 * 3 * 3  # rooms, rollouts of each, agents
+    assert team.metric("replay_calls")[0] <= 0.5 * plain
+    assert [0.0] == team.metric("replays_failed")
+    assert team.metric("signs_right_of_choice")[0] > 0.6  # of the rider's, a third of all, every one
+    forks = team.rollouts(mode="test")
+    assert len(forks) == team.metric("replays")[0]
+    sources = {"": 0, "sibling": 0}
+    for fork in forks:
+        plan, versions = fork_of(fork), team.versions(fork)
+        assert plan is not None
+        found = [version.removeprefix(VERSION) for version in versions.values()]
+        assert 2 == found.count("recorded")
+        sources["sibling" if plan.answer_rollout else ""] += 1
+        assert plan.answer_rollout != "" or 1 == sum(not version.startswith(VERSION) for version in versions.values())
+    assert all(sources.values())
+
+
+def test_repeated_step_finds_its_forks_paid_for(team: Team) -> None:
+    Stopping.is_on = True
+    with pytest.raises(RunError, match="stopped"):
+        team.fit("fork", use="stopping")
+    before = {rollout.rollout_id for rollout in team.rollouts()}
+    Stopping.is_on = False
+    team.trainer("fork", use="stopping").fit(play, train_dataset=tasks(), resume=True)
+    assert before == {rollout.rollout_id for rollout in team.rollouts()}
+
+
+def test_forks_of_agents_that_hear_each_other_stay_in_the_budget(team: Team) -> None:
+    team.fit("fork", is_chained=True)
+    assert 0 < team.metric("replay_calls")[0] <= 0.5 * 4 * 2 * 3
+    assert [0.0] == team.metric("replays_failed")
 
 
 def test_training_takes_at_most_half_the_steps_of_the_episodes_return(team: Team) -> None:

@@ -13,8 +13,8 @@ from agl import semconv
 from agl.schemas import ModelCall, ResourceVersion
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
-from agl_run.cli.replay_report import difference, nearest
 from agl_run.cli.replay_server import ReplayServer
+from agl_run.replay.differences import difference, nearest
 from agl_testing.model_server import Reply, ScriptedModelServer, ToolCall
 
 AGENT = """

@@ -1,1 +1,1 @@
-"""Credit assignments for teams of agents: hierarchical groups, leave-one-out and Shapley values by replay."""
+"""Credit assignments for teams of agents: hierarchical groups, and leave-one-out, Shapley and fork credit by replay."""

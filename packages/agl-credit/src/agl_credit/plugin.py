@@ -27,3 +27,8 @@ def agl_credits() -> Iterable[CreditEntry]:
         factory="agl_credit.shapley:ShapleyCredit",
         summary="each agent's Shapley value over coalitions, by replay",
     )
+    yield CreditEntry(
+        name="fork",
+        factory="agl_credit.fork:ForkCredit",
+        summary="the run's reward less that of runs that went on otherwise from the call",
+    )

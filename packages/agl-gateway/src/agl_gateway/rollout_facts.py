@@ -1,17 +1,21 @@
-"""Remembers of each rollout what never changes and concerns its model calls: its mode and its seed."""
+"""Remembers of each rollout what never changes and concerns its model calls: their mode and its seed."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
+from agl_run.replay import sampling_mode
 
 _REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """A rollout's mode, and the seed in its metadata; ``""`` and ``None`` if it has none or is not in the store."""
+    """The mode by which a rollout's calls are sampled, and the seed in its metadata.
+
+    They are ``""`` and ``None`` if it has none or is not in the store.
+    """
 
     mode: str = ""
     seed: int | None = None
@@ -32,7 +36,7 @@ class RolloutFacts:
             except NotFoundError:
                 return Facts()
             seed = rollout.metadata.get("seed")
-            self._known[rollout_id] = Facts(mode=rollout.mode, seed=seed if isinstance(seed, int) else None)
+            self._known[rollout_id] = Facts(mode=sampling_mode(rollout), seed=seed if isinstance(seed, int) else None)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[rollout_id]

@@ -114,6 +114,9 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(name="sql", factory="agl_run.cli.sql:sql", summary="query everything that is recorded")
     yield CommandEntry(name="replay", factory="agl_run.cli.replay:replay", summary="run a recorded rollout again")
     yield CommandEntry(
+        name="fork", factory="agl_run.cli.fork:fork", summary="run a recorded rollout anew from one call"
+    )
+    yield CommandEntry(
         name="reward", factory="agl_run.cli.reward:reward", summary="score recorded rollouts again, running no agent"
     )
     yield CommandEntry(name="export", factory="agl_run.cli.export:export", summary="write recorded data as JSON lines")

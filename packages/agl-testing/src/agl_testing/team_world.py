@@ -71,8 +71,14 @@ def expected_reward(table: Table) -> float:
     return math.fsum(_expected(table, room) for room in ROOMS) / len(ROOMS)
 
 
-def _expected(table: Table, room: str) -> float:
-    # E[reward] = P(hero says the right word) - sum over words w of P(saboteur says w) * damage(w)
+def expected_contributions(table: Table, room: str) -> dict[str, float]:
+    """Return the expected part of the reward that each role adds in a room, exactly."""
+    # The hero adds P(it says the right word), the saboteur - sum over words w of P(it says w) * damage(w).
     hero = probabilities(table[key("hero", room)])[WORDS.index(right_word(room))]
     chances = probabilities(table[key("saboteur", room)])
-    return hero - math.fsum(chance * damage(room, word) for chance, word in zip(chances, WORDS, strict=True))
+    lost = math.fsum(chance * damage(room, word) for chance, word in zip(chances, WORDS, strict=True))
+    return {"rider": 0.0, "saboteur": -lost, "hero": hero}
+
+
+def _expected(table: Table, room: str) -> float:
+    return math.fsum(expected_contributions(table, room).values())

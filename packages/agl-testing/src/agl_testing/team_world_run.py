@@ -33,6 +33,7 @@ from agl_testing.team_world import (
     ROOMS,
     WORDS,
     contributions,
+    expected_contributions,
     expected_reward,
     key,
     probabilities,
@@ -130,6 +131,8 @@ class TeamGradient:
     A credit that is no advantage yet becomes one within its group, as in GRPO: less the mean of the rollouts' means,
     over their standard deviation. The metric ``signs_right`` is the share of a step's calls whose advantage has the
     sign of the role's true contribution, 0 where that is nothing; ``signs_right_of_active`` leaves out the latter.
+    ``signs_right_of_choice`` compares with the word's true advantage: its contribution less what the role's words
+    contribute on average, without words that are exactly average.
 
     Args:
         steps: Most steps.
@@ -151,9 +154,11 @@ class TeamGradient:
         step = self._step + 1
         collected = await self._context.collect(self._context.train, step=step, n=self._size)
         signs: list[tuple[int, int]] = []
+        choices: list[tuple[int, int]] = []
         for group in collected.groups():
             advantages = _advantages(self._context.credit.assign(group))
             signs += _signs(group, advantages)
+            choices += _choices(group, advantages, self._table)
             self._climb(group, advantages)
         path = self._context.workdir / f"table-{step:05d}.json"
         path.write_text(json.dumps(self._table), encoding="utf-8")
@@ -170,6 +175,7 @@ class TeamGradient:
                 "expected_reward": expected,
                 "signs_right": _agreement(signs),
                 "signs_right_of_active": _agreement([pair for pair in signs if pair[0]]),
+                "signs_right_of_choice": _agreement(choices),
             },
             trained=tuple(episode.rollout.rollout_id for episode in collected.episodes),
             stop_reason="the goal is reached" if is_reached else "",
@@ -215,6 +221,21 @@ def _signs(group: Sequence[Episode], advantages: Mapping[str, float]) -> list[tu
     for episode in group:
         known = contributions(_room(episode), {call.agent: _word(call) for call in episode.transitions})
         found += [(_sign(known[call.agent]), _sign(advantages[call.span_id])) for call in episode.transitions]
+    return found
+
+
+def _choices(
+    group: Sequence[Episode], advantages: Mapping[str, float], table: Mapping[str, Sequence[float]]
+) -> list[tuple[int, int]]:
+    """Return the sign of a word's true advantage and of its advantage, for every call but those with average words."""
+    found: list[tuple[int, int]] = []
+    for episode in group:
+        expected = expected_contributions(table, _room(episode))
+        known = contributions(_room(episode), {call.agent: _word(call) for call in episode.transitions})
+        for call in episode.transitions:
+            true = _sign(known[call.agent] - expected[call.agent])
+            if true or call.agent == "rider":  # whatever the rider says, it is worth nothing
+                found.append((true, _sign(advantages[call.span_id])))
     return found
 
 

@@ -43,11 +43,13 @@ class CannedAnswer(Record, frozen=True, kw_only=True):
     Attributes:
         content_type: The content type of ``body``, the whole HTTP body.
         model_version: The version that the call's record names as the one that answered.
+        status: The HTTP status; 400 and more refuse the call.
     """
 
     content_type: str
     body: bytes
     model_version: str
+    status: int = 200
 
 
 class Responder(Protocol):

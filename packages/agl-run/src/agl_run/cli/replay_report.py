@@ -1,16 +1,11 @@
-"""Describes the changes in a replay: outcome, reward, output, and the agent's first different message."""
+"""Describes the changes in a replay: outcome, reward, output and the number of calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile, zip_longest
 from typing import Any
 
 from agl import semconv
 from agl.schemas import Episode, Record, Span
-from agl_run.cli.output import short
-
-_CONTEXT = 24
-_LIMIT = 100
-_NOTHING = "nothing"
+from agl_run.replay.differences import difference
 
 
 class ComparedRun(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -36,27 +31,6 @@ def compare(then: ComparedRun, now: ComparedRun) -> tuple[list[str], list[str]]:
     return equal, changed
 
 
-def difference(then: Any, now: Any) -> str:
-    """Return ``was A, is B``, both cut to the differing part with a little context."""
-    if not (isinstance(then, str) and isinstance(now, str)):
-        return f"was {_whole(then)}, is {_whole(now)}"
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(then, now, strict=False))
-    start = max(0, sum(1 for _ in same) - _CONTEXT)
-    return f"was {_cut(then, start)}, is {_cut(now, start)}"
-
-
-def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
-    """Describe the first difference between ``asked`` and the most similar recorded request; ``""`` without any."""
-    if not recorded:
-        return ""
-    best = max(recorded, key=lambda messages: (_shared(asked, messages), -abs(len(messages) - len(asked))))
-    for number, (now, then) in enumerate(zip_longest(asked, best), start=1):
-        if now != then:
-            role = _role(now) or _role(then)
-            return f"message {number} ({role}) {difference(_content(then), _content(now))}"
-    return "the request was recorded, and made fewer times"
-
-
 def _error(side: ComparedRun) -> str:
     error = side.episode.attempt.error if side.episode.attempt else None
     return f"{error.type}: {error.message}" if error else ""
@@ -69,28 +43,3 @@ _READ: Mapping[str, Callable[[ComparedRun], Any]] = {
     "output": lambda side: side.output,
     "calls": lambda side: side.calls,
 }
-
-
-def _role(message: Mapping[str, Any] | None) -> str:
-    return str(message.get("role", "")) if message else ""
-
-
-def _content(message: Mapping[str, Any] | None) -> Any:
-    if message is None:
-        return None
-    rest = {key: value for key, value in message.items() if key != "role"}
-    return rest["content"] if set(rest) == {"content"} else rest
-
-
-def _whole(value: Any) -> str:
-    if isinstance(value, str):
-        return _cut(value, 0)
-    return _NOTHING if value is None else short(value, _LIMIT)
-
-
-def _cut(text: str, start: int) -> str:
-    return repr(("…" if start else "") + short(text[start:], _LIMIT)) if text else _NOTHING
-
-
-def _shared(asked: Sequence[Any], recorded: Sequence[Any]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, recorded, strict=False)))

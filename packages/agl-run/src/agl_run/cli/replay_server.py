@@ -14,9 +14,8 @@ import msgspec
 
 from agl.dialects import dialect_of
 from agl.schemas import Dialect, ModelCall, to_json
-from agl_run.cli.output import short
-from agl_run.cli.replay_report import nearest
 from agl_run.replay.answers import answer_of, asked, encode_answer, exchanges_of, key_of
+from agl_run.replay.differences import ending, nearest, one_line
 
 _REFUSED = 400
 _NO_ANSWER = 502
@@ -75,9 +74,7 @@ class ReplayServer:
 
     def _note(self, dialect: Dialect | None, path: str, body: Any) -> str:
         messages = asked(dialect, body) if dialect else []
-        what = (
-            f"{messages[-1].get('role')}: {short(messages[-1].get('content'), 120)}" if messages else short(body, 120)
-        )
+        what = ending(messages) if messages else one_line(body, 120)
         where = nearest(messages, [known for kind, known in self._recorded if kind == dialect])
         self.diverged.append(f"{path}, ending with {what}{'; ' if where else ''}{where}" if dialect else path)
         return f"this request is not in the recorded rollout, or was made less often there ({what})"

@@ -21,16 +21,22 @@ from agl_run.cli.query import find, find_exact, span_options
 from agl_run.cli.span_reader import SpanReader
 from agl_run.experiment.plan import ORIGIN
 from agl_run.explain import token_counts
+from agl_run.replay.origin import answer_counts, fork_origin
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownRollout:
-    """A rollout, its attempts, and the readers of the chosen attempt's spans and of the rollout's own."""
+    """A rollout, its attempts, and the readers of the chosen attempt's spans and of the rollout's own.
+
+    Attributes:
+        origin: The call that a fork goes on from, in words; ``""`` for any other rollout.
+    """
 
     rollout: Rollout
     attempts: list[Attempt]
     readers: tuple[SpanReader, ...]
     is_filtered: bool = False
+    origin: str = ""
 
 
 class ShownSpan(Record, frozen=True, kw_only=True):
@@ -122,7 +128,13 @@ async def _load(store: Store, rollout_id: str, number: int | None, chosen_spans:
         raise NotFoundError("attempt", str(number), f"the rollout {rollout.rollout_id} has {len(attempts)}")
     ids = (chosen, "")
     readers = tuple(SpanReader(store, rollout.rollout_id, attempt_id, chosen=chosen_spans) for attempt_id in ids)
-    return ShownRollout(rollout=rollout, attempts=attempts, readers=readers, is_filtered=chosen_spans is not None)
+    return ShownRollout(
+        rollout=rollout,
+        attempts=attempts,
+        readers=readers,
+        is_filtered=chosen_spans is not None,
+        origin=await fork_origin(store, rollout),
+    )
 
 
 async def _print_json(found: ShownRollout) -> None:
@@ -140,7 +152,17 @@ async def _print(found: ShownRollout, contents: Contents) -> None:
     """Print the rollout and its attempts, then its spans as a tree."""
     for line in _rollout(found, contents):
         echo(line)
-    spans = [shown(span, index) for index, reader in enumerate(found.readers) async for span in reader]
+    spans: list[ShownSpan] = []
+    versions: list[str] = []
+    for index, reader in enumerate(found.readers):
+        async for span in reader:
+            spans.append(shown(span, index))
+            if span.call is not None:
+                versions.append(span.call.model_version)
+    if found.origin:
+        counts = answer_counts(versions)
+        answered = f"; answers from the recording: {counts.replayed}, of models: {counts.live}"
+        echo(f"fork of {found.origin}{'' if found.is_filtered else answered}")
     if not spans:
         echo("no span fits --span, --agent and --kind" if found.is_filtered else "no spans were recorded")
     for depth, span in tree(spans):

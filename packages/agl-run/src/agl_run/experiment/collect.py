@@ -18,14 +18,14 @@ from agl.schemas import TERMINAL_ROLLOUT, Episode, Json, Record, RetryPolicy, Ro
 from agl.stores import read_recordings
 from agl_run.experiment.agent_patterns import AgentPatternCheck, PatternReport
 from agl_run.experiment.config import ExperimentSection
-from agl_run.experiment.counterfactual import Replays
+from agl_run.experiment.counterfactual import Replays, as_fork
 from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl_run.experiment.failures import Ended, FailureReport, RolloutCounts
 from agl_run.experiment.hints import proposal
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.experiment.run_view import RunView
 from agl_run.experiment.sampling import SamplingReport
-from agl_run.replay.plan import REPLAY, CounterfactualCredit
+from agl_run.replay.plan import REPLAY, CounterfactualCredit, ForkPlan
 from agl_run.training_records import TrainingRecord, save_training
 
 T = TypeVar("T")
@@ -307,6 +307,17 @@ class Collector:
                 place = 0, f"{step_name(0)}-{position:05d}-{sample:03d}-{arm:02d}"
                 rollout = self._rollout(task, place, mode, {**live, **arms[arm]})
                 found.append(msgspec.structs.replace(rollout, metadata={**rollout.metadata, "seed": seed}))
+        return found
+
+    def forks(self, recorded: Rollout, plan: ForkPlan, *, n: int) -> list[Rollout]:
+        """Make ``n`` rollouts that fork a recorded one by a plan, with draws of their own, to be :meth:`run`."""
+        found: list[Rollout] = []
+        for sample in range(n):
+            place = 0, f"{step_name(0)}-00000-{sample:03d}"
+            rollout = self._rollout(recorded.task, place, "test", {**self._live()})
+            rollout = msgspec.structs.replace(rollout, group_id=recorded.group_id)
+            fork = msgspec.structs.replace(plan, sample=sample)
+            found.append(as_fork(rollout, fork, of=recorded, metadata=rollout.metadata))
         return found
 
     def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:

@@ -1,16 +1,17 @@
-"""Runs the replays of a counterfactual credit: rollouts of a step again, with some agents replaced."""
+"""Runs the replays and forks of a counterfactual credit: rollouts of a step again, with some answers replaced."""
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from agl.contracts import Credit, Store
 from agl.errors import AglError, CaptureError, ConfigError
-from agl.schemas import Episode, Rollout, to_builtins, to_json
+from agl.schemas import Episode, Json, Rollout, to_builtins, to_json
 from agl.stores import all_spans
 from agl_run.experiment.plan import Plan
-from agl_run.replay.plan import REPLAY, CounterfactualCredit, ReplayPlan
+from agl_run.replay.origin import answer_counts
+from agl_run.replay.plan import FORK, REPLAY, AnyPlan, CounterfactualCredit, ForkPlan, ReplayPlan
 from agl_run.replay.player import VERSION
 
 RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]
@@ -19,13 +20,17 @@ RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]
 
 def check_replays(plan: Plan, credit: Credit) -> None:
     """Raise :class:`ConfigError` if the credit replays rollouts and the runner cannot."""
-    runner = plan.config.runner.use
-    if isinstance(credit, CounterfactualCredit) and not plan.manager.runner(runner).can_replay:
+    if isinstance(credit, CounterfactualCredit) and not can_replay(plan):
         raise ConfigError(
             f"the credit {type(credit).__name__} replays rollouts and answers the agents' model calls in their own "
-            f"process, which the {runner!r} runner cannot do. Use the 'async' or the 'process' runner, or a credit "
-            "without replays, such as 'episode' or 'role'"
+            f"process, which the {plan.config.runner.use!r} runner cannot do. Use the 'async' or the 'process' runner, "
+            "or a credit without replays, such as 'episode' or 'role'"
         )
+
+
+def can_replay(plan: Plan) -> bool:
+    """Return true if the experiment's runner can answer an agent's model calls from a recording."""
+    return plan.manager.runner(plan.config.runner.use).can_replay
 
 
 class Replays:
@@ -40,39 +45,50 @@ class Replays:
     Attributes:
         count: Replays so far, including those that a repeated step found in the store.
         failed: Replays that did not succeed.
+        calls: Model calls that they paid for.
     """
 
-    def __init__(self, episodes: Iterable[Episode], *, prefix: str, run_all: RunAll, store: Store) -> None:
+    def __init__(self, episodes: Sequence[Episode], *, prefix: str, run_all: RunAll, store: Store) -> None:
         self._recorded = {episode.rollout.rollout_id: episode.rollout for episode in episodes}
+        self._places = {call.span_id: place for one in episodes for place, call in enumerate(one.transitions)}
         self._prefix = prefix
         self._run_all = run_all
         self._store = store
         self.count = 0
         self.failed = 0
+        self.calls = 0
 
-    async def __call__(self, plans: Sequence[ReplayPlan]) -> list[Episode]:
+    async def __call__(self, plans: Sequence[AnyPlan]) -> list[Episode]:
         """See :class:`agl_run.replay.ReplayFn`."""
         rollouts = {plan: self._rollout(plan) for plan in plans}
         episodes = dict(zip(rollouts, await self._run_all(list(rollouts.values())), strict=True))
         for plan, episode in episodes.items():
-            await self._check_answered(plan, episode)
+            if isinstance(plan, ReplayPlan):
+                await self._check_answered(plan, episode)
+        # A later fork may be given the answer that an earlier one drew.
+        self._recorded |= {episode.rollout.rollout_id: episode.rollout for episode in episodes.values()}
         self.count += len(episodes)
+        self.calls += sum(
+            answer_counts(call.model_version for call in episode.transitions).live for episode in episodes.values()
+        )
         self.failed += sum(episode.rollout.status != "succeeded" for episode in episodes.values())
         return [episodes[plan] for plan in plans]
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics to log; empty if nothing was replayed."""
-        return {"replays": float(self.count), "replays_failed": float(self.failed)} if self.count else {}
+        counts = {"replays": self.count, "replays_failed": self.failed, "replay_calls": self.calls}
+        return {name: float(count) for name, count in counts.items()} if self.count else {}
 
-    def _rollout(self, plan: ReplayPlan) -> Rollout:
-        then = self._recorded.get(plan.rollout_id)
-        if then is None or (plan.sibling and plan.sibling not in self._recorded):
+    def _rollout(self, plan: AnyPlan) -> Rollout:
+        then, other = self._recorded.get(plan.rollout_id), _other(plan)
+        if then is None or (other and other not in self._recorded):
             raise AglError(
-                f"the credit asked to replay {plan.rollout_id!r} (sibling {plan.sibling!r}), which this step did not "
+                f"the credit asked to replay {plan.rollout_id!r} (with answers of {other!r}), which this step did not "
                 "collect; this is a defect of the credit"
             )
         digest = hashlib.blake2b(to_json(plan), digest_size=8).hexdigest()
-        return Rollout(
+        seed = self._seed(plan, then)
+        again = Rollout(
             rollout_id=f"{self._prefix}{digest}",
             task=then.task,
             experiment=then.experiment,
@@ -81,23 +97,32 @@ class Replays:
             resources=then.resources,
             retry=then.retry,
             hidden=then.hidden,
-            metadata={**then.metadata, **self._seed(plan, then), REPLAY: to_builtins(plan)},
         )
+        if isinstance(plan, ForkPlan):
+            return as_fork(again, plan, of=then, metadata={**then.metadata, **seed})
+        return replace(again, metadata={**then.metadata, **seed, REPLAY: to_builtins(plan)})
 
-    def _seed(self, plan: ReplayPlan, then: Rollout) -> Mapping[str, int]:
+    def _seed(self, plan: AnyPlan, then: Rollout) -> Mapping[str, int]:
         """Return the seed of a replay's draws, which follows from its plan and the recorded rollouts' seeds.
 
         With the seed of the recorded rollout alone, all samples of a plan would draw the same tokens.
         """
         if "seed" not in then.metadata:
             return {}
-        sibling = self._recorded[plan.sibling].metadata.get("seed") if plan.sibling else None
-        words = to_json([then.metadata["seed"], sibling, replace(plan, rollout_id="", sibling="")])
+        other = _other(plan)
+        sibling = self._recorded[other].metadata.get("seed") if other else None
+        words = to_json([then.metadata["seed"], sibling, self._as_seed(plan)])
         return {"seed": int.from_bytes(hashlib.blake2b(words, digest_size=6).digest())}
+
+    def _as_seed(self, plan: AnyPlan) -> AnyPlan | list[Json]:
+        """Return the parts of a plan that are the same in every run: all but the ids."""
+        if isinstance(plan, ReplayPlan):
+            return replace(plan, rollout_id="", sibling="")
+        return [FORK, self._places.get(plan.span_id, -1), plan.is_coupled, plan.sample]
 
     async def _check_answered(self, plan: ReplayPlan, episode: Episode) -> None:
         """Raise :class:`CaptureError` if a model answered for a replaced agent, which makes the replay worthless."""
-        live = _live_calls(plan, episode)
+        live = _unanswered(plan, episode)
         spans = await all_spans(self._store, episode.rollout.rollout_id) if live else []
         for span in spans:
             if span.span_id in live and span.call is not None and span.call.dialect != "embeddings":
@@ -109,7 +134,18 @@ class Replays:
                 )
 
 
-def _live_calls(plan: ReplayPlan, episode: Episode) -> dict[str, str]:
+def as_fork(rollout: Rollout, plan: ForkPlan, *, of: Rollout, metadata: Mapping[str, Json]) -> Rollout:
+    """Return a rollout as a fork of another one; it is tried once, because what diverged would diverge again."""
+    retry = replace(rollout.retry, max_attempts=1)
+    return replace(rollout, retry=retry, metadata={**metadata, FORK: to_builtins(replace(plan, mode=of.mode))})
+
+
+def _other(plan: AnyPlan) -> str:
+    """Return the rollout whose answers a plan needs besides those of its own, ``""`` for none."""
+    return plan.answer_rollout if isinstance(plan, ForkPlan) else plan.sibling
+
+
+def _unanswered(plan: ReplayPlan, episode: Episode) -> dict[str, str]:
     """Return the replaced agents whose calls the replay did not answer, by the call's span id."""
     return {
         call.span_id: call.agent

@@ -142,7 +142,8 @@ class Driver:
         """Show the counts of replays, and keep them for the step's report."""
         self._replays[name] = values
         failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
-        self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{failed}")
+        calls = f", {values['replay_calls']:.0f} model calls"
+        self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{calls}{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
         """Load an algorithm's saved state, or a new one before its first step."""

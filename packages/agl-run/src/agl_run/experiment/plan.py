@@ -33,6 +33,9 @@ TRIAL = "-dev"
 PROMPT_TRIAL = "-try"
 """The end of the name of the experiment that a trial by ``agl try`` is recorded as."""
 
+FORKS = "-fork"
+"""The end of the name of the experiment that forks by ``agl fork`` are recorded as."""
+
 ORIGIN = "agl try"
 """The origin, in their metadata, of versions that ``agl try`` published."""
 

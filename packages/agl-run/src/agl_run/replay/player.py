@@ -27,15 +27,17 @@ class RecordedAnswer(Record, frozen=True, kw_only=True):
         agent: The agent that made the call.
         request: The request body; only its conversation is compared.
         response: The response body with all its choices.
+        span_ids: The spans of the call, one for each choice.
     """
 
     agent: str
     dialect: Dialect
     request: Json
     response: Json
+    span_ids: tuple[str, ...] = ()
 
 
-class ReplayScript(Record, frozen=True, kw_only=True):
+class ReplayScript(Record, frozen=True, kw_only=True, tag="replay"):
     """A plan with the answers that it needs, in order of time; can be sent to the agent's process."""
 
     plan: ReplayPlan

@@ -8,15 +8,21 @@ from agl.errors import NotFoundError, RunError
 from agl.schemas import ModelCall, Rollout, Span
 from agl.stores import all_spans
 from agl_run.replay.answers import answer_of, exchanges_of
-from agl_run.replay.plan import replay_of
+from agl_run.replay.fork_player import ForkScript
+from agl_run.replay.plan import ForkPlan, fork_of, replay_of
 from agl_run.replay.player import RecordedAnswer, ReplayScript
 
+Script = ReplayScript | ForkScript
+"""The answers that a replay or a fork needs."""
 
-async def load_script(store: Store, rollout: Rollout) -> ReplayScript | None:
-    """Load the script of a replay, ``None`` for any other rollout.
+
+async def load_script(store: Store, rollout: Rollout) -> Script | None:
+    """Load the script of a replay or a fork, ``None`` for any other rollout.
 
     Raises :class:`RunError` if a rollout that it replays is gone.
     """
+    if (fork := fork_of(rollout)) is not None:
+        return await _fork_script(store, fork)
     plan = replay_of(rollout)
     if plan is None:
         return None
@@ -25,6 +31,31 @@ async def load_script(store: Store, rollout: Rollout) -> ReplayScript | None:
         recorded=await _answers(store, plan.rollout_id),
         sibling=await _answers(store, plan.sibling) if plan.sibling else (),
     )
+
+
+async def _fork_script(store: Store, plan: ForkPlan) -> ForkScript:
+    recorded = await _answers(store, plan.rollout_id)
+    position = _position(recorded, plan.rollout_id, plan.span_id)
+    if not plan.answer_rollout:
+        return ForkScript(plan=plan, position=position, recorded=recorded)
+    others = await _answers(store, plan.answer_rollout)
+    answer = others[_position(others, plan.answer_rollout, plan.answer_span)]
+    if answer.dialect != recorded[position].dialect:
+        raise RunError(
+            f"the rollout {plan.rollout_id} was to fork with an answer of {plan.answer_rollout}, and one asked by "
+            f"{recorded[position].dialect}, the other by {answer.dialect}; fork with answers of the same API"
+        )
+    return ForkScript(plan=plan, position=position, recorded=recorded, answer=answer)
+
+
+def _position(answers: Sequence[RecordedAnswer], rollout_id: str, span_id: str) -> int:
+    found = next((position for position, answer in enumerate(answers) if span_id in answer.span_ids), None)
+    if found is None:
+        raise RunError(
+            f"the rollout {rollout_id} has no answered model call with the span {span_id!r}, so nothing can fork "
+            f"there; agl fork {rollout_id} lists the calls that it has"
+        )
+    return found
 
 
 async def _answers(store: Store, rollout_id: str) -> tuple[RecordedAnswer, ...]:
@@ -50,6 +81,7 @@ def recorded_answers(spans: Sequence[Span]) -> tuple[RecordedAnswer, ...]:
             dialect=exchange[0].dialect,
             request=exchange[0].request,
             response=answer,
+            span_ids=tuple(calls[id(call)].span_id for call in exchange if id(call) in calls),
         )
         for exchange in kept.values()
         if exchange[0].dialect != "embeddings" and (answer := answer_of(exchange)) is not None

@@ -32,7 +32,10 @@ from agl.schemas import (
     new_trace_id,
 )
 from agl.tracing import ActiveAttempt, SpanRecorder, activate, make_reward_span
-from agl_run.replay.player import Player, ReplayScript
+from agl_run.replay.fork_player import ForkPlayer, ForkScript
+from agl_run.replay.plan import DivergenceError, sampling_mode
+from agl_run.replay.player import Player
+from agl_run.replay.script import Script
 from agl_run.runners.agent import LoadedAgent
 from agl_run.runners.refusals import RefusedCalls
 from agl_run.runners.result import describe_error, read_result
@@ -57,7 +60,7 @@ class AttemptScope:
         upstreams: The configured policies.
         tracers: The installed tracers.
         recorder: Collects the spans that are made in this process.
-        replay: Script that answers the model calls, if the attempt is a replay.
+        replay: Script that answers the model calls, if the attempt is a replay or a fork.
     """
 
     resources: NamedResources
@@ -66,7 +69,7 @@ class AttemptScope:
     gateway_url: str = ""
     upstreams: Sequence[Upstream] = ()
     tracers: Sequence[Tracer] = ()
-    replay: ReplayScript | None = None
+    replay: Script | None = None
 
 
 async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *, scope: AttemptScope) -> Outcome:
@@ -80,6 +83,7 @@ async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *,
     started = time.time_ns()
     with activate(active):
         status, error, value = await _run_limited(agent, rollout, resources, scope=scope)
+    status, error = _checked(active, status, error)
     for tracer in scope.tracers:
         tracer.flush(1.0)
     status, error, extra = _read(status, refused.explained(error), value, active)
@@ -117,13 +121,27 @@ def _active(
         gateway_url=scope.gateway_url,
         upstreams=upstreams_of(rollout, scope.upstreams),
         tracers=tuple(scope.tracers),
-        responder=Player(scope.replay) if scope.replay else None,
+        responder=_player(scope.replay) if scope.replay else None,
     )
+
+
+def _player(script: Script) -> Player | ForkPlayer:
+    return ForkPlayer(script) if isinstance(script, ForkScript) else Player(script)
+
+
+def _checked(
+    active: ActiveAttempt, status: AttemptStatus, error: ErrorInfo | None
+) -> tuple[AttemptStatus, ErrorInfo | None]:
+    """Return the outcome of the agent; a fork that diverged failed, whatever the agent made of it."""
+    if not isinstance(active.responder, ForkPlayer):
+        return status, error
+    diverged = active.responder.divergence(is_over=status == "succeeded")
+    return ("failed", describe_error(DivergenceError(diverged))) if diverged else (status, error)
 
 
 def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstream, ...]:
     """Return the policies as a rollout's calls reach them: one that does not train samples as the agent asks."""
-    if rollout.mode == "train":
+    if sampling_mode(rollout) == "train":
         return tuple(upstreams)
     return tuple(msgspec.structs.replace(upstream, sampling="") for upstream in upstreams)
 

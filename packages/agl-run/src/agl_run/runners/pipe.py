@@ -7,7 +7,7 @@ import msgspec
 
 from agl.contracts import Upstream
 from agl.schemas import Attempt, Outcome, Record, Resource, Rollout, Span, encode
-from agl_run.replay.player import ReplayScript
+from agl_run.replay.script import Script
 
 _HEADER = struct.Struct("<I")
 
@@ -30,7 +30,7 @@ class ChildRun(Record, frozen=True, kw_only=True, tag="run"):
     attempt: Attempt
     resources: dict[str, Resource]
     token: str
-    replay: ReplayScript | None = None
+    replay: Script | None = None
 
 
 class ChildReady(Record, frozen=True, kw_only=True, tag="ready"):

@@ -199,8 +199,7 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
         no_policy = Upstream(name="", base_url="", model_version=canned.model_version)
         route = Route(target="record", url=url, upstream=no_policy)
     headers = [(name.lower(), value) for name, value in request.headers.raw]
-    named = dict(headers)
-    retries = retry_count_of(named)
+    retries = retry_count_of(named := dict(headers))
     request_id = request_id_of(named, content or b"", retries)
     opened = None
     if call is not None:
@@ -245,8 +244,8 @@ def _canned_answer(attempt: ActiveAttempt, call: Request | None, span_id: str) -
     return attempt.responder.respond(call, agent=who_within(attempt, span_id).agent)
 
 
-def _response_of(canned: CannedAnswer, answer: Any, request: Any) -> Any:
-    """A canned answer as a response of the client's own class ``answer``."""
-    response = answer(200, headers={"content-type": canned.content_type}, content=canned.body, request=request)
+def _response_of(given: CannedAnswer, answer: Any, request: Any) -> Any:
+    """A given answer as a response of the client's own class ``answer``."""
+    response = answer(given.status, headers={"content-type": given.content_type}, content=given.body, request=request)
     response.elapsed = timedelta()
     return response

@@ -1,0 +1,152 @@
+"""Answers the calls of a fork: as recorded before the call that it forks at, and from there by a model.
+
+A call is found by its agent and its request. As long as everything that an agent read is recorded, it must ask what it
+asked then; the first other request is a divergence, which is refused with status 400 and fails the attempt. Agents that
+run side by side may make their calls in another order than in the recording.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from threading import Lock
+from typing import Literal
+
+from agl.contracts import CannedAnswer
+from agl.dialects import Request
+from agl.schemas import Dialect, Json, Record, to_json
+from agl_run.replay.answers import asked, encode_answer, key_of
+from agl_run.replay.differences import ending, nearest
+from agl_run.replay.plan import ForkPlan
+from agl_run.replay.player import VERSION, RecordedAnswer
+
+DIVERGED = f"{VERSION}diverged"
+"""The model version of a call that was refused."""
+
+REFUSED = 400
+"""Status of the answer to a request that diverged; clients do not repeat such a request."""
+
+Place = tuple[str, bytes]
+"""An agent, and the key of its request."""
+
+
+class ForkScript(Record, frozen=True, kw_only=True, tag="fork"):
+    """A fork's plan with the answers that it needs; can be sent to the agent's process.
+
+    Attributes:
+        recorded: The answers of the recorded rollout in order of time.
+        position: The one among them to fork at.
+        answer: The answer that the call to fork at gets, ``None`` if a model answers.
+    """
+
+    plan: ForkPlan
+    position: int
+    recorded: tuple[RecordedAnswer, ...]
+    answer: RecordedAnswer | None = None
+
+
+class ForkPlayer:
+    """Answers the calls of one attempt; thread-safe.
+
+    Equal requests of one agent are answered in the order in which they were recorded.
+    """
+
+    def __init__(self, script: ForkScript) -> None:
+        self._script = script
+        self._lock = Lock()
+        self._before = _waiting(script.recorded[: script.position])
+        self._after = _waiting(script.recorded[script.position + 1 :])
+        self._owed = Counter(answer.agent for answer in script.recorded[: script.position])
+        self._at = _place(script.recorded[script.position])
+        self._is_reached = False
+        self._is_anew = False
+        self._diverged = ""
+
+    def respond(self, request: Request, *, agent: str) -> CannedAnswer | None:
+        """Return the answer to a request of ``agent``, ``None`` if a model has to answer."""
+        body = request.to_dict()
+        if body is None or request.dialect == "embeddings":
+            return None
+        with self._lock:
+            source, answer = self._answer(request.dialect, body, agent)
+        if source == "live":
+            return None
+        version = f"{VERSION}{source}"
+        if answer is None:
+            refusal = to_json({"type": "error", "error": {"type": "replay_error", "message": self._diverged}})
+            return CannedAnswer(content_type="application/json", body=refusal, model_version=version, status=REFUSED)
+        content_type, data = encode_answer(request.dialect, answer, is_streamed=body.get("stream") is True)
+        return CannedAnswer(content_type=content_type, body=data, model_version=version)
+
+    def divergence(self, *, is_over: bool) -> str:
+        """Describe the first divergence, ``""`` without one; ``is_over`` if the agent ended by itself."""
+        if self._diverged or not is_over:
+            return self._diverged
+        missed = self._missed()
+        if not missed:
+            return ""
+        return (
+            f"the agent ended without {self._named(missed[0])}. Something beside its model calls went another way, "
+            "such as a tool, or the call left through a client that is not on httpx; a fork answers no other"
+        )
+
+    def _answer(
+        self, dialect: Dialect, body: Json, agent: str
+    ) -> tuple[Literal["recorded", "sibling", "live", "diverged"], Json]:
+        """Return the source of the answer to a request, and the answer if it is there already."""
+        place = agent, key_of(dialect, body)
+        if self._diverged:
+            return "diverged", None
+        if before := self._before.get(place):
+            self._owed[agent] -= 1
+            return "recorded", before.popleft().response
+        if not self._is_reached and place == self._at:
+            self._is_reached = self._is_anew = True
+            given = self._script.answer
+            return ("live", None) if given is None else ("sibling", given.response)
+        if after := self._after.get(place):
+            answer = after.popleft()
+            if self._script.plan.is_coupled:
+                return "recorded", answer.response
+        elif self._must_be_recorded(agent):
+            self._diverged = self._difference(dialect, body, agent)
+            return "diverged", None
+        self._is_anew = True
+        return "live", None
+
+    def _must_be_recorded(self, agent: str) -> bool:
+        """Return true if all that ``agent`` read so far is recorded."""
+        is_before = self._owed[agent] > 0 or (agent == self._at[0] and not self._is_reached)
+        return is_before or not self._is_anew
+
+    def _difference(self, dialect: Dialect, body: Json, agent: str) -> str:
+        messages = asked(dialect, body)
+        missed = self._missed()
+        due = next((answer for answer in missed if answer.agent == agent), missed[0] if missed else None)
+        told = f"{agent or 'the agent'} made a request that the recorded rollout did not make: {ending(messages)}"
+        if due is None:
+            return told
+        where = nearest(messages, [asked(due.dialect, due.request)])
+        return f"{told}. Due was {self._named(due)}: {where}"
+
+    def _missed(self) -> list[RecordedAnswer]:
+        """Return the calls up to the one to fork at that the agent has not made yet, in order of time."""
+        waiting = {id(answer) for answers in self._before.values() for answer in answers}
+        recorded, position = self._script.recorded, self._script.position
+        found = [answer for answer in recorded[:position] if id(answer) in waiting]
+        return found if self._is_reached else [*found, recorded[position]]
+
+    def _named(self, answer: RecordedAnswer) -> str:
+        recorded = self._script.recorded
+        number = next(number for number, each in enumerate(recorded, start=1) if each is answer)
+        by = f" by {answer.agent}" if answer.agent else ""
+        return f"call {number} of {self._script.plan.rollout_id}{by}"
+
+
+def _waiting(answers: Iterable[RecordedAnswer]) -> dict[Place, deque[RecordedAnswer]]:
+    found: dict[Place, deque[RecordedAnswer]] = defaultdict(deque)
+    for answer in answers:
+        found[_place(answer)].append(answer)
+    return found
+
+
+def _place(answer: RecordedAnswer) -> Place:
+    return answer.agent, key_of(answer.dialect, answer.request)
