@@ -23,6 +23,7 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
+from agl.stores import read_recordings
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.model import load_model
 from agl_run import Quiet, policy
@@ -275,17 +276,15 @@ def test_interval_that_cannot_be_kept_is_refused(model_dir: Path, tmp_path: Path
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_run_killed_twenty_times_ends_like_one_that_was_not(model_dir: Path, tmp_path: Path) -> None:
+def test_run_killed_twenty_times_ends_like_an_undisturbed_one_with_its_rollouts(
+    model_dir: Path, tmp_path: Path
+) -> None:
     steps, draw = 60, random.Random(1)
-    parts = {name: Small(tmp_path / name, model_dir) for name in ("whole", "killed")}
-    for name, small in parts.items():
-        (small.folder / "agent_that_saves.py").write_text(AGENT)
-        (small.folder / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
-        text = EXPERIMENT.format(model=json.dumps(str(model_dir)), steps=steps, save_every=3 if name == "killed" else 1)
-        (small.folder / "experiment.toml").write_text(text)
-    assert 0 == started(parts["whole"], pause_s=0).wait(3000)
+    killed, whole = Small(tmp_path / "killed", model_dir), Small(tmp_path / "whole", model_dir)
+    write_experiment(killed, steps=steps, save_every=3)
+    write_experiment(whole, steps=steps, save_every=1)
 
-    killed, kills, words = parts["killed"], 0, ()
+    kills, words = 0, ()
     while kills < 20:
         before = steps_with_numbers(killed)
         process = started(killed, *words, pause_s=0.1)
@@ -297,7 +296,32 @@ def test_run_killed_twenty_times_ends_like_one_that_was_not(model_dir: Path, tmp
         kills, words = kills + 1, ("--resume",)
     assert 0 == started(killed, "--resume", pause_s=0).wait(3000)
 
-    check_same(parts["whole"].outcome(), killed.outcome(), steps=steps)
+    # A rollout that was killed draws anew, so the undisturbed run is given the rollouts and not only their seeds.
+    asyncio.run(copy_rollouts(killed, whole))
+    assert 0 == started(whole, pause_s=1000).wait(3000)
+    check_same(whole.outcome(), killed.outcome(), steps=steps)
+
+
+def write_experiment(small: Small, *, steps: int, save_every: int) -> None:
+    (small.folder / "agent_that_saves.py").write_text(AGENT)
+    (small.folder / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    text = EXPERIMENT.format(model=json.dumps(str(small.model)), steps=steps, save_every=save_every)
+    (small.folder / "experiment.toml").write_text(text)
+
+
+async def copy_rollouts(source: Small, target: Small) -> None:
+    """Give an experiment that has not begun the finished rollouts of another one."""
+    manager = agl.PluginManager.from_environment()
+    old, new = (
+        manager.build(manager.store_entry("sqlite"), url=f"sqlite:///{each.folder}/runs.db")
+        for each in (source, target)
+    )
+    try:
+        query = RolloutQuery(experiment="small", limit=1000)
+        await new.restore([each async for each in read_recordings(old, query, spans="all")])
+    finally:
+        await old.close()
+        await new.close()
 
 
 def started(small: Small, *words: str, pause_s: float) -> subprocess.Popen[bytes]:

@@ -1,14 +1,18 @@
 """Versions that were never saved are said to be so, and what they were pinned to is asked for again."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from agl.algorithms import AlgorithmConfig
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
 from agl_run.cli.lineage import list_versions, shown
 from agl_run.experiment.saving import deferred, remove_unreachable, saved_marks, to_end, unsaved
+from agl_run.experiment.serving_files import served_from_disk
 from agl_run.experiment.state import AlgorithmState
 
 
@@ -84,3 +88,44 @@ def test_work_that_is_cancelled_is_done_to_its_end_before_the_cancellation_goes_
         assert ["saved"] == done
 
     asyncio.run(work())
+
+
+class Waits:
+    def __init__(self, *, save_every: int | str = "5%") -> None: ...
+
+
+class SavesAlways:
+    def __init__(self, *, steps: int = 1) -> None: ...
+
+
+class InProcess:
+    def offer_weights(self) -> None: ...
+
+
+class Elsewhere:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "params", "policy", "is_told"),
+    [
+        (Waits, {}, Elsewhere, True),
+        (Waits, {"save_every": 1}, Elsewhere, False),
+        (Waits, {}, InProcess, False),
+        (SavesAlways, {}, Elsewhere, False),
+    ],
+)
+def test_check_tells_of_weights_that_must_be_on_disk_in_every_step(
+    algorithm: type, params: dict[str, Any], policy: type, is_told: bool
+) -> None:
+    config = SimpleNamespace(
+        algorithm=(AlgorithmConfig(use="grpo", tunes=("llm", "prompt"), params=params),),
+        policy={"llm": SimpleNamespace(use="vllm")},
+    )
+    manager = SimpleNamespace(policy=lambda _: policy, resolve=lambda entry: entry)
+    plan: Any = SimpleNamespace(config=config, manager=manager, entry=lambda _: algorithm)
+    line = (
+        "grpo writes the weights of llm in every step, because vllm reads them from disk; save_every spaces the state "
+        "of training alone"
+    )
+    assert ([line] if is_told else []) == served_from_disk(plan)
