@@ -14,7 +14,6 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, StepReport
 from agl_run import Quiet, SQLiteStore, policy
 from agl_run.experiment.drive import Driver
-from agl_run.experiment.state import AlgorithmState
 from agl_testing.commands import run_agl
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder
@@ -128,10 +127,10 @@ def test_step_that_was_killed_is_told_from_the_one_that_repeated_it(
 ) -> None:
     commit = Driver.commit
 
-    async def dies(driver: Driver, name: str, state: AlgorithmState, report: StepReport) -> None:
+    async def dies(driver: Driver, turn: Any, report: StepReport, **rest: Any) -> None:
         if report.step == 2:
             raise RuntimeError("killed on purpose")
-        await commit(driver, name, state, report)
+        await commit(driver, turn, report, **rest)
 
     monkeypatch.setattr(Driver, "commit", dies)
     with pytest.raises(RuntimeError, match="on purpose"):

@@ -35,6 +35,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.importance",
         "agl_objectives.kl",
         "agl_objectives.registry",
+        "agl_objectives.saving",
         "agl_objectives.tasks",
         "agl_objectives.testing",
         "agl_objectives.trial",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.checkpoint import save_served
-from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora
+from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
 from agl_algo_torch.served_weights import ServedWeights
 
 pytest.importorskip("peft", reason="adapters need the extra lora")
@@ -182,3 +183,35 @@ def test_an_adapter_for_another_model_is_refused_and_the_one_before_stays(stock:
     with pytest.raises(ConfigError, match="nowhere"):
         served.read(narrow)
     assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_adapter_in_memory_is_served_as_the_one_on_disk(stock: Stock, merges: bool) -> None:
+    _, base = stock.base()
+    weights, adapted = stock.adapter(1)
+    one, other = copy.deepcopy(base), copy.deepcopy(base)
+    from_disk, from_memory = ServedWeights(one, merges=merges), ServedWeights(other, merges=merges)
+    from_disk.apply(from_disk.read(weights))
+    from_memory.apply(from_memory.take(adapted))
+    expected = logits(one)
+    assert not torch.equal(logits(base), expected)
+    assert torch.equal(expected, logits(other))
+
+    with torch.no_grad():  # training goes on, and what serves does not change with it
+        for parameter in adapted.model.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(expected, logits(other))
+
+
+def test_master_in_memory_is_served_in_the_type_that_it_computes_in(stock: Stock, tmp_path: Path) -> None:
+    weights, base = stock.base()
+    master = load_model(weights.uri, device="cpu", dtype="bfloat16", is_master=True)
+    with torch.no_grad():
+        for parameter in master.model.parameters():
+            parameter.add_(1e-4)
+    one, other = copy.deepcopy(base), copy.deepcopy(base)
+    from_disk, from_memory = ServedWeights(one), ServedWeights(other)
+    from_disk.apply(from_disk.read(save_served(master, tmp_path / "master")))
+    from_memory.apply(from_memory.take(master))
+    assert torch.equal(logits(one), logits(other))
+    assert not torch.equal(logits(base), logits(other))

@@ -76,6 +76,11 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
             write_probe(directory, probe)
 
     write_directory(target, fill)
+    return served_weights(loaded, target)
+
+
+def served_weights(loaded: LoadedModel, target: Path) -> Weights:
+    """Return the resource that names what `save_served` writes."""
     if has_lora(loaded.model):
         return Weights(uri=str(target), base_model=loaded.name, format="lora")
     return Weights(uri=str(target), format="hf")
@@ -150,11 +155,12 @@ def step_directory(parent: Path, step: int) -> Path:
 
 
 def prune(parent: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-    """Remove the directories of steps before the last `keep`, counted back from `step`, except those of `kept`."""
-    oldest = step_directory(parent, max(0, step - keep + 1)).name
+    """Remove the directories of steps up to `step`, except the newest `keep` and those of `kept`."""
+    newest = step_directory(parent, step).name
+    found = sorted(path for path in parent.glob("[0-9]*") if path.is_dir() and path.name <= newest)
     staying = {step_directory(parent, each).name for each in kept}
-    for path in parent.glob("[0-9]*"):
-        if path.is_dir() and path.name < oldest and path.name not in staying:
+    for path in found[:-keep]:
+        if path.name not in staying:
             shutil.rmtree(path, ignore_errors=True)
 
 

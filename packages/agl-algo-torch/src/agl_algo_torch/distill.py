@@ -41,6 +41,7 @@ from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.importance import Importance
 from agl_objectives.registry import find_estimator
+from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Distill:
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             a third more time.
         keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -110,6 +113,7 @@ class Distill:
         threads: int = 0,
         gradient_checkpointing: bool = False,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
     ) -> None:
         if not teacher:
             raise ConfigError(
@@ -159,7 +163,7 @@ class Distill:
             threads=threads,
             gradient_checkpointing=gradient_checkpointing,
         )
-        self._tuned = TunedPolicy(settings=self._settings, algorithm="distill", keep=keep)
+        self._tuned = TunedPolicy(settings=self._settings, algorithm="distill", keep=keep, save_every=save_every)
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -194,12 +198,12 @@ class Distill:
         metrics |= _gap(samples, scores) | {"collect_s": collect_s}
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 
-        # 4. Update; save what training continues from, then make the new weights live.
+        # 4. Update, make the new weights live, and save them unless that may wait.
         started = time.perf_counter()
+        self._tuned.start_updates()
         metrics |= await self._train(learner, rows)
         metrics["update_s"] = time.perf_counter() - started
-        await self._tuned.save(step=step)
-        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
+        published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
         self._step = step
         is_finished = step >= self._steps
         return StepReport(

@@ -21,6 +21,7 @@ from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.pairs import PairAlgorithm, Pairing
 from agl_algo_torch.preference import PreferenceSettings, ReferenceKind
 from agl_algo_torch.supply import RolloutSupply
+from agl_objectives.saving import SAVE_EVERY
 
 
 class DPO(PairAlgorithm):
@@ -44,6 +45,8 @@ class DPO(PairAlgorithm):
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             a third more time.
         keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -74,6 +77,7 @@ class DPO(PairAlgorithm):
         threads: int = 0,
         gradient_checkpointing: bool = False,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
     ) -> None:
         if group_size == 1 or beta <= 0:
             raise ConfigError(
@@ -107,6 +111,7 @@ class DPO(PairAlgorithm):
                 per_update=pairs_per_update,
                 token_budget=token_budget,
                 keep=keep,
+                save_every=save_every,
             ),
             pairing=pairs,
             min_gap=min_gap,

@@ -52,10 +52,11 @@ from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.registry import find_estimator
+from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
@@ -102,6 +103,8 @@ class GRPO:
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             a third more time.
         keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -152,6 +155,7 @@ class GRPO:
         threads: int = 0,
         gradient_checkpointing: bool = False,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
     ) -> None:
         not_negative("grpo", kl_coef=kl_coef, tis_cap=tis_cap)
         found = find_estimator(estimator, estimator_params)
@@ -227,7 +231,11 @@ class GRPO:
         )
         self._anchor = Anchor("grpo", coef=anchor_coef, kl=kl, token_budget=token_budget)
         self._tuned = TunedPolicy(
-            settings=settings, algorithm="grpo", keep=keep, has_reference=bool(kl_coef or anchor_coef)
+            settings=settings,
+            algorithm="grpo",
+            keep=keep,
+            save_every=save_every,
+            has_reference=bool(kl_coef or anchor_coef),
         )
         self._step = 0
         self._has_told = False
@@ -235,7 +243,7 @@ class GRPO:
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
         self._context = context
-        self._tuned.begin(context)
+        self._tuned.begin(context, others=self._write_replay)
         check_tasks(context, algorithm="grpo")
         self._groups.begin(context)
 
@@ -268,6 +276,7 @@ class GRPO:
 
         # 3. Update, on some rollouts of earlier steps as well.
         started = time.perf_counter()
+        self._tuned.start_updates()
         held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
         own = tuple(dict.fromkeys(sample.rollout for sample in batch.samples))  # each id once, in order
         replayed = self._replay.take(version, own=len(own))
@@ -276,11 +285,8 @@ class GRPO:
         metrics |= replayed.metrics() if self._replay.share else {}
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save what training continues from, then make the new weights live; without an update there are none.
-        await self._tuned.save(step=step)
-        kept = context.kept()
-        await asyncio.to_thread(self._replay.save, context.workdir, step=step, keep=self._keep, kept=kept)
-        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
+        # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
+        published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
         self._step = step
         is_finished = step >= self._steps
         return StepReport(
@@ -318,6 +324,9 @@ class GRPO:
     async def close(self) -> None:
         """Drop the model and the reference."""
         self._tuned.close()
+
+    def _write_replay(self, step: int, kept: Collection[int]) -> None:
+        self._replay.save(self._context.workdir, step=step, keep=self._keep, kept=kept)
 
     def _tell_unused(self, final: int, calls: int) -> None:
         """Say once that the credit leaves the estimator nothing to do."""

@@ -42,6 +42,7 @@ from agl_algo_torch.preference import (
 )
 from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import at_least_one
+from agl_objectives.saving import SAVE_EVERY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,6 +90,8 @@ class KTO(PreferenceAlgorithm[Label]):
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             a third more time.
         keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -121,6 +124,7 @@ class KTO(PreferenceAlgorithm[Label]):
         threads: int = 0,
         gradient_checkpointing: bool = False,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
     ) -> None:
         at_least_one("kto", rollouts_per_update=rollouts_per_update)
         if min(beta, weight_good, weight_bad) <= 0:
@@ -160,6 +164,7 @@ class KTO(PreferenceAlgorithm[Label]):
                 per_update=rollouts_per_update,
                 token_budget=token_budget,
                 keep=keep,
+                save_every=save_every,
             ),
             left_out="its rollout is neither good nor bad",
         )

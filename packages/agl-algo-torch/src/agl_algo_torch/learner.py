@@ -14,7 +14,15 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, step_directory
+from agl_algo_torch.checkpoint import (
+    load_training,
+    prune,
+    read_origin,
+    save_served,
+    save_training,
+    served_weights,
+    step_directory,
+)
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, checkpoint_gradients, load_model, open_adapter
 from agl_algo_torch.optim import OptimSettings, Skipped, apply_gradients, build_optimizer
 from agl_algo_torch.packing import pack
@@ -106,7 +114,7 @@ class PolicyLearner:
         return self.updates - self.skipped.total
 
     def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-        """Write a training checkpoint and remove those of steps before the last `keep`, except the last two and `kept`.
+        """Write a training checkpoint and remove all but the newest `keep`, the last two and those of `kept`.
 
         The run's state names the one before until the new state is saved.
         """
@@ -118,6 +126,10 @@ class PolicyLearner:
             origin=self.origin,
         )
         prune(workdir / "state", step=step, keep=max(2, keep), kept=kept)
+
+    def served(self, workdir: Path, *, step: int) -> Weights:
+        """Return the resource that names the weights to serve of a step, which need not be written yet."""
+        return served_weights(self.loaded, step_directory(workdir.absolute() / "weights", step))
 
     def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
         """Write the weights to serve and return the resource that names them; prunes like `save`."""

@@ -1,8 +1,8 @@
 """The embedded policy: a model, its engine and its server, in this process and on a free local port.
 
 The policy serves a copy of the model, so training may change its own weights while requests run. `publish` (weights in
-memory) and `load` (weights on disk) bring the copy up to date between two tokens. The server has an event loop and a
-thread of its own, so a training step that blocks the caller's loop delays no answer.
+memory) and `load` (weights on disk, or offered from memory) bring the copy up to date between two tokens. The server
+has an event loop and a thread of its own, so a training step that blocks the caller's loop delays no answer.
 
 Limit: Python threads share one interpreter, so a busy agent in the same process slows the engine.
 """
@@ -106,6 +106,7 @@ class TorchPolicy:
         self._loaded = loaded
         self._weights = ServedWeights(loaded, merges=self._settings.merge_adapters)
         self._exchanging = asyncio.Lock()
+        self._offered: tuple[Weights, LoadedModel | Mapping[str, Tensor]] | None = None
         limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
         self._engine = Engine(loaded.model, settings=limits)
         self._thread: ServerThread | None = None
@@ -174,8 +175,20 @@ class TorchPolicy:
             await asyncio.to_thread(self._thread.stop)
             self._thread, self._base_url = None, ""
 
+    def offer_weights(self, weights: Weights, held: LoadedModel | Mapping[str, Tensor]) -> None:
+        """Let the next `load` take `weights` from memory: they need not be on disk then.
+
+        Args:
+            weights: The resource that will be loaded.
+            held: The model that has these weights, or its state; it must not change until they are loaded.
+        """
+        self._offered = (weights, held)
+
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """Serve weights from disk; raises ConfigError for other resources and for weights of another model."""
+        """Serve weights from disk, or those that were just offered.
+
+        Raises ConfigError for other resources and for weights of another model.
+        """
         weights = version.resource
         if not isinstance(weights, Weights):
             raise ConfigError(
@@ -183,7 +196,11 @@ class TorchPolicy:
                 f"{type(weights).__name__}. Let an algorithm that trains weights tune it."
             )
         async with self._exchanging:
-            exchange = await asyncio.to_thread(self._weights.read, weights)
+            offered, self._offered = self._offered, None
+            if offered is not None and offered[0] == weights:
+                exchange = await asyncio.to_thread(self._weights.take, offered[1])
+            else:
+                exchange = await asyncio.to_thread(self._weights.read, weights)
             await self._swap(exchange, version.version)
         return self._served()
 

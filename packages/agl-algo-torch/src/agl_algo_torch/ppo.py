@@ -50,6 +50,7 @@ from agl_objectives.answers import rollout_shares, without_truncated
 from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import group_uses
 
@@ -120,6 +121,8 @@ class PPO:
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             a third more time.
         keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -171,6 +174,7 @@ class PPO:
         threads: int = 0,
         gradient_checkpointing: bool = False,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
     ) -> None:
         not_negative("ppo", kl_coef=kl_coef, tis_cap=tis_cap)
         not_negative("ppo", value_clip=value_clip, critic_warmup=critic_warmup, critic_lr=critic_lr)
@@ -247,7 +251,11 @@ class PPO:
         )
         self._anchor = Anchor("ppo", coef=anchor_coef, kl=kl, token_budget=token_budget)
         self._tuned = TunedPolicy(
-            settings=settings, algorithm="ppo", keep=keep, has_reference=bool(kl_coef or anchor_coef)
+            settings=settings,
+            algorithm="ppo",
+            keep=keep,
+            save_every=save_every,
+            has_reference=bool(kl_coef or anchor_coef),
         )
         self._critic: CriticLearner | None = None
         self._step, self._updates = 0, 0
@@ -255,13 +263,13 @@ class PPO:
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
         self._context = context
-        self._tuned.begin(context)
+        self._tuned.begin(context, others=self._write_critic)
         check_tasks(context, algorithm="ppo")
         self._groups.begin(context)
 
     async def step(self) -> StepReport:
         """Collect, evaluate, update policy and critic, save and publish."""
-        context, step = self._context, self._step + 1
+        step = self._step + 1
         learner = await self._tuned.learner(updates=self._updates)
         moves = learner.moves
         critic = self._critic = self._critic or await asyncio.to_thread(self._make_critic, learner)
@@ -284,14 +292,13 @@ class PPO:
         metrics |= rollout_shares(collected.episodes, dropped=sum(collected.dropped.values()), loud=loud)
 
         # 3. Update policy and critic.
+        self._tuned.start_updates()
         held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
         metrics |= await self._train(learner, critic, valued, held=held)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save what training continues from, then make the new weights live; without an update there are none.
-        await self._tuned.save(step=step)
-        await asyncio.to_thread(critic.save, context.workdir, learner, step=step, keep=self._keep, kept=context.kept())
-        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
+        # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
+        published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
         self._step, self._updates = step, learner.updates
         is_finished = step >= self._steps
         return StepReport(
@@ -331,6 +338,10 @@ class PPO:
         """Drop the model, the critic and the reference."""
         self._tuned.close()
         self._critic = None
+
+    def _write_critic(self, step: int, kept: Collection[int]) -> None:
+        if self._critic is not None:
+            self._critic.save(self._context.workdir, self._tuned.opened, step=step, keep=self._keep, kept=kept)
 
     async def _open_critic(self, state: Mapping[str, Json]) -> None:
         """Continue with the critic that was saved beside the checkpoint; without one the next step makes it."""

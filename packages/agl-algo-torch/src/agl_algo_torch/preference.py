@@ -94,6 +94,7 @@ class PreferenceSettings:
     per_update: int
     token_budget: int
     keep: int
+    save_every: int | str
 
 
 class PreferenceAlgorithm(ABC, Generic[E]):
@@ -112,7 +113,11 @@ class PreferenceAlgorithm(ABC, Generic[E]):
         self._settings, self._left_out = settings, left_out
         has_reference = settings.reference == "start"
         self._tuned = TunedPolicy(
-            settings=settings.learner, algorithm=name, keep=settings.keep, has_reference=has_reference
+            settings=settings.learner,
+            algorithm=name,
+            keep=settings.keep,
+            save_every=settings.save_every,
+            has_reference=has_reference,
         )
         self._supply = supply
         self._step, self._updates = 0, 0
@@ -155,12 +160,12 @@ class PreferenceAlgorithm(ABC, Generic[E]):
 
         # 3. Update.
         started = time.perf_counter()
+        self._tuned.start_updates()
         metrics = given.metrics | self.counts(examples) | await self._train(learner, examples, rows)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save, then publish; without an update the weights are what they were, so there is nothing to publish.
-        await self._tuned.save(step=step)
-        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
+        # 4. Make the new weights live; without an update they are what they were. Save them unless that may wait.
+        published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
         self._step, self._updates = step, learner.updates
         return StepReport(
             step=step,

@@ -40,6 +40,7 @@ from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class RFT:
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             a third more time.
         keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -98,6 +101,7 @@ class RFT:
         threads: int = 0,
         gradient_checkpointing: bool = False,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
     ) -> None:
         one_of("rft", aggregation=(aggregation, AGGREGATIONS))
         counts = {"epochs": epochs, "rollouts_per_update": rollouts_per_update, "token_budget": token_budget}
@@ -123,7 +127,7 @@ class RFT:
             threads=threads,
             gradient_checkpointing=gradient_checkpointing,
         )
-        self._tuned = TunedPolicy(settings=settings, algorithm="rft", keep=keep)
+        self._tuned = TunedPolicy(settings=settings, algorithm="rft", keep=keep, save_every=save_every)
         self._supply = RolloutSupply(
             algorithm="rft", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
         )
@@ -147,12 +151,12 @@ class RFT:
 
         # 3. Update.
         started = time.perf_counter()
+        self._tuned.start_updates()
         metrics = given.metrics | await self._train(learner, rows)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save, then publish; without an update the weights are what they were.
-        await self._tuned.save(step=step)
-        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
+        # 4. Make the new weights live; without an update they are what they were. Save them unless that may wait.
+        published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
         self._step, self._updates = step, learner.updates
         return StepReport(
             step=step,

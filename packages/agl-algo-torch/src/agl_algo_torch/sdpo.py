@@ -70,6 +70,7 @@ from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
 from agl_objectives.importance import Importance
 from agl_objectives.registry import find_estimator
+from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ class SDPO:
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             a third more time.
         keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -170,6 +173,7 @@ class SDPO:
         threads: int = 0,
         gradient_checkpointing: bool = False,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
     ) -> None:
         counts = {"tasks_per_step": tasks_per_step, "group_size": group_size, "token_budget": token_budget}
         at_least_one("sdpo", steps=steps, **counts, max_tokens=max_tokens, keep=keep)
@@ -216,7 +220,13 @@ class SDPO:
             threads=threads,
             gradient_checkpointing=gradient_checkpointing,
         )
-        self._tuned = TunedPolicy(settings=settings, algorithm="sdpo", keep=keep, has_reference=teacher_start > 0)
+        self._tuned = TunedPolicy(
+            settings=settings,
+            algorithm="sdpo",
+            keep=keep,
+            save_every=save_every,
+            has_reference=teacher_start > 0,
+        )
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -249,12 +259,12 @@ class SDPO:
         # 3. Update.
         started = time.perf_counter()
         samples = prepared.samples if self._grpo_coef else []
+        self._tuned.start_updates()
         metrics |= await asyncio.to_thread(self._update, learner, lessons.rows, samples)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save what training continues from, then make the new weights live; without an update there are none.
-        await self._tuned.save(step=step)
-        published = (await self._tuned.publish(step=step),) if learner.moves > moves else ()
+        # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
+        published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
         self._step = step
         is_finished = step >= self._steps
         rollouts = [row.policy.rollout for row in lessons.rows] + [sample.rollout for sample in samples]

@@ -12,13 +12,14 @@ import re
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl_algo_torch.model import LoadedModel, has_lora, served_state, without_master
 from agl_algo_torch.typed_torch import modules, read_tensors
 from agl_algo_torch.weights import copy_into, misfits, read_weights
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
-
-    from agl_algo_torch.model import LoadedModel
 
 _PART = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 """A tensor in an adapter's file: its layer, and which matrix of the pair it is."""
@@ -79,16 +78,27 @@ class ServedWeights:
 
     def read(self, weights: Weights) -> Exchange:
         """Read what serving `weights` needs; raises ConfigError when they cannot be read or do not fit. Blocks."""
-        own = self._model.state_dict()
         is_beside = weights.format == "lora" and not self._merges
         adapter = _read_adapter(weights, self._model) if is_beside else None
         if adapter is None:
-            return self.whole(read_weights(weights, like=own), place=_place(weights.uri))
-        place = _place(weights.base_model)
+            return self.whole(read_weights(weights, like=self._model.state_dict()), place=_place(weights.uri))
+        return self._beside(adapter, base=weights.base_model)
+
+    def take(self, held: LoadedModel | Mapping[str, Tensor]) -> Exchange:
+        """Return the exchange for a model in memory, or for its state, as `read` does once it is on disk. Blocks."""
+        if not isinstance(held, LoadedModel):
+            return self.whole(held)
+        if not has_lora(held.model):
+            return self.whole(without_master(held).model.state_dict())
+        adapter = None if self._merges else _held_adapter(held, self._model)
+        return self.whole(served_state(held.model)) if adapter is None else self._beside(adapter, base=held.name)
+
+    def _beside(self, adapter: Adapter, *, base: str) -> Exchange:
+        place = _place(base)
         if place == self._place:
             return Exchange(place=place, adapter=adapter)
-        base = self._fitting(read_weights(Weights(uri=weights.base_model), like=own))
-        return Exchange(base=base, place=place, adapter=adapter)
+        own = self._model.state_dict()
+        return Exchange(base=self._fitting(read_weights(Weights(uri=base), like=own)), place=place, adapter=adapter)
 
     def whole(self, state: Mapping[str, Tensor], *, place: str = "") -> Exchange:
         """Return the exchange of all weights; raises ConfigError unless names and shapes are the model's."""
@@ -127,15 +137,30 @@ def _read_adapter(weights: Weights, model: nn.Module) -> Adapter | None:
         config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # peft says what is wrong with it
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+    return _adapter(config, tensors, model)
+
+
+def _held_adapter(held: LoadedModel, model: nn.Module) -> Adapter | None:
+    """Return the adapter of a model in memory, a copy of it; `None` like `_read_adapter`."""
+    import peft
+
+    config: dict[str, Any] = cast("Any", held.model).peft_config["default"].to_dict()
+    state: dict[str, Tensor] = cast("Any", peft).get_peft_model_state_dict(held.model)
+    return _adapter(config, {name: tensor.detach().clone() for name, tensor in state.items()}, model)
+
+
+def _adapter(config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> Adapter | None:
+    """Make an adapter of its configuration and tensors; `None` unless it is made of pairs that fit linear layers."""
     if config.get("bias", "none") != "none" or any(value for name, value in config.items() if name not in _KNOWN):
         return None
     halves: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, tensor in read_tensors(file).items():
-            found = _PART.fullmatch(name)
-            if found is None:
-                return None
-            halves[found[2]][found[1]] = tensor
+    for name, tensor in tensors.items():
+        found = _PART.fullmatch(name)
+        if found is None:
+            return None
+        halves[found[2]][found[1]] = tensor
     rank = int(config["r"])
     layers = dict(modules(model))
     if not halves["A"] or halves["A"].keys() != halves["B"].keys():

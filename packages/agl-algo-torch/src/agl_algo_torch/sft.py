@@ -34,6 +34,7 @@ from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.tuned_policy import at_least_one, not_negative, one_of
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,6 +63,8 @@ class SFT:
         gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
             a third more time.
         keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -89,6 +92,7 @@ class SFT:
         threads: int = 0,
         gradient_checkpointing: bool = False,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
     ) -> None:
         if min(batch_size, updates_per_step, keep) < 1 or updates < 0:
             raise ConfigError(
@@ -106,6 +110,9 @@ class SFT:
         self._aggregation: Aggregation = aggregation
         self._token_budget = token_budget
         self._keep = keep
+        self._save_every = save_every
+        self._interval = SaveInterval("sft", save_every)
+        self._is_moving = False  # in the middle of a step, when the weights belong to none
         self._updates = updates
         self._optim = OptimSettings(
             lr=lr,
@@ -127,6 +134,7 @@ class SFT:
         self._context = context
         self._name = tuned_name(context, algorithm="sft")
         tuned_weights(context.current(self._name).resource, name=self._name)
+        begin_saving(context, self.save, algorithm="sft", save_every=self._save_every)
         self._dialogues = read_dialogues(context.folder / self._data)
         self._batches = -(-len(self._dialogues) // self._batch_size)  # per epoch; the last one may be smaller
         self._updates = self._updates or self._batches
@@ -141,7 +149,7 @@ class SFT:
         )
 
     async def step(self) -> StepReport:
-        """Do the next `updates_per_step` updates, save, and publish after the last one."""
+        """Do the next `updates_per_step` updates, and publish after the last one."""
         context, step, started = self._context, self._step + 1, time.perf_counter()
         if self._learner is None:
             self._learner = await self._open()
@@ -150,6 +158,7 @@ class SFT:
         learner = self._learner
 
         # A resumed step begins at a multiple of `updates_per_step`; the last step may be shorter.
+        self._is_moving = True
         reports: list[dict[str, float]] = []
         stop = min(self._updates, step * self._updates_per_step)
         while learner.updates < stop:
@@ -157,8 +166,10 @@ class SFT:
             context.progress(learner.updates, self._updates, f"loss {reports[-1].get('loss', math.nan):.3f}")
 
         is_finished = learner.updates >= self._updates
-        await asyncio.to_thread(learner.save, context.workdir, step=step, keep=self._keep)
-        self._step = step
+        self._step, self._is_moving = step, False
+        self._interval.stepped()
+        if context.defer is None:
+            await self.save(True)
         metrics = {
             "loss": mean([report["loss"] for report in reports if "grad_norm" in report]),
             "grad_norm": mean([report["grad_norm"] for report in reports if "grad_norm" in report]),
@@ -181,6 +192,16 @@ class SFT:
             published=published,
             stop_reason=f"{self._updates} updates done" if is_finished else "",
         )
+
+    async def save(self, must: bool) -> bool:
+        """Write what training continues from; see `defer` of the context."""
+        learner = self._learner
+        if learner is None or self._is_moving or not (must or self._interval.is_due()):
+            return False
+        started = time.perf_counter()
+        await asyncio.to_thread(learner.save, self._context.workdir, step=self._step, keep=self._keep)
+        self._interval.saved(time.perf_counter() - started)
+        return True
 
     def state(self) -> Mapping[str, Json]:
         """The counts and the newest checkpoint."""

@@ -7,7 +7,9 @@ The algorithms share this, so that each of them reads as its own loop. It decide
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +21,22 @@ from agl.schemas import Weights, to_builtins
 from agl_algo_torch.checkpoint import keep_start, read_origin
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.model import Reference
+from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving, offer_of
 from agl_objectives.tasks import draw_places
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json, ResourceVersion
+
+    WriteFn = Callable[[int, Collection[int]], None]
+    """Writes files of a step, and removes old ones except those of the kept steps."""
+
+
+def nothing_else(step: int, kept: Collection[int]) -> None:
+    """Write nothing beside the checkpoint of a step."""
+    del step, kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +54,26 @@ class TunedPolicy:
         settings: Optimizer, adapters, device.
         algorithm: Its registered name, for messages.
         keep: Saved states and exported weights that stay on disk, besides those to which the experiment may go back.
+        save_every: The interval between two saves, see `agl_objectives.saving`.
         has_reference: Can give the policy as it was at this algorithm's start, a resumed run included. Its copy of the
             weights takes memory only from the first time that it is asked for.
     """
 
-    def __init__(self, *, settings: LearnerSettings, algorithm: str, keep: int, has_reference: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        settings: LearnerSettings,
+        algorithm: str,
+        keep: int,
+        save_every: int | str = SAVE_EVERY,
+        has_reference: bool = False,
+    ) -> None:
         self._algorithm = algorithm
+        self._save_every = save_every
+        self._interval = SaveInterval(algorithm, save_every)
+        self._step = 0
+        self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
+        self._unwritten: int | None = None  # the step whose published weights are in memory only
         self._settings = settings
         self._keep = keep
         self._has_reference = has_reference
@@ -61,17 +86,21 @@ class TunedPolicy:
         self._rate = 1.0  # factor of the learning rate, smaller after each time that training went back
         self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
-    def begin(self, context: AlgorithmContext) -> None:
-        """Take the algorithm's context; raises ConfigError unless one policy with reachable weights is tuned."""
-        self._context = context
+    def begin(self, context: AlgorithmContext, *, others: WriteFn = nothing_else) -> None:
+        """Take the algorithm's context, and what writes its own files beside a checkpoint.
+
+        Raises ConfigError unless one policy with reachable weights is tuned.
+        """
+        self._context, self._others = context, others
         self.name = tuned_name(context, algorithm=self._algorithm)
         tuned_weights(context.current(self.name).resource, name=self.name)
+        begin_saving(context, self.save, algorithm=self._algorithm, save_every=self._save_every, serves=self.name)
 
     @property
     def reference(self) -> Reference:
         """The policy at this algorithm's start."""
         if self._reference is None:
-            self._reference = self._reference_beside(self._opened_learner())
+            self._reference = self._reference_beside(self.opened)
         return self._reference
 
     async def learner(self, *, updates: int) -> PolicyLearner:
@@ -88,21 +117,52 @@ class TunedPolicy:
             self._tell(self._learner)
         return self._learner
 
-    async def save(self, *, step: int) -> None:
-        """Write what training continues from; the step has opened the learner."""
-        kept = self._context.kept()
-        await asyncio.to_thread(
-            self._opened_learner().save, self._context.workdir, step=step, keep=self._keep, kept=kept
-        )
-        self._behind = None
-        self._tell_skipped(self._opened_learner())
+    def start_updates(self) -> None:
+        """Note that the weights begin to change: until the step has finished they are those of no step."""
+        self._is_moving = True
 
-    async def publish(self, *, step: int) -> str:
-        """Export the weights and make them live; returns `name@version`."""
-        learner = self._opened_learner()
-        kept = self._context.kept()
-        resource = await asyncio.to_thread(learner.export, self._context.workdir, step=step, keep=self._keep, kept=kept)
-        version = await self._context.publish(self.name, resource, step=step)
+    async def finish(self, *, step: int, has_moved: bool) -> tuple[str, ...]:
+        """End a step: make its weights live if they have moved, and save them unless that may wait.
+
+        Returns `name@version` of what was published.
+        """
+        published = (await self._publish(step),) if has_moved else ()
+        self._step, self._is_moving, self._behind = step, False, None
+        self._interval.stepped()
+        self._tell_skipped(self.opened)
+        if self._context.defer is None:
+            await self.save(True)
+        return published
+
+    async def save(self, must: bool) -> bool:
+        """Write what training continues from and the weights that are live; see `defer` of the context."""
+        if self._is_moving or not (must or self._interval.is_due()):
+            return False
+        started = time.perf_counter()
+        await asyncio.to_thread(self._write, self.opened, self._context.kept())
+        self._unwritten = None
+        self._interval.saved(time.perf_counter() - started)
+        return True
+
+    def _write(self, learner: PolicyLearner, kept: Collection[int]) -> None:
+        workdir = self._context.workdir
+        learner.save(workdir, step=self._step, keep=self._keep, kept=kept)
+        self._others(self._step, kept)
+        if self._unwritten is not None:
+            learner.export(workdir, step=self._unwritten, keep=self._keep, kept=kept)
+
+    async def _publish(self, step: int) -> str:
+        """Make the weights live, from memory where the policy can take them so; returns `name@version`."""
+        learner, context = self.opened, self._context
+        offer = offer_of(context, self.name)
+        if offer is None:
+            export = partial(learner.export, keep=self._keep, kept=context.kept())
+            resource = await asyncio.to_thread(export, context.workdir, step=step)
+        else:
+            resource = learner.served(context.workdir, step=step)
+            offer(resource, learner.loaded)
+            self._unwritten = step
+        version = await context.publish(self.name, resource, step=step)
         return f"{self.name}@{version.version}"
 
     def state(self, *, step: int) -> dict[str, Json]:
@@ -162,7 +222,9 @@ class TunedPolicy:
         if notice := learner.skipped.news():
             self._context.say(f"{self._context.name}: {notice}")
 
-    def _opened_learner(self) -> PolicyLearner:
+    @property
+    def opened(self) -> PolicyLearner:
+        """The learner, which the step has opened."""
         if self._learner is None:
             raise AssertionError("a step saves and publishes after its update, which opened the learner")
         return self._learner

@@ -22,13 +22,14 @@ def make(
     refill: int | None = None,
     curriculum: str | None = None,
     curriculum_uniform: float | None = None,
+    save_every: int | str | None = None,
     **config: Any,
 ) -> Any:
     """Return the algorithm: `inproc` trains in this process, `ray` with VERL's trainer on a Ray cluster.
 
     `loss` and `estimator` name those of agl-objectives, in place of VERL's own keys in `config`. `refill` is the most
     rounds in which silent groups are replaced, `curriculum` the tasks to prefer, with the share `curriculum_uniform`
-    drawn without preference.
+    drawn without preference. `save_every` is the interval between two saves, in this process only.
     Raises ConfigError for another engine, a wrong configuration, or a VERL that is missing or too new.
     """
     beside = {
@@ -39,6 +40,7 @@ def make(
         "refill": refill,
         "curriculum": curriculum,
         "curriculum_uniform": curriculum_uniform,
+        "save_every": save_every,
     }
     config |= {name: value for name, value in beside.items() if value is not None}
     if engine == "inproc":
@@ -46,6 +48,12 @@ def make(
 
         return VERL(threads=threads, keep=keep, **config)
     if engine == "ray":
+        if save_every not in (None, 1):
+            raise ConfigError(
+                f'verl got save_every = {save_every!r} with engine = "ray", where every step is saved: VERL\'s trainer '
+                "cannot be asked for a checkpoint when a validation or a stop needs one. Remove it."
+            )
+        config.pop("save_every", None)
         from agl_algo_verl.ray_engine import RayVERL
 
         return RayVERL(threads=threads, keep=keep, **config)

@@ -37,8 +37,9 @@ def step_directory(parent: Path, step: int) -> Path:
 
 
 def prune(parent: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
-    """Remove the directories of steps before the last `keep`, counted back from `step`, except those of `kept`."""
-    oldest = step_directory(parent, max(0, step - keep + 1)).name
-    for path in parent.glob("[0-9]*"):
-        if path.is_dir() and path.name < oldest and int(path.name) not in kept:
+    """Remove the directories of steps up to `step`, except the newest `keep` and those of `kept`."""
+    newest = step_directory(parent, step).name
+    found = sorted(path for path in parent.glob("[0-9]*") if path.is_dir() and path.name <= newest)
+    for path in found[:-keep]:
+        if int(path.name) not in kept:
             shutil.rmtree(path, ignore_errors=True)

@@ -8,7 +8,8 @@ One step:
        `logprob_gap`. Where they are needed, log pi_ref of the reference and the values of the critic (`learning.py`)
     4. advantages once more where these change them: less a KL penalty, or by VERL's GAE (`shaping.py`)
     5. updates by the loss (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times
-    6. save a checkpoint and publish the weights, which the policy then serves; a step without an update publishes none
+    6. publish the weights, which the policy then serves, and save them with a checkpoint unless that may wait; a step
+       without an update publishes none
 
 Deviations from VERL's own trainer, and why:
 - Agents run outside of it and speak to the policy of the experiment, so VERL has no rollout worker here.
@@ -31,6 +32,7 @@ from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.supply import VerlSupply
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
+from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +53,8 @@ class VERL:
         engine: `inproc`, the only engine of this class.
         threads: Torch's threads while training on the CPU; 0 leaves torch's choice.
         keep: Number of saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving. A run that is killed repeats the steps since the last save.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         others: `loss`, `loss_params`, `estimator` and `estimator_params` (`objectives.py`), `refill`, `curriculum` and
             `curriculum_uniform` (`supply.py`); further groups of VERL's configuration are refused by name.
@@ -65,6 +69,7 @@ class VERL:
         engine: str = "inproc",
         threads: int = 0,
         keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
         mask_truncated: bool = False,
         algorithm: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None,
@@ -90,6 +95,9 @@ class VERL:
         given = {name: group for name, group in groups.items() if group is not None}
         self.settings, self.notes = read_settings({**given, **others})
         self._threads, self._keep, self._mask_truncated = threads, keep, mask_truncated
+        self._save_every, self._interval = save_every, SaveInterval("verl", save_every)
+        self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
+        self._unwritten: int | None = None  # the step whose published weights are in memory only
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -105,11 +113,12 @@ class VERL:
             self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
         )
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
+        begin_saving(context, self.save, algorithm="verl", save_every=self._save_every, serves=self._tuned)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:
-        """Take one batch of groups, update, save and publish."""
+        """Take one batch of groups, update, publish, and save unless that may wait."""
         context, step = self._context, self._step + 1
         await self._open()
         started = time.perf_counter()
@@ -119,19 +128,17 @@ class VERL:
         prepared = await asyncio.to_thread(self._prepare, supplied)
         metrics = prepared.metrics | supplied.metrics | {"collect_s": collect_s}
 
+        self._is_moving = True
         started, updates = time.perf_counter(), self._learner.updates
         metrics |= await self._learner.train(prepared, step=step, progress=context.progress)
         metrics["update_s"] = time.perf_counter() - started  # seconds, log-probabilities and values included
 
-        # The checkpoint is on disk before the weights are live: no version serves that training cannot continue from.
-        kept = context.kept()
-        await self._learner.save(step=step, kept=kept)
-        published: tuple[str, ...] = ()
-        if self._learner.updates > updates:
-            resource = await self._learner.export(step=step, kept=kept)
-            version = await context.publish(self._tuned, resource, step=step)
-            published = (f"{self._tuned}@{version.version}",)
-        self._step = step
+        published = (await self._publish(step),) if self._learner.updates > updates else ()
+        self._step, self._is_moving = step, False
+        self._learner.finished()
+        self._interval.stepped()
+        if context.defer is None:
+            await self.save(True)
         is_finished = step >= self._steps
         return StepReport(
             step=step,
@@ -142,6 +149,18 @@ class VERL:
             stop_reason=f"{self._steps} steps done" if is_finished else "",
             uses=prepared.uses | supplied.uses,
         )
+
+    async def save(self, must: bool) -> bool:
+        """Write what training continues from and the weights that are live; see `defer` of the context."""
+        if self._is_moving or not (must or self._interval.is_due()):
+            return False
+        started, kept = time.perf_counter(), self._context.kept()
+        await self._learner.save(step=self._step, kept=kept)
+        if self._unwritten is not None:
+            await self._learner.export(step=self._unwritten, kept=kept)
+        self._unwritten = None
+        self._interval.saved(time.perf_counter() - started)
+        return True
 
     def state(self) -> Mapping[str, Json]:
         """Return the step count, what training continues from, and the groups that are under way."""
@@ -171,6 +190,19 @@ class VERL:
         if hasattr(self, "_learner"):
             await self._supply.close()
             self._learner.close()
+
+    async def _publish(self, step: int) -> str:
+        """Make the weights live, from memory where the policy can take them so; returns `name@version`."""
+        context, learner = self._context, self._learner
+        offer = offer_of(context, self._tuned)
+        if offer is None:
+            resource = await learner.export(step=step, kept=context.kept())
+        else:
+            resource = learner.served(step=step)
+            offer(resource, await learner.weights())
+            self._unwritten = step
+        version = await context.publish(self._tuned, resource, step=step)
+        return f"{self._tuned}@{version.version}"
 
     def _prepare(self, supplied: StepGroups) -> PreparedStep:
         from agl_algo_verl.rows import prepare

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _ENDPOINT = "the policy that serves: [policy.NAME]"
 _SAMPLING = "the agent's own requests, whose sampling parameters are recorded"
 _LOGGERS = "the run itself, which prints its progress, and keeps every number for `agl metrics`"
-_STEPS = "the experiment, which saves every step"
 
 DECIDED_ELSEWHERE: dict[str, str] = {
     "data.train_files": "the experiment's `train`",
@@ -51,7 +50,7 @@ DECIDED_ELSEWHERE: dict[str, str] = {
     "trainer.experiment_name": "the experiment's `name`",
     "trainer.val_before_train": "the experiment's `validate_every`",
     "trainer.test_freq": "the experiment's `validate_every`",
-    "trainer.save_freq": _STEPS,
+    "trainer.save_freq": "this algorithm's `save_every`, and on Ray the experiment, which saves every step",
     "trainer.resume_mode": "`agl run --resume`",
     "trainer.default_local_dir": "the experiment's `workdir`",
     "trainer.max_actor_ckpt_to_keep": "this algorithm's `keep`",

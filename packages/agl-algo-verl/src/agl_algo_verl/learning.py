@@ -30,6 +30,8 @@ from agl_algo_verl.objectives import chosen_loss
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from torch import Tensor
+
     from agl.schemas import Json, Weights
     from agl_algo_verl.critic import VerlCritic
     from agl_algo_verl.rows import PreparedStep, RowSample
@@ -105,11 +107,22 @@ class VerlLearner:
         return metrics | {name: sum(found) / len(found) for name, found in values.items()}
 
     async def save(self, *, step: int, kept: Collection[int]) -> None:
-        """Save a checkpoint of everything, and remove old ones except those of the steps `kept`."""
+        """Save a checkpoint of everything as of a step, and remove old ones except those of the steps `kept`."""
         await asyncio.to_thread(self._policy.save, self._workdir, step=step, keep=self._keep, kept=kept)
         if self._critic is not None:
             await asyncio.to_thread(self._critic.save, self._workdir, step=step, keep=self._keep, kept=kept)
+
+    def finished(self) -> None:
+        """Note that a step has ended, whose own checkpoint is the one that training goes on from."""
         self._behind = None
+
+    def served(self, *, step: int) -> Weights:
+        """Return the resource that names the weights to serve of a step, which need not be written yet."""
+        return self._policy.served(self._workdir, step=step)
+
+    async def weights(self) -> dict[str, Tensor]:
+        """Return the weights to serve by their names."""
+        return await asyncio.to_thread(self._policy.served_state)
 
     async def export(self, *, step: int, kept: Collection[int]) -> Weights:
         """Write the weights to serve and return the resource that names them; removes old ones like `save`."""
@@ -117,8 +130,7 @@ class VerlLearner:
 
     def state(self, *, step: int) -> dict[str, Json]:
         """Return the newest checkpoint, the version that training started from and the weight of a KL penalty."""
-        path = step_directory(self._workdir / "state", step)
-        checkpoint, place = str(path) if path.is_dir() else "", None
+        checkpoint, place = str(step_directory(self._workdir / "state", step)) if step else "", None
         if self._behind is not None:
             checkpoint, place = self._behind.checkpoint, self._behind.place
         return {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,7 +32,6 @@ from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence
-    from pathlib import Path
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -156,25 +156,34 @@ class VerlWorker:
 
         A probe beside them (`probe.py`) lets a policy check that it serves these weights.
         """
-        target = step_directory(workdir.absolute() / "weights", step)
-        write_directory(target, self._write_weights)
+        weights = self.served(workdir, step=step)
+        write_directory(Path(weights.uri), self._write_weights)
         prune(workdir / "weights", step=step, keep=keep, kept=kept)
-        return Weights(uri=str(target), format="hf")
+        return weights
 
-    def _write_weights(self, directory: Path) -> None:
-        from transformers import AutoModelForCausalLM
+    def served(self, workdir: Path, *, step: int) -> Weights:
+        """Return the resource that names what `export` writes."""
+        return Weights(uri=str(step_directory(workdir.absolute() / "weights", step)), format="hf")
 
+    def served_state(self) -> dict[str, Tensor]:
+        """Return the weights to serve by their names, on the CPU; tied ones are there once."""
         engine = self._worker.engine
         if self._settings.is_lora:
             state = merged_weights(engine.module)
         else:
             state = {name: tensor.detach().cpu() for name, tensor in engine.get_per_tensor_param()[0]}
+        if engine.model_config.hf_config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)  # the same tensor as the embedding
+        return state
+
+    def _write_weights(self, directory: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        engine, state = self._worker.engine, self.served_state()
         config = engine.model_config.hf_config
         # transformers saves through a model object; one on the meta device has shapes and takes no memory.
         with torch.device("meta"):
             shell = cast("Any", AutoModelForCausalLM).from_config(config)
-        if config.tie_word_embeddings:
-            state.pop("lm_head.weight", None)  # the same tensor as the embedding; stored once
         with no_progress_bars():
             shell.save_pretrained(directory, state_dict=state)
         engine.model_config.tokenizer.save_pretrained(directory)

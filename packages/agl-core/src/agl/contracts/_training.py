@@ -1,6 +1,6 @@
 """Contracts of training: credit, runners, algorithms and the context that an algorithm receives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -234,6 +234,12 @@ class AlgorithmContext:
         propose: See :class:`ProposeFn`.
         kept: Returns the steps of this algorithm whose published files and saved states must stay on disk, because the
             experiment may go back to them; for those that prune old ones.
+        defer: ``defer(save)`` in ``setup`` lets steps wait to be saved, so that a step need not write its checkpoint;
+            ``None`` where each step must have written all that ``state()`` names before it returns. The driver then
+            calls ``await save(must)`` after steps and before it releases the algorithm. It returns true once everything
+            is written, false if that may wait, which it may not with ``must``, or if a step that was interrupted has
+            changed what would be written. Steps that are not saved are repeated after a crash, with the rollouts that
+            they had collected; no file of a version that they published may be needed to serve it.
         live: Name and live version of every resource, tuned or not.
         endpoint: The address of a policy of the experiment by name, for algorithms that call a model themselves.
         current: The live version of a resource by name.
@@ -268,6 +274,7 @@ class AlgorithmContext:
     say: Callable[[str], None]
     clock: Callable[[], float]
     kept: Callable[[], frozenset[int]] = frozenset
+    defer: Callable[[Callable[[bool], Awaitable[bool]]], None] | None = None
 
 
 class Algorithm(Protocol):

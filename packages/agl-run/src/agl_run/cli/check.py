@@ -15,6 +15,7 @@ from agl_run.experiment.build import check_components
 from agl_run.experiment.dataset import unkeyed_tasks
 from agl_run.experiment.frameworks import unlisted_tracers
 from agl_run.experiment.plan import Plan
+from agl_run.experiment.serving_files import served_from_disk
 from agl_run.experiment.unused import unused_credits
 from agl_run.experiment.waiting import told
 
@@ -32,20 +33,21 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None
     # before components import frameworks
     warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val), *unused_credits(plan)]
     asyncio.run(check_components(plan, say=_say))
-    click.echo(_summary(plan, warnings, again=run_again(file, settings)))
+    click.echo(_summary(plan, warnings, notes=served_from_disk(plan), again=run_again(file, settings)))
 
 
 def _say(text: str) -> None:
     click.echo(visible(text), err=True)
 
 
-def _summary(plan: Plan, warnings: Sequence[str], *, again: str) -> str:
+def _summary(plan: Plan, warnings: Sequence[str], *, notes: Sequence[str], again: str) -> str:
     config = plan.config
     lines = [f"{plan.name}: {len(plan.train)} training and {len(plan.val)} validation tasks"]
     lines.append(f"agent: {plan.agent.path or ' '.join(plan.agent.command)}; runner {config.runner.use}")
     for algorithm in config.algorithm:
         agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""
         lines.append(f"{algorithm.name}: {algorithm.use} tunes {', '.join(algorithm.tunes)}{agents}")
+    lines += notes
     lines += [f"warning: {text}" for text in warnings]
     lines.append(f"no {'error' if warnings else 'problem'} found; start with: {again}")
     return "\n".join(lines)

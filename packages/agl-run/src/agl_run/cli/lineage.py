@@ -17,6 +17,7 @@ from agl_run.comparison import interval
 from agl_run.experiment import labels
 from agl_run.experiment.collect import group_id_of
 from agl_run.experiment.plan import ORIGIN, PROMPT_TRIAL, TRIAL
+from agl_run.experiment.saving import unsaved
 
 _MANY = 1000
 
@@ -29,6 +30,7 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
         origin: The algorithm and step that made it, ``agl try``, or the experiment whose first version it is; ``""`` if
             unknown.
         tried: The trials by ``agl dev`` and ``agl try`` that ran with it, such as ``2 rollouts of sums-dev``.
+        is_saved: False for weights that were served from memory and never written.
     """
 
     version: ResourceVersion
@@ -37,6 +39,7 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
     why: str = ""
     origin: str = ""
     tried: str = ""
+    is_saved: bool = True
 
     @property
     def is_only_tried(self) -> bool:
@@ -45,12 +48,17 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A version, the labels that point at it, its ancestors, newest first, and the candidate that brought it."""
+    """A version, the labels that point at it, its ancestors, newest first, and the candidate that brought it.
+
+    Attributes:
+        is_saved: False for weights that were served from memory and never written.
+    """
 
     version: ResourceVersion
     labels: list[str]
     ancestors: list[str]
     candidate: Candidate | None = None
+    is_saved: bool = True
 
 
 class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -93,6 +101,7 @@ async def list_versions(
     scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
     tried = [] if name is None else await candidates_of(store, name)
     trials = await _trials(store, name, kept) if name is not None and has_trials else {}
+    lost = await unsaved(store, kept)
     found: list[ListedVersion] = []
     for v in kept:
         score = scores.get((v.name, v.version)) or score_of(v.metadata)
@@ -106,6 +115,7 @@ async def list_versions(
                 why=why,
                 origin=origin_of(v),
                 tried=trials.get(v.version, ""),
+                is_saved=(v.name, v.version) not in lost,
             )
         )
     return found
@@ -152,12 +162,14 @@ async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) 
 
 
 async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
-    """Find a version by its name, a label or the id of its candidate, by default the newest."""
+    """Find a version by its name, a label or the id of its candidate, by default the newest that is saved."""
     names = await labels.labels_of(store, name)
     versions = {v.version: v for v in await store.resources(name)}
     if not versions:
         raise NotFoundError("resource", name, await _known(store, name))
-    newest = [v for v in versions.values() if not _is_only_tried(v, names)] or list(versions.values())
+    lost = await unsaved(store, versions.values())
+    kept = [v for v in versions.values() if (v.name, v.version) not in lost]
+    newest = [v for v in kept if not _is_only_tried(v, names)] or kept or list(versions.values())
     wanted = newest[-1].version if which is None else names.get(which, which)
     tried = await candidates_of(store, name)
     if wanted not in versions:
@@ -176,6 +188,7 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
         labels=_pointing(names, wanted),
         ancestors=ancestors,
         candidate=owner_of(versions[wanted], tried),
+        is_saved=(name, wanted) not in lost,
     )
 
 

@@ -32,8 +32,13 @@ from agl_run.cli.search_report import report
 from agl_run.comparison import Criterion, check_better
 from agl_run.control_characters import visible
 from agl_run.experiment import labels
+from agl_run.experiment.saving import DEFERRED
 
 _confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
+_NOT_SAVED = (
+    "these weights were served from memory and never written, because save_every lets steps wait; rollouts name them, "
+    "and they can be neither served again nor promoted"
+)
 _label_option = click.option("--label", default="production", show_default=True, help="The label to move.")
 
 
@@ -209,7 +214,13 @@ def promote(
         return
 
     async def work(store: Store) -> tuple[LabelMove, str]:
-        chosen = (await shown(store, name, version)).version.version
+        found = await shown(store, name, version)
+        if not found.is_saved:
+            raise ConfigError(
+                f"{name}@{found.version.version} is not saved: {_NOT_SAVED}. agl resources list {name} shows those "
+                "that are saved; save_every = 1 saves every step"
+            )
+        chosen = found.version.version
         if not if_better:
             return await labels.move(store, name, label, chosen, reason=reason), ""
         present = await labels.labelled(store, name, label)
@@ -301,7 +312,7 @@ def _row(item: ListedVersion) -> tuple[str, ...]:
         ", ".join(item.labels) or "-",
         item.score or "-",
         item.tried or "-",
-        short(resource_text(version.resource), 40),
+        short(resource_text(version.resource), 40) if item.is_saved else "not saved",
     )
 
 
@@ -311,6 +322,7 @@ def _lines(found: ShownVersion) -> list[str]:
     lines = [f"{version.name} {version.version}, made by {maker}, {when(version.created_at)}"]
     lines += [f"labels: {', '.join(found.labels)}"] if found.labels else []
     lines += [f"lineage: {' <- '.join([version.version, *found.ancestors])}"]
-    lines += [f"{key}: {short(value, 200)}" for key, value in version.metadata.items()]
+    lines += [f"{key}: {short(value, 200)}" for key, value in version.metadata.items() if key != DEFERRED]
+    lines += [] if found.is_saved else [f"not saved: {_NOT_SAVED}"]
     lines += [] if found.candidate is None else list(found.candidate.lines())
     return [*lines, "", resource_text(version.resource)]

@@ -16,6 +16,7 @@ from agl_run.experiment import state as saved
 from agl_run.experiment.collect import cancel_unfinished
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.plan import Plan
+from agl_run.experiment.saving import remove_unreachable
 from agl_run.experiment.settings import refuse_other_kind
 from agl_run.experiment.state import AlgorithmState
 from agl_run.runners.liveness import worker_name
@@ -66,6 +67,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
         )
     elif resume:
         reopened = await _reopened(store, plan, previous)
+        await _remove_unreachable(store, plan, previous)
         live = await saved.load_last_versions(store, previous) if previous.status == "finished" else previous.live
         state = msgspec.structs.replace(previous, status="running", live=live, owner=worker_name(), agent=agent)
     elif previous.status == "finished":
@@ -110,6 +112,15 @@ async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dic
         for config in opened
         if states[config.name].is_finished
     }
+
+
+async def _remove_unreachable(store: Store, plan: Plan, previous: ExperimentRecord) -> None:
+    """Remove what was asked for by steps that were never saved and has not run."""
+    states = {
+        config.name: await saved.load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
+        for config in plan.config.algorithm
+    }
+    await remove_unreachable(store, plan.name, states)
 
 
 def _has_more(plan: Plan, config: AlgorithmConfig, states: Mapping[str, AlgorithmState], going_on: set[str]) -> bool:

@@ -38,6 +38,7 @@ from agl_run.experiment.progress import Progress
 from agl_run.experiment.recorded import SourceReader, Sources
 from agl_run.experiment.run_view import AlgorithmView, RunView
 from agl_run.experiment.sampling import SamplingReport
+from agl_run.experiment.saving import Collecting, SaveFn, deferred, saved_marks, to_end
 from agl_run.experiment.session import Session
 from agl_run.experiment.settings import changed_settings, training_settings
 from agl_run.experiment.state import AlgorithmState
@@ -89,6 +90,7 @@ class Driver:
             tuned=frozenset(name for algorithm in session.plan.config.algorithm for name in algorithm.tunes),
         )
         self._replays: dict[str, Mapping[str, float]] = {}
+        self._waiting: list[tuple[DrivenAlgorithm, StepReport]] = []
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self.validated: Sequence[Episode] = ()
@@ -146,31 +148,70 @@ class Driver:
         self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{calls}{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
-        """Load an algorithm's saved state, or a new one before its first step."""
+        """Return an algorithm's state, saved or waiting to be saved, or a new one before its first step."""
+        for turn, _ in reversed(self._waiting):
+            if turn.name == algorithm.name:
+                return turn.state
         found = await saved.load_algorithm(self.session.store, self.name, self.state.run, algorithm.name)
         return found or AlgorithmState()
 
-    async def commit(self, name: str, state: AlgorithmState, report: StepReport) -> None:
-        """Log a step's metrics, save its state, ledger and live versions in one transaction, then tell the observers.
+    @property
+    def can_wait(self) -> bool:
+        """True if steps may wait to be saved: algorithms side by side are never all between two steps."""
+        config = self.session.plan.config
+        return config.schedule.mode != "concurrent" or len(config.algorithm) == 1
+
+    def waiting(self, turn: "DrivenAlgorithm | None" = None) -> int:
+        """Return the number of steps that wait to be saved, of all algorithms or of one."""
+        return sum(turn is None or turn is each for each, _ in self._waiting)
+
+    async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> None:
+        """Log a step's metrics, save it with all that waits unless it may wait too, then tell the observers.
 
         The metrics come first: a step that is saved is not repeated, so a kill in between would lose them. Those of a
         step that is repeated replace them.
         """
+        name = turn.name
         metrics = {**self._replays.pop(name, {}), **self.reports.sampling.take(name), **report.metrics}
         report = msgspec.structs.replace(report, metrics=metrics)
         async with self._lock:
-            turn = self.state.turn + 1
-            await self._log(name, report, turn=turn)
-            self.state = msgspec.structs.replace(self.state, live=self.session.live.versions(), turn=turn)
-            await saved.save(
-                self.session.store,
-                self.state,
-                algorithms={name: state},
-                trained={(name, report.step): report.trained} if report.trained else None,
-            )
+            number = self.state.turn + 1
+            await self._log(name, report, turn=number)
+            self.state = msgspec.structs.replace(self.state, turn=number)
+            self._waiting.append((turn, report))
+            if await turn.save(must=is_stopping or report.is_finished or self._is_validated(number)):
+                await self._save_waiting(besides=turn)
         async with self._changed:
             self._changed.notify_all()
-        self._tell(name, report, turn=turn)
+        self._tell(name, report, turn=number)
+
+    def _is_validated(self, turn: int) -> bool:
+        """Return true if a validation follows so many steps, whose versions must be on disk."""
+        every = self.session.plan.config.experiment.validate_every
+        return bool(every and turn % every == 0 and self.validation_tasks)
+
+    async def save_waiting(self) -> bool:
+        """Save all steps that wait; returns false if an algorithm cannot, because its last step was interrupted."""
+        async with self._lock:
+            return not self._waiting or await self._save_waiting()
+
+    async def _save_waiting(self, *, besides: "DrivenAlgorithm | None" = None) -> bool:
+        """Save the algorithms whose steps wait, ``besides`` one that has just done so, then all steps at once."""
+        turns = dict.fromkeys(turn for turn, _ in self._waiting)
+        for turn in turns:
+            if turn is not besides and not await turn.save(must=True):
+                return False
+        live = [self.session.live.current(name) for turn in turns for name in turn.tunes]
+        self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
+        await saved.save(
+            self.session.store,
+            self.state,
+            algorithms={turn.name: turn.state for turn in turns},
+            trained={(turn.name, report.step): report.trained for turn, report in self._waiting if report.trained},
+            others=saved_marks(self.name, self.state.run, live),
+        )
+        self._waiting.clear()
+        return True
 
     async def go_back(self, algorithms: Mapping[str, AlgorithmState], *, others: Mapping[str, bytes]) -> None:
         """Save the live versions and the states of algorithms that went back to them, with ``others`` by key."""
@@ -203,9 +244,13 @@ class Driver:
             sources,
             store=self.session.store,
             collector=collector,
+            state=self._state_of,
             current=self.session.live.current,
             changed=self.changed,
         )
+
+    async def _state_of(self, name: str) -> AlgorithmState:
+        return await self.load(next(each for each in self.session.plan.config.algorithm if each.name == name))
 
     async def _log(self, name: str, report: StepReport, *, turn: int) -> None:
         """Log a step's metrics to the store; ``turn`` counts the steps of all algorithms."""
@@ -291,6 +336,8 @@ class DrivenAlgorithm:
         self._driver = driver
         self._config = config
         self._state = state
+        self._save: SaveFn | None = None
+        self._collecting = Collecting()
         self._credit = driver.credit(config)
         self._settings = training_settings(driver.session.plan.config, config)
         self._algorithm: Algorithm | None = None
@@ -318,6 +365,15 @@ class DrivenAlgorithm:
     def tunes(self) -> tuple[str, ...]:
         """Names of the resources that it tunes."""
         return self._config.tunes
+
+    @property
+    def state(self) -> AlgorithmState:
+        """Its state after the last step."""
+        return self._state
+
+    async def save(self, *, must: bool) -> bool:
+        """Let the algorithm write what its state names; returns true once it has, see ``defer`` of its context."""
+        return self._save is None or await self._save(must)
 
     async def check(self) -> None:
         """Let the algorithm check its needs before its turn; builds and closes it."""
@@ -347,12 +403,16 @@ class DrivenAlgorithm:
         self._driver.progress.update(f"{name} steps", self._state.step, self._total)
 
     async def step(self) -> None:
-        """Take one step; raises :class:`AglError` if it trains a rollout twice."""
+        """Take one step; raises :class:`AglError` if it trains a rollout twice.
+
+        A step that is cancelled while others wait to be saved is only interrupted where it collects: in the middle of
+        an update the weights would belong to no step.
+        """
         if self._algorithm is None:
             raise AglError("begin() was not called")
         name = self._config.name
         self._published.clear()
-        report = await self._algorithm.step()
+        report, is_stopping = await self._report(self._algorithm)
         if report.step != self._state.step + 1 and not (report.is_finished and report.step == self._state.step):
             raise AglError(
                 f"algorithm {name!r} reported step {report.step} after step {self._state.step}; "
@@ -373,7 +433,7 @@ class DrivenAlgorithm:
         )
         await self._keep_uses(report)
         report = msgspec.structs.replace(report, published=tuple(self._published) or report.published, uses={})
-        await self._driver.commit(name, self._state, report)
+        await to_end(self._driver.commit(self, report, is_stopping=is_stopping))
         self.is_finished = report.is_finished
         self._driver.progress.update(f"{name} rollouts", 0, 0)
         left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
@@ -383,6 +443,24 @@ class DrivenAlgorithm:
         for found in self._watch.add(report):
             self._driver.progress.say(f"{name}: {found.evidence}. To change that: {found.change}")
             await self._driver.alert("suggestion", found, key=name)
+        if is_stopping:
+            raise asyncio.CancelledError
+
+    async def _report(self, algorithm: Algorithm) -> tuple[StepReport, bool]:
+        """Take a step; returns its report, and true if the run was stopped meanwhile."""
+        step = asyncio.ensure_future(algorithm.step())
+        try:
+            return await asyncio.shield(step), False
+        except asyncio.CancelledError:
+            if self._collecting.is_waiting or not self._driver.waiting():
+                step.cancel()
+            elif not step.done():
+                self._collecting.is_refused = True
+                self._driver.progress.say(
+                    f"stopping {self.name} once it has ended its update and saved it; stop it again to end at once, "
+                    "and --resume repeats what is not saved"
+                )
+            return await step, True
 
     @property
     def can_go_back(self) -> bool:
@@ -405,7 +483,8 @@ class DrivenAlgorithm:
         return msgspec.structs.replace(self._state, is_finished=True, stop_reason=reason)
 
     async def end(self) -> None:
-        """Release the algorithm."""
+        """Save what waits to be saved, and release the algorithm."""
+        await self._save_last()
         self._view.has_begun = False
         self._driver.progress.update(f"{self._config.name} rollouts", 0, 0)
         self._driver.progress.update(self._config.name, 0, 0)
@@ -424,6 +503,20 @@ class DrivenAlgorithm:
             for rollout_id, calls in report.uses.items()
         }
         await save_training(driver.session.store, records)
+
+    async def _save_last(self) -> None:
+        """Save the steps that wait where a run ends before its time; says how many are repeated if that fails."""
+        driver, waiting = self._driver, self._driver.waiting()
+        if self._algorithm is None or not self._driver.waiting(self):
+            return
+        problem = "an update was interrupted"
+        try:
+            if await to_end(driver.save_waiting()):
+                return
+        except (AglError, OSError) as error:  # why the run ends is told, and not that it could not be saved either
+            problem = str(error)
+        count = "the last step is" if waiting == 1 else f"the last {waiting} steps are"
+        driver.progress.say(f"{count} not saved ({problem}); --resume repeats them with the rollouts that they had")
 
     def _build(self) -> Algorithm:
         manager = self._driver.session.plan.manager
@@ -447,9 +540,9 @@ class DrivenAlgorithm:
             folder=plan.folder,
             store=session.store,
             credit=self._credit,
-            collect=collector,
+            collect=self._collecting.watched(collector),
             sources=config.source,
-            recorded=driver.recorded(config, collector),
+            recorded=self._collecting.watched(driver.recorded(config, collector)),
             publish=self._publish,
             propose=self._propose,
             kept=lambda: driver.validations.kept(config.name),
@@ -460,7 +553,11 @@ class DrivenAlgorithm:
             progress=self._work,
             say=lambda text: driver.progress.say(f"{config.name}: {text}"),
             clock=time.time,
+            defer=self._defer if driver.can_wait else None,
         )
+
+    def _defer(self, save: SaveFn) -> None:
+        self._save = save
 
     def _work(self, done: int, total: int, text: str) -> None:
         """Show what the algorithm does within a step."""
@@ -477,7 +574,9 @@ class DrivenAlgorithm:
     async def _publish(
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
     ) -> ResourceVersion:
-        version = self._version(name, resource, step=step, metadata=metadata)
+        driver = self._driver
+        waits = {} if self._save is None else deferred(driver.name, driver.state.run)
+        version = self._version(name, resource, step=step, metadata={**(metadata or {}), **waits})
         version = await self._driver.session.publish(version)
         self._published.append(f"{name}@{version.version}")
         return version

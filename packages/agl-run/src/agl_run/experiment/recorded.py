@@ -13,7 +13,7 @@ from agl.errors import ConfigError
 from agl.schemas import Record, ResourceVersion, Rollout
 from agl_run.experiment.collect import Collector, id_prefix, step_name
 from agl_run.experiment.finished import PREFIX, FinishedRollouts, finished
-from agl_run.experiment.state import AlgorithmState, load_algorithm
+from agl_run.experiment.state import AlgorithmState
 
 PAGE = 1000
 
@@ -47,13 +47,15 @@ class SourceReader:
         *,
         store: Store,
         collector: Collector,
+        state: Callable[[str], Awaitable[AlgorithmState]],
         current: Callable[[str], ResourceVersion],
         changed: Callable[[], Awaitable[None]],
     ) -> None:
-        """Take ``current``, which returns live versions, and ``changed``, which returns after a step."""
+        """Take functions: ``state`` returns that of a source, ``current`` a live version, ``changed`` after a step."""
         self._sources = sources
         self._store = store
         self._collector = collector
+        self._state = state
         self._current = current
         self._changed = changed
 
@@ -108,10 +110,6 @@ class SourceReader:
                 await changed
             finally:
                 changed.cancel()
-
-    async def _state(self, algorithm: str) -> AlgorithmState:
-        sources = self._sources
-        return await load_algorithm(self._store, sources.experiment, sources.run, algorithm) or AlgorithmState()
 
     async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
         """Read the finished rollouts of the steps above ``after`` up to ``last``; ids sort by step."""

@@ -140,12 +140,18 @@ class AlgorithmBench:
             live=lambda: {name: version.version for name, version in self._live.items()},
             endpoint=self._llms.__getitem__,
             current=self._live.__getitem__,
-            policy=self._policies.__getitem__,
+            policy=self.policy,
             progress=lambda done, total, text: None,
             say=lambda text: None,
             clock=time.time,
             kept=lambda: frozenset(self.kept),
         )
+
+    def policy(self, name: str) -> Policy:
+        """Return a policy that runs."""
+        if name not in self._policies:
+            raise ConfigError(f"there is no policy {name!r}; there are {sorted(self._policies)}")
+        return self._policies[name]
 
     def versions(self) -> dict[str, ResourceVersion]:
         """Return the live versions, for ``go_back``."""

@@ -1,0 +1,342 @@
+"""Steps that wait to be saved: what a kill and a stop leave, and what memory serves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+import agl
+from agl.algorithms import algorithm
+from agl.contracts import RolloutQuery
+from agl.errors import ConfigError
+from agl.stores import read_recordings
+from agl_algo_torch.grpo import GRPO
+from agl_algo_torch.model import load_model
+from agl_run import Quiet, policy
+from agl_testing.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+STEPS = 8
+ROLLOUTS = 8  # of a step
+TASKS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+
+AGENT = """\
+import os
+import time
+import zlib
+
+import openai
+
+import agl
+
+
+@agl.agent
+def write(task: dict[str, str], llm: agl.LLM) -> float:
+    time.sleep(float(os.environ["PAUSE_S"]))
+    with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
+        answer = client.chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": task["text"]}], max_tokens=4
+        )
+    return zlib.crc32((answer.choices[0].message.content or "").encode()) % 5 / 4
+"""
+
+EXPERIMENT = """\
+[experiment]
+name = "small"
+agent = "agent_that_saves:write"
+store = "sqlite:///runs.db"
+workdir = "small"
+train = "train.jsonl"
+
+[runner]
+use = "async"
+concurrency = 1         # the same batches, and so the same rounding, in every run
+
+[policy.llm]
+use = "torch"
+model = {model}
+threads = 1
+
+[[algorithm]]
+use = "grpo"
+tunes = "llm"
+
+[algorithm.params]
+steps = {steps}
+tasks_per_step = 2
+group_size = 4
+lr = 3e-3
+threads = 1
+device = "cpu"
+save_every = {save_every}
+"""
+
+
+class Told(Quiet):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Small:
+    """An experiment with `grpo` in a folder of its own; `on_call` gets the number of each call of the agent."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        folder.mkdir()
+        self.folder, self.model = folder, model
+        self.calls = 0
+        self.on_call: Callable[[int], None] = lambda number: None
+
+    def trainer(self, told: Told | None = None, **settings: Any) -> agl.Trainer:
+        given = {"steps": STEPS, "tasks_per_step": 2, "group_size": 4, "lr": 3e-3, "threads": 1, "device": "cpu"}
+        return agl.Trainer(
+            name="small",
+            algorithm=algorithm("grpo", tunes="llm", **(given | {"save_every": 3} | settings)),
+            policies={"llm": policy("torch", model=str(self.model), threads=1)},
+            store=f"sqlite:///{self.folder}/runs.db",
+            n_runners=1,  # the same batches, and so the same rounding, in every run
+            folder=self.folder,
+            progress=told or Quiet(),
+        )
+
+    def write(self, task: dict[str, str], llm: agl.LLM) -> float:
+        """One call; the reward is arbitrary and follows from the answer."""
+        self.calls += 1
+        self.on_call(self.calls)
+        with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
+            answer = client.chat.completions.create(
+                model=llm.model, messages=[{"role": "user", "content": task["text"]}], max_tokens=4
+            )
+        return zlib.crc32((answer.choices[0].message.content or "").encode()) % 5 / 4
+
+    def fit(self, told: Told | None = None, *, resume: bool = False, **settings: Any) -> Any:
+        return self.trainer(told, **settings).fit(self.write, TASKS, resume=resume)
+
+    def stopped(self, **settings: Any) -> list[str]:
+        """Run until something sets `stop`, then stop the run as Ctrl-C does; returns what it said."""
+        told = Told()
+
+        async def work() -> None:
+            fit = asyncio.ensure_future(self.trainer(told, **settings).fit_async(self.write, TASKS))
+            await asyncio.to_thread(self.stop.wait, 300)
+            fit.cancel()
+            self.is_cancelled.set()
+            await asyncio.gather(fit, return_exceptions=True)
+
+        self.stop, self.is_cancelled = threading.Event(), threading.Event()
+        asyncio.run(work())
+        return told.lines
+
+    def states(self) -> list[str]:
+        """The steps whose checkpoints are on disk."""
+        return sorted(path.name for path in self.folder.glob("**/grpo/state/[0-9]*"))
+
+    def outcome(self) -> Mapping[str, Any]:
+        """The ledger, the numbers of each step and the last weights."""
+        newest = max(self.folder.glob("**/grpo/weights/[0-9]*"))
+        weights = {name: tensor.tolist() for name, tensor in load_model(str(newest)).model.state_dict().items()}
+        return {**asyncio.run(self._stored()), "newest": newest.name, "weights": weights}
+
+    async def _stored(self) -> dict[str, Any]:
+        manager = agl.PluginManager.from_environment()
+        store = manager.build(manager.store_entry("sqlite"), url=f"sqlite:///{self.folder}/runs.db")
+        try:
+            metrics = await store.metrics("small", run=1)
+            rollouts = await store.rollouts(RolloutQuery(experiment="small", limit=1000))
+            return {
+                "ledger": await store.trained("small", run=1, algorithm="grpo"),
+                "rollouts": {rollout.rollout_id: rollout.status for rollout in rollouts},
+                "rewards": {each.step: each.value for each in metrics if each.name == "reward"},
+            }
+        finally:
+            await store.close()
+
+
+def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], *, steps: int = STEPS) -> None:
+    """Every rollout is trained once, in its own step, and the weights and numbers are those of an undisturbed run."""
+    assert dict.fromkeys(range(1, steps + 1), ROLLOUTS) == Counter(found["ledger"].values())
+    assert dict.fromkeys(found["ledger"], "succeeded") == found["rollouts"]
+    assert expected == found
+
+
+@pytest.fixture
+def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
+    """A saved tiny model that gives every token some chance."""
+    made = make_loaded()
+    made.model.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(model_dir: Path, tmp_path: Path) -> None:
+    """A copy of the folder at some moment is what a kill at that moment would leave."""
+    small = Small(tmp_path / "small", model_dir)
+
+    def keep(number: int) -> None:
+        if number == 5 * ROLLOUTS + 3:  # in the sixth step: three steps are saved, two more wait
+            shutil.copytree(small.folder, tmp_path / "left")
+
+    small.on_call = keep
+    small.fit()
+    assert ["000006", "000008"] == small.states()
+    undisturbed = small.outcome()
+    small.folder.rename(tmp_path / "whole")
+    (tmp_path / "left").rename(small.folder)
+    assert ["000003"] == small.states()
+    assert ["000003"] == sorted(path.name for path in small.folder.glob("**/grpo/weights/[0-9]*"))
+
+    told = Told()
+    small.calls = 100  # nothing is kept any more
+    small.fit(told, resume=True)
+
+    assert "grpo: continues after step 3" in told.lines
+    assert small.calls - 100 < 3 * ROLLOUTS, "the rollouts that had finished are found again"
+    check_same(undisturbed, small.outcome())
+
+
+def test_run_that_is_stopped_while_it_collects_saves_what_waits(model_dir: Path, tmp_path: Path) -> None:
+    small = Small(tmp_path / "small", model_dir)
+
+    def stop(number: int) -> None:
+        if number == 5 * ROLLOUTS + 3:
+            small.stop.set()
+            small.is_cancelled.wait(60)
+
+    small.on_call = stop
+    small.stopped(save_every=100)
+    assert ["000005"] == small.states()
+
+    told = Told()
+    small.on_call = lambda number: None
+    small.fit(told, resume=True, save_every=100)
+    assert "grpo: continues after step 5" in told.lines
+    assert dict.fromkeys(range(1, STEPS + 1), ROLLOUTS) == Counter(small.outcome()["ledger"].values())
+
+
+def test_run_that_is_stopped_in_an_update_ends_the_step_and_saves_it(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(tmp_path / "small", model_dir)
+    plain, updates = GRPO._update, [0]
+
+    def update(self: GRPO, *args: Any, **kwargs: Any) -> dict[str, float]:
+        updates[0] += 1
+        if updates[0] == 5:
+            small.stop.set()
+            small.is_cancelled.wait(60)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(GRPO, "_update", update)
+    lines = small.stopped(save_every=100)
+
+    assert ["000005"] == small.states()
+    assert any(line.startswith("stopping grpo once it has ended its update") for line in lines)
+    assert dict.fromkeys(range(1, 6), ROLLOUTS) == Counter(small.outcome()["ledger"].values())
+
+
+def test_interval_that_cannot_be_kept_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    small = Small(tmp_path / "small", model_dir)
+    with pytest.raises(ConfigError, match=r"grpo got save_every = '0s'. Give a number of steps .* such as \"5%\""):
+        small.fit(save_every="0s")
+    with pytest.raises(ConfigError, match=r"save every step. Remove it, or let them take turns"):
+        agl.Trainer(
+            name="small",
+            algorithm=[
+                algorithm("grpo", tunes=name, steps=1, save_every=3, name=name, device="cpu") for name in ("one", "two")
+            ],
+            policies={name: policy("torch", model=str(model_dir), threads=1) for name in ("one", "two")},
+            schedule="concurrent",
+            store="memory://",
+            folder=tmp_path,
+            progress=Quiet(),
+        ).fit(small.write, TASKS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_run_killed_twenty_times_ends_like_an_undisturbed_one_with_its_rollouts(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    steps, draw = 60, random.Random(1)
+    killed, whole = Small(tmp_path / "killed", model_dir), Small(tmp_path / "whole", model_dir)
+    write_experiment(killed, steps=steps, save_every=3)
+    write_experiment(whole, steps=steps, save_every=1)
+
+    kills, words = 0, ()
+    while kills < 20:
+        before = steps_with_numbers(killed)
+        process = started(killed, *words, pause_s=0.1)
+        wait_for_a_step(killed, process, before=before)
+        time.sleep(draw.uniform(0, 3))
+        assert process.poll() is None, "it ended before it was killed often enough"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills, words = kills + 1, ("--resume",)
+    assert 0 == started(killed, "--resume", pause_s=0).wait(3000)
+
+    # A rollout that was killed draws anew, so the undisturbed run is given the rollouts and not only their seeds.
+    asyncio.run(copy_rollouts(killed, whole))
+    assert 0 == started(whole, pause_s=1000).wait(3000)
+    check_same(whole.outcome(), killed.outcome(), steps=steps)
+
+
+def write_experiment(small: Small, *, steps: int, save_every: int) -> None:
+    (small.folder / "agent_that_saves.py").write_text(AGENT)
+    (small.folder / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    text = EXPERIMENT.format(model=json.dumps(str(small.model)), steps=steps, save_every=save_every)
+    (small.folder / "experiment.toml").write_text(text)
+
+
+async def copy_rollouts(source: Small, target: Small) -> None:
+    """Give an experiment that has not begun the finished rollouts of another one."""
+    manager = agl.PluginManager.from_environment()
+    old, new = (
+        manager.build(manager.store_entry("sqlite"), url=f"sqlite:///{each.folder}/runs.db")
+        for each in (source, target)
+    )
+    try:
+        query = RolloutQuery(experiment="small", limit=1000)
+        await new.restore([each async for each in read_recordings(old, query, spans="all")])
+    finally:
+        await old.close()
+        await new.close()
+
+
+def started(small: Small, *words: str, pause_s: float) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "agl", "run", "experiment.toml", "--quiet", *words],
+        cwd=small.folder,
+        env={**os.environ, "PAUSE_S": str(pause_s)},
+    )
+
+
+def wait_for_a_step(small: Small, process: subprocess.Popen[bytes], *, before: int) -> None:
+    wait_until(lambda: process.poll() is not None or steps_with_numbers(small) > before, within_s=600)
+
+
+def steps_with_numbers(small: Small) -> int:
+    """The number of steps that wrote a reward, the repeated ones included."""
+    file = small.folder / "small" / "metrics.jsonl"
+    return file.read_text().count('"reward"') if file.exists() else 0

@@ -1,0 +1,112 @@
+"""Steps that wait to be saved: what a kill between two saves leaves ends like a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import zlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
+openai = pytest.importorskip("openai", reason="needs openai, which the agent calls with")
+
+import agl  # noqa: E402  # behind the checks
+from agl.algorithms import algorithm  # noqa: E402
+from agl.errors import ConfigError  # noqa: E402
+from agl_run import Quiet, policy  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+STEPS, ROLLOUTS = 4, 8
+TASKS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+CONFIG: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "grpo"},
+    "data": {"train_batch_size": 2},
+    "actor_rollout_ref": {"rollout": {"n": 4}, "actor": {"ppo_mini_batch_size": 2, "optim": {"lr": 1e-3}}},
+    "trainer": {"total_training_steps": STEPS},
+}
+
+
+class Small:
+    """An experiment with `verl` in one process; `on_call` gets the number of each call of the agent."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        folder.mkdir()
+        self.folder, self.model = folder, model
+        self.calls = 0
+        self.on_call: Callable[[int], None] = lambda number: None
+
+    def write(self, task: dict[str, str], llm: agl.LLM) -> float:
+        """One call; the reward is arbitrary and follows from the answer."""
+        self.calls += 1
+        self.on_call(self.calls)
+        with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
+            answer = client.completions.create(model=llm.model, prompt=task["text"], max_tokens=4)
+        return zlib.crc32(answer.choices[0].text.encode()) % 5 / 4
+
+    def fit(self, *, resume: bool = False, **settings: Any) -> Any:
+        return agl.Trainer(
+            name="small",
+            algorithm=algorithm("verl", tunes="llm", threads=1, **CONFIG, **({"save_every": 2} | settings)),
+            policies={"llm": policy("torch", model=str(self.model), threads=1)},
+            store=f"sqlite:///{self.folder}/runs.db",
+            n_runners=1,  # the same batches, and so the same rounding, in every run
+            folder=self.folder,
+            progress=Quiet(),
+        ).fit(self.write, TASKS, resume=resume)
+
+    def steps(self, kind: str) -> list[str]:
+        """The steps whose files of a kind are on disk."""
+        return sorted(path.name for path in self.folder.glob(f"**/verl/{kind}/[0-9]*"))
+
+    def outcome(self) -> Mapping[str, Any]:
+        """The ledger and the last weights."""
+        newest = max(self.folder.glob("**/verl/weights/[0-9]*"))
+        state = AutoModelForCausalLM.from_pretrained(newest).state_dict()
+        weights = {name: tensor.tolist() for name, tensor in state.items()}
+        return {"ledger": asyncio.run(self._ledger()), "newest": newest.name, "weights": weights}
+
+    async def _ledger(self) -> Mapping[str, int]:
+        manager = agl.PluginManager.from_environment()
+        store = manager.build(manager.store_entry("sqlite"), url=f"sqlite:///{self.folder}/runs.db")
+        try:
+            return await store.trained("small", run=1, algorithm="verl")
+        finally:
+            await store.close()
+
+
+def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A copy of the folder at some moment is what a kill at that moment would leave."""
+    small = Small(tmp_path / "small", make_model())
+
+    def keep(number: int) -> None:
+        if number == 3 * ROLLOUTS + 3:  # in the fourth step: two steps are saved, one more waits
+            shutil.copytree(small.folder, tmp_path / "left")
+
+    small.on_call = keep
+    small.fit()
+    undisturbed = small.outcome()
+    assert dict.fromkeys(range(1, STEPS + 1), ROLLOUTS) == Counter(undisturbed["ledger"].values())
+    small.folder.rename(tmp_path / "whole")
+    (tmp_path / "left").rename(small.folder)
+    assert (["000002"], ["000002"]) == (small.steps("state"), small.steps("weights"))
+
+    small.calls = 100  # nothing is kept any more
+    small.fit(resume=True)
+
+    assert small.calls - 100 < ROLLOUTS, "the rollouts that had finished are found again"
+    assert undisturbed == small.outcome()
+
+
+def test_interval_is_refused_on_ray(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    small = Small(tmp_path / "small", make_model())
+    with pytest.raises(ConfigError, match=r"got save_every = 3 with engine = \"ray\", where every step is saved"):
+        small.fit(save_every=3, engine="ray")

@@ -1,0 +1,123 @@
+"""Decides when the steps of an algorithm are saved: by number, by time, or by the share of time that saving takes.
+
+Weights and moments are several times the size of a model, and a step that follows from saved ones can be repeated from
+its recorded rollouts. What waits to be saved is therefore lost time at worst: more of it the longer it waits, and more
+time goes into saving the shorter. A share of time weighs both by what saving costs on the machine at hand.
+
+This module decides only when; an algorithm writes, and the experiment's driver saves what belongs together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from agl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from agl.contracts import AlgorithmContext
+
+__all__ = ["SAVE_EVERY", "SaveInterval", "begin_saving", "offer_of"]
+
+SAVE_EVERY = "5%"
+"""The share of a run's time that goes into saving, unless another interval is asked for."""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?([smh%])", re.ASCII)
+
+
+class SaveInterval:
+    """The interval between two saves.
+
+    Args:
+        algorithm: Its registered name, for messages.
+        every: Steps between two saves, a time such as `"60s"`, `"5m"` or `"1h"`, or the largest share of the time that
+            may go into saving, such as `"5%"`. With a share the first step is saved, which shows what saving costs.
+        clock: Seconds that never go back.
+
+    Raises:
+        ConfigError: `every` is none of these.
+    """
+
+    def __init__(self, algorithm: str, every: int | str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._seconds, self._share = _read(algorithm, every)
+        self._clock = clock
+        self._waiting = 0
+        self._saved_at = clock()
+        self._cost: float | None = None
+
+    def stepped(self) -> None:
+        """Count a step that is not saved yet."""
+        self._waiting += 1
+
+    def is_due(self) -> bool:
+        """Return true if the steps since the last save should wait no longer."""
+        if self._steps:
+            return self._waiting >= self._steps
+        passed = self._clock() - self._saved_at
+        if self._share:
+            # cost / (cost + passed) <= share
+            return self._cost is None or passed >= self._cost * (1 / self._share - 1)
+        return passed >= self._seconds
+
+    def saved(self, seconds: float) -> None:
+        """Note that everything is saved, and the seconds that this took."""
+        self._waiting, self._saved_at, self._cost = 0, self._clock(), seconds
+
+
+def begin_saving(
+    context: AlgorithmContext,
+    save: Callable[[bool], Awaitable[bool]],
+    *,
+    algorithm: str,
+    save_every: int | str,
+    serves: str = "",
+) -> None:
+    """Let the steps of an algorithm wait for `save` where the experiment allows it.
+
+    Says so where the policy `serves`, which gets new weights in every step, reads them from disk.
+    Raises ConfigError for an interval that would be ignored because every step is saved.
+    """
+    if context.defer is not None:
+        context.defer(save)
+        if serves and save_every != 1 and offer_of(context, serves) is None:
+            context.say(
+                f"the policy {serves!r} reads its weights from disk, so they are written in every step; save_every "
+                "spaces the state of training alone"
+            )
+    elif save_every not in (1, SAVE_EVERY):
+        raise ConfigError(
+            f"{algorithm} got save_every = {save_every!r}, which would be ignored: algorithms that run side by side "
+            '(mode = "concurrent" in [schedule]) save every step. Remove it, or let them take turns.'
+        )
+
+
+def offer_of(context: AlgorithmContext, policy: str) -> Callable[[Any, Any], None] | None:
+    """Return the policy's `offer_weights`, by which it takes weights from memory, `None` if it reads them from disk.
+
+    It is called with the resource that is published next, and with the model or the state that has its weights.
+    """
+    try:
+        return getattr(context.policy(policy), "offer_weights", None)
+    except ConfigError:  # weights that nobody serves here
+        return None
+
+
+def _read(algorithm: str, every: int | str) -> tuple[int, float, float]:
+    """Return steps, seconds and share, of which one is above 0."""
+    if isinstance(every, int) and not isinstance(every, bool) and every >= 1:
+        return every, 0.0, 0.0
+    found = _TIME.fullmatch(every) if isinstance(every, str) else None
+    number = float(found[1]) if found else 0.0
+    if found and found[2] == "%" and 0 < number < 100:
+        return 0, 0.0, number / 100
+    if found and found[2] != "%" and 0 < number < math.inf:
+        return 0, number * _UNITS[found[2]], 0.0
+    raise ConfigError(
+        f"{algorithm} got save_every = {every!r}. Give a number of steps (1 saves every step), a time such as "
+        f'"60s", "5m" or "1h", or the largest share of the time that may go into saving, such as "{SAVE_EVERY}".'
+    )

@@ -1,0 +1,137 @@
+"""Steps that wait to be saved, and how a run ends that has some.
+
+An algorithm that writes much may let its steps wait (``defer`` of its context). They are then done in this process
+only: the store keeps their rollouts and metrics at once, and their state, ledger and live versions together with those
+of the step that is saved next. A run that is killed goes on from the last saved step and repeats the others with the
+rollouts that they had collected, so none is trained twice into weights that are still there, and none is paid for
+twice.
+
+A version that was published and not saved is in the store, because rollouts name it, and has no files. What says so is
+in the store as well, see :func:`unsaved`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+from agl.contracts import RolloutQuery, Store
+from agl.errors import NotFoundError
+from agl.schemas import Json, ResourceVersion, Rollout
+from agl_run.experiment.state import AlgorithmState, run_key
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+SaveFn = Callable[[bool], Awaitable[bool]]
+"""Saves an algorithm's steps; see ``defer`` of :class:`agl.contracts.AlgorithmContext`."""
+
+DEFERRED = "deferred"
+"""Metadata of a version that is saved later or never; the value names its experiment and run."""
+
+_PAGE = 1000
+
+
+async def to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work`` to its end even if this is cancelled meanwhile; the cancellation is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # seen: the cancellation says why this ends
+        raise
+
+
+class Collecting:
+    """Knows whether an algorithm's step waits for rollouts, during which it changes nothing and may be interrupted.
+
+    Attributes:
+        is_refused: No further rollouts are collected, because the run stops.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.is_refused = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while it waits for rollouts."""
+        return self._count > 0
+
+    def watched(self, call: F) -> F:
+        """Wrap a coroutine function that collects."""
+
+        async def collect(*args: Any, **kwargs: Any) -> Any:
+            if self.is_refused:
+                raise asyncio.CancelledError
+            self._count += 1
+            try:
+                return await call(*args, **kwargs)
+            finally:
+                self._count -= 1
+
+        return cast("F", collect)
+
+
+def deferred(experiment: str, run: int) -> dict[str, Json]:
+    """Return the metadata of a version that is saved later or never."""
+    return {DEFERRED: {"experiment": experiment, "run": run}}
+
+
+def saved_marks(experiment: str, run: int, versions: Iterable[ResourceVersion]) -> dict[str, bytes]:
+    """Return what remembers that these versions are saved, by key."""
+    return {_mark(experiment, run, each.name, each.version): b"1" for each in versions if DEFERRED in each.metadata}
+
+
+async def unsaved(store: Store, versions: Iterable[ResourceVersion]) -> set[tuple[str, str]]:
+    """Return those of the versions that were never saved, by name and version."""
+    found = [each for each in versions if DEFERRED in each.metadata]
+    folders = {_mark(*_place(each), each.name, "") for each in found}
+    marks = {key for folder in folders for key in await store.load_state(folder)}
+    return {(each.name, each.version) for each in found if _mark(*_place(each), each.name, each.version) not in marks}
+
+
+async def remove_unreachable(store: Store, experiment: str, states: Mapping[str, AlgorithmState]) -> int:
+    """Remove the unfinished rollouts that are pinned to versions of steps which were not saved; returns their number.
+
+    They would run with other versions, because these are not live any more. The repeated steps ask for them again.
+    """
+    lost: dict[tuple[str, str], bool] = {}
+    gone: list[str] = []
+    query = RolloutQuery(experiment=experiment, status=("queued", "running"), limit=_PAGE)
+    while page := await store.rollouts(query):
+        for rollout in page:
+            for version in rollout.resources.items():
+                if version not in lost:
+                    lost[version] = await _is_lost(store, version, states)
+            if _pinned_to(rollout, lost):
+                gone.append(rollout.rollout_id)
+        query = query.next(page[-1])
+    if gone:
+        await store.cancel(gone)
+        await store.delete(gone)
+    return len(gone)
+
+
+async def _is_lost(store: Store, version: tuple[str, str], states: Mapping[str, AlgorithmState]) -> bool:
+    """Return true for a version that belongs to a step after the last one that was saved."""
+    try:
+        found = await store.resource(*version)
+    except NotFoundError:
+        return False
+    state = states.get(found.algorithm)
+    return DEFERRED in found.metadata and state is not None and found.step > state.step
+
+
+def _pinned_to(rollout: Rollout, lost: Mapping[tuple[str, str], bool]) -> bool:
+    return any(lost[version] for version in rollout.resources.items())
+
+
+def _place(version: ResourceVersion) -> tuple[str, int]:
+    place: Any = version.metadata[DEFERRED]
+    return str(place["experiment"]), int(place["run"])
+
+
+def _mark(experiment: str, run: int, name: str, version: str) -> str:
+    return run_key(experiment, run, f"saved/{name}/{version}")
