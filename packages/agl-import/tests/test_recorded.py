@@ -205,6 +205,24 @@ def test_bodies_of_another_api_stay_in_its_dialect(tmp_path: Path, imports: Impo
     }
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [None, {}, {"other": 1}, 3, [], "[" * 900 + "]" * 900, {"output": {"output": {"output": []}}}],
+    ids=["none", "empty", "unknown", "number", "list", "deep", "nested"],
+)
+def test_call_without_an_answer_is_a_call(answer: Any, tmp_path: Path, imports: Imports) -> None:
+    call = {"id": "a", "run_type": "llm", "start_time": "9999-12-31T23:59:59", "error": "ReadTimeout"}
+    done = imports(
+        write_lines(tmp_path / "runs.jsonl", [{**call, "inputs": {"prompts": ["Hello"]}, "outputs": answer}])
+    )
+    (span,) = calls_of(imports)
+
+    assert (1, {"prompt": "Hello"}) == (done.calls, imports.recordings()[0].rollout.task)
+    assert span.call is not None
+    assert ("ReadTimeout", False) == (span.call.error, span.call.is_complete)
+    assert "failed" == imports.recordings()[0].rollout.status
+
+
 def test_attribute_that_holds_the_messages_of_a_call_is_not_kept_twice(imports: Imports) -> None:
     imports(RECORDED / "langfuse.pb.gz")
 

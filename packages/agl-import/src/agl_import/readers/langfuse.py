@@ -5,9 +5,13 @@ Scores are late rewards. What its newer SDKs send is OTLP, which :mod:`agl_impor
 """
 
 import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json, Reward, RewardSource
@@ -41,21 +45,20 @@ def read(path: Path) -> Iterator[Run]:
 
 
 def _parts(path: Path) -> Iterator[tuple[str, Part]]:
-    events: dict[str, dict[str, Any]] = {}
-    place = str(path)
-    for line in read_lines(path):
-        if not fits(line.value):
-            raise DatasetError(
-                f"{line.place} is no trace, observation, score or batch of events of Langfuse; nothing was imported: "
-                "export traces with their observations as JSON or JSON lines"
-            )
-        record, place = _camel(line.value), line.place
-        if isinstance(record.get("batch"), list):
-            _merge(events, record)
-        else:
-            yield from _marked(line, _record(line.place, record))
-    for record in events.values():
-        yield from _record(place, record)
+    with closing(_Events()) as events:
+        for line in read_lines(path):
+            if not fits(line.value):
+                raise DatasetError(
+                    f"{line.place} is no trace, observation, score or batch of events of Langfuse; nothing was "
+                    "imported: export traces with their observations as JSON or JSON lines"
+                )
+            record = _camel(line.value)
+            if isinstance(record.get("batch"), list):
+                events.take(record)
+            else:
+                yield from _marked(line, _record(line.place, record))
+        for record in events.records():
+            yield from _record(str(path), record)
 
 
 def _marked(line: Line, parts: Iterator[tuple[str, Part]]) -> Iterator[tuple[str, Part]]:
@@ -65,20 +68,42 @@ def _marked(line: Line, parts: Iterator[tuple[str, Part]]) -> Iterator[tuple[str
         line = line._replace(is_changed=False)
 
 
-def _merge(events: dict[str, dict[str, Any]], batch: dict[str, Any]) -> None:
-    """Take the events of a batch: later ones of an observation complete the earlier ones."""
-    for event in dicts_in(batch.get("batch")):
-        kind, _, _ = as_text(event.get("type")).partition("-")
-        body = _camel(event.get("body"))
-        if kind in ("sdk", ""):
-            continue
-        known = events.setdefault(f"{kind} {body.get('id')}", {})
-        if kind == "trace":
-            known.setdefault("observations", [])
-        elif kind != "score":
-            known.setdefault("type", kind.upper())
-            known.setdefault("parentObservationId", body.get("traceId"))
-        known.update({name: value for name, value in body.items() if value is not None})
+class _Events:
+    """Gathers events in a temporary database: later ones of an observation complete the earlier ones."""
+
+    def __init__(self) -> None:
+        self._gathered = sqlite3.connect("")  # a temporary file, which goes with the connection
+        self._gathered.execute("CREATE TABLE events (key TEXT PRIMARY KEY, data BLOB)")
+
+    def close(self) -> None:
+        """Drop them."""
+        self._gathered.close()
+
+    def take(self, batch: dict[str, Any]) -> None:
+        """Add the events of a batch."""
+        for event in dicts_in(batch.get("batch")):
+            kind, _, _ = as_text(event.get("type")).partition("-")
+            body = _camel(event.get("body"))
+            if kind in ("sdk", ""):
+                continue
+            key = f"{kind} {body.get('id')}"
+            row = self._gathered.execute("SELECT data FROM events WHERE key = ?", (key,)).fetchone()
+            known = as_dict(msgspec.msgpack.decode(row[0])) if row else _blank(kind, body)
+            known |= {name: value for name, value in body.items() if value is not None}
+            data = msgspec.msgpack.encode(known)
+            self._gathered.execute("INSERT OR REPLACE INTO events VALUES (?, ?)", (key, data))
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield traces, observations and scores."""
+        for (data,) in self._gathered.execute("SELECT data FROM events"):
+            yield as_dict(msgspec.msgpack.decode(data))
+
+
+def _blank(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return what the first event of a trace, a score or an observation leaves out."""
+    if kind == "trace":
+        return {"observations": []}
+    return {} if kind == "score" else {"type": kind.upper(), "parentObservationId": body.get("traceId")}
 
 
 def _record(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:

@@ -105,7 +105,7 @@ def _call(record: dict[str, Any], metadata: dict[str, Any], asked: Json, answere
     names = ("temperature", "max_tokens", "stop")
     known = {name: metadata[f"ls_{name}"] for name in names if metadata.get(f"ls_{name}") is not None}
     counted = (record, metadata.get("usage_metadata"), as_dict(answered).get("usage_metadata"))
-    usage = next((found for each in counted if (found := token_counts(each, *_COUNTS))), {})
+    usage = first(token_counts(each, *_COUNTS) for each in counted)
     return call_of(
         as_text(record.get("id")),
         asked,

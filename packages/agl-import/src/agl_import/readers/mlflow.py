@@ -14,14 +14,13 @@ from agl_import.readers.payloads import call_of, parsed, token_counts
 from agl_import.runs import CHANGED_TEXT, Run
 from agl_import.source import read_lines
 from agl_import.traces import Part, Scored, agent_attributes, runs_of, tool_attributes
-from agl_import.values import as_dict, as_text, dicts_in, json_text, ns_of, number_of
+from agl_import.values import as_dict, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 
 _EXPECTED = "expectations of a trace, which are no rewards: left out"
 _NO_NUMBER = "feedback that is neither a number nor yes or no: its words are kept, without a value"
 _COUNTS = (("input_tokens", "output_tokens"), ("prompt_tokens", "completion_tokens"))
 _SOURCES: dict[str, RewardSource] = {"HUMAN": "human", "LLM_JUDGE": "evaluator", "CODE": "evaluator"}
 _WORDS = {"yes": 1.0, "no": 0.0}  # how the judges of MLflow answer
-_SIZE = 8
 
 
 def fits(record: Json) -> bool:
@@ -69,15 +68,15 @@ def _part(place: str, span: dict[str, Any]) -> Part:
         id=own,
         parent=parent,
         name=name,
-        start_ns=_whole(span.get("start_time_unix_nano")),
-        end_ns=_whole(span.get("end_time_unix_nano")),
+        start_ns=whole_ns(span.get("start_time_unix_nano")),
+        end_ns=whole_ns(span.get("end_time_unix_nano")),
         status="error" if is_error else "ok",
         message=as_text(status.get("message")),
         stands_for="" if parent else name,
         events=[
             SpanEvent(
                 name=as_text(event.get("name")),
-                time_ns=_whole(event.get("time_unix_nano")),
+                time_ns=whole_ns(event.get("time_unix_nano")),
                 attributes=as_dict(event.get("attributes")),
             )
             for event in dicts_in(span.get("events"))
@@ -133,7 +132,3 @@ def _decoded(value: Json) -> Json:
     if isinstance(value, str) and value[:1] == '"':
         return parsed(f"[{value}]")[0] if isinstance(parsed(f"[{value}]"), list) else value
     return parsed(value)
-
-
-def _whole(value: Json) -> int:
-    return max(value, 0) if isinstance(value, int) else 0

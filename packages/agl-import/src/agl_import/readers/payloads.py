@@ -26,6 +26,9 @@ _ANSWERS = (
     "answer",
     "response",
 )
+_DEEPEST = 16
+"""Levels down to which messages are looked for; those of LangChain are four down."""
+
 _FLOATS = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 _WHOLE = ("top_k", "max_tokens", "seed")
 
@@ -93,36 +96,36 @@ def _dialect(request: dict[str, Any], response: dict[str, Any]) -> Dialect | Non
     return "responses" if is_response and "input" in request else None
 
 
-def messages_of(value: Json) -> list[dict[str, Any]]:
-    """Return the messages of a request of any form; a text is one of the user."""
+def messages_of(value: Json, depth: int = 0) -> list[dict[str, Any]]:
+    """Return the messages of a request of any form; a text is one of the user. ``depth`` is how deep it stands."""
     found = parsed(value)
     if isinstance(found, str):
         return [{"role": "user", "content": found}] if found else []
-    if isinstance(found, list):
+    if isinstance(found, list) and depth < _DEEPEST:
         items = as_list(found)
         if items and isinstance(items[0], list):
-            return messages_of(items[0])  # LangChain asks for several conversations at once
-        return [each for item in items for each in messages_of(item)]
+            return messages_of(items[0], depth + 1)  # LangChain asks for several conversations at once
+        return [each for item in items for each in messages_of(item, depth + 1)]
     fields = as_dict(found)
     message = _message(fields)
     if message is not None:
         return [message]
-    return messages_of(first(fields.get(name) for name in _PROMPTS))
+    return messages_of(first(fields.get(name) for name in _PROMPTS), depth + 1) if fields and depth < _DEEPEST else []
 
 
-def answer_of(value: Json) -> dict[str, Any] | None:
-    """Return the message that an answer of any form holds, ``None`` without one."""
+def answer_of(value: Json, depth: int = 0) -> dict[str, Any] | None:
+    """Return the message that an answer of any form holds, ``None`` without one. ``depth`` is how deep it stands."""
     found = parsed(value)
     if isinstance(found, str):
         return {"role": "assistant", "content": found} if found else None
-    if isinstance(found, list):
-        answers = [each for item in as_list(found) if (each := answer_of(item))]
+    if isinstance(found, list) and depth < _DEEPEST:
+        answers = [each for item in as_list(found) if (each := answer_of(item, depth + 1))]
         return answers[-1] if answers else None
     fields = as_dict(found)
     message = _message(fields)
     if message is not None:
         return {**message, "role": "assistant"}
-    return answer_of(first(fields.get(name) for name in _ANSWERS))
+    return answer_of(first(fields.get(name) for name in _ANSWERS), depth + 1) if fields and depth < _DEEPEST else None
 
 
 def _message(fields: dict[str, Any]) -> dict[str, Any] | None:
