@@ -28,7 +28,8 @@ def said(role: str, content: str) -> dict[str, str]:
 
 def test_best_run_of_a_task_is_paired_with_the_worst(exported: Any) -> None:
     runs = [chat("2 + 2?", answer, score=score) for answer, score in (("5", 0.5), ("4", 1), ("22", 0))]
-    (pair,) = exported([*runs, chat("2 + 2?", "none"), chat("3 + 3?", "6", score=1), chat("1?", "1", score=1)])
+    equal = [chat("3 + 3?", answer, score=1) for answer in ("6", "six")]
+    (pair,) = exported([*runs, chat("2 + 2?", "none"), *equal, chat("1?", "1", score=1)])
 
     assert [said("user", "2 + 2?")] == pair["prompt"]
     assert ([said("assistant", "4")], [said("assistant", "22")]) == (pair["chosen"], pair["rejected"])

@@ -151,7 +151,7 @@ def test_message_that_nests_without_end_is_refused(tmp_path: Path, imports: Impo
         imports(path)
 
 
-@pytest.mark.parametrize("start", ["{\n", "{\n  ", "[\n", "\n{\n  ", "\n\n[\n"])
+@pytest.mark.parametrize("start", ["{\n", "{\n  ", "[\n", "\n{\n  ", "\n\n[\n", "\n\n\n\n{"])
 def test_json_that_spans_lines_is_not_taken_for_protobuf(start: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(f'{start}"messages": []' + "}" * 200)
