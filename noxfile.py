@@ -73,7 +73,12 @@ PLUGINS = {
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
     "agl-vllm": ["openai>=3,<4"],
     "agl-otlp": ["httpx>=0.28,<1"],
-    "agl-import": ["-e", "packages/agl-otlp", "opentelemetry-exporter-otlp-proto-common>=1.38,<2"],
+    "agl-import": [
+        "-e",
+        "packages/agl-otlp",
+        "opentelemetry-exporter-otlp-proto-common>=1.38,<2",
+        "zstandard>=0.23,<1",
+    ],
     "agl-deploy": [
         *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
         *(

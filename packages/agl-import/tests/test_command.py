@@ -31,7 +31,7 @@ def test_report_says_what_arrived_and_what_did_not(tmp_path: Path) -> None:
         "imported 1 run into 'imported' from 1 file of claude-code: 4 model calls, 1 task, 0 new rewards\n",
         "what does not arrive, or not whole:\n",
         "  4  calls without their system prompt and tools, which the log leaves out\n",
-        "  4  calls without token ids: they feed sft (agl export writes its data), prompts and rewards, not grpo",
+        "  4  calls without token ids: they feed sft and dpo (agl export writes their data), prompts and rewards",
         "look with: agl runs --experiment imported\n",
     ):
         assert line in said
@@ -48,7 +48,9 @@ def test_why_says_what_calls_without_token_ids_can_feed(sessions: Path) -> None:
     said = run_agl("why", "latest", folder=sessions)
 
     assert "4 calls recorded without token ids, none rejected" in said
-    assert "Text feeds sft (agl export writes its data), prompt search and rewards, not grpo, dpo or another" in said
+    assert (
+        "Text feeds sft and dpo (agl export writes their data), prompt search and rewards, not grpo or another" in said
+    )
 
 
 def test_export_writes_a_dialogue_for_each_conversation(sessions: Path) -> None:

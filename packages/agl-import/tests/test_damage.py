@@ -38,7 +38,7 @@ def test_file_of_no_known_format_is_refused_with_those_that_are_read(tmp_path: P
         (b"\xff\xfe\x00", "line 1 is no JSON .*nothing was imported"),
         (b'{"messages": NaN}\n', "line 1 is no JSON .*NaN is no number of JSON"),
         (b"[" * 100_000, "line 1 is no JSON .*nested too deeply"),
-        (b"PK\x03\x04rest", "is an archive, of which only gzip is read"),
+        (b"PK\x03\x04rest", "is an archive, of which only gzip and zstd are read"),
         (b"\x1f\x8brest", "is cut or damaged|cannot read"),
         (b'{"messages": [{"role": "wizard", "content": "a"}]}', "message 1 has the role 'wizard'; use one of"),
         (b'{"messages": ["a"]}', "line 1 has no list of messages"),

@@ -528,6 +528,14 @@ def test_export_keeps_only_what_earned_enough(store_of):
     assert [] == exported("--min-reward", "0.8")
 
 
+def test_export_of_pairs_says_how_many_tasks_give_none(store_of):
+    store_of(fill, 2)
+    result = invoke("export", "--format", "dpo")
+    assert (0, "") == (result.exit_code, result.stdout)
+    assert re.match(r"\d tasks? gives? no pair: fewer than two runs", result.stderr)
+    assert result.stderr.endswith("0 lines of dpo written to stdout\n")
+
+
 def test_export_to_an_unwritable_path_says_so(store_of):
     store_of(fill, 1)
     result = invoke("export", "--output", "absent/out.jsonl")

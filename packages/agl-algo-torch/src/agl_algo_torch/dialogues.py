@@ -35,24 +35,37 @@ class Dialogue:
 
 def read_dialogues(path: Path) -> list[Dialogue]:
     """Read a JSON-lines file; blank lines are skipped. Raises DatasetError with file and line."""
+    return [_dialogue(row, where) for where, row in read_objects(path, what="dialogues")]
+
+
+def read_objects(path: Path, *, what: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the objects of a JSON-lines file with the places where they stand, an empty one for other values.
+
+    Blank lines are skipped. Raises DatasetError for a file of `what` that is not there, is empty, or has a line that
+    is no JSON.
+    """
     if not path.is_file():
         raise DatasetError(
-            f"The dialogue file {path} does not exist (looked from {Path.cwd()}). Correct `data` or create it."
+            f"The file of {what} {path} does not exist (looked from {Path.cwd()}). Correct `data` or create it."
         )
-    lines = path.read_text(encoding="utf-8").splitlines()
-    found = [_parse(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    lines = path.read_text(encoding="utf-8").split("\n")
+    found = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not found:
-        raise DatasetError(f"The dialogue file {path} is empty. Give one JSON object with `messages` per line.")
+        raise DatasetError(f"The file of {what} {path} is empty. Give one JSON object per line.")
     return found
 
 
-def _parse(line: str, *, where: str) -> Dialogue:
+def _parse(line: str, where: str) -> tuple[str, dict[str, Any]]:
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{where}: the line is not JSON ({error.msg}). Give one JSON object per line.") from error
-    messages = cast("dict[str, Any]", row).get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not all(_is_message(m) for m in cast("list[Any]", messages)):
+    return where, cast("dict[str, Any]", row) if isinstance(row, dict) else {}
+
+
+def _dialogue(row: dict[str, Any], where: str) -> Dialogue:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(is_message(m) for m in cast("list[Any]", messages)):
         raise DatasetError(
             f'{where}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}. '
             "Give the messages as the OpenAI chat API takes them."
@@ -62,22 +75,23 @@ def _parse(line: str, *, where: str) -> Dialogue:
         raise DatasetError(
             f"{where}: no message has the role assistant, so there is nothing to learn. Remove the line."
         )
-    tools: list[Any] = cast("dict[str, Any]", row).get("tools") or []
+    tools: list[Any] = row.get("tools") or []
     return Dialogue(where=where, messages=tuple(turns), tools=tuple(tools))
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
+    """Return whether a value is an object with a role."""
     return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
 
 
-def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[RowSample]:
-    """Return the rows of a dialogue, one where the template only appends.
+def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int, start: int = 0) -> list[RowSample]:
+    """Return the rows of a dialogue, one where the template only appends; messages before `start` are not trained.
 
     All rows carry `dialogue.where` as their rollout, so they share an update and one share of the gradient.
     Raises DatasetError for a row above `max_tokens`, or one that the template cannot render.
     """
     samples: list[RowSample] = []
-    for text, spans in _rows(dialogue, tokenizer):
+    for text, spans in _rows(dialogue, tokenizer, start):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = encoded["input_ids"]
         if len(ids) > max_tokens:
@@ -92,12 +106,12 @@ def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[Row
     return samples
 
 
-def _rows(dialogue: Dialogue, tokenizer: Any) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+def _rows(dialogue: Dialogue, tokenizer: Any, first: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Yield texts with the assistant's character spans, longest first; every assistant turn is in one of them."""
     text, spans = "", list[tuple[int, int]]()
     # From the last turn back: an earlier turn whose rendering the text begins with is trained there, at no extra
     # tokens. One that the template renders differently by then needs a row of its own.
-    for index in reversed(range(len(dialogue.messages))):
+    for index in reversed(range(first, len(dialogue.messages))):
         if dialogue.messages[index]["role"] != "assistant":
             continue
         rendered, start = _turn(dialogue, tokenizer, index)

@@ -8,26 +8,35 @@ rollout w and a rejected rollout l of one task (the paper's y_w and y_l)
 where log pi sums over the policy's tokens of a rollout. beta r is the paper's implicit reward, so beta m is the
 difference of two rewards. A group gives the best against the worst, or every pair, whose rewards differ by `min_gap`
 at least; a group without a difference gives no pair. `preference` has the steps, and what differs from the paper.
+With `data` the pairs are those of a file, and their token ids come from the policy's tokenizer.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner import LearnerSettings
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.pairs import PairAlgorithm, Pairing
-from agl_algo_torch.preference import PreferenceSettings, ReferenceKind
+from agl_algo_torch.pairs import Pair, PairAlgorithm, Pairing
+from agl_algo_torch.preference import Gathered, PreferenceSettings, ReferenceKind
 from agl_algo_torch.supply import RolloutSupply
+from agl_algo_torch.written_pairs import WrittenPair, check_ignored, read_pairs
 from agl_objectives.saving import SAVE_EVERY
+
+if TYPE_CHECKING:
+    from agl.contracts import AlgorithmContext
+    from agl_algo_torch.learner import PolicyLearner
 
 
 class DPO(PairAlgorithm):
     """Trains the weights of one policy on pairs of rollouts of one task, the better against the worse.
 
     Args:
+        data: File of `{"prompt": [...], "chosen": [...], "rejected": [...]}` lines, relative to the experiment's file,
+            as `agl export --format dpo` writes them; each step learns from all of it. Empty for rollouts.
         steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
         tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
         group_size: Rollouts per task, by default 4; refused with a source.
@@ -52,6 +61,7 @@ class DPO(PairAlgorithm):
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
         *,
+        data: str = "",
         steps: int | None = None,
         tasks_per_step: int | None = None,
         group_size: int | None = None,
@@ -83,7 +93,19 @@ class DPO(PairAlgorithm):
             raise ConfigError(
                 f"dpo got {group_size=} and {beta=}; a pair needs a group of 2 at least, and beta must be above 0."
             )
-        self._beta = beta
+        check_ignored(
+            data,
+            {
+                "tasks_per_step": tasks_per_step is not None,
+                "group_size": group_size is not None,
+                "max_age": max_age >= 0,
+                "min_gap": min_gap != 1e-6,
+                "pairs": pairs != "extremes",
+                'reference = "behaviour"': reference == "behaviour",
+            },
+        )
+        self._beta, self._data, self._steps = beta, data, steps or 1
+        self._written: list[WrittenPair] = []
         learner = LearnerSettings(
             optim=OptimSettings(
                 lr=lr,
@@ -117,6 +139,41 @@ class DPO(PairAlgorithm):
             min_gap=min_gap,
             is_per_token=False,
         )
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check the policy, and where the pairs come from; reads those of `data`."""
+        if not self._data:
+            await super().setup(context)
+            return
+        self.begin(context)
+        if context.sources:
+            raise ConfigError(
+                f"dpo reads its pairs from data = {self._data!r}, so the source {list(context.sources)} would be "
+                "ignored; remove one of them."
+            )
+        self._written = read_pairs(context.folder / self._data)
+        context.say(
+            f"{context.name}: {len(self._written)} pairs of text in {self._data}; their token ids come from the "
+            "policy's tokenizer and chat template, as nobody recorded those that were sampled"
+        )
+
+    def step_size(self, tasks: int) -> tuple[int, int]:
+        """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
+        return (0, 0) if self._data else super().step_size(tasks)
+
+    async def gather(self, step: int, learner: PolicyLearner) -> Gathered[Pair]:
+        """Return the pairs of `data` if there is one, else those of a step's groups."""
+        if not self._data:
+            return await super().gather(step, learner)
+        loaded = learner.loaded
+        rows = [
+            row
+            for pair in self._written
+            for row in pair.rows(tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
+        ]
+        pairs = [Pair(chosen=pair.chosen.where, rejected=pair.rejected.where) for pair in self._written]
+        is_last = step >= self._steps
+        return Gathered(examples=pairs, rows=rows, metrics={}, stop_reason=f"{step} steps done" if is_last else "")
 
     def pair_loss(self, margin: float) -> tuple[float, float]:
         """Equation 7 and its slope beta sigmoid(-beta m).

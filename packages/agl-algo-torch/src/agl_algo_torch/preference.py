@@ -3,7 +3,8 @@
 The log-ratio of a rollout is r = log pi(rollout) - log ref(rollout), where log pi(rollout) sums over the policy's
 tokens of all its turns and rows. One step:
 
-    1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for
+    1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for; `dpo` may
+       read pairs of texts instead
     2. examples: what the algorithm makes of the rewards, such as pairs or labels
     3. `epochs` passes over the examples, so many at a time
     4. publish the new weights
@@ -27,7 +28,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, get_args
 
 from agl.contracts import StepReport
@@ -82,6 +83,27 @@ class Judgement:
 
     factors: Mapping[str, float]
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered(Generic[E]):
+    """What a step learns from.
+
+    Attributes:
+        examples: Of rollouts, or of what stands for them in `rows`.
+        rows: The rows of all rollouts in examples.
+        metrics: To log.
+        trained: Ids of the rollouts that are trained.
+        uses: What became of every call, by rollout id.
+        stop_reason: Why no further step has examples; empty while one may.
+    """
+
+    examples: list[E]
+    rows: list[RowSample]
+    metrics: dict[str, float]
+    trained: tuple[str, ...] = ()
+    uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
+    stop_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +162,13 @@ class PreferenceAlgorithm(ABC, Generic[E]):
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned, and where the rollouts come from."""
+        self.begin(context)
+        self._supply.begin(context)
+
+    def begin(self, context: AlgorithmContext) -> None:
+        """Take the context, and check that one policy with reachable weights is tuned."""
         self._context = context
         self._tuned.begin(context)
-        self._supply.begin(context)
 
     async def step(self) -> StepReport:
         """Take groups, make examples, update, save and publish."""
@@ -150,31 +176,43 @@ class PreferenceAlgorithm(ABC, Generic[E]):
         learner = await self._tuned.learner(updates=self._updates)
         moves = learner.moves
 
-        # 1. Take groups.
-        given = await self._supply.take(step)
+        # 1. Take groups, and make examples of them.
+        given = await self.gather(step, learner)
 
-        # 2. Make examples. A rollout may be in several of them, but its rows are built once.
-        examples = self.examples(given.groups)
-        used = {rollout for example in examples for rollout in example.rollouts}
-        rows = [row for group in given.groups for e in group if e.rollout.rollout_id in used for row in live_rows(e)]
-
-        # 3. Update.
+        # 2. Update.
         started = time.perf_counter()
         self._tuned.start_updates()
-        metrics = given.metrics | self.counts(examples) | await self._train(learner, examples, rows)
+        metrics = given.metrics | self.counts(given.examples) | await self._train(learner, given.examples, given.rows)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Make the new weights live; without an update they are what they were. Save them unless that may wait.
+        # 3. Make the new weights live; without an update they are what they were. Save them unless that may wait.
         published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
         self._step, self._updates = step, learner.updates
         return StepReport(
             step=step,
             is_finished=bool(given.stop_reason),
             metrics=metrics,
-            trained=tuple(dict.fromkeys(row.rollout for row in rows)),
+            trained=given.trained,
             published=published,
             stop_reason=given.stop_reason,
+            uses=given.uses,
+        )
+
+    async def gather(self, step: int, learner: PolicyLearner) -> Gathered[E]:
+        """Return what a step learns from: by default the examples of the groups of its supply."""
+        del learner
+        given = await self._supply.take(step)
+        examples = self.examples(given.groups)
+        # A rollout may be in several examples, but its rows are built once.
+        used = {rollout for example in examples for rollout in example.rollouts}
+        rows = [row for group in given.groups for e in group if e.rollout.rollout_id in used for row in live_rows(e)]
+        return Gathered(
+            examples=examples,
+            rows=rows,
+            metrics=given.metrics,
+            trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             uses=self._uses(given.groups, examples),
+            stop_reason=given.stop_reason,
         )
 
     def state(self) -> Mapping[str, Json]:

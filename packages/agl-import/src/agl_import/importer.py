@@ -27,7 +27,7 @@ from agl_import.values import as_dict, digest, field_of, number_of, text_of
 _RUNS, _BYTES = 200, 16 << 20
 """The most runs, and about the most bytes, that are written at once."""
 
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "json", "pb") for packed in ("", ".gz", ".zst"))
 _NO_REWARD = "runs whose field for the reward is missing or null: without a reward"
 _NO_PROMPT = "runs without a message of a user: they share one empty task"
 _SKIPPED = "files of a folder that are in no known format: left out"

@@ -1,6 +1,7 @@
 """Narrows foreign JSON, in which any field may be missing or of another type, and reads its times and numbers."""
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ import msgspec
 from agl.schemas import Json
 
 _LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)
+_LATEST = (1 << 63) - 1
 _HALVES = re.compile("[\ud800-\udfff]")
 _FRACTION = re.compile(r"[.,](\d+)")
 
@@ -36,8 +38,8 @@ def dicts_in(value: Json) -> list[dict[str, Any]]:
 
 
 def number_of(value: Json) -> float | None:
-    """Return a number, true and false as 1 and 0; ``None`` for anything else."""
-    return float(value) if isinstance(value, int | float) else None
+    """Return a finite number, true and false as 1 and 0; ``None`` for anything else."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def text_of(content: Json) -> str:
@@ -68,7 +70,12 @@ def ns_of(time: Json) -> int:
         return 0
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     nanoseconds = int(fraction[1][:9].ljust(9, "0")) if fraction else 0
-    return max(int(moment.timestamp()) * 1_000_000_000 + nanoseconds, 0)
+    return whole_ns(int(moment.timestamp()) * 1_000_000_000 + nanoseconds)
+
+
+def whole_ns(value: Json) -> int:
+    """Return Unix nanoseconds of an integer, within what a store holds; 0 for anything else."""
+    return min(max(value, 0), _LATEST) if isinstance(value, int) else 0
 
 
 def field_of(record: Json, name: str) -> Json:

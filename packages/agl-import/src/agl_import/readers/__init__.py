@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from agl.errors import DatasetError
 from agl.schemas import Json
-from agl_import.readers import atif, chat, claude_code, codex, otlp
+from agl_import.readers import atif, chat, claude_code, codex, langfuse, langsmith, mlflow, otlp
 from agl_import.runs import Run
 from agl_import.source import first_record
+from agl_import.wire import is_protobuf
 
 __all__ = ["FORMATS", "Format", "format_of"]
 
@@ -40,7 +41,15 @@ FORMATS = {
         Format("claude-code", "session logs of Claude Code", claude_code.fits, claude_code.read),
         Format("codex", "session logs of Codex, rollout-*.jsonl", codex.fits, codex.read),
         Format("atif", "ATIF 1.0 to 1.8, as Harbor writes it", atif.fits, atif.read),
-        Format("otlp", "OTLP as JSON, with GenAI or OpenInference attributes", otlp.fits, otlp.read),
+        Format(
+            "otlp",
+            "OTLP as JSON or Protobuf, with attributes of GenAI, OpenInference or Langfuse",
+            otlp.fits,
+            otlp.read,
+        ),
+        Format("langfuse", "exports of Langfuse, and its batches of events", langfuse.fits, langfuse.read),
+        Format("langsmith", "runs of LangSmith, and their feedback", langsmith.fits, langsmith.read),
+        Format("mlflow", "traces of MLflow 3", mlflow.fits, mlflow.read),
     )
 }
 """The formats by name, in the order in which they are tried."""
@@ -48,6 +57,8 @@ FORMATS = {
 
 def format_of(path: Path) -> Format:
     """Recognise the format of a file; raises :class:`DatasetError` with those that are read when none fits."""
+    if is_protobuf(path):
+        return FORMATS["otlp"]
     record = first_record(path)
     for found in FORMATS.values():
         if found.fits(record):

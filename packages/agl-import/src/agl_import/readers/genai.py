@@ -9,18 +9,16 @@ from agl_import.runs import IDS_MISSING
 from agl_import.values import as_dict, as_list, as_text, dicts_in, first, json_text, number_of
 
 SYSTEM, TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
-MESSAGES = frozenset({semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES, SYSTEM, TOOLS})
+MESSAGES = (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES, SYSTEM, TOOLS)
+CONTENT = (*MESSAGES, "llm.", "input.", "output.", "gen_ai.prompt.", "gen_ai.completion.")
+"""Beginnings of names of attributes that hold what a call's own fields hold."""
+
 _CALLS = frozenset({semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content"})
 
 
 def is_call(attributes: dict[str, Json]) -> bool:
     """Return whether attributes are those of a model call."""
     return attributes.get(semconv.OPERATION) in _CALLS
-
-
-def is_content(name: str) -> bool:
-    """Return whether an attribute holds what the call's own fields hold."""
-    return name in MESSAGES or name.startswith(("llm.", "input.", "output.", "gen_ai.prompt.", "gen_ai.completion."))
 
 
 def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:

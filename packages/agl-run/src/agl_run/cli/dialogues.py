@@ -40,6 +40,12 @@ def chat_tools(call: ModelCall) -> list[Any]:
     return [_function(tool) for tool in given if "name" in tool]
 
 
+def begins_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of messages with which two conversations begin alike."""
+    both = zip(_as_made(one), _as_made(other), strict=False)
+    return next((number for number, (a, b) in enumerate(both) if a != b), min(len(one), len(other)))
+
+
 def _continues(messages: Sequence[Any], earlier: Sequence[Any]) -> bool:
     return len(earlier) < len(messages) and _as_made(earlier) == _as_made(messages[: len(earlier)])
 

@@ -13,15 +13,11 @@ import msgspec
 
 from agl import PluginManager
 from agl.contracts import RolloutQuery, SpanQuery, Store
-from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import (
-    Episode,
     PromptTemplate,
-    Record,
     ResourceVersion,
     Row,
-    Span,
     Transition,
     to_json,
     unpack_floats,
@@ -34,15 +30,9 @@ from agl_run.cli.dialogues import dialogues
 from agl_run.cli.lineage import resource_text, shown
 from agl_run.cli.models import copy_model
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.query import check_experiment, deciding, filter_options, find_ids, make_query, span_options
+from agl_run.cli.preferences import ExportedRollout, pairs, recorded
+from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, span_options
 from agl_run.cli.span_reader import CHOSEN_PAGE, SpanReader
-
-
-class ExportedRollout(Record, frozen=True, kw_only=True):
-    """An exported rollout."""
-
-    episode: Episode
-    spans: list[Span]
 
 
 @click.command()
@@ -50,10 +40,11 @@ class ExportedRollout(Record, frozen=True, kw_only=True):
 @click.option(
     "--format",
     "form",
-    type=click.Choice(("messages", "transitions", "rows", "spans", "text", "json", "python", "model")),
+    type=click.Choice(("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model")),
     default="messages",
     show_default=True,
-    help="messages: OpenAI chat dialogues, as fine-tuning reads them; transitions: one model call a line; "
+    help="messages: OpenAI chat dialogues, as fine-tuning reads them; dpo: of each task the best run against the worst "
+    "one, as pairs of chat messages; transitions: one model call a line; "
     "rows: one training row a line; spans: everything, as recorded. "
     "Of a resource: text, json, or python for a constant; model: the files of trained weights.",
 )
@@ -62,7 +53,9 @@ class ExportedRollout(Record, frozen=True, kw_only=True):
     type=click.Path(path_type=Path, dir_okay=False),
     help="File to write, by default stdout; for a model, the directory to make.",
 )
-@click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
+@click.option(
+    "--min-reward", type=float, help="Only rollouts with at least this reward; for dpo, only best runs with it."
+)
 @click.option("--agents", help="Regular expression: only these agents' calls.")
 @store_option
 @filter_options
@@ -103,7 +96,9 @@ def export(
             named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
             if chosen is not None:
                 return await _write_spans(store, named, chosen, target)
-            async for item in _recorded(store, named, agents):
+            if form == "dpo":
+                return await _write_pairs(pairs(store, named, agents, min_reward=min_reward), target)
+            async for item in recorded(store, named, agents):
                 if min_reward is not None and (item.episode.reward is None or item.episode.reward < min_reward):
                     continue
                 for line in _LINES[form](item):
@@ -182,11 +177,19 @@ async def _write_spans(store: Store, query: RolloutQuery, spans: SpanQuery, targ
     return count
 
 
-async def _recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[ExportedRollout]:
-    async for recording in read_recordings(store, query, spans="all"):
-        attempt = deciding(recording.rollout, recording.attempts)
-        episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents)
-        yield ExportedRollout(episode=episode, spans=recording.spans)
+async def _write_pairs(found: AsyncIterator[list[dict[str, Any]]], target: BinaryIO) -> int:
+    """Write preference pairs, and say how many tasks give none; returns the number of pairs."""
+    count = empty = 0
+    async for lines in found:
+        target.writelines(to_json(line) + b"\n" for line in lines)
+        count, empty = count + len(lines), empty + int(not lines)
+    if empty:
+        click.echo(
+            f"{empty} {'task gives' if empty == 1 else 'tasks give'} no pair: fewer than two runs with a reward, equal "
+            "rewards, the best one below --min-reward, or conversations without a common beginning",
+            err=True,
+        )
+    return count
 
 
 def _messages(item: ExportedRollout) -> Iterable[Any]:
