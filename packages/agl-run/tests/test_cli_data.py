@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from agl import PluginManager, Reward, Rollout, Span, semconv
 from agl.contracts import ExperimentRecord, RolloutQuery, Store
@@ -31,6 +31,7 @@ from agl_run.cli.main import cli
 from agl_run.cli.opening import resolve_url
 from agl_run.cli.query import seconds_of
 from agl_run.cli.show import shown, tree
+from agl_run.experiment.ownership import Ownership
 from agl_run.experiment.state import save
 from agl_testing.waiting import wait_until
 
@@ -242,13 +243,15 @@ def test_gc_keeps_the_newest_and_every_unfinished_rollout(store_of):
     assert ["ro-calc-003", "ro-calc-004", "ro-calc-waits"] == [r.rollout_id for r in store_of(ids_in)]
 
 
-def test_gc_returns_the_space_of_what_it_removes(store_of):
-    async def fill_much(store: Store) -> None:
-        noise = random.Random(1)
-        tasks = [{"text": noise.randbytes(5_000).hex()} for _ in range(400)]
-        made = await store.enqueue([Rollout(rollout_id=f"ro-{n:03}", task=task) for n, task in enumerate(tasks)])
-        await store.cancel([rollout.rollout_id for rollout in made])
+async def fill_much(store: Store) -> None:
+    """Record 400 rollouts of 10 kB."""
+    noise = random.Random(1)
+    tasks = [{"text": noise.randbytes(5_000).hex()} for _ in range(400)]
+    made = await store.enqueue([Rollout(rollout_id=f"ro-{n:03}", task=task) for n, task in enumerate(tasks)])
+    await store.cancel([rollout.rollout_id for rollout in made])
 
+
+def test_gc_returns_the_space_of_what_it_removes(store_of):
     store_of(fill_much)
     size = Path(resolve_url(None).removeprefix("sqlite:///")).stat().st_size
     done = invoke("runs", "gc", "--keep", "10")
@@ -258,6 +261,47 @@ def test_gc_returns_the_space_of_what_it_removes(store_of):
     done = json.loads(invoke("runs", "gc", "--keep", "5", "--json").output)
     assert 0 < done["compaction"]["after"] <= done["compaction"]["before"] < 1 << 20
     assert json.loads(invoke("runs", "gc", "--keep", "5", "--json").output)["compaction"] is None
+
+
+def test_gc_removes_the_oldest_until_the_store_is_small_enough(store_of):
+    store_of(fill_much)
+    dry = json.loads(invoke("runs", "gc", "--max-size", "3MB", "--dry-run", "--json").output)
+    assert (100 < len(dry["removed"]) < 300, None) == (True, dry["size"])
+    assert "removed 0 rollouts\n" == invoke("runs", "gc", "--max-size", "1GB").output
+    done = json.loads(invoke("runs", "gc", "--max-size", "3MB", "--json").output)
+    assert 2_500_000 < done["size"] <= 3_000_000
+    assert done["compaction"]["after"] <= 3_100_000
+    assert [f"ro-{n:03}" for n in range(len(done["removed"]), 400)] == [r.rollout_id for r in store_of(ids_in)]
+    done = invoke("runs", "gc", "--max-size", "1MB", "--keep", "300").output
+    assert re.search(r"its data still take [23]\.\d MB instead of 1\.0 MB: what is left is needed, not finished", done)
+
+
+def test_vacuum_returns_all_unused_space(store_of):
+    store_of(fill_much)
+    store_of(lambda store: store.delete([f"ro-{n:03}" for n in range(399)]))
+    assert re.fullmatch(r"the store has 0\.\d MiB instead of [4-9]\.\d MiB\n", invoke("runs", "vacuum").output)
+    done = json.loads(invoke("runs", "vacuum", "--json").output)
+    assert done["before"] == done["after"] == Path("runs/agl.db").stat().st_size
+
+
+def test_vacuum_is_refused_while_something_runs(store_of, tmp_path):
+    store_of(fill, 1)
+    store_of(lambda store: store.claim(worker="w", limit=1))
+    result = invoke("runs", "vacuum")
+    assert (1, True) == (
+        result.exit_code,
+        "rollout 'ro-calc-waits' is running, and would have to wait" in result.stderr,
+    )
+
+    async def owned(store: Store) -> Result:
+        await store.cancel(["ro-calc-waits"])
+        await save(store, ExperimentRecord(name="calc", status="running"))
+        async with Ownership(store, "calc", workdir=tmp_path / "elsewhere"):
+            return await asyncio.to_thread(invoke, "runs", "vacuum")
+
+    result = store_of(owned)
+    assert (1, True) == (result.exit_code, "the experiment 'calc' is running" in result.stderr)
+    assert 0 == invoke("runs", "vacuum").exit_code
 
 
 def test_gc_looks_at_the_age(store_of):

@@ -1,11 +1,12 @@
 """Retention by itself: what a run and a server remove, what they never remove, and what a kill leaves."""
 
 import asyncio
+import random
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,15 @@ from agl.contracts import (
     Trained,
     VersionScore,
 )
-from agl.errors import ConflictError, StoreError
+from agl.errors import ConfigError, ConflictError, StoreError
 from agl.schemas import Outcome, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore
 from agl_run import Quiet, RetentionConfig, SQLiteStore, parse_config
 from agl_run.experiment import retaining as served
 from agl_run.experiment.ownership import Ownership
 from agl_run.experiment.retaining import retaining
-from agl_run.experiment.retention import RetentionLimits, remove_old
-from agl_run.experiment.state import save
+from agl_run.experiment.retention import RetentionLimits, parse_size, remove_old
+from agl_run.experiment.state import AlgorithmState, save
 from agl_testing.waiting import eventually
 
 TASKS = [{"n": 0}, {"n": 1}]
@@ -344,3 +345,114 @@ def test_experiment_file_takes_a_retention(tmp_path: Path) -> None:
     config = parse_config({"experiment": {"agent": "agent:solve"}, "retention": section})
     assert RetentionConfig(older_than="30d", keep=20, experiments="all") == config.retention
     assert config.retention == agl.Trainer.from_config(config, folder=tmp_path).config.retention
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[SQLiteStore]:
+    """A store of 40 rollouts with about 20 kB each: 10 in each of four experiments, oldest first."""
+    store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
+
+    async def record() -> None:
+        noise = random.Random(1)
+        for name in ("ended", "source", "unfinished", "newest"):
+            tasks = [{"text": noise.randbytes(10_000).hex()} for _ in range(10)]
+            ids = [f"{name}-{number}" for number in range(10)]
+            await store.enqueue(
+                [Rollout(rollout_id=i, task=task, experiment=name) for i, task in zip(ids, tasks, strict=True)]
+            )
+            await store.cancel(ids)
+
+    asyncio.run(record())
+    yield store
+    asyncio.run(store.close())
+
+
+def test_size_never_takes_what_a_run_that_can_be_resumed_needs(full: SQLiteStore) -> None:
+    async def body() -> None:
+        settings = {"source": '["rollouts", "experiment:source"]', "text": "sha256:0"}
+        state = {"learner": AlgorithmState(step=1, settings=settings)}
+        await save(full, ExperimentRecord(name="unfinished", status="running"), state)
+        report = await remove_old(full, RolloutQuery(), RetentionLimits(max_bytes=1))
+        assert (20, 20) == (len(report.removed), report.kept_for_experiments)
+        assert ["source"] * 10 + ["unfinished"] * 10 == [each[:-2] for each in await ids_in(full)]
+        assert report.size == await full.size() > 20 * 20_000
+
+    asyncio.run(body())
+
+
+def test_size_never_takes_the_lineage_of_a_version(full: SQLiteStore) -> None:
+    async def body() -> None:
+        versions = [
+            ResourceVersion(
+                name="prompt", version=f"v{n}", parent=parent, resource=PromptTemplate(template="a" * 9_000)
+            )
+            for n, parent in ((1, ""), (2, "v1"), (3, "v2"))
+        ]
+        await full.publish(versions)
+        await full.move_label(LabelMove(name="prompt", label="production", version="v3"))
+        await remove_old(full, RolloutQuery(), RetentionLimits(max_bytes=1))
+        assert ([], versions) == (await ids_in(full), await full.resources("prompt"))
+        assert ["v3"] == [move.version for move in await full.labels("prompt")]
+
+    asyncio.run(body())
+
+
+def test_size_never_takes_an_open_conversation(full: SQLiteStore) -> None:
+    async def body() -> None:
+        await full.enqueue([Rollout(rollout_id="talk", task={}, experiment="served-conversations")])
+        await full.claim(worker="gateway", experiment="served-conversations")
+        await remove_old(full, RolloutQuery(), RetentionLimits(max_bytes=1))
+        assert ["talk"] == await ids_in(full)
+
+    asyncio.run(body())
+
+
+def test_size_takes_the_oldest_and_no_more_than_it_must(full: SQLiteStore) -> None:
+    async def body() -> None:
+        most = await full.size() - 100_000
+        report = await remove_old(full, RolloutQuery(), RetentionLimits(max_bytes=most))
+        assert 5 <= len(report.removed) <= 8
+        assert report.removed == [f"ended-{number}" for number in range(len(report.removed))]
+        assert report.size is not None
+        assert report.size <= most
+        assert [] == (await remove_old(full, RolloutQuery(), RetentionLimits(max_bytes=most))).removed
+        limits = RetentionLimits(max_bytes=1, keep=31)
+        assert 9 == len(report.removed) + len((await remove_old(full, RolloutQuery(), limits)).removed)
+
+    asyncio.run(body())
+
+
+def test_run_removes_until_the_store_is_small_enough(full: SQLiteStore, tmp_path: Path) -> None:
+    most = asyncio.run(full.size()) - 300_000
+    (line,) = fit(full, tmp_path, RetentionConfig(max_size=str(most), experiments="all"))
+    assert line.startswith("retention: removed ")
+    assert asyncio.run(full.size()) <= most
+
+
+def test_size_of_a_store_that_does_not_say_it_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"MemoryStore\(.*\) does not say its size; name the SQLite file or the database"
+    ):
+        asyncio.run(remove_old(MemoryStore(), RolloutQuery(), RetentionLimits(max_bytes=1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10GB", 10**10),
+        ("1.5 kB", 1_500),
+        ("2MiB", 2 << 20),
+        ("3T", 3 * 10**12),
+        ("4096", 4096),
+        ("7B", 7),
+        ("1G", 10**9),
+    ],
+)
+def test_size_is_written_with_a_unit(text: str, expected: int) -> None:
+    assert expected == parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["", "GB", "10 QB", "-1MB", "1e9", "ten"])
+def test_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size; write 500MB, 10GB or 1TB"):
+        parse_size(text)

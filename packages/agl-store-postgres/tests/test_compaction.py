@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+from agl.contracts import RolloutQuery
 from agl.schemas import Rollout
 from agl_run.sql import Compaction
 from agl_store_postgres.store import PostgresStore
@@ -29,3 +30,25 @@ async def write_and_remove(store: PostgresStore, name: str) -> Compaction:
     await store.cancel(ids)
     await store.delete(ids)
     return await store.compact()
+
+
+def test_size_follows_what_is_recorded_and_a_vacuum_returns_its_space(url: str) -> None:
+    async def body() -> None:
+        store = PostgresStore(url)
+        empty = await store.size()
+        noise = random.Random(0)
+        tasks = [{"text": noise.randbytes(1000).hex()} for _ in range(400)]
+        ids = [f"r-{number:03}" for number in range(400)]
+        await store.enqueue([Rollout(rollout_id=i, task=task) for i, task in zip(ids, tasks, strict=True)])
+        await store.cancel(ids)
+        full = await store.size()
+        assert full - empty > 400 * 2_000
+        assert await store.delete(ids[:300]) == 300
+        left = await store.size()
+        assert 0.2 < (left - empty) / (full - empty) < 0.3
+        done = await store.vacuum()
+        assert done.after < done.before - 300 * 2_000
+        assert ids[300:] == [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
+        await store.close()
+
+    asyncio.run(body())

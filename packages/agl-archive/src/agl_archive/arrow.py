@@ -52,12 +52,12 @@ class TableWriter:
         fields = [_pa.field(name, _TYPES[kind]) for name, kind in columns.items()]
         self._schema = _pa.schema(fields, metadata={_VERSION: str(FORMAT).encode()})
         self._columns = dict(columns)
-        plain = [name for name, kind in columns.items() if kind not in ("floats", "bytes")]
+        texts = [name for name, kind in columns.items() if kind == "text"]
         self._file = _parquet.ParquetWriter(
             path,
             self._schema,
             compression="zstd",
-            use_dictionary=plain,  # a dictionary makes one value of all kinds of nan
+            use_dictionary=texts,  # of floats it would make one value of all kinds of nan
             column_encoding={
                 f"{name}.list.element": "BYTE_STREAM_SPLIT" for name, kind in columns.items() if kind == "floats"
             },

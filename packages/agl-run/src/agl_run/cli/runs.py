@@ -23,8 +23,17 @@ from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
 from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, seconds_of
-from agl_run.experiment.retention import LEAST_FREED, GarbageReport, RetentionLimits, compacted, remove_old
+from agl_run.experiment.ownership import is_owned
+from agl_run.experiment.retention import (
+    LEAST_FREED,
+    GarbageReport,
+    RetentionLimits,
+    compacted,
+    parse_size,
+    remove_old,
+)
 from agl_run.experiment.state import unfinished_experiments
+from agl_run.sql import Compaction, Measured
 
 _PAGE = 500
 
@@ -34,6 +43,14 @@ _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] 
 
 _REWARD = "reward"
 """Sorts by what no store keeps for a rollout, so that the command does it; rollouts without a reward come last."""
+
+
+def _bytes_of(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
 
 _own_store_option = click.option("--store", "store_url", help="As for agl runs.")
 
@@ -131,6 +148,9 @@ def remove(
     "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished longer ago, such as 7d."
 )
 @click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts.")
+@click.option(
+    "--max-size", type=_bytes_of, metavar="SIZE", help="Only as long as the store's data take more, such as 10GB."
+)
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
@@ -142,14 +162,15 @@ def collect_garbage(
     store_url: str | None,
     older_than: float | None,
     keep: int | None,
+    max_size: int | None,
     experiment: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Remove old finished rollouts, never those that an unfinished experiment needs, and return their space."""
-    limits = RetentionLimits.of(older_than, keep)
+    limits = RetentionLimits.of(older_than, keep, max_size)
     if limits is None:
-        raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, or both")
+        raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, --max-size 10GB, or several")
     query = RolloutQuery(experiment=experiment)
     url = store_url or ctx.meta["store_url"]
     done = with_store(manager, url, lambda store: _collect(store, query, limits, is_dry_run=dry_run))
@@ -160,8 +181,52 @@ def collect_garbage(
     if done.kept_for_experiments:
         click.echo(f"kept {done.kept_for_experiments} of experiments that are not finished")
     if done.compaction is not None and done.compaction.before - done.compaction.after >= LEAST_FREED:
-        sizes = done.compaction.after / (1 << 20), done.compaction.before / (1 << 20)
-        click.echo("the store has {:.1f} MiB instead of {:.1f} MiB".format(*sizes))
+        click.echo(_sizes(done.compaction))
+    if max_size is not None and (done.size or 0) > max_size:
+        left, most = (done.size or 0) / 1e6, max_size / 1e6
+        click.echo(
+            f"its data still take {left:,.1f} MB instead of {most:,.1f} MB: what is left is needed, not finished, "
+            "within the other limits, or no rollout"
+        )
+
+
+@runs.command("vacuum")
+@_own_store_option
+@json_option
+@pass_manager
+@click.pass_context
+def vacuum(ctx: click.Context, manager: PluginManager, store_url: str | None, as_json: bool) -> None:
+    """Return all space of removed rollouts to the file system, also the one that gc leaves for new rollouts.
+
+    Nothing else can use the store meanwhile, so the command is refused while rollouts or an experiment run.
+    """
+    done = with_store(manager, store_url or ctx.meta["store_url"], _vacuum)
+    if as_json:
+        print_json(done)
+        return
+    click.echo(_sizes(done))
+
+
+def _sizes(compaction: Compaction) -> str:
+    return f"the store has {compaction.after / (1 << 20):.1f} MiB instead of {compaction.before / (1 << 20):.1f} MiB"
+
+
+async def _vacuum(store: Store) -> Compaction:
+    if not isinstance(store, Measured):
+        raise ConfigError(f"{store!r} has no space to return; name the SQLite file or the database that is behind it")
+    running = await store.rollouts(RolloutQuery(status=("running",), limit=1))
+    if running:
+        raise ConflictError(
+            f"rollout {running[0].rollout_id!r} is running, and would have to wait for the store; stop what runs it, "
+            "or wait until it has finished"
+        )
+    for record in await store.experiments():
+        if await is_owned(store, record.name):
+            raise ConflictError(
+                f"the experiment {record.name!r} is running, and would have to wait for the store; stop it, or wait "
+                "until it has finished"
+            )
+    return await store.vacuum()
 
 
 async def _listed(

@@ -120,12 +120,14 @@ class RetentionConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         older_than: Age from which a finished rollout is old, such as ``30d``; see ``agl runs gc``.
         keep: Number of the newest finished rollouts, which stay whatever their age.
+        max_size: Size of the store's data, such as ``10GB``, up to which no rollout is removed.
         experiments: ``own`` for rollouts of earlier runs of this experiment, ``all`` for those of every experiment in
             the store.
     """
 
     older_than: str = ""
     keep: int | None = None
+    max_size: str = ""
     experiments: Literal["own", "all"] = "own"
 
 

@@ -5,6 +5,7 @@ still be resumed, however old it is. Each batch is one transaction of the store,
 that stops in the middle is continued by the next one.
 """
 
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -14,10 +15,11 @@ from msgspec.structs import replace
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import AglError, ConfigError, NotFoundError
-from agl.schemas import Record, Rollout, RolloutStatus
+from agl.schemas import Record, Rollout, RolloutStatus, from_json
 from agl_run.experiment.config import RetentionConfig
+from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.ownership import is_owned
-from agl_run.experiment.state import unfinished_experiments
+from agl_run.experiment.state import load_experiment, load_settings, unfinished_experiments
 from agl_run.sql import Compaction
 
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")
@@ -27,24 +29,42 @@ LEAST_FREED = 1 << 20
 
 _BATCH = 500
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionLimits:
-    """The age and number from which finished rollouts are old; one that exceeds both is removed.
+    """The age and number from which finished rollouts are old, and the size from which a store is too large.
+
+    A rollout that exceeds both age and number is removed, the oldest first, and with ``max_bytes`` only as long as the
+    store is larger.
 
     Attributes:
         older_than_s: Seconds since the rollout finished.
         keep: Number of the newest finished rollouts, which stay whatever their age.
+        max_bytes: Bytes of data in the store; ``None`` for any size.
     """
 
     older_than_s: float = 0.0
     keep: int = 0
+    max_bytes: int | None = None
 
     @classmethod
-    def of(cls, older_than: float | None, keep: int | None) -> "RetentionLimits | None":
-        """Return the limits of two settings, ``None`` if neither is set."""
-        return None if older_than is None and keep is None else cls(older_than_s=older_than or 0.0, keep=keep or 0)
+    def of(cls, older_than: float | None, keep: int | None, max_bytes: int | None = None) -> "RetentionLimits | None":
+        """Return the limits of three settings, ``None`` if none is set."""
+        if older_than is None and keep is None and max_bytes is None:
+            return None
+        return cls(older_than_s=older_than or 0.0, keep=keep or 0, max_bytes=max_bytes)
 
 
 class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -53,12 +73,14 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         compaction: The store's size before and after; ``None`` if nothing was removed, or where another process serves
             the store.
+        size: Bytes of data in the store after the removal; ``None`` if no size is set.
     """
 
     removed: list[str]
     kept_for_experiments: int
     is_dry_run: bool
     compaction: Compaction | None = None
+    size: int | None = None
 
 
 def parse_duration(text: str) -> float:
@@ -67,6 +89,14 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is no duration; write 30m, 12h, 7d or 2w")
     return float(match[1]) * _SECONDS[match[2] or "s"]
+
+
+def parse_size(text: str) -> int:
+    """Parse a size such as ``10GB``, ``500 MiB`` or ``4096`` into bytes; raises :class:`ValueError` for others."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|[kKMGT]i?)B?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write 500MB, 10GB or 1TB")
+    return round(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def limits_of(config: RetentionConfig) -> RetentionLimits | None:
@@ -79,11 +109,15 @@ def limits_of(config: RetentionConfig) -> RetentionLimits | None:
         older_than = parse_duration(config.older_than) if config.older_than else None
     except ValueError as error:
         raise ConfigError(f"retention.older_than: {error}") from None
+    try:
+        max_bytes = parse_size(config.max_size) if config.max_size else None
+    except ValueError as error:
+        raise ConfigError(f"retention.max_size: {error}") from None
     if config.keep is not None and config.keep < 0:
         raise ConfigError(f"retention.keep is {config.keep}; write 0 or more")
-    limits = RetentionLimits.of(older_than, config.keep)
+    limits = RetentionLimits.of(older_than, config.keep, max_bytes)
     if limits is None and config != RetentionConfig():
-        raise ConfigError('[retention] needs a limit: write older_than = "30d", keep = 1000, or both')
+        raise ConfigError('[retention] needs a limit: write older_than = "30d", keep = 1000, or max_size = "10GB"')
     return limits
 
 
@@ -96,7 +130,7 @@ async def remove_old(
     spares: Callable[[Rollout], bool] = lambda _: False,
     is_dry_run: bool = False,
 ) -> GarbageReport:
-    """Remove the rollouts of a query that exceed the limits and that no experiment needs.
+    """Remove the rollouts of a query that exceed the limits and that no experiment needs, the oldest first.
 
     Args:
         store: The store.
@@ -104,23 +138,79 @@ async def remove_old(
         limits: The age and number from which they are old.
         own: Name of the experiment that the caller owns.
         spares: Returns true for a rollout that stays in any case.
-        is_dry_run: Only return what would be removed.
+        is_dry_run: Only return what would be removed; with a size, about as many as it takes.
+
+    Raises:
+        ConfigError: A size is set, and the store does not say its own.
     """
+    budget = _Budget(store, limits.max_bytes, is_dry_run=is_dry_run)
     query = replace(query, status=FINISHED, sort="finished_at", limit=_BATCH)
     before = time.time() - limits.older_than_s
     last = await _newest_beyond(store, query, limits.keep)
     removed: list[str] = []
     kept = 0
-    while last is not None and (page := await store.rollouts(query)):
+    while (
+        last is not None
+        and (most := await budget.most())
+        and (page := await store.rollouts(replace(query, limit=most)))
+    ):
         old = [rollout for rollout in page if _age(rollout) <= min(_age(last), (before, "\uffff"))]
         needed = await needed_experiments(store, {rollout.experiment for rollout in old}, own=own)
         chosen = [r.rollout_id for r in old if r.experiment not in needed and not spares(r)]
         kept += sum(rollout.experiment in needed for rollout in old)
+        budget.spend(len(chosen))
         removed += chosen if is_dry_run else await delete_finished(store, chosen)
         if len(old) < len(page):
             break
         query = query.next(page[-1])
-    return GarbageReport(removed=removed, kept_for_experiments=kept, is_dry_run=is_dry_run)
+    size = None if is_dry_run else await budget.size()
+    return GarbageReport(removed=removed, kept_for_experiments=kept, is_dry_run=is_dry_run, size=size)
+
+
+class _Budget:
+    """The number of rollouts to remove before the store is measured again, by the mean size of its rollouts.
+
+    Half of what seems to be needed goes between two measurements, because the oldest rollouts may be larger than
+    others.
+    """
+
+    def __init__(self, store: Store, max_bytes: int | None, *, is_dry_run: bool) -> None:
+        self._store, self._max_bytes, self._is_dry_run = store, max_bytes, is_dry_run
+        self._left = 0
+        self._is_measured = False
+
+    async def most(self) -> int:
+        """Return how many rollouts may be removed next, 0 once the store is small enough."""
+        if self._max_bytes is None:
+            return _BATCH
+        if self._left <= 0 and not (self._is_dry_run and self._is_measured):
+            self._left = await self._needed()
+            self._is_measured = True
+        return min(_BATCH, self._left)
+
+    def spend(self, count: int) -> None:
+        """Note that rollouts were removed."""
+        self._left -= count
+
+    async def size(self) -> int | None:
+        """Return the store's size, ``None`` if it does not matter."""
+        return None if self._max_bytes is None else await size_of(self._store)
+
+    async def _needed(self) -> int:
+        size = await self.size() or 0
+        excess = size - (self._max_bytes or 0)
+        if excess <= 0:
+            return 0
+        count = math.ceil(await self._store.count_rollouts(RolloutQuery()) * excess / size)
+        return count if self._is_dry_run else max(1, count // 2)
+
+
+async def size_of(store: Store) -> int:
+    """Return the bytes of a store's data; raises :class:`ConfigError` for a store that does not know them."""
+    size: Callable[[], Awaitable[int]] | None = getattr(store, "size", None)
+    if size is None:
+        raise ConfigError(f"{store!r} does not say its size; name the SQLite file or the database that is behind it")
+    return await size()
 
 
 async def compacted(store: Store, report: GarbageReport) -> GarbageReport:
@@ -189,7 +279,9 @@ async def _newest_beyond(store: Store, query: RolloutQuery, keep: int) -> Rollou
 
 
 async def needed_experiments(store: Store, experiments: Iterable[str], *, own: str = "") -> set[str]:
-    """Return those of the experiments that can be resumed or that run, of which all rollouts stay.
+    """Return those of the experiments of which all rollouts stay.
+
+    These are the ones that run or can be resumed, and those whose rollouts an algorithm of such a one learns from.
 
     Args:
         store: The store.
@@ -197,7 +289,17 @@ async def needed_experiments(store: Store, experiments: Iterable[str], *, own: s
         own: Name of the experiment that the caller owns, which counts as one that does not run.
     """
     unfinished = await unfinished_experiments(store)
-    return {name for name in experiments if name in unfinished or (name != own and await is_owned(store, name))}
+    sources = {source for name in unfinished for source in await _sources_of(store, name)}
+    needed = unfinished | sources
+    return {name for name in experiments if name in needed or (name != own and await is_owned(store, name))}
+
+
+async def _sources_of(store: Store, name: str) -> set[str]:
+    """Return the experiments from which the algorithms of an experiment learn, as of their last steps."""
+    record = await load_experiment(store, name)
+    settings = {} if record is None else await load_settings(store, record)
+    lists = [text for key, text in settings.items() if key.endswith(".source") and text.startswith("[")]
+    return {experiment_of(source) for text in lists for source in from_json(text, list[str])} - {""}
 
 
 async def delete_finished(store: Store, rollout_ids: Sequence[str]) -> Sequence[str]:

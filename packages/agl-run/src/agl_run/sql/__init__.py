@@ -4,7 +4,7 @@ A store on another kind of database needs only :mod:`agl.stores`.
 """
 
 from agl_run.sql._batches import Batches, Look, OverdueError, answer_to, perform
-from agl_run.sql._compaction import Compactable, Compaction
+from agl_run.sql._compaction import Compactable, Compaction, Measured
 from agl_run.sql._old_layouts import older_documents, record_key, run_of
 from agl_run.sql._packing import AttemptSpans, Packer, Unpacker, place_spans
 from agl_run.sql._rows import (
@@ -37,6 +37,7 @@ __all__ = [
     "Compactable",
     "Compaction",
     "Look",
+    "Measured",
     "OverdueError",
     "Packer",
     "Row",

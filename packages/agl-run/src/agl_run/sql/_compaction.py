@@ -1,4 +1,4 @@
-"""Stores that can return the space of removed rollouts."""
+"""Stores that can say how much they hold, and return the space of removed rollouts."""
 
 from typing import Protocol, runtime_checkable
 
@@ -18,4 +18,17 @@ class Compactable(Protocol):
 
     async def compact(self) -> Compaction:
         """Return unused space to the system, unless there is little; other users of the store may have to wait."""
+        ...
+
+
+@runtime_checkable
+class Measured(Compactable, Protocol):
+    """A store that knows how much space its data take."""
+
+    async def size(self) -> int:
+        """Return the bytes of the data, without the space that is free for new ones."""
+        ...
+
+    async def vacuum(self) -> Compaction:
+        """Return all unused space to the file system; every other user of the store has to wait meanwhile."""
         ...

@@ -10,7 +10,7 @@ import math
 import sqlite3
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from agl_run.sqlite._tables import SQLiteTables, next_deadline
 
 READERS = 4
 
+_PAGES = ("page_count", "freelist_count", "page_size")
 LEAST_FREE_BYTES, LEAST_FREE_SHARE = 1 << 20, 0.1
 """Unused space for which a file is written anew."""
 
@@ -82,22 +83,35 @@ class SQLiteBackend:
 
     async def compact(self) -> Compaction:
         """See :class:`agl_run.sql.Compactable`."""
+        return await self._maintain(self._compact, LEAST_FREE_BYTES, LEAST_FREE_SHARE)
+
+    async def vacuum(self) -> Compaction:
+        """See :class:`agl_run.sql.Measured`."""
+        return await self._maintain(self._compact, 0, 0.0)
+
+    async def size(self) -> int:
+        """See :class:`agl_run.sql.Measured`."""
+        return await self._maintain(self._used)
+
+    async def _maintain(self, work: Callable[..., T], *args: Any) -> T:
         try:
-            return await asyncio.to_thread(self._compact)
+            return await asyncio.to_thread(work, *args)
         except sqlite3.Error as error:
             raise explain(error, self._path) from error
 
-    def _compact(self) -> Compaction:
+    def _compact(self, least_bytes: int, least_share: float) -> Compaction:
         before = self._size()
-        db = connect(self._path, busy_s=self._busy_s)
-        try:
-            free, page = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_size"))
-            if free * page >= max(LEAST_FREE_BYTES, before * LEAST_FREE_SHARE):
+        with closing(connect(self._path, busy_s=self._busy_s)) as db:
+            _, free, page = _pages(db)
+            if free and free * page >= max(least_bytes, before * least_share):
                 db.execute("VACUUM")
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        finally:
-            db.close()
         return Compaction(before=before, after=self._size())
+
+    def _used(self) -> int:
+        with closing(connect(self._path, busy_s=self._busy_s)) as db:
+            every, free, page = _pages(db)
+            return (every - free) * page
 
     def _size(self) -> int:
         files = (self._path, self._path.with_name(f"{self._path.name}-wal"))
@@ -202,3 +216,9 @@ class SQLiteBackend:
             self.queued.ring()
             self.changed.ring()
         return max(0.0, min(self._poll_s, deadline - self._clock()))
+
+
+def _pages(db: sqlite3.Connection) -> tuple[int, int, int]:
+    """Return the number of pages, of unused pages, and the bytes of a page."""
+    every, free, page = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in _PAGES)
+    return every, free, page

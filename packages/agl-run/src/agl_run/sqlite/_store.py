@@ -38,3 +38,11 @@ class SQLiteStore(TableStore):
         Other processes that write to it wait meanwhile; the disk needs room for a second file.
         """
         return await self._sqlite.compact()
+
+    async def vacuum(self) -> Compaction:
+        """Write the file anew without any unused space; other processes and disk space as for :meth:`compact`."""
+        return await self._sqlite.vacuum()
+
+    async def size(self) -> int:
+        """Return the bytes of the file that hold data."""
+        return await self._sqlite.size()
