@@ -145,18 +145,18 @@ def test_skypilot_file_runs_the_experiment_in_the_home_of_the_machine(project: P
         assert (project / path).exists()
     assert "--requirement deploy/requirements/trainer.txt" in task["setup"]
 
-    program = project / "home" / "agl" / "bin" / "agl"
+    program = project / "machine" / "agl" / "bin" / "agl"
     program.parent.mkdir(parents=True)
     program.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     program.chmod(0o755)
-    environment = {"HOME": str(project / "home"), "PATH": os.environ["PATH"]}
+    environment = {"HOME": str(project / "machine"), "PATH": os.environ["PATH"]}
     done = subprocess.run(["sh", "-c", task["run"]], env=environment, capture_output=True, text=True, check=True)
     assert [
         *("run", "experiment.toml", "--resume", "--quiet", "--set"),
-        f"experiment.store=sqlite:///{project}/home/agl-data/agl.db",
-        *("--set", f"experiment.workdir={project}/home/agl-data/runs"),
+        f"experiment.store=sqlite:///{project}/machine/agl-data/agl.db",
+        *("--set", f"experiment.workdir={project}/machine/agl-data/runs"),
     ] == json.loads(done.stdout)
-    assert (project / "home" / "agl-data").is_dir()
+    assert (project / "machine" / "agl-data").is_dir()
 
 
 def test_wheels_and_secrets_stay_out_of_git_and_the_wheels_travel_with_their_folder(project: Path) -> None:

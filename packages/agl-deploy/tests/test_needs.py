@@ -87,7 +87,7 @@ def test_database_in_the_file_is_used_in_place_of_a_bundled_one(read) -> None:
         ('name = "answers"', 'name = "answers"\nstore = "http://h:1"', r"store is http://h:1, which"),
         ('name = "answers"', 'name = "answers"\nstore = "postgresql://u:geheim@h/d"', r"experiment.store.*PGPASSWORD"),
         ("[policy.small]", '[gateway]\nuse = "none"\n[policy.small]', r"\[gateway\] use"),
-        ('"deploy_agent:solve"', '["/home/me/agent", "x"]', r"agent runs '/home/me/agent'"),
+        ('"deploy_agent:solve"', '["/opt/me/agent", "x"]', r"agent runs '/opt/me/agent'"),
         ('"tasks.jsonl"', '"../tasks.jsonl"', r"val is '../tasks.jsonl', a file outside"),
         ('"tasks.jsonl"', '"/data/tasks.jsonl"', r"val is '/data/tasks.jsonl', a file outside"),
         ('"DEPLOY_MODEL_KEY"', '""\napi_key = "geheim"', r"policy.small.api_key .*looks like a credential"),
