@@ -153,7 +153,7 @@ def model(
     _tell(
         needs,
         [
-            shlex.join(["docker", "compose", *both, "up", "--detach", "--force-recreate", name]),
+            shlex.join(["docker", "compose", *both, "up", "--detach", "--force-recreate", f"{name}-weights", name]),
             f"or, on Kubernetes: kubectl apply --filename {under}/{kubernetes}",
         ],
         is_dry=is_dry,
