@@ -87,11 +87,12 @@ def test_database_in_the_file_is_used_in_place_of_a_bundled_one(read) -> None:
         ('name = "answers"', 'name = "answers"\nstore = "http://h:1"', r"store is http://h:1, which"),
         ('name = "answers"', 'name = "answers"\nstore = "postgresql://u:geheim@h/d"', r"experiment.store.*PGPASSWORD"),
         ("[policy.small]", '[gateway]\nuse = "none"\n[policy.small]', r"\[gateway\] use"),
-        ('"deploy_agent:solve"', '["/srv/me/agent", "x"]', r"agent runs '/srv/me/agent'"),
+        ('"deploy_agent:solve"', '["/opt/me/agent", "x"]', r"agent runs '/opt/me/agent'"),
         ('"tasks.jsonl"', '"../tasks.jsonl"', r"val is '../tasks.jsonl', a file outside"),
         ('"tasks.jsonl"', '"/data/tasks.jsonl"', r"val is '/data/tasks.jsonl', a file outside"),
         ('"DEPLOY_MODEL_KEY"', '""\napi_key = "geheim"', r"policy.small.api_key .*looks like a credential"),
         ('"DEPLOY_MODEL_KEY"', '"sk-geheim-0123456789abcdef"', r"policy.small.api_key_env .*looks like a credential"),
+        ('"DEPLOY_MODEL_KEY"', '"A: b"', r"the api_key_env in the experiment's file is no name"),
         ('"http://models.example/v1"', '"http://me:geheim@models/v1"', r"policy.small.base_url .*password"),
     ],
 )

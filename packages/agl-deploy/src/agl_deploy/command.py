@@ -17,6 +17,7 @@ from agl_deploy.images import image_files, wheel_command
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.parts import secrets_of
 from agl_deploy.serving import serving_files
+from agl_deploy.skypilot import skypilot_files
 from agl_deploy.writing import State, states, write
 from agl_run.commands import pass_manager, visible
 
@@ -63,7 +64,9 @@ def docker(manager: PluginManager, file: Path, output: Path | None, force: bool,
     """
     needs, folder, under = _read(manager, file, output)
     _put(folder, image_files(needs, under), force=force, is_dry=is_dry)
-    _tell(needs, _steps_of_images(needs, under), is_dry=is_dry)
+    build = ["docker", "build", "--file", f"{under}/Dockerfile", "--target", "gateway", "--tag"]
+    steps = [*_steps_of_wheels(needs, under), shlex.join([*build, f"{needs.name}-gateway:local", "."])]
+    _tell(needs, steps, is_dry=is_dry)
 
 
 @deploy.command()
@@ -78,7 +81,7 @@ def compose(manager: PluginManager, file: Path, output: Path | None, force: bool
     needs, folder, under = _read(manager, file, output)
     files = image_files(needs, under) | compose_files(needs, under, gpus=gpus)
     _put(folder, files, force=force, is_dry=is_dry)
-    steps = [step for step in _steps_of_images(needs, under) if not step.startswith("docker ")]
+    steps = _steps_of_wheels(needs, under)
     steps += [
         f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
         shlex.join(["docker", "compose", "--file", f"{under}/compose.yaml", "up", "--build"]),
@@ -100,12 +103,31 @@ def helm(manager: PluginManager, file: Path, output: Path | None, force: bool, i
     files = image_files(needs, under) | chart_files(needs, gpus=gpus) | {"env.example": env_example(needs, under)}
     _put(folder, files, force=force, is_dry=is_dry)
     trainer = "trainer-cuda" if gpus else "trainer-cpu"
-    steps = [step for step in _steps_of_images(needs, under) if not step.startswith("docker ")]
+    steps = _steps_of_wheels(needs, under)
     steps += [
         f"build and push gateway, worker, {trainer} and console, and name the registry in {under}/{FOLDER}/values.yaml",
         f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
         f"kubectl create secret generic {needs.name} --from-env-file {under}/.env",
         f"helm upgrade --install {needs.name} {under}/{FOLDER}",
+    ]
+    _tell(needs, steps, is_dry=is_dry)
+
+
+@deploy.command()
+@_options
+@click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the machine.")
+@pass_manager
+def skypilot(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
+    """Write a SkyPilot file for one machine of a cloud.
+
+    The machine runs EXPERIMENT as agl run does, with its agents and, unless its file names a database, its store.
+    """
+    needs, folder, under = _read(manager, file, output)
+    _put(folder, skypilot_files(needs, under, gpus=gpus), force=force, is_dry=is_dry)
+    steps = _steps_of_wheels(needs, under)
+    steps += [
+        f"give the secrets of {under}/sky.yaml values in {under}/.env",
+        f"sky launch --cluster {needs.name} --secret-file {under}/.env {under}/sky.yaml",
     ]
     _tell(needs, steps, is_dry=is_dry)
 
@@ -131,7 +153,7 @@ def model(
     _tell(
         needs,
         [
-            shlex.join(["docker", "compose", *both, "up", "--detach", "--force-recreate", name]),
+            shlex.join(["docker", "compose", *both, "up", "--detach", "--force-recreate", f"{name}-weights", name]),
             f"or, on Kubernetes: kubectl apply --filename {under}/{kubernetes}",
         ],
         is_dry=is_dry,
@@ -171,10 +193,10 @@ def _by_state(found: dict[str, State]) -> dict[str, list[str]]:
     return result
 
 
-def _steps_of_images(needs: Needs, under: str) -> list[str]:
+def _steps_of_wheels(needs: Needs, under: str) -> list[str]:
+    """Return the command that builds wheels, where some are needed."""
     wheels = wheel_command(needs, under)
-    build = ["docker", "build", "--file", f"{under}/Dockerfile", "--target", "gateway", "--tag"]
-    return [*([shlex.join(wheels)] if wheels else []), shlex.join([*build, f"{needs.name}-gateway:local", "."])]
+    return [shlex.join(wheels)] if wheels else []
 
 
 def _tell(needs: Needs, steps: list[str], *, is_dry: bool) -> None:

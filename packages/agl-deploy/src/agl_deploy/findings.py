@@ -17,6 +17,7 @@ _KEY = re.compile(
 """Keys of providers, by their usual beginnings."""
 
 _SECRET_NAME = re.compile(r"(^|_)(api_?key|token|password|passwd|secret)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PASSWORD = re.compile(r"://[^/@:\s]*:[^/@\s]+@")
 _SYSTEM = ("/bin/", "/usr/bin/")
 """Folders of programs that every image has."""
@@ -97,16 +98,29 @@ def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> It
 
 
 def variables(value: Any) -> Iterator[str]:
-    """Yield the environment variables that a section of an experiment names, such as in ``api_key_env``."""
+    """Yield the environment variables that a section of an experiment names, such as in ``api_key_env``.
+
+    Raises:
+        ConfigError: One is no name of a variable.
+    """
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[str, Any]", value).items():
             if key.endswith("_env") and isinstance(item, str):
-                yield from ([item] if item else [])
+                yield from ([_variable(key, item)] if item else [])
             else:
                 yield from variables(item)
     elif isinstance(value, list | tuple):
         for item in cast("list[Any]", value):
             yield from variables(item)
+
+
+def _variable(key: str, name: str) -> str:
+    if _VARIABLE.fullmatch(name):
+        return name
+    raise ConfigError(
+        f"the {key} in the experiment's file is no name of an environment variable; write letters, digits and '_', "
+        "as in OPENAI_API_KEY"
+    )
 
 
 def _refuse_credentials(data: Mapping[str, Any]) -> None:

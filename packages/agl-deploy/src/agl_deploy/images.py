@@ -1,6 +1,7 @@
 """The files that images are built from: Dockerfile, requirements, the health check."""
 
 import sys
+from collections.abc import Iterable
 
 from agl_deploy.needs import PARTS, Needs
 from agl_deploy.parts import CONSOLE_PORT, GATEWAY_PORT, HEALTH, TRAINER_PORT, Hosts, Part, parts_of
@@ -38,9 +39,16 @@ def image_files(needs: Needs, folder: str) -> dict[str, str]:
         "Dockerfile": dockerfile,
         "Dockerfile.dockerignore": template("Dockerfile.dockerignore"),
         "health.py": template("health.py"),
-        "wheels/.gitignore": "*\n!.gitignore\n",
-        ".gitignore": ".env\n",
-        **{f"requirements/{part}.txt": _requirements(needs, part) for part in PARTS},
+        **requirement_files(needs, parts=PARTS),
+    }
+
+
+def requirement_files(needs: Needs, *, parts: Iterable[str]) -> dict[str, str]:
+    """Return the requirements of parts by path, with the folder for wheels, which git leaves out like secrets."""
+    return {
+        **{f"requirements/{part}.txt": _requirements(needs, part) for part in parts},
+        "wheels/.gitkeep": "",
+        ".gitignore": ".env\nwheels/*\n!wheels/.gitkeep\n",
     }
 
 

@@ -8,7 +8,7 @@ from agl import PluginManager
 from agl.contracts import Kind
 from agl.errors import ConfigError
 from agl.hints import pip_install
-from agl.schemas import Record
+from agl.schemas import Json, Record
 from agl_deploy.findings import refuse, variables, warnings
 from agl_deploy.imports import Imported, read_imports
 from agl_deploy.names import deployed_name
@@ -127,16 +127,15 @@ def _variables(config: ExperimentConfig) -> dict[str, list[str]]:
     policies = {
         name
         for policy in config.policy.values()
-        for name in ([_key_of(policy.params)] if policy.use == "openai" else variables(policy.params))
+        for name in variables(_with_key(policy.params) if policy.use == "openai" else policy.params)
     }
     rest = variables([*(each.params for each in config.algorithm), *(each.params for each in config.exporter)])
-    return {"worker": sorted(rewards), "trainer": sorted({*rewards, *policies, *rest} - {""})}
+    return {"worker": sorted(rewards), "trainer": sorted({*rewards, *policies, *rest})}
 
 
-def _key_of(params: dict[str, object]) -> str:
-    """Return the variable of an ``openai`` policy's key, which has a default."""
-    name = params.get("api_key_env", "OPENAI_API_KEY")
-    return name if isinstance(name, str) else ""
+def _with_key(params: dict[str, Json]) -> dict[str, Json]:
+    """Return the parameters of an ``openai`` policy with the variable of its key, which has a default."""
+    return {"api_key_env": "OPENAI_API_KEY", **params}
 
 
 def _unknown(found: Imported) -> list[str]:
