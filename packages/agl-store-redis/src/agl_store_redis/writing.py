@@ -2,7 +2,7 @@
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -34,17 +34,18 @@ class Commit:
         self._ids = {seq: rollout_id for rollout_id, seq in loaded.rows.seqs.items()}
         self._removed = set(self._changes.removed)
         self._args: list[Part] = []
-        self._lists: set[str] = set()
+        self._sorted: defaultdict[str, dict[Part, str | None]] = defaultdict(dict)
+        self._hashes: defaultdict[str, dict[Part, Part | None]] = defaultdict(dict)
+        self._sets: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._remove()
         self._save_rollouts()
-        if self._lists:
-            self._put_all("SADD", "lists", sorted(self._lists))
         self._give_back(tables)
         self._save_attempts()
         self._save_spans()
         self._save_records()
-        for key, kind, status, name in self._changes.feed:
-            self._feed(key, kind, status, name)
+        self._put_collected()
+        self._prune()
+        self._feed()
         self.is_empty = not self._args
 
     def run(self, server: Server, base: str, *, writer: str, number: int) -> bool:
@@ -54,72 +55,89 @@ class Commit:
         return call(server, "commit", base, *head, *self._args, _message(self._changes)) == 1
 
     def _put(self, *command: Part) -> None:
-        self._args += (len(command), *command)
+        self._args.append(len(command))
+        self._args += command
 
-    def _put_all(self, command: str, name: str, values: Sequence[Part]) -> None:
-        for first in range(0, len(values), _MOST):
-            self._put(command, name, *values[first : first + _MOST])
+    def _put_all(self, command: str, *name: str, values: Sequence[Part], each: int = 1) -> None:
+        """Put a command for many values, of which ``each`` belong together."""
+        most = _MOST // each * each
+        for first in range(0, len(values), most):
+            self._put(command, *name, *values[first : first + most])
+
+    def _put_collected(self) -> None:
+        """Put one command for all changes of a sorted set, a hash or a set."""
+        for name, scores in self._sorted.items():
+            self._put_all("ZREM", name, values=[member for member, score in scores.items() if score is None])
+            added = [part for member, score in scores.items() if score is not None for part in (score, member)]
+            self._put_all("ZADD", name, values=added, each=2)
+        for name, fields in self._hashes.items():
+            self._put_all("HDEL", name, values=[field for field, value in fields.items() if value is None])
+            saved = [part for field, value in fields.items() if value is not None for part in (field, value)]
+            self._put_all("HSET", name, values=saved, each=2)
+        for name, members in self._sets.items():
+            self._put_all("SADD", name, values=list(members))
 
     def _remove(self) -> None:
-        for seq in self._changes.removed:
-            before = self._loaded.before.get(self._ids[seq])
-            if before is None:
-                continue  # added by this transaction
+        for before in self._gone():
             rollout_id = before.rollout_id
             spans = [f"{rollout_id}/{number}" for number in range(before.attempts + 1)]
             for name in (f"r/{rollout_id}", *(f"{kind}/{each}" for each in spans for kind in "si")):
                 self._put("UNLINK", name)
             self._put("FORGET", rollout_id)
             for name, _ in _lists(before):
-                self._put("ZREM", name, rollout_id)
-            for status in STATUSES:
-                self._put("PRUNE", f"{before.experiment}/{before.mode}/{status}")
+                self._sorted[name][rollout_id] = None
+
+    def _prune(self) -> None:
+        """Let the server forget the lists that are empty now."""
+        names = dict.fromkeys(f"{each.experiment}/{each.mode}/{status}" for each in self._gone() for status in STATUSES)
+        self._put_all("PRUNE", values=list(names))
+
+    def _gone(self) -> Iterator[Rollout]:
+        """Yield the removed rollouts, except those that this transaction added."""
+        found = (self._loaded.before.get(self._ids[seq]) for seq in self._changes.removed)
+        return (before for before in found if before is not None)
 
     def _save_rollouts(self) -> None:
         added = {seq: rollout for seq, rollout in self._changes.added if seq not in self._removed}
+        new: list[Part] = []
         for seq, rollout in (added | self._changes.rollouts).items():
             if seq in self._removed:
                 continue
             is_queued = rollout.status == "queued"
             before = None if seq in added else self._loaded.before[rollout.rollout_id]
+            stored = self._hashes[f"r/{rollout.rollout_id}"]
             if before is None:
-                self._put("ADD", rollout.rollout_id, rollout.experiment, int(is_queued))
-                self._put("HSET", f"r/{rollout.rollout_id}", "d", encode(added[seq]))
+                new += (rollout.rollout_id, rollout.experiment, int(is_queued))
+                stored["d"] = encode(added[seq])
             elif (before.status == "queued") != is_queued:
                 self._queue(rollout, seq, is_queued=is_queued)
             version = self._loaded.versions.get(rollout.rollout_id, 0) + 1
-            self._put("HSET", f"r/{rollout.rollout_id}", "p", _progress(rollout, version))
+            stored["p"] = _progress(rollout, version)
             self._list(before, rollout)
+        self._put_all("ADD", values=new, each=3)
 
     def _queue(self, rollout: Rollout, seq: int, *, is_queued: bool) -> None:
         for name in ("q", f"q/{rollout.experiment}"):
-            if is_queued:
-                self._put("ZADD", name, seq, rollout.rollout_id)
-            else:
-                self._put("ZREM", name, rollout.rollout_id)
-        self._put("ZREM", "held", f"{rollout.experiment}/{rollout.rollout_id}")
+            self._sorted[name][rollout.rollout_id] = str(seq) if is_queued else None
+        self._sorted["held"][f"{rollout.experiment}/{rollout.rollout_id}"] = None
 
     def _list(self, before: Rollout | None, rollout: Rollout) -> None:
         """Move a rollout from the lists of its status before to those of the new one."""
         old = dict(_lists(before)) if before is not None else {}
         new = dict(_lists(rollout))
         for name in old.keys() - new.keys():
-            self._put("ZREM", name, rollout.rollout_id)
-        for name, score in new.items():
-            if name not in old:
-                self._put("ZADD", name, repr(score), rollout.rollout_id)
+            self._sorted[name][rollout.rollout_id] = None
+        for name in new.keys() - old.keys():
+            self._sorted[name][rollout.rollout_id] = repr(new[name])
         if before is None or before.status != rollout.status:
-            self._lists.add(f"{rollout.experiment}/{rollout.mode}/{rollout.status}")
+            self._sets["lists"][f"{rollout.experiment}/{rollout.mode}/{rollout.status}"] = None
 
     def _give_back(self, tables: LoadedTables) -> None:
         """Queue again what no claim took."""
-        for rollout_id, member in self._loaded.held.items():
+        for rollout_id in self._loaded.held:
             rollout = tables.rollout(rollout_id)
             if rollout is not None and rollout.status == "queued":
-                seq = self._loaded.rows.seqs[rollout_id]
-                for name in ("q", f"q/{rollout.experiment}"):
-                    self._put("ZADD", name, seq, rollout_id)
-                self._put("ZREM", "held", member)
+                self._queue(rollout, self._loaded.rows.seqs[rollout_id], is_queued=True)
 
     def _save_attempts(self) -> None:
         for key, row in self._changes.attempts.items():
@@ -127,58 +145,47 @@ class Commit:
                 continue
             rollout_id, number = self._ids[key >> ATTEMPT_BITS], key & NUMBER_MASK
             attempt_id = attempt_id_of(rollout_id, number)
+            status, claim_id, deadline, data = row or ("", "", 0.0, None)
+            self._hashes[f"r/{rollout_id}"][number] = data
+            self._sorted["due"][attempt_id] = repr(deadline) if status == "running" else None
+            if claim_id:
+                self._sorted[f"c/{claim_id}"][attempt_id] = "0" if status == "running" else None
             if row is None:
-                self._put("HDEL", f"r/{rollout_id}", number)
-                self._put("ZREM", "due", attempt_id)
                 self._put("UNLINK", f"s/{rollout_id}/{number}")
                 self._put("UNLINK", f"i/{rollout_id}/{number}")
-                continue
-            status, claim_id, deadline, data = row
-            self._put("HSET", f"r/{rollout_id}", number, data)
-            if status == "running":
-                self._put("ZADD", "due", repr(deadline), attempt_id)
-            else:
-                self._put("ZREM", "due", attempt_id)
-            if claim_id and status == "running":
-                self._put("ZADD", f"c/{claim_id}", 0, attempt_id)
-            elif claim_id:
-                self._put("ZREM", f"c/{claim_id}", attempt_id)
 
     def _save_spans(self) -> None:
         spans: defaultdict[str, list[bytes]] = defaultdict(list)
-        ids: defaultdict[str, list[Part]] = defaultdict(list)
         for key, sequence, span_id, data in self._changes.spans:
             if key >> ATTEMPT_BITS not in self._removed:
                 name = f"{self._ids[key >> ATTEMPT_BITS]}/{key & NUMBER_MASK}"
                 spans[name].append(struct.pack(">I", sequence) + data)
-                ids[name] += (span_id, sequence)
+                self._hashes[f"i/{name}"][span_id] = sequence
         for name, rows in spans.items():
-            self._put_all("RPUSH", f"s/{name}", rows)
-            self._put_all("HSET", f"i/{name}", ids[name])
+            self._put_all("RPUSH", f"s/{name}", values=rows)
 
     def _save_records(self) -> None:
         for name, version, data in self._changes.versions:
-            self._put("HSET", f"v/{name}", version, data)
+            self._hashes[f"v/{name}"][version] = data
             self._put("RPUSH", f"o/{name}", version)
-            self._put("ZADD", "names", 0, name)
-        documents = self._changes.documents
-        if dropped := [key for key, value in documents.items() if value is None]:
-            self._put_all("HDEL", "d", dropped)
-            self._put_all("ZREM", "k", dropped)
-        if saved := [(key, value) for key, value in documents.items() if value is not None]:
-            self._put_all("HSET", "d", [part for pair in saved for part in pair])
-            self._put_all("ZADD", "k", [part for key, _ in saved for part in (0, key)])
+            self._sorted["names"][name] = "0"
+        for key, value in self._changes.documents.items():
+            self._hashes["d"][key] = value
+            self._sorted["k"][key] = None if value is None else "0"
         for (experiment, run, algorithm, step, name), row in self._changes.metrics.items():
-            self._put("SADD", f"mn/{experiment}", f"{run}/{name}")
-            self._put("HSET", f"m/{experiment}/{run}/{name}", encode((algorithm, step)), encode(row))
+            self._sets[f"mn/{experiment}"][f"{run}/{name}"] = None
+            self._hashes[f"m/{experiment}/{run}/{name}"][encode((algorithm, step))] = encode(row)
 
-    def _feed(self, key: int | None, kind: str, status: str, name: str | None) -> None:
-        if key is None:
-            self._put("FEED", "", encode((kind, status, name, 0, "")))
-        elif (seq := key >> ATTEMPT_BITS) not in self._removed:
-            rollout_id = self._ids[seq]
-            experiment = self._loaded.rows.rollouts[rollout_id].experiment
-            self._put("FEED", rollout_id, encode((kind, status, rollout_id, key & NUMBER_MASK, experiment)))
+    def _feed(self) -> None:
+        changes: list[Part] = []
+        for key, kind, status, name in self._changes.feed:
+            if key is None:
+                changes += ("", encode((kind, status, name, 0, "")))
+            elif (seq := key >> ATTEMPT_BITS) not in self._removed:
+                rollout_id = self._ids[seq]
+                experiment = self._loaded.rows.rollouts[rollout_id].experiment
+                changes += (rollout_id, encode((kind, status, rollout_id, key & NUMBER_MASK, experiment)))
+        self._put_all("FEED", values=changes, each=2)
 
 
 def _lists(rollout: Rollout) -> Iterable[tuple[str, float]]:

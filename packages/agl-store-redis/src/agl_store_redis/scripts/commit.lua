@@ -25,26 +25,38 @@ for _ = 1, comparisons do
 end
 
 local own = {}
-function own.ADD(id, experiment, is_queued)  -- numbers a new rollout
-  local number = redis.call('HINCRBY', key('meta'), 'seq', 1)
-  redis.call('HSET', key('r/' .. id), 'n', number, 'e', experiment)
-  if is_queued == '1' then
-    redis.call('ZADD', key('q'), number, id)
-    redis.call('ZADD', key('q/' .. experiment), number, id)
+function own.ADD(...)  -- numbers new rollouts: id, experiment, and 1 if it is queued
+  local given = {...}
+  local number = redis.call('HINCRBY', key('meta'), 'seq', #given / 3) - #given / 3
+  for first = 1, #given, 3 do
+    local id, experiment = given[first], given[first + 1]
+    number = number + 1
+    redis.call('HSET', key('r/' .. id), 'n', number, 'e', experiment)
+    if given[first + 2] == '1' then
+      redis.call('ZADD', key('q'), number, id)
+      redis.call('ZADD', key('q/' .. experiment), number, id)
+    end
   end
 end
-function own.FEED(id, change)
-  local cursor = redis.call('HINCRBY', key('meta'), 'cursor', 1)
-  redis.call('XADD', key('feed'), string.format('%.0f-0', cursor), 'c', change)
-  if id ~= '' then redis.call('RPUSH', key('f/' .. id), string.format('%.0f', cursor)) end
+function own.FEED(...)  -- appends changes: the rollout's id, and the change
+  local given = {...}
+  local last = redis.call('HINCRBY', key('meta'), 'cursor', #given / 2) - #given / 2
+  for first = 1, #given, 2 do
+    last = last + 1
+    local cursor = string.format('%.0f', last)
+    redis.call('XADD', key('feed'), cursor .. '-0', 'c', given[first + 1])
+    if given[first] ~= '' then redis.call('RPUSH', key('f/' .. given[first]), cursor) end
+  end
 end
 function own.FORGET(id)  -- removes the changes of a rollout from the feed
   local cursors = redis.call('LRANGE', key('f/' .. id), 0, -1)
   for _, cursor in ipairs(cursors) do redis.call('XDEL', key('feed'), cursor .. '-0') end
   redis.call('UNLINK', key('f/' .. id))
 end
-function own.PRUNE(name)  -- forgets a list that is empty
-  if redis.call('EXISTS', key('by/rollout_id/' .. name)) == 0 then redis.call('SREM', key('lists'), name) end
+function own.PRUNE(...)  -- forgets lists that are empty
+  for _, name in ipairs({...}) do
+    if redis.call('EXISTS', key('by/rollout_id/' .. name)) == 0 then redis.call('SREM', key('lists'), name) end
+  end
 end
 
 while at < #ARGV do
