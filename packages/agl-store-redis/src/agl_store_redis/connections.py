@@ -65,6 +65,8 @@ class Server:
 
     def run_all(self, commands: Sequence[tuple[bytes | str | int | float, ...]]) -> list[Any]:
         """Run commands at one moment and return their answers."""
+        if len(commands) == 1:
+            return [self.run(*commands[0])]
         with self._client.pipeline(transaction=True) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)

@@ -13,6 +13,7 @@ from agl_store_redis import connections
 from agl_store_redis._reads import RedisReads, VanishedError
 from agl_store_redis.connections import Server, ThreadConnection
 from agl_store_redis.faults import is_lost
+from agl_store_redis.scripts import call
 from agl_store_redis.urls import ServerTarget
 
 
@@ -81,5 +82,5 @@ class BatchReader:
 
 def read_clock(server: Server, base: str) -> tuple[float, float | None]:
     """Return the server's time and the next deadline, in Unix seconds."""
-    (seconds, micros), due = server.run_all([("TIME",), ("ZRANGE", f"{base}due", 0, 0, "WITHSCORES")])
-    return int(seconds) + int(micros) / 1e6, float(due[1]) if due else None
+    seconds, micros, due = call(server, "clock", base)
+    return int(seconds) + int(micros) / 1e6, float(due) if due else None
