@@ -19,9 +19,6 @@ from agl_testing.waiting import wait_until
 
 PASSWORD = "correct-horse:battery@staple"
 
-MEMORY = Path("/dev/shm")
-"""Processes are killed here, machines are not: nothing has to reach a disk, and a disk may be slow."""
-
 _numbers = itertools.count(1)
 
 
@@ -33,7 +30,7 @@ class Server:
     """
 
     def __init__(self, **options: str) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="agl-redis-", dir=MEMORY if MEMORY.is_dir() else None))
+        self.folder = Path(tempfile.mkdtemp(prefix="agl-redis-"))
         self.port = free_port()
         given = {name.replace("_", "-"): value for name, value in options.items()}
         self.options = {"appendonly": "yes", "appendfsync": "always", "save": "", **given}
