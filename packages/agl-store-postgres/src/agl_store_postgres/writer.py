@@ -18,12 +18,10 @@ from typing import Any
 import psycopg
 
 from agl.stores import Work, expire
-from agl_run.sql import Packer, perform
-from agl_store_postgres._tables import PostgresTables
+from agl_run.sql import LoadedTables, Packer, needs_of, perform
 from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
 from agl_store_postgres.faults import is_collision, is_lost
 from agl_store_postgres.loading import begin, begin_lapsed
-from agl_store_postgres.needs import needs_of
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import commit
 
@@ -94,24 +92,24 @@ class BatchWriter:
 
     def _attempt(self, db: Connection, works: Sequence[Work[Any]]) -> Sequence[Any]:
         needs = [needs_of(work) for work in works]
-        loaded = begin(db, needs)
+        loaded, xid = begin(db, needs)
         if loaded.next_deadline <= loaded.now:
             db.rollback()
             self._expire(db)
-            loaded = begin(db, needs)
-        tables = PostgresTables(loaded, self._packer)
+            loaded, xid = begin(db, needs)
+        tables = LoadedTables(loaded, self._packer)
         answers = perform(works, tables)
         tables.changes.has_queued |= tables.has_spare
-        if loaded.xid is not None:
+        if xid is not None:
             mark = tables.changes.documents[self._key] = self._next_mark()
-            self._in_doubt = _Doubt(xid=loaded.xid, mark=mark, answers=answers)
+            self._in_doubt = _Doubt(xid=xid, mark=mark, answers=answers)
         commit(db, tables.changes, feed=self._feed)
         return answers
 
     def _expire(self, db: Connection) -> None:
         """Decide overdue attempts, except those that another machine is deciding."""
         loaded, lapsed = begin_lapsed(db)
-        tables = PostgresTables(loaded, self._packer, lapsed=lapsed)
+        tables = LoadedTables(loaded, self._packer, lapsed=lapsed)
         expire(tables)
         commit(db, tables.changes, feed=self._feed)
 

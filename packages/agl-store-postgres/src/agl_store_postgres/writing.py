@@ -5,20 +5,12 @@ is visible, so a reader that sees a cursor sees all smaller ones. Statement, com
 no machine holds the lock while it waits for the network.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from agl.schemas import Rollout, encode
-from agl_run.sql import ATTEMPT_BITS, progress_row
+from agl_run.sql import ATTEMPT_BITS, Changes, progress_row
 from agl_store_postgres.connections import Connection
-
-SpanRow: TypeAlias = tuple[int, int, str, bytes]
-AttemptRow: TypeAlias = tuple[str, str, float, bytes]
-MetricKey: TypeAlias = tuple[str, int, str, int, str]
-MetricRow: TypeAlias = tuple[int | None, float, float]
-FeedRow: TypeAlias = tuple[int | None, str, str, str | None]
 
 _FEED_LOCK = 0x41474C00 << 32
 """The upper half of the lock's number; the lower half is the feed's object number, so each store has its own lock."""
@@ -72,39 +64,6 @@ _REMOVE = tuple(
         "DELETE FROM rollouts r USING SEQS WHERE r.seq = v.seq",
     )
 )
-
-
-@dataclass(kw_only=True)
-class Changes:
-    """The changes that a transaction writes.
-
-    Attributes:
-        added: New rollouts with their numbers.
-        rollouts: Changed rollouts, by number.
-        attempts: Changed attempts, by number; ``None`` removes one.
-        documents: Changed documents, by key; ``None`` removes one.
-        feed: New entries of the change feed, in order.
-        removed: Numbers of rollouts to remove with their attempts, spans and changes.
-        has_queued: Whether a rollout was queued, so that waiting claims must look.
-        soonest: The earliest deadline that was set; infinity if none was.
-    """
-
-    added: list[tuple[int, Rollout]] = field(default_factory=list[tuple[int, Rollout]])
-    rollouts: dict[int, Rollout] = field(default_factory=dict[int, Rollout])
-    attempts: dict[int, AttemptRow | None] = field(default_factory=dict[int, AttemptRow | None])
-    spans: list[SpanRow] = field(default_factory=list[SpanRow])
-    versions: list[tuple[str, str, bytes]] = field(default_factory=list[tuple[str, str, bytes]])
-    documents: dict[bytes, bytes | None] = field(default_factory=dict[bytes, bytes | None])
-    metrics: dict[MetricKey, MetricRow] = field(default_factory=dict[MetricKey, MetricRow])
-    feed: list[FeedRow] = field(default_factory=list[FeedRow])
-    removed: list[int] = field(default_factory=list[int])
-    has_queued: bool = False
-    soonest: float = math.inf
-
-    @property
-    def is_heard(self) -> bool:
-        """Return true if waiting callers need a message about these changes."""
-        return bool(self.feed) or self.has_queued or self.soonest < math.inf
 
 
 def commit(db: Connection, changes: Changes, *, feed: int) -> None:

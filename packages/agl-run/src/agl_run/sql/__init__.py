@@ -1,10 +1,14 @@
-"""Shared parts of stores on SQL databases: rows, packed spans, batches, and the layouts of older releases.
+"""Shared parts of stores on databases: rows, packed spans, batches, and the layouts of older releases.
 
-A store on another kind of database needs only :mod:`agl.stores`.
+A store on a server loads what its operations need (:func:`needs_of`), runs them over :class:`LoadedTables`, and writes
+their :class:`Changes`. A store of another kind needs only :mod:`agl.stores`.
 """
 
 from agl_run.sql._batches import Batches, Look, OverdueError, answer_to, perform
+from agl_run.sql._changes import Changes, LoadedRows
 from agl_run.sql._compaction import Compactable, Compaction, Measured
+from agl_run.sql._loaded_tables import LoadedTables
+from agl_run.sql._needs import Needs, needs_of
 from agl_run.sql._old_layouts import older_documents, record_key, run_of
 from agl_run.sql._packing import AttemptSpans, Packer, Unpacker, place_spans
 from agl_run.sql._rows import (
@@ -34,10 +38,14 @@ __all__ = [
     "STATUSES",
     "AttemptSpans",
     "Batches",
+    "Changes",
     "Compactable",
     "Compaction",
+    "LoadedRows",
+    "LoadedTables",
     "Look",
     "Measured",
+    "Needs",
     "OverdueError",
     "Packer",
     "Row",
@@ -46,6 +54,7 @@ __all__ = [
     "by_status",
     "conditions",
     "containing",
+    "needs_of",
     "number_of",
     "older_documents",
     "order_of",

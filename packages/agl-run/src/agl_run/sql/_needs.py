@@ -1,4 +1,4 @@
-"""Derives the rows that an operation needs, so that a transaction can lock and read them in one round trip."""
+"""Derives the rows that an operation needs, so that a transaction can load them in one round trip."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

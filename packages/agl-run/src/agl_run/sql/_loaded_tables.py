@@ -1,7 +1,7 @@
-"""The tables of one transaction, in memory, over the rows that were locked and read at its start.
+"""The tables of one transaction, in memory, over the rows that were read at its start.
 
-Operations of the transaction see each other's changes; nothing is written before :attr:`PostgresTables.changes` are
-flushed.
+Operations of the transaction see each other's changes; nothing is written before the store writes
+:attr:`LoadedTables.changes`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from agl.contracts import Metric
 from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
 from agl.stores import deadline
-from agl_run.sql import ATTEMPT_BITS, AttemptSpans, Packer, number_of, place_spans
-from agl_store_postgres.loading import LockedRows
-from agl_store_postgres.writing import Changes
+from agl_run.sql._changes import Changes, LoadedRows
+from agl_run.sql._packing import AttemptSpans, Packer, place_spans
+from agl_run.sql._rows import ATTEMPT_BITS, number_of
 
 
-class PostgresTables:
+class LoadedTables:
     """Implements :class:`agl.stores.Tables`.
 
     Attributes:
@@ -22,7 +22,7 @@ class PostgresTables:
         changes: Changes to write at the commit.
     """
 
-    def __init__(self, loaded: LockedRows, packer: Packer, *, lapsed: Sequence[str] = ()) -> None:
+    def __init__(self, loaded: LoadedRows, packer: Packer, *, lapsed: Sequence[str] = ()) -> None:
         self._loaded = loaded
         self._packer = packer
         self._lapsed = lapsed
@@ -38,7 +38,7 @@ class PostgresTables:
         return Claim(rollout=rollout, attempt=attempt) if rollout and attempt else None
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
-        """Return the oldest rollouts that are locked for this transaction's claims and that no claim has taken."""
+        """Return the oldest rollouts that this transaction holds for its claims and that no claim has taken."""
         return self._still_queued(self._loaded.queues.get(experiment, ()))[:limit]
 
     def _still_queued(self, rollout_ids: Iterable[str]) -> list[Rollout]:
@@ -55,7 +55,7 @@ class PostgresTables:
         return [Claim(rollout=self._loaded.rollouts[attempt.rollout_id], attempt=attempt) for attempt in attempts]
 
     def overdue(self) -> list[Claim]:
-        """Return the attempts that were found overdue and locked when the transaction began."""
+        """Return the attempts that were found overdue when the transaction began."""
         claims = (self.held(attempt_id) for attempt_id in self._lapsed)
         return [claim for claim in claims if claim is not None and deadline(claim) <= self.now]
 
@@ -147,7 +147,7 @@ class PostgresTables:
 
     @property
     def has_spare(self) -> bool:
-        """Return true if other machines must look again: locked queued rollouts remain that no claim took."""
+        """Return true if other machines must look again: it held queued rollouts that no claim took."""
         return any(self._still_queued(rollout_ids) for rollout_ids in self._loaded.queues.values())
 
     def _key(self, rollout_id: str, number: int) -> int:

@@ -1,0 +1,1 @@
+"""The stores ``redis://``, ``rediss://``, ``valkey://`` and ``valkeys://``: a server's memory."""

@@ -1,0 +1,175 @@
+"""Begins a transaction: loads what its operations need, at one moment of the server, in one round trip."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha1
+from itertools import count
+from typing import Any, TypeAlias
+
+import msgspec
+
+from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
+from agl_run.sql import ATTEMPT_BITS, LoadedRows, Needs, number_of, read_rollout
+from agl_store_redis.connections import Server
+from agl_store_redis.scripts import call
+
+HOLD_S = 5
+"""Seconds after which a queued rollout that a transaction took, and neither claimed nor gave back, is queued again."""
+
+MOST_CLAIMED = 100_000
+"""Most rollouts that one call claims."""
+
+LAPSED = 500
+"""Most overdue attempts that one transaction decides."""
+
+Comparison: TypeAlias = tuple[str, str | bytes, str, bytes | int]
+"""A kind, two names, and the value that must be there when the transaction ends."""
+
+_fresh = count(1 << 48)
+"""Numbers of rollouts that are added, until the server numbers them; each is used once."""
+
+
+@dataclass(kw_only=True)
+class Loaded:
+    """The rows that a transaction loaded.
+
+    Attributes:
+        before: The rollouts as they are stored, and ``versions`` the versions of their progress, by id.
+        comparisons: Say that nothing that was loaded has changed since.
+        held: Queued rollouts that were taken out of the queue, as members of ``held``, by id.
+        lapsed: Ids of overdue attempts.
+    """
+
+    rows: LoadedRows
+    before: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    versions: dict[str, int] = field(default_factory=dict[str, int])
+    comparisons: list[Comparison] = field(default_factory=list[Comparison])
+    held: dict[str, str] = field(default_factory=dict[str, str])
+    lapsed: Sequence[str] = ()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Return true if attempts must be decided first."""
+        return self.rows.next_deadline <= self.rows.now
+
+
+def begin(server: Server, base: str, needs: Sequence[Needs], *, held: Sequence[str] = ()) -> Loaded:
+    """Load what these operations need, or nothing but the clock if attempts are overdue; redis-py's errors pass.
+
+    Args:
+        held: What an earlier try took out of the queue, to give back.
+    """
+    claim_ids = list(dict.fromkeys(claim_id for need in needs for claim_id in need.claim_ids))
+    versions = list(dict.fromkeys(version for need in needs for version in need.versions))
+    documents = list(dict.fromkeys(key for need in needs for key in need.documents))
+    queues = _queues(needs)
+    request = {
+        "held": held,
+        "hold_s": HOLD_S,
+        "rollouts": list(dict.fromkeys(rollout_id for need in needs for rollout_id in need.rollout_ids)),
+        "attempts": list(dict.fromkeys(_place(each) for need in needs for each in need.attempt_ids)),
+        "spans": _spans([span for need in needs for span in need.spans]),
+        "queues": [(experiment, limit) for experiment, limit in queues.items()],
+        "claims": claim_ids,
+        "versions": versions,
+    }
+    answer = call(server, "begin", base, msgspec.msgpack.encode(request), *documents)
+    loaded = Loaded(rows=_clock(answer))
+    if loaded.is_overdue:
+        return loaded
+    _put_rollouts(loaded, answer[3])
+    _put_attempts(loaded, answer[4])
+    _put_spans(loaded, answer[5], answer[6])
+    for experiment, found in zip(queues, answer[7], strict=True):
+        ids = loaded.rows.queues[experiment] = [each.decode() for each in found]
+        loaded.held |= {each: f"{loaded.rows.rollouts[each].experiment}/{each}" for each in ids}
+    loaded.comparisons += [("c", name, "", size) for name, size in zip(claim_ids, answer[8], strict=True)]
+    for (name, version), data in zip(versions, answer[9], strict=True):
+        if data is not None:
+            loaded.rows.versions[name, version] = decode(data, ResourceVersion)
+        loaded.comparisons.append(("v", name, version, int(data is not None)))
+    _put_documents(loaded, documents, answer[10])
+    loaded.rows.numbers = [next(_fresh) for _ in range(sum(need.new for need in needs))]
+    return loaded
+
+
+def begin_lapsed(server: Server, base: str) -> Loaded:
+    """Load overdue attempts, the longest overdue first."""
+    none: dict[str, Any] = dict.fromkeys(("held", "rollouts", "attempts", "spans", "queues", "claims", "versions"), ())
+    answer = call(server, "begin", base, msgspec.msgpack.encode({**none, "hold_s": HOLD_S, "lapsed": LAPSED}))
+    loaded = Loaded(rows=_clock(answer))
+    _put_rollouts(loaded, answer[3])
+    _put_attempts(loaded, answer[4])
+    loaded.lapsed = list(loaded.rows.attempts)
+    return loaded
+
+
+def _place(attempt_id: str) -> tuple[str, int]:
+    return rollout_id_of(attempt_id), number_of(attempt_id)
+
+
+def _spans(spans: Sequence[Span]) -> list[tuple[str, int, list[str]]]:
+    """Return the span ids to append, by rollout and number of the attempt."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for span in spans:
+        where = span.rollout_id, number_of(span.attempt_id) if span.attempt_id else 0
+        found.setdefault(where, []).append(span.span_id)
+    return [(*where, ids) for where, ids in found.items()]
+
+
+def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
+    """Return the number of queued rollouts that the operations need, by experiment."""
+    queues: dict[str | None, int] = {}
+    for need in needs:
+        if need.queue is not None and need.queue[1]:
+            experiment, limit = need.queue
+            queues[experiment] = min(MOST_CLAIMED, queues.get(experiment, 0) + limit)
+    return queues
+
+
+def _clock(answer: Sequence[bytes]) -> LoadedRows:
+    now, deadline = int(answer[0]) + int(answer[1]) / 1e6, answer[2]
+    return LoadedRows(now=now, next_deadline=float(deadline) if deadline else math.inf)
+
+
+def _put_rollouts(loaded: Loaded, rows: Sequence[Sequence[bytes]]) -> None:
+    for name, number, progress, data in rows:
+        rollout_id = name.decode()
+        loaded.comparisons.append(("p", rollout_id, "", progress))
+        if progress:
+            version, rollout = read_stored(int(number), progress, data)
+            loaded.rows.rollouts[rollout_id] = loaded.before[rollout_id] = rollout
+            loaded.rows.seqs[rollout_id], loaded.versions[rollout_id] = int(number), version
+
+
+def _put_attempts(loaded: Loaded, rows: Sequence[bytes]) -> None:
+    attempts = [decode(data, Attempt) for data in rows]
+    loaded.rows.attempts = {attempt.attempt_id: attempt for attempt in attempts}
+
+
+def _put_spans(loaded: Loaded, counts: Sequence[Any], kept: Sequence[Any]) -> None:
+    for name, number, size, last in counts:
+        rollout_id = name.decode()
+        loaded.comparisons.append(("s", f"{rollout_id}/{number}", "", size))
+        if (seq := loaded.rows.seqs.get(rollout_id)) is not None:
+            loaded.rows.last[seq << ATTEMPT_BITS | number] = last
+    for name, number, span_id in kept:
+        if (seq := loaded.rows.seqs.get(name.decode())) is not None:
+            loaded.rows.kept.add((seq << ATTEMPT_BITS | number, span_id.decode()))
+
+
+def _put_documents(loaded: Loaded, keys: Sequence[bytes], values: Sequence[bytes | None]) -> None:
+    for key, value in zip(keys, values, strict=True):
+        digest = b""
+        if value is not None:
+            loaded.rows.documents[key] = value
+            digest = sha1(value, usedforsecurity=False).hexdigest().encode()
+        loaded.comparisons.append(("d", key, "", digest))
+
+
+def read_stored(number: int, progress: bytes, data: bytes) -> tuple[int, Rollout]:
+    """Read a rollout from its parts; returns the version of its progress, and the rollout."""
+    version, status, attempts, failures, losses, attempt, started_at, finished_at = msgspec.msgpack.decode(progress)
+    row = number, status, attempts, failures, losses, attempt or None, started_at, finished_at, data
+    return version, read_rollout(row)

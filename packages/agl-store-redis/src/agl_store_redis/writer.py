@@ -1,0 +1,120 @@
+"""Runs writes: those that wait together are one transaction, which is repeated after lost connections and collisions.
+
+A transaction is two scripts with Python in between. The first one loads what the operations need; the second one
+compares that with what is there by then, and writes all changes at one moment, or none. Redis's own ``WATCH`` and
+``MULTI`` would have to watch whole keys, such as the queue, so that claims would undo each other; and rules in Lua
+would be a second copy of those that all stores share. Queued rollouts are the one thing that everybody wants at
+once: the first script takes them out of the queue, so that claims of several machines never meet. A machine that dies
+in between leaves them out for a few seconds.
+
+The second script keeps the number of each writer's last transaction. If a connection breaks before its answer, the
+writer sends the same script with the same number again, and a transaction that took place is not repeated.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from redis.exceptions import RedisError
+
+from agl.errors import StoreError
+from agl.stores import Work, expire
+from agl_run.sql import LoadedTables, Needs, Packer, needs_of, perform
+from agl_store_redis import connections
+from agl_store_redis.connections import Server, ThreadConnection
+from agl_store_redis.faults import is_lost
+from agl_store_redis.loading import Loaded, begin, begin_lapsed
+from agl_store_redis.urls import ServerTarget
+from agl_store_redis.writing import Commit
+
+T = TypeVar("T")
+
+COLLISIONS_S = 30.0
+"""Seconds for which a transaction is repeated after collisions with others; each collision means that one succeeded."""
+
+
+class BatchWriter:
+    """Runs batches of work on one connection; used by one thread."""
+
+    def __init__(self, target: ServerTarget, *, server: Server, stopping: threading.Event) -> None:
+        self._target = target
+        self._connection = ThreadConnection(target, stopping=stopping, server=server)
+        self._packer = Packer()
+        self._name = uuid.uuid4().hex
+        self._number = 0
+        self._held: Sequence[str] = ()
+
+    def close(self) -> None:
+        """Remove the number of the last transaction, and close the connection."""
+        server = self._connection.current
+        if server is not None and self._number:
+            with suppress(RedisError, OSError):  # the server removes it after a day
+                server.run("UNLINK", f"{self._target.base}w/{self._name}")
+        self._connection.drop()
+
+    def __call__(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
+        """Return the answers after the commit; raises redis-py's errors, or that the server cannot be reached."""
+        needs = [needs_of(work) for work in works]
+        end = time.monotonic() + COLLISIONS_S
+        try:
+            while True:
+                loaded = self._begin(needs)
+                tables = LoadedTables(loaded.rows, self._packer)
+                answers = perform(works, tables)
+                tables.changes.has_queued |= tables.has_spare
+                if self._commit(loaded, tables):
+                    return answers
+                if time.monotonic() > end:
+                    raise StoreError(
+                        f"the store {self._target.shown} was changed by others each time for {COLLISIONS_S:g} s; "
+                        "nothing was written: try again, with fewer programs that write to the same rollouts"
+                    )
+        except BaseException:
+            self._packer.clear()  # its marks may refer to spans that are not stored
+            raise
+
+    def _begin(self, needs: Sequence[Needs]) -> Loaded:
+        """Load what operations need, after overdue attempts are decided."""
+        while True:
+            loaded = self._repeated(lambda server: begin(server, self._target.base, needs, held=self._held))
+            self._held = list(loaded.held.values())
+            if not loaded.is_overdue:
+                return loaded
+            lapsed = self._repeated(lambda server: begin_lapsed(server, self._target.base))
+            tables = LoadedTables(lapsed.rows, self._packer, lapsed=lapsed.lapsed)
+            expire(tables)
+            self._commit(lapsed, tables)  # where it fails, others are deciding them
+
+    def _commit(self, loaded: Loaded, tables: LoadedTables) -> bool:
+        """Write the changes; returns false, and drops them, if others have changed what was loaded."""
+        commit = Commit(loaded, tables)
+        if commit.is_empty:
+            return True
+        self._number += 1
+        number = self._number
+        is_written = self._repeated(
+            lambda server: commit.run(server, self._target.base, writer=self._name, number=number)
+        )
+        if is_written:
+            self._held = ()
+        else:
+            self._packer.clear()
+        return is_written
+
+    def _repeated(self, act: Callable[[Server], T]) -> T:
+        """Call ``act`` with the connection until an answer comes, for as long as a server may take to restart."""
+        end = time.monotonic() + connections.RESTART_WAIT_S
+        while True:
+            server = self._connection.open()
+            try:
+                return act(server)
+            except (RedisError, OSError) as error:
+                if not is_lost(error) or time.monotonic() > end:
+                    raise
+                self._connection.drop()
+            except BaseException:
+                self._connection.drop()  # an answer may still be under way
+                raise

@@ -1,0 +1,88 @@
+"""The commands of ``agl`` and the server of ``agl-gateway`` work on the store as on every other one."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agl.contracts import RolloutQuery, Store
+from agl.stores import read_recordings
+from agl_gateway.client import HttpStore
+from agl_run import SQLiteStore
+from agl_store_redis.store import RedisStore
+from agl_testing.stores.samples import make_rollout, make_span, outcome_of
+
+AGENT = '''
+def solve(task):
+    """The answer's reward."""
+    return float(task["n"] * 2 == 4)
+'''
+EXPERIMENT = """
+[experiment]
+name = "doubles"
+agent = "redis_doubles_agent:solve"
+store = "URL"
+train = "tasks.jsonl"
+"""
+
+
+def agl(folder: Path, *words: str) -> str:
+    """The output of a command that succeeds."""
+    command = [sys.executable, "-m", "agl", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    assert 0 == done.returncode, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_commands_work_on_the_store(url: str, tmp_path: Path) -> None:
+    (tmp_path / "redis_doubles_agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"n": 2}\n{"n": 3}\n')
+    (tmp_path / "doubles.toml").write_text(EXPERIMENT.replace("URL", url))
+    agl(tmp_path, "run", "doubles.toml")
+    assert 2 == agl(tmp_path, "runs", "--store", url).count("succeeded")
+    assert "succeeded" in agl(tmp_path, "show", "latest", "--store", url)
+    agl(tmp_path, "runs", "copy", url, "copy.db")
+    agl(tmp_path, "runs", "copy", "copy.db", f"{url}_back")
+    first, copied, back = RedisStore(url), SQLiteStore(f"sqlite:///{tmp_path}/copy.db"), RedisStore(f"{url}_back")
+    assert asyncio.run(contents(first)) == asyncio.run(contents(copied)) == asyncio.run(contents(back))
+
+
+async def contents(store: Store) -> list[object]:
+    recordings = [each async for each in read_recordings(store, RolloutQuery(), spans="all")]
+    assert 2 == len(recordings)
+    rest = [await store.experiments(), await store.load_state(""), await store.metrics("doubles")]
+    await store.close()
+    return [recordings, *rest]
+
+
+def test_server_of_the_gateway_serves_the_store(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_TOKEN", "an-admin-token-of-the-tests")
+    command = [sys.executable, "-m", "agl", "serve", "--store", url, "--port", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stdout is not None
+            address = next(found for line in serving.stdout if (found := re.search(r"http://[\d.]+:\d+", line)))
+            asyncio.run(use(HttpStore(address[0])))
+        finally:
+            serving.send_signal(signal.SIGINT)
+            serving.wait(60)
+    asyncio.run(check(RedisStore(url)))
+
+
+async def use(store: HttpStore) -> None:
+    """Finish a rollout whose claim waits at the server until another request queues it."""
+    waiting = asyncio.create_task(store.claim(worker="w", wait_s=60))
+    await store.enqueue([make_rollout()])
+    (claim,) = await waiting
+    await store.finish([outcome_of(claim, spans=[make_span(claim)])])
+    await store.close()
+
+
+async def check(store: RedisStore) -> None:
+    (rollout,) = await store.rollouts(RolloutQuery())
+    assert ("succeeded", 1) == (rollout.status, len(await store.spans(rollout.rollout_id)))
+    await store.close()

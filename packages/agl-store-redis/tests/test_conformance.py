@@ -1,0 +1,24 @@
+"""The Redis store runs the conformance class that every store runs."""
+
+from collections.abc import Callable
+from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from redis import Redis
+
+from agl_testing.conformance import StoreConformance, StoreLocation
+
+
+class TestRedisStore(StoreConformance):
+    has_older_schema: ClassVar[bool] = False  # the layout is the first one: no release had another
+
+    @pytest.fixture
+    def locate(self, url: str) -> Callable[[str], StoreLocation]:
+        return lambda name: StoreLocation(factory="agl_store_redis.store:RedisStore", url=f"{url}_{name}")
+
+    def set_schema_version(self, location: StoreLocation, version: int) -> None:
+        parts = urlsplit(location.url)
+        prefix = parse_qs(parts.query)["prefix"][0]
+        with Redis(host="127.0.0.1", port=parts.port or 0, protocol=2) as client:
+            client.hset(f"{{{prefix}}}:meta", "version", str(version))

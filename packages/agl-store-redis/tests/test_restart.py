@@ -1,0 +1,177 @@
+"""``kill -9`` of the server in mid-run: what was acknowledged stays, and who works goes on when it is back."""
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+
+import pytest
+
+from agl.contracts import RolloutQuery
+from agl.errors import StoreError
+from agl.schemas import RetryPolicy, Rollout
+from agl_store_redis import connections, scripts, writing
+from agl_store_redis.store import RedisStore
+from agl_testing.stores.samples import make_span, outcome_of
+from agl_testing.waiting import eventually
+
+from .conftest import Server
+
+ONE_ATTEMPT = RetryPolicy(max_attempts=1)
+
+
+async def work(store: RedisStore, name: str, until: asyncio.Event, done: list[str]) -> None:
+    """Run rollouts one after the other; a rollout that was lost on the way would fail, having one attempt only."""
+    number = 0
+    while not until.is_set():
+        number += 1
+        rollout_id = f"{name}-{number}"
+        await store.enqueue([Rollout(rollout_id=rollout_id, task=number, experiment=name, retry=ONE_ATTEMPT)])
+        (claim,) = await store.claim(worker=name, experiment=name, wait_s=30)
+        await store.append_spans([make_span(claim, name="work")])
+        await store.finish([outcome_of(claim, spans=[make_span(claim, name="last")])])
+        done.append(rollout_id)
+
+
+async def check(store: RedisStore, done: list[str]) -> None:
+    """Everything succeeded at the first attempt, each span is there once, and the feed tells it all in order."""
+    rollouts = await store.rollouts(RolloutQuery(ids=tuple(done)))
+    assert {("succeeded", 1)} == {(rollout.status, rollout.attempts) for rollout in rollouts}
+    assert [] == await store.rollouts(RolloutQuery(status=("failed", "queued")))
+    feed = await store.changes(limit=100_000)
+    assert sorted({change.cursor for change in feed}) == [change.cursor for change in feed]
+    lives: defaultdict[str, list[str]] = defaultdict(list)
+    for change in feed:
+        if change.kind == "rollout":
+            lives[change.key].append(change.status)
+    for rollout_id in done:
+        assert ["work", "last"] == [span.name for span in await store.spans(rollout_id)]
+        assert ["queued", "running", "succeeded"] == lives[rollout_id]
+
+
+async def disturbed(server: Server, url: str, disturb, *, rounds: int) -> None:
+    """Two store objects with two workers each, while ``disturb`` happens some times; nothing is lost or repeated."""
+    stores = [RedisStore(url) for _ in range(2)]
+    until, done = asyncio.Event(), list[str]()
+    workers = [
+        asyncio.create_task(work(store, f"{at}{number}", until, done))
+        for at, store in enumerate(stores)
+        for number in range(2)
+    ]
+    waiting = asyncio.create_task(stores[0].claim(worker="late", experiment="late", wait_s=120))
+    for _ in range(rounds):
+        before = len(done)
+        await eventually(lambda count=before + 4: len(done) >= count)
+        await asyncio.to_thread(disturb)
+    before = len(done)
+    await eventually(lambda: len(done) >= before + 4)
+    until.set()
+    await asyncio.gather(*workers)
+    await stores[1].enqueue([Rollout(rollout_id="late", task=None, experiment="late")])
+    assert ["late"] == [claim.rollout.rollout_id for claim in await waiting]
+    await check(stores[0], done)
+    for store in stores:
+        await store.close()
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.soak)])
+def test_work_goes_on_after_the_server_was_killed(server: Server, url: str, rounds: int) -> None:
+    def restart() -> None:
+        server.kill()
+        server.start()
+
+    asyncio.run(disturbed(server, url, restart, rounds=rounds))
+
+
+@pytest.mark.parametrize(("seed", "rounds"), [(1, 20), pytest.param(2, 300, marks=pytest.mark.soak)])
+def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(
+    server: Server, url: str, seed: int, rounds: int
+) -> None:
+    draw = random.Random(seed)
+
+    def cut() -> None:
+        time.sleep(draw.uniform(0.0, 0.02))
+        server.run("CLIENT", "KILL", "TYPE", draw.choice(["normal", "pubsub"]), "SKIPME", "yes")
+
+    asyncio.run(disturbed(server, url, cut, rounds=rounds))
+
+
+@pytest.mark.parametrize("is_lost_before", [True, False])
+def test_answer_that_was_lost_with_the_connection_is_found_again(
+    url: str, monkeypatch: pytest.MonkeyPatch, is_lost_before: bool
+) -> None:
+    """The connection breaks right before or right after the commit: the same rollouts, each attempt once."""
+    breaks = iter([True])
+
+    def breaking(server: connections.Server, name: str, base: str, *args: bytes | str | int | float) -> object:
+        is_breaking = next(breaks, False)
+        if is_breaking and is_lost_before:
+            server.run("CLIENT", "KILL", "ID", server.run("CLIENT", "ID"), "SKIPME", "no")
+        answer = scripts.call(server, name, base, *args)
+        if is_breaking:
+            raise ConnectionError("the connection is closed")
+        return answer
+
+    async def body() -> None:
+        store = RedisStore(url)
+        nonlocal breaks
+        await store.enqueue([Rollout(rollout_id=f"r{at}", task=at, retry=ONE_ATTEMPT) for at in range(3)])
+        monkeypatch.setattr(writing, "call", breaking)
+        breaks = iter([True])
+        claims = await store.claim(worker="w", limit=2)
+        assert ["r0.1", "r1.1"] == [claim.attempt.attempt_id for claim in claims]
+        breaks = iter([True])
+        await store.append_spans([make_span(claims[0])])
+        breaks = iter([True])
+        assert ["succeeded"] == [each.status for each in await store.finish([outcome_of(claims[0])])]
+        assert 1 == len(await store.spans("r0"))
+        breaks = iter([True])
+        assert 1 == await store.delete(["r0"])
+        assert ["r1", "r2"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
+        statuses = [change.status for change in await store.changes() if change.key == "r1"]
+        assert ["queued", "running"] == statuses
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_closed_store_leaves_no_mark_of_its_writer(server: Server, url: str) -> None:
+    async def body() -> None:
+        store = RedisStore(url)
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        assert 1 == len(marks())
+        await store.close()
+
+    def marks() -> list[bytes]:
+        return server.run("KEYS", f"{{{url.partition('prefix=')[2]}}}:w/*")
+
+    asyncio.run(body())
+    assert [] == marks()
+
+
+def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "RESTART_WAIT_S", 1.0)
+
+    async def body() -> None:
+        store = RedisStore(url)
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        await asyncio.to_thread(server.stop)
+        try:
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await store.enqueue([Rollout(rollout_id="b", task=None)])
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await store.cursor()
+            monkeypatch.setattr(connections, "RESTART_WAIT_S", 300.0)
+            waiting = asyncio.create_task(store.claim(worker="w", wait_s=300))
+            await asyncio.sleep(0.2)
+            begin = time.monotonic()
+            await store.close()
+            with pytest.raises(StoreError):
+                await waiting
+            assert time.monotonic() - begin < 100, "closing ends every wait for the server"
+        finally:
+            await asyncio.to_thread(server.start)
+
+    asyncio.run(body())
