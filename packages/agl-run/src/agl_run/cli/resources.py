@@ -59,6 +59,8 @@ def list_(
 ) -> None:
     """List the newest version of every resource, or all versions of NAME, oldest first.
 
+    Weights that were served from memory and never written are "not saved".
+
     With --why every candidate that a prompt search made for NAME, also those that were refused before they ran: its
     parents, how it was made, the decision and its reason, the rollouts of the agent for it with their tokens, and the
     questions to the optimiser's model with theirs.
