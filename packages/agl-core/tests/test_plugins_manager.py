@@ -144,6 +144,7 @@ def test_unmatched_names_of_disabled_plugins_are_told():
         ("exporter", "otlp", "agl-otlp"),
         ("command", "serve", "agl-gateway"),
         ("command", "console", "agl-console"),
+        ("command", "deploy", "agl-deploy"),
     ],
 )
 def test_missing_component_names_the_package_to_install(kind, name, package):
@@ -151,7 +152,7 @@ def test_missing_component_names_the_package_to_install(kind, name, package):
         PluginManager().entry(kind, name)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("store", "mongo"), ("runner", "ray"), ("command", "deploy")])
+@pytest.mark.parametrize(("kind", "name"), [("store", "mongo"), ("runner", "ray"), ("command", "fly")])
 def test_missing_component_of_no_known_package_is_sent_nowhere(kind, name):
     with pytest.raises(UnknownComponentError, match=f"no {kind} is named '{name}'") as raised:
         PluginManager().entry(kind, name)
