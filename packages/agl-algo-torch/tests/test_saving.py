@@ -190,8 +190,12 @@ def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(model_dir: Path, tmp_path: Path) -> None:
+def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy of the folder at some moment is what a kill at that moment would leave."""
+    dead = "agl_run.experiment.saving.worker_is_dead"
+    monkeypatch.setattr(dead, lambda name: True)  # this process stands for the one that was killed
     small = Small(tmp_path / "small", model_dir)
 
     def keep(number: int) -> None:

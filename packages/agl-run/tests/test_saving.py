@@ -1,6 +1,7 @@
 """Versions that were never saved are said to be so, and what they were pinned to is asked for again."""
 
 import asyncio
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from agl_run.cli.lineage import list_versions, shown
 from agl_run.experiment.saving import deferred, remove_unreachable, saved_marks, to_end, unsaved
 from agl_run.experiment.serving_files import served_from_disk
 from agl_run.experiment.state import AlgorithmState
+from agl_run.runners.liveness import worker_name
 
 
 def version(step: int, *, waits: bool = True, experiment: str = "toy") -> ResourceVersion:
@@ -56,15 +58,18 @@ def test_unfinished_rollouts_of_lost_versions_are_removed_and_all_others_stay() 
         store = MemoryStore()
         saved, lost, own = version(3), version(4), version(9, waits=False)
         await store.publish([saved, lost, own])
-        rollouts = [rollout(n, pinned=v) for n, v in enumerate([lost, saved, lost, own, lost])]
-        await store.enqueue(rollouts[:1])
-        await store.claim(worker="w", lease_s=60)
-        await store.enqueue(rollouts[1:])
-        await store.cancel(["r2"])  # finished, and so it stays
+        rollouts = [rollout(n, pinned=v) for n, v in enumerate([lost, lost, saved, lost, own, lost])]
+        ended = worker_name().replace(f":{os.getpid()}:", f":{2**22 + 1}:")
+        for number, worker in enumerate((ended, "elsewhere@5f3a:7:1")):
+            await store.enqueue(rollouts[number : number + 1])
+            await store.claim(worker=worker, lease_s=60)
+        await store.enqueue(rollouts[2:])
+        await store.cancel(["r3"])  # finished, and so it stays
 
         assert 2 == await remove_unreachable(store, "toy", {"grpo": AlgorithmState(step=3)})
-        left = await store.rollouts(RolloutQuery(experiment="toy"))
-        assert {"r1": "queued", "r2": "cancelled", "r3": "queued"} == {each.rollout_id: each.status for each in left}
+        left = {each.rollout_id: each.status for each in await store.rollouts(RolloutQuery(experiment="toy"))}
+        kept = {"r2": "queued", "r3": "cancelled", "r4": "queued"}
+        assert kept | {"r1": "running"} == left, "who holds r1 may still write to it"
         assert 0 == await remove_unreachable(store, "toy", {"grpo": AlgorithmState(step=3)})
 
     asyncio.run(work())

@@ -17,7 +17,9 @@ from typing import Any, TypeVar, cast
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Json, ResourceVersion, Rollout
+from agl.stores import read_recordings
 from agl_run.experiment.state import AlgorithmState, run_key
+from agl_run.runners.liveness import worker_is_dead
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
@@ -95,19 +97,20 @@ async def unsaved(store: Store, versions: Iterable[ResourceVersion]) -> set[tupl
 async def remove_unreachable(store: Store, experiment: str, states: Mapping[str, AlgorithmState]) -> int:
     """Remove the unfinished rollouts that are pinned to versions of steps which were not saved; returns their number.
 
-    They would run with other versions, because these are not live any more. The repeated steps ask for them again.
+    They would run with other versions, because these are not live any more. The repeated steps ask for them again, and
+    their attempts get the same ids again. So a rollout stays, and goes on with the live versions, if a worker that may
+    not have ended has tried it: that worker could still write to it.
     """
     lost: dict[tuple[str, str], bool] = {}
     gone: list[str] = []
     query = RolloutQuery(experiment=experiment, status=("queued", "running"), limit=_PAGE)
-    while page := await store.rollouts(query):
-        for rollout in page:
-            for version in rollout.resources.items():
-                if version not in lost:
-                    lost[version] = await _is_lost(store, version, states)
-            if _pinned_to(rollout, lost):
-                gone.append(rollout.rollout_id)
-        query = query.next(page[-1])
+    async for recording in read_recordings(store, query, spans="none"):
+        for version in recording.rollout.resources.items():
+            if version not in lost:
+                lost[version] = await _is_lost(store, version, states)
+        is_held = not all(worker_is_dead(attempt.worker) for attempt in recording.attempts)
+        if _pinned_to(recording.rollout, lost) and not is_held:
+            gone.append(recording.rollout.rollout_id)
     if gone:
         await store.cancel(gone)
         await store.delete(gone)
