@@ -1,6 +1,7 @@
 """The sink that writes a run of Weights & Biases, online or offline; a resumed experiment continues the same run."""
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from agl.errors import ExportError
@@ -102,7 +103,7 @@ class WandbSink:
 
         summary: Any = self._begun().summary
         for table in tables:
-            data = [list(row) for row in table.rows]
+            data: list[Iterable[Any]] = [list(row) for row in table.rows]
             summary[table.name] = wandb.Table(columns=list(table.columns), data=data, allow_mixed_types=True)
 
     def end(self, end: SinkOutcome) -> None:
