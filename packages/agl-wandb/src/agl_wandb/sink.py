@@ -1,7 +1,6 @@
 """The sink that writes a run of Weights & Biases, online or offline; a resumed experiment continues the same run."""
 
 import os
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from agl.errors import ExportError
@@ -9,6 +8,8 @@ from agl.schemas import Json
 from agl_run.sinks import SinkOutcome, SinkRow, SinkRun, SinkTable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from wandb import Run
 
 EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 130}
