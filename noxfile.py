@@ -170,7 +170,7 @@ def ours(*packages: str) -> list[str]:
 
 
 MEMORY = ROOT / ".nox" / "pytest"
-"""Where pytest remembers which tests of a session failed."""
+"""The folder in which pytest remembers the tests that failed, by session."""
 
 
 def pytest(session: nox.Session, tools: Environment, *words: str) -> None:

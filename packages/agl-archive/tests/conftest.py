@@ -103,7 +103,7 @@ async def record_context(store: Store, experiment: str = "sums") -> None:
 
 
 async def contents(store: Store) -> Any:
-    """What an archive keeps of a store, in builtin values."""
+    """The part of a store that an archive keeps, in builtin values."""
     names = [version.name for version in await store.resources()]
     found = {
         "recordings": [each async for each in read_recordings(store, ALL, spans="all")],

@@ -15,7 +15,7 @@ from agl_testing.conformance import CreditConformance
 
 ROLES = ("rider", "saboteur", "hero")
 WORTH = {"rider": 0.0, "saboteur": -1.0, "hero": 2.0}
-"""What a word of 1 adds; a word of 2 adds twice as much."""
+"""The contribution of a word of 1; a word of 2 adds twice as much."""
 
 
 class TestForkConformance(CreditConformance):

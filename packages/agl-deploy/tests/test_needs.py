@@ -1,4 +1,4 @@
-"""What an experiment needs elsewhere, and the experiments that are refused or warned about."""
+"""The needs of an experiment on another machine, and the experiments that are refused or warned about."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What serves a labelled version with vLLM: the weights of the label, and vLLM's command for them."""
+"""The files that serve a labelled version with vLLM: the weights of the label, and vLLM's command for them."""
 
 import asyncio
 import json

@@ -87,7 +87,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered(Generic[E]):
-    """What a step learns from.
+    """The examples of one step, and the rows that they are made of.
 
     Attributes:
         examples: Of rollouts, or of what stands for them in `rows`.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 _fsspec: Any = import_module("fsspec")  # untyped
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""What the backends of object stores are installed as, by the URL's scheme."""
+"""Names by which pip installs the backends of object stores, by the URL's scheme."""
 
 
 class Place:

@@ -23,7 +23,7 @@ _OF_A_CODER = ("pip", "setuptools", "wheel", "agl-deploy", "agl-testing")
 
 
 class Needs(Record, frozen=True, kw_only=True):
-    """What an experiment needs elsewhere.
+    """Everything that an experiment needs on another machine.
 
     Attributes:
         file: The experiment's file, absolute.
@@ -47,7 +47,7 @@ class Needs(Record, frozen=True, kw_only=True):
 
     @property
     def sources(self) -> list[str]:
-        """What wheels are built from, because an index does not have it."""
+        """The folders and files from which wheels are built, because no index has these distributions."""
         return sorted({pin.source for each in self.pins.values() for pin in each if pin.source})
 
 

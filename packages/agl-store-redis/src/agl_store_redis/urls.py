@@ -13,7 +13,7 @@ READERS = 4
 PORT = 6379
 
 Durability: TypeAlias = Literal["always", "second", "none"]
-"""How much the server may lose in a crash: nothing acknowledged, about a second of it, or anything."""
+"""The largest loss in a crash of the server: nothing acknowledged, about its last second, or anything."""
 
 _EXAMPLE = "redis://HOST:6379/0?prefix=agl"
 _SCHEMES = {"redis": False, "valkey": False, "rediss": True, "valkeys": True}

@@ -31,7 +31,7 @@ class Ends(NamedTuple):
 
     @property
     def is_pair(self) -> bool:
-        """Whether they differ."""
+        """True if the rewards of the two differ enough to be a preference."""
         return self.best[0] - self.worst[0] >= GAP
 
 
