@@ -192,7 +192,7 @@ def test_a_part_that_another_store_is_writing_is_left_alone(url):
 
 def test_a_second_process_is_refused(url, monkeypatch):
     @asynccontextmanager
-    async def taken(store: Store, turn: str) -> AsyncIterator[None]:
+    async def taken(store: Store, turn: str, *, title: str) -> AsyncIterator[None]:
         yield None
 
     async def work() -> None:

@@ -320,7 +320,9 @@ def test_server_removes_at_the_start_and_again(opener: Callable[[], Store]) -> N
     asyncio.run(body())
 
 
-def test_of_several_servers_one_removes_at_a_time(opener: Callable[[], Store]) -> None:
+def test_of_several_servers_one_removes_at_a_time(
+    opener: Callable[[], Store], caplog: pytest.LogCaptureFixture
+) -> None:
     async def body() -> None:
         first, second, said = opener(), opener(), list[str]()
         await fill(first, "e", 3)
@@ -338,6 +340,7 @@ def test_of_several_servers_one_removes_at_a_time(opener: Callable[[], Store]) -
         assert await served._in_turn(store, RetentionLimits()) is None
 
     asyncio.run(body())
+    assert "ran the removal of old rollouts and did not end it" in caplog.text
 
 
 def test_experiment_file_takes_a_retention(tmp_path: Path) -> None:

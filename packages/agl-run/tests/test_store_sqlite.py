@@ -16,6 +16,7 @@ from agl.contracts import ExperimentRecord, RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import ModelCall, Outcome, RetryPolicy, Rollout, Span, pack_floats, pack_ids
 from agl_run import SQLiteStore
+from agl_run.sqlite import _schema
 from agl_run.sqlite._schema import CURRENT, MIGRATIONS
 from agl_testing.stores.older_layout import narrow_numbers
 
@@ -315,6 +316,24 @@ def test_metrics_of_layout_five_belong_to_the_last_run_and_validations_have_thei
         "UPDATE agl_schema SET version = 5",
     )
     assert [("grpo", 3, 2, None), ("validate", 3, 4, 4), ("grpo", 1, 1, None)] == asyncio.run(look())
+
+
+def test_file_that_another_process_makes_at_the_same_moment_is_not_called_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "runs.db"
+    asyncio.run(SQLiteStore(f"sqlite:///{path}").close())
+    read, looks = _schema._version, list[int]()
+
+    def version(connection: sqlite3.Connection, path: Path) -> int:
+        looks.append(read(connection, path))
+        return looks[-1] if len(looks) > 1 else 0  # the file was empty before it was locked
+
+    monkeypatch.setattr(_schema, "_version", version)
+    asyncio.run(SQLiteStore(f"sqlite:///{path}").close())
+
+    assert [CURRENT, CURRENT] == looks[:2]
+    assert "" == caplog.text
 
 
 def test_newer_layout_is_refused(tmp_path: Path) -> None:

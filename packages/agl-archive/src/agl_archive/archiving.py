@@ -127,7 +127,7 @@ class Archiving:
         self._tell = tell
         if is_dry_run:
             return await self._would()
-        async with taking_turns(self._store, _TURN) as own:
+        async with taking_turns(self._store, _TURN, title="the archiving of this store") as own:
             if own is None:
                 raise ConflictError("another process archives this store; wait until it has ended")
             self._store = own

@@ -78,6 +78,8 @@ class Ownership:
     Entering it takes the experiment. This takes up to ``lease_s`` seconds if an owner elsewhere was killed, and no time
     if it was killed on this machine.
 
+    ``title`` names in messages what is owned, if it is no experiment.
+
     Attributes:
         store: The store, for the owner: once another trainer has taken over, methods that write raise
             :class:`~agl.errors.FencedError`, except those that an attempt's lease guards.
@@ -88,7 +90,14 @@ class Ownership:
     """
 
     def __init__(
-        self, store: Store, name: str, *, workdir: Path, lease_s: float = LEASE_S, beat_s: float = BEAT_S
+        self,
+        store: Store,
+        name: str,
+        *,
+        workdir: Path,
+        lease_s: float = LEASE_S,
+        beat_s: float = BEAT_S,
+        title: str = "",
     ) -> None:
         owner = Owner(
             worker=worker_name(),
@@ -101,6 +110,7 @@ class Ownership:
         self._plain, self._name, self._lease_s, self._beat_s = store, name, lease_s, beat_s
         self._owner, self._token = owner, msgspec.json.encode(owner)
         self._key, self._beat_key = _keys(name)
+        self._title = title or f"experiment {name!r}"
         self._beats = 0
         self._renewed_at = 0.0
         self._loss: FencedError | None = None
@@ -125,7 +135,7 @@ class Ownership:
             except FencedError:
                 pass  # taken over just now
             except StoreError as error:
-                _LOG.warning("the store could not record that experiment %r has no trainer now: %s", self._name, error)
+                _LOG.warning("the store could not record that %s has no trainer now: %s", self._title, error)
 
     async def check(self) -> None:
         """Raise :class:`FencedError` if another trainer took over; asks the store if the last beat is long ago."""
@@ -168,9 +178,9 @@ class Ownership:
     async def _outwait(self, held: _Held) -> bool:
         """Return true once the beat has stood still for the length of a lease, false if the owner changes."""
         _LOG.warning(
-            "%s ran experiment %r and did not end it; waiting up to %g s for a sign of life",
+            "%s ran %s and did not end it; waiting up to %g s for a sign of life",
             held.owner,
-            self._name,
+            self._title,
             self._lease_s,
         )
         end = time.monotonic() + self._lease_s
@@ -181,7 +191,7 @@ class Ownership:
                 return False
             if now.beat != held.beat:
                 raise ConfigError(
-                    f"experiment {self._name!r} runs already, by {held.owner} with the same store; wait for it, stop "
+                    f"{self._title} runs already, by {held.owner} with the same store; wait for it, stop "
                     "it, or use another [experiment] name. To run its rollouts here too, use `agl worker`"
                 )
         return True
@@ -194,7 +204,7 @@ class Ownership:
             except FencedError:
                 return
             except StoreError as error:
-                _LOG.warning("the store could not record that experiment %r still runs: %s", self._name, error)
+                _LOG.warning("the store could not record that %s still runs: %s", self._title, error)
 
     async def _beat(self) -> None:
         started = time.monotonic()
@@ -207,7 +217,7 @@ class Ownership:
         if self._loss is None:
             by = f"by {held.owner}" if held.token else "by a trainer that has ended since"
             self._loss = FencedError(
-                f"experiment {self._name!r} was taken over {by}, because this trainer gave its store no sign of life "
+                f"{self._title} was taken over {by}, because this trainer gave its store no sign of life "
                 f"for {self._lease_s:g} s, such as while it was stopped or cut off; it saves nothing more. Let the "
                 "other trainer finish, or stop it and continue here with --resume (resume=True)"
             )

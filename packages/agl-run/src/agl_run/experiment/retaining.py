@@ -54,12 +54,12 @@ async def _keep_removing(store: Store, limits: RetentionLimits, *, say: Callable
 
 async def _in_turn(store: Store, limits: RetentionLimits) -> GarbageReport | None:
     """Remove what exceeds the limits; returns ``None`` while another server does."""
-    async with taking_turns(store, _TURN) as own:
+    async with taking_turns(store, _TURN, title="the removal of old rollouts") as own:
         return None if own is None else await remove_old(own, RolloutQuery(), limits)
 
 
 @asynccontextmanager
-async def taking_turns(store: Store, turn: str) -> AsyncGenerator[Store | None]:
+async def taking_turns(store: Store, turn: str, *, title: str) -> AsyncGenerator[Store | None]:
     """Let one process at a time do something with a store: yields the store for it, or ``None`` while another does it.
 
     A process that was killed is outwaited for as long as its lease lasts.
@@ -67,8 +67,9 @@ async def taking_turns(store: Store, turn: str) -> AsyncGenerator[Store | None]:
     Args:
         store: The store.
         turn: The name of what is done, which begins with a full stop, so that no experiment has it.
+        title: The same in words, for messages.
     """
-    own = Ownership(store, turn, workdir=Path(worker_name()))
+    own = Ownership(store, turn, workdir=Path(worker_name()), title=title)
     is_taken = False
     with suppress(ConfigError):
         await own.__aenter__()

@@ -199,7 +199,7 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = _version(connection, path)
-        if version:
+        if 0 < version < CURRENT:  # another process may have made the tables meanwhile
             _LOG.warning("converting %s from layout %d to %d; a large file takes minutes", path, version, CURRENT)
         for number in range(version, CURRENT):
             for statement in MIGRATIONS[number]:
