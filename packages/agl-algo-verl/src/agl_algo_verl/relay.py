@@ -1,33 +1,33 @@
 """One address in front of VERL's replicas, which come and go with its cluster.
 
-Calls of one conversation go to one replica, chosen by their first messages. So all calls of a rollout meet the same
-replica, and rollouts of one task share its cached prefix. A replica that cannot be reached, or hangs up before it
-answers, is left out and the call goes to the next; nothing was answered then, so nothing is recorded twice. Where all
-replicas are gone, calls wait: no agent fails for that.
+Each call goes to the replica that has read its conversation so far, unless that one is busier than the others. A
+replica that cannot be reached, or hangs up before it answers, is left out and the call goes to the next; nothing was
+answered then, so nothing is recorded twice. Where all replicas are gone, calls wait: no agent fails for that.
 
 Answers are passed on as they arrive. One that does not name the version of the weights gets it added here, because
-calls that were held reach newer weights than those that were live when the agent made them.
+calls that were held reach newer weights than those that were live when the agent made them. Of a body no more is read
+and written than its outermost fields.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
-import json
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from agl.contracts import POLICY_KEY_ENV
 from agl.errors import PolicyError
+from agl_algo_verl.balance import Balance, digests
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
 MAX_BODY = 64 * 2**20
 """Largest request in bytes."""
@@ -110,6 +110,7 @@ class ReplicaRelay:
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._is_over = False
+        self._balance = Balance()
         self.gate = CallGate()
         self.lost = asyncio.Event()  # set while nobody can be reached and calls wait
         self.calls: Counter[str] = Counter()
@@ -168,13 +169,18 @@ class ReplicaRelay:
 
     async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse | None:
         """Return the answer, or None where the call has to wait for other replicas because these are gone."""
-        body, key = _addressed(content, backend.model)
-        for url in preferred_order(backend.urls, key):
-            path = request.match_info["path"].removeprefix("v1/")
-            try:
-                return await self._pass_on(request, f"{url}/{path}", body, backend=backend)
-            except (aiohttp.ClientConnectionError, TimeoutError):
-                self.failures[url] += 1
+        body, opening = _addressed(content, backend.model)
+        path = request.match_info["path"].removeprefix("v1/")
+        for url in self._balance.ranked(backend.urls, opening):
+            with self._balance.under_way(url):
+                try:
+                    answer = await self._pass_on(request, f"{url}/{path}", body, backend=backend)
+                except (aiohttp.ClientConnectionError, TimeoutError):
+                    self.failures[url] += 1
+                    self._balance.failed(url)
+                    continue
+            self._balance.answered(url, opening)
+            return answer
         if backend.is_awaited and not await self._any_answers(backend):
             self.gate.close()
             self.lost.set()
@@ -210,30 +216,36 @@ class ReplicaRelay:
             return response
 
 
-def preferred_order(urls: Sequence[str], key: str) -> list[str]:
-    """Return the URLs in the order in which a conversation tries them.
-
-    By rendezvous hashing: each URL has a rank for each conversation, so when one goes, only its conversations move.
-    """
-    return sorted(urls, key=lambda url: hashlib.blake2b(f"{key}|{url}".encode(), digest_size=8).digest())
-
-
 def _authorization(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def _addressed(body: bytes, model: str) -> tuple[bytes, str]:
-    """Return the body with the model name that the replicas know, and the start that tells conversations apart."""
+def _addressed(body: bytes, model: str) -> tuple[bytes, list[bytes]]:
+    """Return the body with the model name that the replicas know, and the digests of its messages."""
+    fields = _fields(body)
+    if fields is None:
+        return body, []
+    named = msgspec.Raw(msgspec.json.encode(model))
+    opening = digests(_parts(fields.get("messages") or fields.get("input") or fields.get("prompt")))
+    return body if fields.get("model") == named else msgspec.json.encode(fields | {"model": named}), opening
+
+
+def _parts(opening: msgspec.Raw | None) -> list[bytes]:
+    """Return a list's elements as they are written; a text or a list of token ids is one element."""
+    if opening is None:
+        return []
+    written = bytes(opening)
+    if written[:1] != b"[" or written[1:16].lstrip()[:1].isdigit():
+        return [written]
+    return [bytes(part) for part in msgspec.json.decode(written, type=list[msgspec.Raw])]
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """Return the fields of a JSON object as they are written, None for anything else."""
     try:
-        content: Any = json.loads(body)
-    except ValueError:
-        return body, ""
-    if not isinstance(content, dict):
-        return body, ""
-    fields = cast("dict[str, Any]", content)
-    messages = cast("list[Any]", fields.get("messages") or [])
-    start: Any = messages[:2] or fields.get("prompt") or fields.get("input") or ""
-    return json.dumps(fields | {"model": model}).encode(), json.dumps(start)
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return None
 
 
 async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
@@ -252,13 +264,10 @@ async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
 
 def with_version(body: bytes, version: str) -> bytes:
     """Return a JSON object with `model_version` added, unless it names a version itself; other bodies as they are."""
-    try:
-        content: Any = json.loads(body)
-    except ValueError:
+    fields = _fields(body)
+    if fields is None or not VERSION_FIELDS.isdisjoint(fields):
         return body
-    if not isinstance(content, dict) or not VERSION_FIELDS.isdisjoint(cast("dict[str, Any]", content)):
-        return body
-    return json.dumps(cast("dict[str, Any]", content) | {"model_version": version}).encode()
+    return msgspec.json.encode(fields | {"model_version": msgspec.Raw(msgspec.json.encode(version))})
 
 
 def _error_response(status: int, message: str) -> web.Response:
