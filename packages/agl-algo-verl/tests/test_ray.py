@@ -296,6 +296,7 @@ def test_loss_that_compares_all_tokens_of_an_update_learns_on_ray_what_it_learns
         "estimator": "opo",
         "actor.loss_agg_mode": "seq-mean-token-mean",
         "actor.entropy_coeff": 0.01,
+        "actor.ppo_mini_batch_size": 1,
         "actor.ppo_epochs": 2,
         "actor.optim.lr": 3e-2,  # the second epoch finds ratios beyond the clip
         "trainer.n_gpus_per_node": 1,
@@ -306,6 +307,19 @@ def test_loss_that_compares_all_tokens_of_an_update_learns_on_ray_what_it_learns
         for name in ("loss", "pg_loss", "grad_norm", "held_back"):
             assert mine[name] == pytest.approx(its[name], rel=1e-3, abs=1e-5)
         assert 0 < its["held_back"] < 1
+    assert difference(found, expected, start=model_dir) < 0.05
+
+
+@FORGOTTEN
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean"])
+def test_updates_of_whole_rollouts_on_ray_are_those_in_one_process(model_dir: Path, tmp_path: Path, mode: str) -> None:
+    keys = {"actor.loss_agg_mode": mode, "actor.ppo_mini_batch_size": 1, "actor.ppo_epochs": 2}
+    here, expected = train(tmp_path / "inproc", model_dir, engine="inproc", steps=2, **keys)
+    there, found = train(tmp_path / "ray", model_dir, engine="ray", steps=2, **keys)
+    for mine, its in zip(here, there, strict=True):
+        assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-3)
+        assert mine["lr"] == pytest.approx(its["lr"])
     assert difference(found, expected, start=model_dir) < 0.05
 
 

@@ -45,7 +45,6 @@ def composed(**keys: Any) -> dict[str, Any]:
     ("keys", "message"),
     [
         ({"rollout.name": "hf"}, "one of agl_hf, vllm, sglang"),
-        ({"actor.ppo_mini_batch_size": 1}, "all rows of a step share one update; make it equal to data"),
         ({"actor.optim.lrr": 1.0}, "did you mean actor_rollout_ref.actor.optim.lr"),
         ({"algorithm.use_kl_in_reward": True}, "use actor.use_kl_loss"),
         ({"trainer.v1.trainer_mode": "separate_async"}, "devices of its own"),
@@ -199,7 +198,7 @@ def test_a_guides_configuration_is_taken_and_passed_on() -> None:
     from verl.utils.config import validate_config
 
     read = read_ray_settings(GUIDE)
-    assert 15 == len(read.notes)
+    assert 14 == len(read.notes)
     assert ("vllm", 32) == (read.rollout, read.settings.data.train_batch_size)
     whole = compose(read, model="m", folder=Path("f"), steps=3, tasks=32, checkpoint=None, threads=0)
     served = whole.actor_rollout_ref.rollout

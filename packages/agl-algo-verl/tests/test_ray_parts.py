@@ -56,6 +56,34 @@ def test_a_mean_over_sequences_counts_rollouts_even_those_without_rows() -> None
     assert [[4.0, 4.0], [2.0]] == [row.scores.tolist() for row in answer.rows]
 
 
+def test_rows_name_the_update_that_holds_their_whole_rollout() -> None:
+    rollouts = [("a", 0), ("b", 0), ("c", 1), ("d", 2)]
+    rows = (sample("a"), sample("c", group=1), sample("a", tokens=1), sample("d", group=2), sample("b"))
+    answer: StepRows = rows_for_verl(prepared(*rows, rollouts=rollouts), mode="seq-mean-token-mean", step=1, tasks=2)
+    assert [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0), (2, 0, 0, 1)] == [
+        (row.group, row.rollout, row.part, row.update) for row in answer.rows
+    ]
+    assert ((3, 1), 0) == (answer.updates, answer.rollouts)
+
+
+def test_an_update_without_a_gradient_is_left_out_unless_all_are() -> None:
+    silent = replace(sample("b", group=1), advantages=torch.zeros(2))
+    rollouts = [("a", 0), ("b", 1), ("c", 2)]
+
+    def rows(*samples: RowSample) -> list[tuple[int, int]]:
+        answer: StepRows = rows_for_verl(
+            prepared(*samples, rollouts=rollouts),
+            mode="token-mean",
+            step=1,
+            tasks=1,
+            has_gradient=lambda part: any(not row.is_silent for row in part),
+        )
+        return [(row.group, row.update) for row in answer.rows]
+
+    assert [(0, 0), (2, 1)] == rows(sample("a"), silent, sample("c", group=2))
+    assert [(1, 0)] == rows(silent)
+
+
 def test_with_a_critic_rows_bring_rewards_that_sum_to_what_credit_gave() -> None:
     row = replace(sample("a", tokens=3), calls=(("a/0", 0, 2), ("a/1", 2, 3)))
     credits = (

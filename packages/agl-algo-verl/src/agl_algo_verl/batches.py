@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from agl_algo_verl.objectives import chosen_loss
 from agl_algo_verl.typed import integers, ragged, verl_part
 from agl_objectives.aggregation import token_weight, update_total
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from agl_algo_verl.objectives import LossChoice
     from agl_algo_verl.rows import RowSample
+    from agl_algo_verl.settings import VerlSettings
 
 
 def updates(
@@ -46,6 +48,14 @@ def updates(
     for sample in samples:
         parts[sample.group // tasks][0].append(sample)
     return [part for _, part in sorted(parts.items()) if part[0]]
+
+
+def has_gradient(samples: Sequence[RowSample], settings: VerlSettings) -> bool:
+    """Return true if a loss of these rows can have a gradient."""
+    actor, choice = settings.actor, chosen_loss(settings)
+    trains_silent = choice is not None and choice.found().entry.trains_silent
+    others = actor.entropy_coeff or (actor.use_kl_loss and actor.kl_loss_coef) or trains_silent
+    return any(sample.trained_tokens and (others or not sample.is_silent) for sample in samples)
 
 
 def per_rollout(samples: Sequence[RowSample]) -> list[RowSample]:

@@ -37,15 +37,15 @@ class StepRows:
     Attributes:
         rows: The rows to train.
         temperature: The temperature at which all of their tokens were drawn.
-        rollouts: The number that a mean over sequences divides by; 0 for a mean over tokens, which counts its tokens,
-            and for a loss of agl-objectives, whose rows bring their weights.
-        total: W of that loss, which its weighted sum is divided by.
+        rollouts: The number that a mean over sequences divides by where all rows share one update; 0 for a mean over
+            tokens, which counts its tokens, and for a loss of agl-objectives, whose rows bring their weights.
+        updates: The number of rollouts of each update, where the step has several.
     """
 
     rows: tuple[BridgeRow, ...]
     temperature: float
     rollouts: int = 0
-    total: float = 1.0
+    updates: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,8 @@ class BridgeRow:
         scores: Advantages, or rewards where VERL's critic makes advantages of them; float32, [R].
         logprobs: Log-probabilities that the server recorded; float32, [R].
         weight: w_t of the row's trained tokens, for a loss of agl-objectives.
+        total: W of the row's update, which the weighted sum of that loss is divided by.
+        update: Place of the row's update in the step.
     """
 
     group: int
@@ -71,6 +73,8 @@ class BridgeRow:
     scores: Tensor
     logprobs: Tensor
     weight: float = 1.0
+    total: float = 1.0
+    update: int = 0
 
 
 class Bridge:

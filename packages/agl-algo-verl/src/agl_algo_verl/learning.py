@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from agl_algo_verl.files import step_directory
 from agl_algo_verl.kl_control import KlController
-from agl_algo_verl.objectives import chosen_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -219,19 +218,14 @@ class VerlLearner:
 
     def _update_policy(self, rows: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
         """Do one update of the policy, none where nothing has a gradient; the schedule counts the step either way."""
-        if self._has_gradient(rows):
+        from agl_algo_verl.batches import has_gradient
+
+        if has_gradient(rows, self._settings):
             self.updates += 1
             return self._policy.update(rows, rollouts=rollouts, is_last=is_last)
         if is_last:
             self._policy.move_schedule()
         return {"updates_skipped": 1.0}
-
-    def _has_gradient(self, rows: Sequence[RowSample]) -> bool:
-        """Return true if a loss of these rows can have a gradient."""
-        actor, choice = self._settings.actor, chosen_loss(self._settings)
-        trains_silent = choice is not None and choice.found().entry.trains_silent
-        others = actor.entropy_coeff or (actor.use_kl_loss and actor.kl_loss_coef) or trains_silent
-        return any(row.trained_tokens and (others or not row.is_silent) for row in rows)
 
     def _evaluate(self, prepared: PreparedStep) -> tuple[list[RowSample], dict[str, float]]:
         """Return the rows with what the models say of them and advantages that follow from it, and what to log."""

@@ -1,4 +1,6 @@
-"""VERL's training worker with a loss of agl-objectives, in one process and in the workers of a cluster alike.
+"""VERL's training worker with a loss of agl-objectives, or with updates of whole rollouts.
+
+It trains in one process and in the workers of a cluster alike.
 
 The name of the loss and its parameters travel in VERL's own configuration, as the text of `policy_loss.loss_mode`; with
 VERL's own names there the worker is VERL's. The loss of an update is
@@ -11,6 +13,10 @@ part is multiplied by D. Micro-batches add up.
 
 A loss that compares tokens of several rows (`SurveyedLoss`) gets all those of the update beforehand: one more forward
 pass, whose log-probabilities every rank sends to all others.
+
+VERL cuts a step into updates after a number of rows, through the middle of a rollout. Rows of a cluster name their
+update instead, as agl cut them, and a mean over sequences is one over the rollouts of the update. A rank without a row
+of an update joins it with one that has no trained token, because every rank takes part in each.
 
 Axes: B rows of a micro-batch, R tokens of the longest response, M trained tokens.
 """
@@ -45,6 +51,9 @@ if TYPE_CHECKING:
 WEIGHT, TOTAL, ROLLOUT, ROW = "agl_weight", "agl_total", "agl_rollout", "agl_row"
 """Fields of a batch with one number per row: w_t of its tokens, W, the number of its rollout, and its own."""
 
+UPDATE, UPDATES, ROLLOUTS = "agl_update", "agl_updates", "agl_rollouts"
+"""Fields with the place of a row's update, how many updates the step has, and the rollouts of the row's update."""
+
 FOUND = "agl_found_"
 """Beginning of the fields with what a loss found in its survey, ragged, one vector [R] per row."""
 
@@ -61,6 +70,7 @@ class LossWorker(TrainingWorker):
     """VERL's `TrainingWorker`, whose policy may have a loss of agl-objectives."""
 
     _found: FoundLoss | None = None
+    _moves_schedule = True
 
     def set_loss_fn(self, loss_fn: Any) -> None:
         """Take the loss that the configuration in VERL's `ppo_loss` names."""
@@ -69,8 +79,40 @@ class LossWorker(TrainingWorker):
         self._found = None if policy is None else loss_of(policy.loss_mode)
         self.loss_fn = loss_fn if self._found is None else partial(policy_loss, config=config, found=self._found)
 
+    def train_mini_batch(self, data: TensorDict) -> Any:
+        """Do the updates that the rows name, as often as there are epochs; or leave one update to VERL."""
+        count = int(_per_row(data, UPDATES)[0]) if UPDATES in cast("Any", data) else 1
+        if count == 1:
+            return super().train_mini_batch(data)
+        pop: Any = verl_part("verl.utils.tensordict_utils:pop")
+        epochs = int(pop(data, key="epochs", default=1))
+        merged: dict[str, list[Any]] = {}
+        for index in range(epochs * count):
+            self._moves_schedule = index + 1 == epochs * count  # schedules count steps, so only the last update does
+            output = super().train_mini_batch(self._update(data, index % count))
+            found: Any = {} if output is None else verl_part("verl.utils.tensordict_utils:get")(output, "metrics")
+            for name, values in found.items():
+                merged.setdefault(name, []).extend(values)
+        get_tensordict: Any = verl_part("verl.utils.tensordict_utils:get_tensordict")
+        return get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": merged}) if merged else None
+
+    def _update(self, data: TensorDict, number: int) -> TensorDict:
+        """Return this rank's rows of an update as VERL's one mini-batch."""
+        places = (_per_row(data, UPDATE) == number).nonzero()[:, 0]
+        select: Any = verl_part("verl.utils.tensordict_utils:index_select_tensor_dict")
+        part: Any = select(data, places if len(places) else torch.tensor([0]))
+        for name in () if len(places) else ("response_mask", "loss_mask"):
+            part[name] = ragged([torch.zeros_like(mask_R) for mask_R in _field(part, name).unbind()])
+        rows = part.shape[0] * cast("Any", self).engine.get_data_parallel_size()  # VERL divides by the ranks again
+        verl_part("verl.utils.tensordict_utils:assign_non_tensor")(
+            part, mini_batch_size=rows, epochs=1, global_batch_size=int(_per_row(part, ROLLOUTS)[0])
+        )
+        return part
+
     def train_batch(self, data: TensorDict) -> Any:
         """Do one update, after the survey of a loss that has one."""
+        if not self._moves_schedule:
+            verl_part("verl.utils.tensordict_utils:assign_non_tensor")(data, update_lr_scheduler=False)
         if self._found is not None and isinstance(self._found.call, SurveyedLoss):
             data = self._surveyed(data, self._found.call)
         return super().train_batch(data)

@@ -93,15 +93,18 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
 
 
 def _loss(read: RaySettings, *, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a loss of agl-objectives, which VERL's workers read; none for VERL's own losses."""
-    if chosen_loss(read.settings) is None:
+    """Return the keys of a loss of agl-objectives, or of several updates of a step, for VERL's workers."""
+    choice, mini = chosen_loss(read.settings), read.settings.actor.ppo_mini_batch_size
+    if choice is None and mini in (None, read.settings.data.train_batch_size):
         return {}
     library = before.get("actor_rollout_ref.model.external_lib")
     others = cast("list[str]", library if isinstance(library, list) else [library] if library else [])
-    return {
+    worker = {"actor_rollout_ref.model.external_lib": [*others, "agl_algo_verl.ray_losses"]}
+    if choice is None:
+        return worker
+    return worker | {
         "actor_rollout_ref.actor.policy_loss.loss_mode": loss_mode(read.settings),
         "actor_rollout_ref.actor.loss_agg_mode": read.settings.actor.loss_agg_mode,
-        "actor_rollout_ref.model.external_lib": [*others, "agl_algo_verl.ray_losses"],
     }
 
 

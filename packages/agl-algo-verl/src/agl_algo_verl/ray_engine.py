@@ -14,7 +14,7 @@ their own and serve the old weights until they have the new ones.
 
 Deviations from VERL as it is usually run, and why:
 - Advantages come with the rows, because credit knows which call earned what; VERL sees only tokens.
-- All rows of a step share one update. VERL would cut after a number of rows, through the middle of a rollout.
+- Updates have whole rollouts: `ppo_mini_batch_size` counts tasks. VERL would cut after a number of rows.
 - A checkpoint is saved in every step, because a step that agl counts as done is never repeated.
 - VERL's trainer runs in its mode `sync`, also where groups are collected ahead. In VERL's own asynchronous modes its
   replicas break off calls in the middle, and only VERL's own client would resume them.
@@ -26,6 +26,7 @@ import asyncio
 import json
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -312,6 +313,7 @@ class RayVERL:
         )
 
     def _answer(self, prepared: PreparedStep, *, step: int) -> StepRows:
+        from agl_algo_verl.batches import has_gradient
         from agl_algo_verl.ray_rows import rows_for_verl
 
         settings = self.settings
@@ -321,6 +323,8 @@ class RayVERL:
             step=step,
             has_critic=settings.has_critic,
             choice=chosen_loss(settings),
+            tasks=settings.actor.ppo_mini_batch_size,
+            has_gradient=partial(has_gradient, settings=settings),
         )
 
     def _published(self, folder: Path) -> Weights:

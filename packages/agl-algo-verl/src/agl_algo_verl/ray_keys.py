@@ -90,11 +90,10 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     keys = {name: value for name, value in config.items() if name not in ("ray_kwargs", *OWN)}
     written = {".".join(path): value for path, value in leaves(keys)}
     for name, value in written.items():
-        if name.startswith(PUNISHMENT) and has(VerlSettings, tuple(name.split("."))):
+        if name == MINI_BATCH or (name.startswith(PUNISHMENT) and has(VerlSettings, tuple(name.split(".")))):
             put(own, tuple(name.split(".")), value)
             continue
-        holds = name == MINI_BATCH and value == written.get("data.train_batch_size")
-        problem, note = ("", f"{name} holds anyway") if holds else classify(name, value)
+        problem, note = classify(name, value)
         if problem:
             wrong.append(problem)
         elif note:

@@ -9,8 +9,9 @@ It fills three of VERL's plug-in points, named in its configuration:
                  critic the rows bring rewards instead, and the estimator is VERL's own `gae`
 
 VERL counts rows where agl counts rollouts. So before a step is sampled, its `ppo_mini_batch_size` is set to hold all
-its rows, which then share one update, and `rollout.temperature` to that of its rows. A loss that is a mean over
-sequences divides by the rows of that mini-batch, N, padding included; wanted is a mean over the rollouts, n:
+its rows, which then share one update unless they name several (`loss_worker.py`), and `rollout.temperature` to that of
+its rows. Then a loss that is a mean over sequences divides by the rows of that mini-batch, N, padding included; wanted
+is a mean over the rollouts, n:
 
     sum(A_row * l_row) * (N / n) / N = sum(A_row * l_row) / n
 
@@ -96,9 +97,12 @@ class AgentLoops:
             _row_fields(row, uids[row.group], step=step, scale=scale)
             | {
                 "agl_weight": torch.tensor([row.weight]),
-                "agl_total": torch.tensor([answer.total]),
+                "agl_total": torch.tensor([row.total]),
                 "agl_rollout": torch.tensor([numbers.setdefault((row.group, row.rollout), len(numbers))]),
                 "agl_row": torch.tensor([place]),
+                "agl_update": torch.tensor([row.update]),
+                "agl_updates": torch.tensor([max(1, len(answer.updates))]),
+                "agl_rollouts": torch.tensor([answer.updates[row.update] if answer.updates else 0]),
             }
             for place, row in enumerate(answer.rows)
         ]

@@ -1,7 +1,8 @@
-"""Imported by VERL before it builds a model (`model.external_lib`) for a loss of agl-objectives: its training worker.
+"""Imported by VERL before it builds a model (`model.external_lib`): its training worker.
 
-VERL's worker of a cluster names the class of the model that it trains in `actor_worker_cls`, and no setting reaches it.
-It becomes `LossWorker`, which reads the loss from VERL's own configuration (`loss_worker.py`). A VERL that opens its
+It is needed for a loss of agl-objectives, and for a step of several updates. VERL's worker of a cluster names the class
+of the model that it trains in `actor_worker_cls`, and no setting reaches it. It becomes `LossWorker`, which reads the
+loss from VERL's own configuration and the updates from the rows (`loss_worker.py`). A VERL that opens its
 model otherwise is refused; a process without a training worker, such as a server's, stays as it is.
 """
 

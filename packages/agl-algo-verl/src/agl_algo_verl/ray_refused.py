@@ -18,6 +18,7 @@ REFERENCE = "actor_rollout_ref.ref"
 ACTOR = "actor_rollout_ref.actor"
 
 MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
+"""Read here: agl cuts updates, and VERL gets a mini-batch of all rows."""
 
 
 def _each(names: str, why: str, *, below: Iterable[str]) -> dict[str, str]:
@@ -126,8 +127,6 @@ REFUSED = (
         "actor_rollout_ref.rollout.trace": "every call is recorded in the store; export it from there",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": "replicas return the routing of experts to VERL's "
         "own client only, and it is not recorded",
-        MINI_BATCH: "all rows of a step share one update; make it equal to data.train_batch_size, and that as small as "
-        "an update should be",
         "trainer.balance_batch": "VERL's V1 trainer always balances a step's rows over its workers",
         "trainer.rollout_data_dir": "every rollout is in the store; export it from there",
         "trainer.del_local_ckpt_after_load": "a run that is killed again needs the checkpoint again; `keep` says how "

@@ -11,21 +11,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agl.errors import AglError
-from agl_algo_verl.batches import per_rollout, weighting
+from agl_algo_verl.batches import per_rollout, updates, weighting
 from agl_algo_verl.bridge import BridgeRow, StepRows
 from agl_algo_verl.shaping import call_returns, call_rewards
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agl_algo_verl.objectives import LossChoice
     from agl_algo_verl.rows import PreparedStep, RowSample
 
 
 def rows_for_verl(
-    prepared: PreparedStep, *, mode: str, step: int, has_critic: bool = False, choice: LossChoice | None = None
+    prepared: PreparedStep,
+    *,
+    mode: str,
+    step: int,
+    has_critic: bool = False,
+    choice: LossChoice | None = None,
+    tasks: int | None = None,
+    has_gradient: Callable[[Sequence[RowSample]], bool] = bool,
 ) -> StepRows:
-    """Return the rows of a step; `mode` is the loss's `loss_agg_mode`, `choice` a loss of agl-objectives.
+    """Return the rows of a step.
+
+    Args:
+        prepared: The step's rollouts and samples.
+        mode: The loss's `loss_agg_mode`.
+        step: The step's number, for errors.
+        has_critic: Whether VERL's critic makes the advantages.
+        choice: A loss of agl-objectives, None for one of VERL's.
+        tasks: Tasks of an update; None for one update.
+        has_gradient: Tells whether an update of these rows can have a gradient. Where a step has several updates,
+            those without one are left out, for momentum would still move the weights.
 
     Raises AglError where VERL could not train them: there is no row, or rows have several temperatures.
     """
@@ -41,13 +58,21 @@ def rows_for_verl(
     for name, group in prepared.rollouts:
         places[name] = seen[group]
         seen[group] += 1
-    if choice is not None:
-        weights = weighting(samples, rollouts=len(prepared.rollouts), choice=choice)
-        rows = _rows(samples, places, weight=weights.weight)
-        return StepRows(rows=tuple(rows), temperature=temperature, total=weights.total)
+    parts = [(samples, len(prepared.rollouts))]
+    if tasks is not None:
+        parts = updates(samples, prepared.rollouts, tasks=tasks)
+        # A critic makes advantages from what are rewards here, and learns from all of them.
+        parts = [part for part in parts if has_critic or has_gradient(part[0])] or parts
+    numbered: Counter[str] = Counter()  # rows of each rollout so far
+    rows = [
+        row
+        for number, (part, rollouts) in enumerate(parts)
+        for row in _rows(part, places, numbered, update=number, rollouts=rollouts, choice=choice)
+    ]
+    several = tuple(rollouts for _, rollouts in parts) if len(parts) > 1 else ()
     # What a mean over sequences has to divide by; a mean over tokens counts its tokens itself.
-    counted = 0 if mode == "token-mean" else len(prepared.rollouts)
-    return StepRows(rows=tuple(_rows(samples, places)), temperature=temperature, rollouts=counted)
+    counted = 0 if several or choice is not None or mode == "token-mean" else parts[0][1]
+    return StepRows(rows=tuple(rows), temperature=temperature, rollouts=counted, updates=several)
 
 
 def with_rewards(prepared: PreparedStep) -> list[RowSample]:
@@ -75,21 +100,30 @@ def _temperature(prepared: PreparedStep, *, step: int) -> float:
 
 
 def _rows(
-    samples: Sequence[RowSample], places: Mapping[str, int], *, weight: Mapping[str, float] | None = None
+    samples: Sequence[RowSample],
+    places: Mapping[str, int],
+    numbered: Counter[str],
+    *,
+    update: int,
+    rollouts: int,
+    choice: LossChoice | None,
 ) -> list[BridgeRow]:
-    parts: Counter[str] = Counter()  # rows of each rollout so far
+    """Return the rows of one update, which has so many rollouts."""
+    weights = None if choice is None else weighting(samples, rollouts=rollouts, choice=choice)
     rows: list[BridgeRow] = []
     for sample in samples:
         row = BridgeRow(
             group=sample.group,
             rollout=places[sample.rollout],
-            part=parts[sample.rollout],
+            part=numbered[sample.rollout],
             ids=sample.ids,
             mask=sample.mask.long(),
             scores=sample.advantages,
             logprobs=sample.behaviour,
-            weight=1.0 if weight is None else weight[sample.rollout],
+            weight=1.0 if weights is None else weights.weight[sample.rollout],
+            total=1.0 if weights is None else weights.total,
+            update=update,
         )
-        parts[sample.rollout] += 1
+        numbered[sample.rollout] += 1
         rows.append(row)
     return rows
