@@ -89,7 +89,7 @@ class LossWorker(TrainingWorker):
         merged: dict[str, list[Any]] = {}
         for index in range(epochs * count):
             self._moves_schedule = index + 1 == epochs * count  # schedules count steps, so only the last update does
-            output = super().train_mini_batch(self._update(data, index % count))
+            output: Any = super().train_mini_batch(self._update(data, index % count))
             found: Any = {} if output is None else verl_part("verl.utils.tensordict_utils:get")(output, "metrics")
             for name, values in found.items():
                 merged.setdefault(name, []).extend(values)
