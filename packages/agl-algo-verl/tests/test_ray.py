@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 from agl_testing.waiting import wait_until
 
-from .world import World, config
+from .world import World, config, good_tokens
 
 pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
 pytest.importorskip("openai", reason="needs openai, which the example's agent calls with")
@@ -193,10 +194,16 @@ class Slow(World):
 
 
 def train(
-    folder: Path, model_dir: Path, *, engine: str, steps: int, **keys: Any
+    folder: Path,
+    model_dir: Path,
+    *,
+    engine: str,
+    steps: int,
+    reward: Callable[[list[int]], float] | None = None,
+    **keys: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return the steps' reports and the weights after them, with rollouts of two rows each."""
-    world = Slow(model_dir, rows=2)
+    world = Slow(model_dir, rows=2, **({} if reward is None else {"reward": reward}))
     asks_ahead = "trainer.v1.trainer_mode" in keys
     keys |= {"trainer.total_training_steps": steps} | ({"rollout.name": "agl_hf"} if engine == "ray" else {})
     scenario = AlgorithmScenario(
@@ -215,7 +222,7 @@ def train(
                 for _ in range(steps):
                     found.append(dict((await algorithm.step()).metrics))
                     world.goes_on.set()
-                    if engine == "ray":
+                    if engine == "ray" and bench.published:
                         found[-1]["served_gap"] = await served_gap(bench)
             finally:
                 await algorithm.close()
@@ -307,6 +314,21 @@ def test_loss_that_compares_all_tokens_of_an_update_learns_on_ray_what_it_learns
         for name in ("loss", "pg_loss", "grad_norm", "held_back"):
             assert mine[name] == pytest.approx(its[name], rel=1e-3, abs=1e-5)
         assert 0 < its["held_back"] < 1
+    assert difference(found, expected, start=model_dir) < 0.05
+
+
+@FORGOTTEN
+@pytest.mark.soak
+def test_a_step_without_a_gradient_on_ray_trains_nothing_as_in_one_process(model_dir: Path, tmp_path: Path) -> None:
+    def silent_at_first() -> Callable[[list[int]], float]:
+        rewards = chain(repeat(1.0, 8), repeat(None))  # the first step has eight rollouts
+        return lambda ids: good_tokens(ids) if (fixed := next(rewards)) is None else fixed
+
+    here, expected = train(tmp_path / "inproc", model_dir, engine="inproc", steps=2, reward=silent_at_first())
+    there, found = train(tmp_path / "ray", model_dir, engine="ray", steps=2, reward=silent_at_first())
+    for metrics in (here, there):
+        assert [1.0, 0.0] == [step.get("updates_skipped", 0.0) for step in metrics]
+    assert here[1]["grad_norm"] == pytest.approx(there[1]["grad_norm"], rel=1e-3)
     assert difference(found, expected, start=model_dir) < 0.05
 
 

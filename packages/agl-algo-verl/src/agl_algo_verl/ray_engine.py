@@ -15,6 +15,8 @@ their own and serve the old weights until they have the new ones.
 Deviations from VERL as it is usually run, and why:
 - Advantages come with the rows, because credit knows which call earned what; VERL sees only tokens.
 - Updates have whole rollouts: `ppo_mini_batch_size` counts tasks. VERL would cut after a number of rows.
+- A step without a gradient never reaches VERL, whose optimizer would move the weights all the same: VERL's request
+  waits for the next step's rows. VERL's schedules count the steps that it gets.
 - A checkpoint is saved in every step, because a step that agl counts as done is never repeated.
 - VERL's trainer runs in its mode `sync`, also where groups are collected ahead. In VERL's own asynchronous modes its
   replicas break off calls in the middle, and only VERL's own client would resume them.
@@ -115,7 +117,8 @@ class RayVERL:
         self._mask_truncated = mask_truncated
         self._cluster: Cluster | None = None
         self._request: StepRequest | None = None
-        self._step = self._base = 0  # `_base` steps were done before VERL's count began; VERL is at `_step - _base`
+        # `_base` steps were done before VERL's count began, and `_skipped` ones since then never reached VERL.
+        self._step = self._base = self._skipped = 0
         self._opened: str = ""
         self._origin: str = ""
         self._checkpoint: str = ""
@@ -146,11 +149,14 @@ class RayVERL:
             context.say(note)
 
     async def step(self) -> StepReport:
-        """Answer VERL's request with a step's rows, wait until it has trained them, and publish the new weights."""
-        context, step = self._context, self._step + 1
+        """Answer VERL's request with a step's rows, wait until it has trained them, and publish the new weights.
+
+        A step that can move no weights is left to agl: VERL goes on waiting.
+        """
+        step = self._step + 1
         cluster = await self._open()
         request = self._request
-        if request is None or request.step != step - self._base:
+        if request is None or request.step != self._done + 1:
             raise AglError(
                 f"VERL asked for its step {request.step if request else 'none'} where agl is at step {step}; "
                 "continue with --resume (resume=True)"
@@ -159,31 +165,21 @@ class RayVERL:
         supplied = await self._while_served(cluster, self._supply.take(step))
         metrics = {"collect_s": time.perf_counter() - started, **self._policy.counts()}
         prepared = await asyncio.to_thread(self._prepare, supplied)
-        answer = self._answer(prepared, step=step)
-
-        started = time.perf_counter()
-        # VERL asks for the next step only when this one is trained, saved and served.
-        self._request = await self._train(cluster, answer, after=request)
-        metrics |= (
-            prepared.metrics
-            | supplied.metrics
-            | self._trained(request.step)
-            | {"train_s": time.perf_counter() - started}
-        )
-        folder = self._folder / CHECKPOINTS.format(request.step)
-        weights = await asyncio.to_thread(self._published, folder)  # reading and merging them would block the agents
-        if self._probes:
-            await asyncio.to_thread(probe_files, weights)
-        version = await context.publish(self._tuned, weights, step=step)
-        await asyncio.to_thread(prune, self._folder, step=request.step, keep=max(2, self._keep))
-        self._step, self._checkpoint = step, str(folder)
+        metrics |= prepared.metrics | supplied.metrics
+        if self._can_train(prepared):
+            found, published = await self._train(cluster, prepared, step=step, request=request)
+            metrics |= found
+        else:
+            metrics["updates_skipped"], published = 1.0, ()
+            self._skipped += 1
+        self._step = step
         is_finished = step >= self._steps
         return StepReport(
             step=step,
             is_finished=is_finished,
             metrics=metrics,
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),
-            published=(f"{self._tuned}@{version.version}",),
+            published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
             uses=prepared.uses | supplied.uses,
         )
@@ -191,11 +187,13 @@ class RayVERL:
     def state(self) -> Mapping[str, Json]:
         """Return the step count, VERL's newest checkpoint, and the version and weights that training started from."""
         names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin}
-        return {"step": self._step, "base": self._base, "supply": self._supply.state(), **names}
+        counts = {"step": self._step, "base": self._base, "skipped": self._skipped}
+        return {**counts, "supply": self._supply.state(), **names}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from VERL's checkpoint when the next step begins."""
         self._step, self._base = int(state["step"]), int(state["base"])
+        self._skipped = int(state.get("skipped", 0))
         self._opened, self._origin = str(state["opened"]), str(state["origin"])
         self._checkpoint = str(state["checkpoint"])
         self._supply.restore(state["supply"])
@@ -223,6 +221,11 @@ class RayVERL:
             await cluster.stop()
 
     @property
+    def _done(self) -> int:
+        """Steps that VERL has done since its count began."""
+        return self._step - self._base - self._skipped
+
+    @property
     def _folder(self) -> Path:
         """Directory that VERL writes to: a new one for each start, as VERL then counts its steps from 1 again."""
         return self._context.workdir.absolute() / f"verl-{self._base:06d}"
@@ -237,7 +240,7 @@ class RayVERL:
         if is_foreign or not self._origin:
             self._origin = own_weights(version.resource, name=self._tuned).uri
             # New weights: VERL counts from 1 again, and there is no checkpoint of its own to continue from.
-            self._opened, self._base, self._checkpoint = version.version, self._step, ""
+            self._opened, self._base, self._skipped, self._checkpoint = version.version, self._step, 0, ""
         self._cluster = await self._start()
         return self._cluster
 
@@ -245,8 +248,7 @@ class RayVERL:
         from agl_algo_verl.ray_cluster import Cluster
 
         self._context.say("starts VERL's trainer on Ray")
-        done = self._step - self._base
-        await asyncio.to_thread(forget_after, self._folder, step=done)
+        await asyncio.to_thread(forget_after, self._folder, step=self._done)
         cluster = Cluster(self.read, environment=environment(self.read, folder=self._folder, threads=self._threads))
         self._cluster = cluster
         await cluster.start(self._config)
@@ -256,7 +258,32 @@ class RayVERL:
         await self._attach(self._request)
         return cluster
 
-    async def _train(self, cluster: Cluster, answer: StepRows, *, after: StepRequest) -> StepRequest | None:
+    def _can_train(self, prepared: PreparedStep) -> bool:
+        """Return whether a step can move weights; a critic learns from groups without a difference, too."""
+        from agl_algo_verl.batches import has_gradient
+
+        samples = prepared.samples
+        return bool(samples) and (self.settings.has_critic or has_gradient(samples, self.settings))
+
+    async def _train(
+        self, cluster: Cluster, prepared: PreparedStep, *, step: int, request: StepRequest
+    ) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Let VERL train a step's rows and publish the weights; returns numbers to log and what was published."""
+        answer = self._answer(prepared, step=step)
+        started = time.perf_counter()
+        # VERL asks for the next step only when this one is trained, saved and served.
+        self._request = await self._exchange(cluster, answer, after=request)
+        metrics = self._trained(request.step) | {"train_s": time.perf_counter() - started}
+        folder = self._folder / CHECKPOINTS.format(request.step)
+        weights = await asyncio.to_thread(self._published, folder)  # reading and merging them would block the agents
+        if self._probes:
+            await asyncio.to_thread(probe_files, weights)
+        version = await self._context.publish(self._tuned, weights, step=step)
+        await asyncio.to_thread(prune, self._folder, step=request.step, keep=max(2, self._keep))
+        self._checkpoint = str(folder)
+        return metrics, (f"{self._tuned}@{version.version}",)
+
+    async def _exchange(self, cluster: Cluster, answer: StepRows, *, after: StepRequest) -> StepRequest | None:
         """Give a step's rows and wait until VERL has trained them; returns its next request, None after the last."""
         if not self.read.is_cpu:
             await self._policy.hold()  # the replicas' GPUs train now

@@ -35,7 +35,7 @@ def rows_for_verl(
     """Return the rows of a step.
 
     Args:
-        prepared: The step's rollouts and samples.
+        prepared: The step's rollouts, and at least one sample.
         mode: The loss's `loss_agg_mode`.
         step: The step's number, for errors.
         has_critic: Whether VERL's critic makes the advantages.
@@ -44,7 +44,7 @@ def rows_for_verl(
         has_gradient: Tells whether an update of these rows can have a gradient. Where a step has several updates,
             those without one are left out, for momentum would still move the weights.
 
-    Raises AglError where VERL could not train them: there is no row, or rows have several temperatures.
+    Raises AglError where rows have several temperatures, which VERL cannot train.
     """
     if has_critic:
         prepared = replace(prepared, samples=with_rewards(prepared))
@@ -52,7 +52,7 @@ def rows_for_verl(
     # need nothing: how a rollout is cut into rows does not change their sum.
     is_scaled = choice is None and mode == "seq-mean-token-mean"
     samples = per_rollout(prepared.samples) if is_scaled else prepared.samples
-    temperature = _temperature(prepared, step=step)
+    temperature = _temperature(prepared.samples, step=step)
     seen: Counter[int] = Counter()
     places: dict[str, int] = {}  # of each rollout within its group, counted from 0: part of VERL's key for its rows
     for name, group in prepared.rollouts:
@@ -81,16 +81,9 @@ def with_rewards(prepared: PreparedStep) -> list[RowSample]:
     return [replace(s, advantages=call_rewards(s, returns[s.rollout]).float()) for s in prepared.samples]
 
 
-def _temperature(prepared: PreparedStep, *, step: int) -> float:
-    """Return the temperature of all rows; raises AglError where they have several, or there are none."""
-    if not prepared.samples:
-        left_out = {name: count for name, count in prepared.metrics.items() if name.startswith("rows_")}
-        raise AglError(
-            f"step {step} has no row to train ({left_out}), and VERL's trainer needs one. "
-            "Raise data.max_prompt_length or data.max_response_length, or set mask_truncated = false where every "
-            "answer was cut."
-        )
-    found = sorted({sample.temperature for sample in prepared.samples})
+def _temperature(samples: Sequence[RowSample], *, step: int) -> float:
+    """Return the temperature of all rows; raises AglError where they have several."""
+    found = sorted({sample.temperature for sample in samples})
     if len(found) > 1:
         raise AglError(
             f"the rows of step {step} were drawn at the temperatures {found}, and VERL's trainer takes one for a step. "

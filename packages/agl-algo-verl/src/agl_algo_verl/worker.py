@@ -12,6 +12,7 @@ R is the length of a response.
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -132,7 +133,9 @@ class VerlWorker:
 
     def move_schedule(self) -> None:
         """Count a step without an update in the schedule of the learning rate."""
-        self._worker.engine.lr_scheduler_step()
+        with warnings.catch_warnings():  # torch expects an update before each move, and the first step had none
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`")
+            self._worker.engine.lr_scheduler_step()
 
     def use_rate(self, rate: float, *, place: int | None = None) -> None:
         """Train with `rate` times the configured learning rate, and go on from `place` in its schedule if given."""
