@@ -14,8 +14,8 @@ from aiohttp import web
 
 from agl.contracts import Gateway, Upstream
 from agl.schemas import Rollout, new_rollout_id
-from agl.tracing import AttemptTokens
 from agl_run import SQLiteStore
+from agl_run.tokens import AttemptTokens
 from benchmarks._harness import component
 
 SECRET = b"a secret of the benchmarks alone"

@@ -14,10 +14,10 @@ from agl.contracts import Recording, RolloutQuery, Store
 from agl.episodes import build_episode
 from agl.schemas import Episode, ModelCall, Outcome, PromptTemplate, Rollout, Span, pack_ids
 from agl.stores import MemoryStore, read_recordings
-from agl.tracing import AttemptTokens
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run import Quiet, SQLiteStore
+from agl_run.tokens import AttemptTokens
 from agl_testing.plugins import PluginFolder
 
 SECRET = b"a secret for counting what is asked"

@@ -13,8 +13,8 @@ import torch
 from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl.schemas import ModelCall, Rollout, unpack_floats, unpack_ids
 from agl.stores import MemoryStore
-from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
+from agl_run.tokens import AttemptTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,9 +12,9 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import POLICY_KEY_ENV, RolloutQuery, Upstream
 from agl.schemas import Reward, Span
-from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
 from agl_run import Quiet, SQLiteStore, policy
+from agl_run.tokens import AttemptTokens
 from agl_testing.waiting import eventually
 
 if TYPE_CHECKING:

@@ -93,12 +93,12 @@ def test_duplicate_name_is_refused_naming_both_distributions(install_plugin):
     assert PluginManager.from_environment(disabled=["two"]).reward("same").name == "same"
 
 
-def test_plugin_cannot_take_a_name_of_the_core(install_plugin):
+def test_plugin_cannot_take_a_name_of_ours(install_plugin):
     source = REWARD.format(name="exact-match")
     install_plugin("agl-thief", source, entry="thief")
     manager = PluginManager.from_environment()
-    assert "core" in status(manager, "thief").error
-    assert manager.reward("exact-match").factory == "agl.episodes:ExactMatch"
+    assert "'run' (agl-run" in status(manager, "thief").error
+    assert manager.reward("exact-match").factory == "agl_run.exact_match:ExactMatch"
 
 
 def test_other_components_of_a_refused_duplicate_are_broken_too(install_plugin):

@@ -15,9 +15,9 @@ from openai import AsyncOpenAI
 from agl.contracts import Store, Upstream
 from agl.schemas import ModelCall, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
-from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.service import GatewayService, Settings
+from agl_run.tokens import AttemptTokens
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 TEST_LIMIT_S = 240.0

@@ -22,7 +22,6 @@ from agl.contracts import RolloutQuery, Upstream
 from agl.episodes import build_episode
 from agl.schemas import Episode, ResourceVersion, Reward, Rollout, Span, Weights, new_span_id
 from agl.stores import all_spans
-from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.split_report import split_report
 from agl_gateway.splits import parse_split
@@ -30,6 +29,7 @@ from agl_run import SQLiteStore
 from agl_run.cli.lineage import arms
 from agl_run.cli.main import cli
 from agl_run.experiment import labels
+from agl_run.tokens import AttemptTokens
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run import SQLiteStore
+from agl_run.tokens import AttemptTokens
 from agl_testing.conformance.store import StoreConformance, StoreLocation
 
 SECRET = b"a secret of the remote store tests"

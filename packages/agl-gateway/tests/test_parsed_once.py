@@ -43,7 +43,8 @@ import httpx
 from agl.contracts import Upstream
 from agl.schemas import Rollout, new_rollout_id
 from agl.stores import MemoryStore
-from agl.tracing import ActiveAttempt, AttemptTokens, SpanRecorder, activate
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
+from agl_run.tokens import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
 
 SECRET = b"a secret of these tests alone"

@@ -20,10 +20,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError, StoreError
 from agl.schemas import Outcome, Rollout, Span, new_rollout_id, new_span_id
-from agl.tracing import AttemptTokens
 from agl_gateway.cli import admin_key_of, parse_upstream
 from agl_gateway.client import HttpStore
 from agl_run.commands import RetentionLimits, retaining
+from agl_run.tokens import AttemptTokens
 from agl_testing.waiting import eventually
 
 TOKEN = "a-token-of-the-tests-0123456789"

@@ -31,7 +31,6 @@ from agl.schemas import (
     new_rollout_id,
     new_span_id,
 )
-from agl.tracing import AttemptTokens
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import parse_split, placement_of
@@ -39,6 +38,7 @@ from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.comparison import student_quantile
 from agl_run.experiment import labels
+from agl_run.tokens import AttemptTokens
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
 

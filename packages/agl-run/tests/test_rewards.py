@@ -5,9 +5,9 @@ from pathlib import Path
 import agl
 from agl import PluginManager
 from agl.contracts import RewardSetup, Upstream
-from agl.episodes._rewards import ExactMatch
 from agl.schemas import Rollout
 from agl_run import parse_config
+from agl_run.exact_match import ExactMatch
 from agl_run.experiment.build import build_rewards
 
 

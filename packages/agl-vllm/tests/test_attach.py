@@ -11,8 +11,8 @@ from agl.contracts import Upstream
 from agl.errors import PolicyError
 from agl.schemas import Rollout, unpack_floats, unpack_ids
 from agl.stores import MemoryStore
-from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
+from agl_run.tokens import AttemptTokens
 from agl_vllm.policy import VLLMPolicy
 
 from .conftest import noted, published, started

@@ -20,8 +20,8 @@ from agl.contracts import Upstream
 from agl.errors import PolicyError
 from agl.schemas import ResourceVersion, Rollout, unpack_floats, unpack_ids
 from agl.stores import MemoryStore
-from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
+from agl_run.tokens import AttemptTokens
 from agl_vllm.policy import VLLMPolicy
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

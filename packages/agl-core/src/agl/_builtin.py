@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from agl._entries import CreditEntry, RewardEntry, StoreEntry, TracerEntry
+from agl._entries import CreditEntry, StoreEntry, TracerEntry
 from agl._hookspecs import hookimpl
 
 
@@ -26,14 +26,6 @@ def agl_tracers() -> Iterable[TracerEntry]:
         factory="agl.tracing:WireTracer",
         summary="model calls through httpx, recorded in the process",
         frameworks=("httpx", "httpx2"),
-    )
-
-
-@hookimpl
-def agl_rewards() -> Iterable[RewardEntry]:
-    """The simplest reward there is."""
-    yield RewardEntry(
-        name="exact-match", factory="agl.episodes:ExactMatch", summary="1.0 when the final text is the answer"
     )
 
 

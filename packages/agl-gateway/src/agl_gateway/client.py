@@ -27,10 +27,10 @@ from agl.contracts import (
 from agl.errors import ConfigError, StoreError, TokenError
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
 from agl.stores import without_credentials
-from agl.tracing import AdminKey
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
 from agl_run import SECRET_ENV, load_secret
+from agl_run.tokens import AdminKey
 
 _RETRY_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 _RESTART_DELAYS_S = (4.0, 8.0, 16.0)

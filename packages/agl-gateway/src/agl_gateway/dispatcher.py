@@ -8,7 +8,6 @@ from aiohttp import web
 from agl.dialects import dialect_of
 from agl.errors import StoreError
 from agl.schemas import Dialect
-from agl.tracing import AttemptToken
 from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations
 from agl_gateway.identity import Identities, RunningAttempts, key_of
@@ -16,6 +15,7 @@ from agl_gateway.problems import Problem, problem_response
 from agl_gateway.quotas import Quotas
 from agl_gateway.relay import Relay
 from agl_gateway.side_calls import SIDE_CALLS, SideCalls
+from agl_run.tokens import AttemptToken
 
 _log = logging.getLogger(__name__)
 

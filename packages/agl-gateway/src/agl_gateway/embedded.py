@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
-from agl.tracing import AttemptTokens
 from agl_gateway.gate import Gate
 from agl_gateway.loop_thread import LoopThread
 from agl_gateway.service import GatewayService, Settings
+from agl_run.tokens import AttemptTokens
 
 
 class EmbeddedGateway:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from agl.contracts import Change, Store
 from agl.errors import NotFoundError, TokenError
 from agl.schemas import Span
-from agl.tracing import AttemptToken, AttemptTokens
 from agl_gateway.problems import Problem
 from agl_run.commands import KEY_ADVICE, PLACEHOLDER_KEY
+from agl_run.tokens import AttemptToken, AttemptTokens
 
 _log = logging.getLogger(__name__)
 

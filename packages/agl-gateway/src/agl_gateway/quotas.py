@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from agl.contracts import Store
 from agl.errors import AglError
 from agl.schemas import Span, new_span_id, new_trace_id
-from agl.tracing import AttemptToken
 from agl_gateway.problems import Problem
+from agl_run.tokens import AttemptToken
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from aiohttp import web
 
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
-from agl.tracing import AttemptTokens
 from agl_gateway.arms import ArmRoutes, with_distinct_names
 from agl_gateway.bodies import BodyReader
 from agl_gateway.budget import ByteBudget
@@ -36,6 +35,7 @@ from agl_gateway.store_api import StoreApi
 from agl_gateway.traces_api import TracesApi
 from agl_gateway.upstream_client import make_session
 from agl_gateway.workers_api import WorkersApi
+from agl_run.tokens import AttemptTokens
 
 _SHUTDOWN_S = 2.0
 _LINGERING_S = 1.0

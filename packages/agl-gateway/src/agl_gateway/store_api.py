@@ -13,7 +13,6 @@ from aiohttp import web
 from agl.contracts import Store
 from agl.errors import AglError
 from agl.schemas import Span
-from agl.tracing import AttemptToken
 from agl_gateway.bodies import BodyReader
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
 from agl_gateway.identity import Identities, RunningAttempts, key_of
@@ -21,6 +20,7 @@ from agl_gateway.metrics import SpanRate
 from agl_gateway.problems import Problem
 from agl_gateway.quotas import Quotas
 from agl_gateway.splitter import Splitter
+from agl_run.tokens import AttemptToken
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"

@@ -10,13 +10,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from agl.contracts import Store
 from agl.errors import NotFoundError
-from agl.tracing import AttemptToken
 from agl_gateway.bodies import BodyReader
 from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.metrics import SpanRate
 from agl_gateway.otlp import IngestResult, ingest
 from agl_gateway.problems import Problem
 from agl_gateway.quotas import Quotas
+from agl_run.tokens import AttemptToken
 
 PROTOBUF = "application/x-protobuf"
 _MAX_BODY = 16 * 1024 * 1024

@@ -4,7 +4,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from agl import hookimpl
-from agl.contracts import CommandEntry, ExporterEntry, PolicyEntry, RunnerEntry, StepReport, StoreEntry, TracerEntry
+from agl.contracts import (
+    CommandEntry,
+    ExporterEntry,
+    PolicyEntry,
+    RewardEntry,
+    RunnerEntry,
+    StepReport,
+    StoreEntry,
+    TracerEntry,
+)
 
 
 @hookimpl
@@ -25,6 +34,14 @@ def agl_tracers() -> Iterable[TracerEntry]:
         name="own-spans",
         factory="agl_run.own_spans:OwnSpans",
         summary="switches on the spans of pydantic-ai and Agent Framework, which otel records",
+    )
+
+
+@hookimpl
+def agl_rewards() -> Iterable[RewardEntry]:
+    """Register the simplest reward there is."""
+    yield RewardEntry(
+        name="exact-match", factory="agl_run.exact_match:ExactMatch", summary="1.0 when the final text is the answer"
     )
 
 

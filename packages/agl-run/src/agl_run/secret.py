@@ -9,7 +9,7 @@ from pathlib import Path
 from platformdirs import user_state_path
 
 from agl.errors import ConfigError
-from agl.tracing import check_secret
+from agl_run.tokens import check_secret
 
 SECRET_ENV = "AGL_SECRET"
 """The environment variable that holds the signing key."""

@@ -7,42 +7,22 @@ do nothing. Here they are errors with the remedy.
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pluggy
 
-from agl._entries import (
-    AlgorithmEntry,
-    CommandEntry,
-    CreditEntry,
-    Entry,
-    ExporterEntry,
-    GatewayEntry,
-    PolicyEntry,
-    RewardEntry,
-    RunnerEntry,
-    StoreEntry,
-    TracerEntry,
-)
+from agl._entries import Entry
 from agl._hookspecs import PROJECT, AglSpec
 from agl.errors import PluginError
 from agl.hints import did_you_mean
 
-PROVIDERS: dict[str, type[Entry]] = {
-    "agl_tracers": TracerEntry,
-    "agl_rewards": RewardEntry,
-    "agl_stores": StoreEntry,
-    "agl_algorithms": AlgorithmEntry,
-    "agl_credits": CreditEntry,
-    "agl_runners": RunnerEntry,
-    "agl_policies": PolicyEntry,
-    "agl_gateways": GatewayEntry,
-    "agl_exporters": ExporterEntry,
-    "agl_commands": CommandEntry,
-}
+HOOKS = tuple(name for name in vars(AglSpec) if name.startswith(f"{PROJECT}_"))
+
+_RETURNS = {name: get_type_hints(getattr(AglSpec, name)).get("return") for name in HOOKS}
+
+PROVIDERS: dict[str, type[Entry]] = {name: get_args(hint)[0] for name, hint in _RETURNS.items() if get_args(hint)}
 """Provider hooks and the type of record that each returns."""
 
-HOOKS = tuple(name for name in vars(AglSpec) if name.startswith(f"{PROJECT}_"))
 OBSERVERS = tuple(name for name in HOOKS if name not in PROVIDERS)
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")

@@ -2,10 +2,10 @@
 
 from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, find_disagreement
+from agl.episodes._answer import final_text
 from agl.episodes._credit import EpisodeCredit
 from agl.episodes._forest import Forest, ForestOptions, build_forest
 from agl.episodes._rejects import Reject, Selection, find_rejects, is_answered
-from agl.episodes._rewards import ExactMatch, final_text
 from agl.episodes._rows import attach, make_rows
 from agl.episodes._scores import Score, ScoreOptions, call_rewards, counts, episode_reward, score
 from agl.episodes._timeline import Timeline, chronological
@@ -16,7 +16,6 @@ __all__ = [
     "Enclosing",
     "EpisodeCredit",
     "EpisodeOptions",
-    "ExactMatch",
     "Forest",
     "ForestOptions",
     "Reject",

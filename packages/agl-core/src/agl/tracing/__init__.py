@@ -1,6 +1,6 @@
 """Tracing: the attempt that the running code belongs to, its actors, and its operations as spans.
 
-For the authors of tracers (:func:`open_span`), of gateways (tokens, routing, the spans of model calls) and of runners
+For the authors of tracers (:func:`open_span`), of gateways (routing, the spans of model calls) and of runners
 (:func:`activate`). The functions for an agent's author are in :mod:`agl` itself.
 """
 
@@ -21,15 +21,11 @@ from agl.tracing._spans import chat_spans, make_reward_span
 
 if TYPE_CHECKING:
     from agl.tracing._otel import OtelTracer
-    from agl.tracing._token import AdminKey, AttemptToken, AttemptTokens, check_secret
     from agl.tracing._wire.hook import WireTracer
 
 __all__ = [
     "WHO_HEADER",
     "ActiveAttempt",
-    "AdminKey",
-    "AttemptToken",
-    "AttemptTokens",
     "ImportWatch",
     "OpenSpan",
     "OtelTracer",
@@ -40,7 +36,6 @@ __all__ = [
     "activate",
     "around_attempts",
     "chat_spans",
-    "check_secret",
     "current",
     "current_span",
     "current_span_id",
@@ -61,7 +56,6 @@ __getattr__ = lazy_names(
     __name__,
     {
         "agl.tracing._otel": ("OtelTracer",),
-        "agl.tracing._token": ("AdminKey", "AttemptToken", "AttemptTokens", "check_secret"),
         "agl.tracing._wire.hook": ("WireTracer",),
     },
 )

@@ -31,7 +31,6 @@ from agl.schemas import (
     new_trace_id,
 )
 from agl.stores import all_spans
-from agl.tracing import AttemptTokens
 from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.kept import KeptProcess
 from agl_run.runners.liveness import worker_name
@@ -40,6 +39,7 @@ from agl_run.runners.spool import Spool
 from agl_run.runners.tokens import issue_token
 from agl_run.secret import load_secret
 from agl_run.store_contract import build_store
+from agl_run.tokens import AttemptTokens
 
 LEASE_S = 60.0
 

@@ -27,7 +27,7 @@ from agl.schemas import (
     new_trace_id,
     to_json,
 )
-from agl.tracing import AttemptTokens, make_reward_span, redact
+from agl.tracing import make_reward_span, redact
 from agl_run.runners.attempt import upstreams_of
 from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.kept import KeptProcess
@@ -36,6 +36,7 @@ from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
 from agl_run.runners.spool import Spool
 from agl_run.runners.tokens import issue_token
+from agl_run.tokens import AttemptTokens
 
 
 class CommandRunner:

@@ -14,13 +14,14 @@ import msgspec
 
 from agl.errors import ConfigError, StoreError
 from agl.schemas import Claim, Outcome
-from agl.tracing import AttemptTokens, SpanRecorder, Undo
+from agl.tracing import SpanRecorder, Undo
 from agl_run.importing import install_tracers
 from agl_run.replay.script import load_script
 from agl_run.runners.attempt import AttemptScope, run_attempt
 from agl_run.runners.connections import separate_loops
 from agl_run.runners.setup import RunSetup
 from agl_run.runners.tokens import issue_token
+from agl_run.tokens import AttemptTokens
 
 _LOG = logging.getLogger("agl_run.runners")
 

@@ -10,13 +10,13 @@ import sys
 
 from agl.errors import ConfigError, RunError
 from agl.schemas import Claim, ErrorInfo, Outcome
-from agl.tracing import AttemptTokens
 from agl_run.messages import resource_for_child
 from agl_run.replay.script import load_script
 from agl_run.runners.kept import KeptProcess
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
 from agl_run.runners.setup import RunSetup, environment_for_agents
 from agl_run.runners.tokens import issue_token
+from agl_run.tokens import AttemptTokens
 
 START_S = 60.0
 """Seconds that a child may take to start and import its agent."""

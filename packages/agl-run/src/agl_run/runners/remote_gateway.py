@@ -15,7 +15,7 @@ import msgspec
 from agl.contracts import Runner
 from agl.errors import CaptureError, GatewayLostError
 from agl.schemas import Claim, Outcome
-from agl.tracing import AdminKey
+from agl_run.tokens import AdminKey
 
 TIMEOUT_S = 10.0
 """Seconds that one request may take."""

@@ -3,7 +3,7 @@
 import time
 
 from agl.schemas import Attempt, Rollout
-from agl.tracing import AttemptTokens
+from agl_run.tokens import AttemptTokens
 
 TOKEN_HOURS = 24.0
 """Lifetime in hours of the token of an attempt without a time limit."""

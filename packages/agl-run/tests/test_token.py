@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError, TokenError
-from agl.tracing import AdminKey, AttemptToken, AttemptTokens, redact
+from agl.tracing import redact
+from agl_run.tokens import AdminKey, AttemptToken, AttemptTokens
 
 SECRET = b"0123456789abcdef"
 TOKENS = AttemptTokens(SECRET)

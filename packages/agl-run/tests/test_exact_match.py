@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from agl.contracts import RewardEmitter
-from agl.episodes._rewards import ExactMatch, final_text
 from agl.errors import ConfigError
 from agl.schemas import Rollout, Span
-from agl_testing.cases import agent_span, call_span
+from agl_run.exact_match import ExactMatch
+from agl_testing.cases import call_span
 from agl_testing.conformance.reward import RewardConformance
 
 
@@ -59,40 +59,3 @@ def test_exact_match_can_tell_case_and_name() -> None:
 def test_exact_match_refuses_a_task_without_an_answer(task: object) -> None:
     with pytest.raises(ConfigError, match="compares with the task's 'answer', which rollout r does not have"):
         ExactMatch()(rollout(task), [])
-
-
-def test_final_text_is_the_last_complete_answer_that_has_text() -> None:
-    spans = [
-        agent_span("a"),
-        chat(1, "first"),
-        chat(2, "second"),
-        chat(3, None),
-        chat(4, "cut", is_complete=False),
-        chat(5, "failed", status_code=500),
-        chat(6, "late", is_late=True),
-    ]
-    assert "second" == final_text(spans[::-1])
-
-
-MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hi"}]}
-
-
-@pytest.mark.parametrize(
-    ("dialect", "response"),
-    [
-        ("completions", {"choices": [{"text": "hi"}]}),
-        ("messages", {"content": [{"type": "text", "text": "hi"}]}),
-        (
-            "responses",
-            {"output": [MESSAGE]},
-        ),
-    ],
-)
-def test_final_text_reads_every_dialect(dialect: str, response: object) -> None:
-    span = with_bodies(call_span(1, dialect=dialect), {}, response)
-    assert "hi" == final_text([span])
-
-
-def test_final_text_of_nothing_is_empty() -> None:
-    assert "" == final_text([])
-    assert "" == final_text([with_bodies(call_span(1, dialect="embeddings"), {"input": "x"}, {"data": []})])

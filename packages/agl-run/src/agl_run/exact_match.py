@@ -1,13 +1,11 @@
-"""Reward emitters that need no model: comparing the final answer with the task's hidden one."""
+"""The simplest reward: the final answer compared with the task's hidden one."""
 
 from collections.abc import Sequence
 from typing import Any, cast
 
-from agl.dialects._conversation import call_messages
-from agl.episodes._rejects import is_answered
-from agl.episodes._timeline import chronological
+from agl.episodes import final_text
 from agl.errors import ConfigError
-from agl.schemas import ModelCall, Reward, Rollout, Span
+from agl.schemas import Reward, Rollout, Span
 
 
 class ExactMatch:
@@ -50,23 +48,3 @@ class ExactMatch:
     def _normal(self, text: str) -> str:
         joined = " ".join(text.split())
         return joined if self._case else joined.casefold()
-
-
-def final_text(spans: Sequence[Span]) -> str:
-    """Text of the last complete model answer that has any, ``""`` if none has; late calls do not count."""
-    for span in reversed(chronological(spans).spans):
-        if span.call is None or span.is_late or not is_answered(span.call):
-            continue
-        text = _answer_text(span.call)
-        if text:
-            return text
-    return ""
-
-
-def _answer_text(call: ModelCall) -> str:
-    if call.dialect == "embeddings" or call.response is None:
-        return ""
-    messages = call_messages(call)
-    last = messages[-1] if messages else {}
-    content = last.get("content") if last.get("role") == "assistant" else None
-    return content if isinstance(content, str) else ""

@@ -16,6 +16,8 @@ import msgspec
 
 from agl.errors import ConfigError, TokenError
 
+__all__ = ["AdminKey", "AttemptToken", "AttemptTokens", "check_secret"]
+
 PREFIX = "agl_"
 TokenScope = Literal["attempt", "admin", "client"]
 
