@@ -289,3 +289,16 @@ def test_a_step_without_a_finite_gradient_publishes_nothing_and_the_next_one_tra
     assert first.published == ()
     assert second.published != ()
     assert "updates_nonfinite" not in second.metrics
+
+
+@pytest.mark.parametrize("params", [{}, {"refill": 1, "curriculum": "frontier"}], ids=["plain", "refill"])
+def test_rewards_that_no_gradient_can_hold_are_skipped(model_dir: Path, tmp_path: Path, params: dict[str, Any]) -> None:
+    """Their sums overflow, in float32 even they do; the update is left out and the run goes on."""
+    world = World(lambda response: 1.7e308 if response[0] >= 128 else -1.7e308)
+    bench = AlgorithmBench(scenario_of(model_dir, world, **params), tmp_path)
+
+    metrics = asyncio.run(run(bench))
+
+    assert 3 == len(metrics)
+    assert all(m.get("updates_nonfinite") or m.get("updates_skipped") for m in metrics)
+    assert [] == bench.published

@@ -173,3 +173,12 @@ def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PPO(**params)
+
+
+def test_rewards_that_no_gradient_can_hold_are_skipped(model_dir: Path, tmp_path: Path) -> None:
+    world = World(lambda response: 1.7e308 if response[0] >= 128 else -1.7e308)
+    bench = AlgorithmBench(scenario_of(model_dir, world), tmp_path / "work")
+
+    reports = asyncio.run(run(bench))
+
+    assert [1.0, 1.0, 1.0] == [report.metrics["updates_nonfinite"] for report in reports]

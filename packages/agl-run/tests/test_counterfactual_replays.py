@@ -4,13 +4,16 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from agl.schemas import Episode, Rollout
+import pytest
+from msgspec.structs import replace
+
+from agl.schemas import Episode, Mode, Rollout
 from agl.stores import MemoryStore
 from agl_run.experiment.counterfactual import Replays
-from agl_run.replay import ReplayPlan
+from agl_run.replay import ReplayPlan, replay_of, sampling_mode
 
 
-def replayed(*plans: ReplayPlan, run: str = "1", **metadata: Any) -> list[Rollout]:
+def replayed(*plans: ReplayPlan, run: str = "1", mode: Mode = "train", **metadata: Any) -> list[Rollout]:
     """Return the rollouts that replay recorded ones, which have ids of their own in every run."""
     asked: list[Rollout] = []
 
@@ -19,7 +22,13 @@ def replayed(*plans: ReplayPlan, run: str = "1", **metadata: Any) -> list[Rollou
         return [Episode(rollout=rollout, attempt=None, reward=1.0) for rollout in rollouts]
 
     recorded = [
-        Rollout(rollout_id=f"{name}-{run}", task={}, status="succeeded", metadata={"step": 3, **metadata, **seed})
+        Rollout(
+            rollout_id=f"{name}-{run}",
+            task={},
+            mode=mode,
+            status="succeeded",
+            metadata={"step": 3, **metadata, **seed},
+        )
         for name, seed in {"r": {"seed": 7}, "s": {"seed": 8}, "t": {"seed": 9}, "unseeded": {}}.items()
     ]
     episodes = [Episode(rollout=rollout, attempt=None, reward=1.0) for rollout in recorded]
@@ -51,3 +60,22 @@ def test_a_repeated_run_with_the_same_seed_replays_with_the_same_draws() -> None
 def test_replay_of_a_rollout_without_a_seed_has_none() -> None:
     (rollout,) = replayed(ReplayPlan(rollout_id="unseeded-1", replaced=("clerk",)))
     assert {"step", "replay"} == set(rollout.metadata)
+
+
+@pytest.mark.parametrize("mode", ["train", "val", "test"])
+def test_replay_samples_as_the_rollout_that_it_replays(mode: Mode) -> None:
+    """A counterfactual reward of another distribution than the step's would bias the credit."""
+    plan = ReplayPlan(rollout_id="r-1", replaced=("clerk",))
+    (rollout,) = replayed(plan, mode=mode)
+
+    assert ("test", mode) == (rollout.mode, sampling_mode(rollout))
+    assert replace(plan, mode=mode) == replay_of(rollout)
+
+
+def test_mode_of_the_recorded_rollout_leaves_a_replays_id_and_seed() -> None:
+    """A step that is repeated after an upgrade finds the replays that it ran before."""
+    plan = ReplayPlan(rollout_id="r-1", replaced=("clerk",))
+    (of_training,), (of_test,) = replayed(plan, mode="train"), replayed(plan, mode="test")
+
+    assert (of_test.rollout_id, of_test.metadata["seed"]) == (of_training.rollout_id, of_training.metadata["seed"])
+    assert "replay-1-4785" == of_training.rollout_id[:13]

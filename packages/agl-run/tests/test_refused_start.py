@@ -1,11 +1,13 @@
 """A run that is refused at its start does not count as started, and changes nothing about an earlier run."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
 from agl import AlgorithmEntry, PluginManager, Rollout, Span, hookimpl
 from agl.algorithms import algorithm, component
@@ -13,6 +15,7 @@ from agl.contracts import AlgorithmContext, StepReport
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate
 from agl_run import FitResult, Quiet, SQLiteStore, Trainer, policy
+from agl_run.cli.main import cli
 from agl_run.experiment.state import load_experiment
 
 
@@ -142,3 +145,35 @@ def test_finished_run_stays_finished_where_its_next_start_is_refused(
     with pytest.raises(ConfigError, match="its file asks for nothing more"):
         fit(resume=True)
     assert {"counting": 2} == fit(resume=True, steps=2).steps
+
+
+FINISHED = """
+[experiment]
+name = "ended"
+agent = "ended_agent:solve"
+store = "sqlite:///ended.db"
+val = "tasks.jsonl"
+"""
+
+
+def test_resuming_a_finished_experiment_at_the_terminal_is_no_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that restarts what failed would otherwise start a finished run for ever."""
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "ended_agent.py").write_text("def solve(task):\n    return 1.0\n")
+    (folder / "tasks.jsonl").write_text('{"q": 1}\n')
+    (folder / "ended.toml").write_text(FINISHED)
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(cli, ["run", "ended.toml", "--quiet", *words])
+
+    assert 0 == run("--resume").exit_code
+    again, as_json, plain = run("--resume"), run("--resume", "--json"), run()
+
+    assert (0, "") == (again.exit_code, again.stderr)
+    assert again.stdout.startswith("nothing to do: experiment 'ended' is finished")
+    assert "more steps" in again.stdout
+    assert (0, "ended") == (as_json.exit_code, json.loads(as_json.stdout)["experiment"])
+    assert 1 == plain.exit_code  # without --resume somebody wants it run
+    assert ["ended"] == [path.stem for path in folder.glob("*.db")]

@@ -87,7 +87,7 @@ def from_row(
     """
     ids_T = from_bytes(row.ids, kind="<i4", dtype=torch.int64)
     mask_T = torch.zeros(len(ids_T), dtype=torch.bool)  # not the row's own mask: parts without an advantage stay out
-    advantages_T = torch.zeros(len(ids_T))
+    advantages_T = torch.zeros(len(ids_T), dtype=torch.float64)
     temperature_T = torch.ones(len(ids_T))
     behaviour_T = from_bytes(row.logprobs, kind="<f4", dtype=torch.float32)
     for part in row.segments:
@@ -100,7 +100,7 @@ def from_row(
         rollout=row.rollout_id,
         ids=ids_T,
         mask=mask_T,
-        advantages=advantages_T,
+        advantages=advantages_T.float(),  # infinite beyond 3.4e38: the update is then skipped, and counted
         behaviour=behaviour_T,
         temperature=temperature_T,
     )

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING
+
+import torch
 
 from agl.contracts import Collected
 from agl.errors import ConfigError, RunError
@@ -216,9 +217,9 @@ class GroupSampler:
 
 def _totals(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return the numbers of a step's rollouts, in place of those of the groups that it trains on."""
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    rewards_E = torch.tensor([e.reward for e in episodes if e.reward is not None], dtype=torch.float64)
     return {
-        "reward": fmean(rewards) if rewards else 0.0,
-        "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
+        "reward": float(rewards_E.mean()) if len(rewards_E) else 0.0,
+        "reward_std": float(rewards_E.std()) if len(rewards_E) > 1 else 0.0,
         "rollouts": float(len(episodes)),
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 from agl.errors import ConfigError
 from agl.schemas import Record
+from agl_run.means import clamped, mean, scaled
 
 
 class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -128,12 +129,13 @@ def _ratio_interval(
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Student's interval of the mean; infinite for fewer than two values."""
+    """Return Student's interval of the mean; infinite for fewer than two values, and finite for finite ones else."""
     if len(values) < 2:
         return -math.inf, math.inf
     quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
-    width = quantile * math.sqrt(variance(values) / len(values))
-    return fmean(values) - width, fmean(values) + width
+    small, scale = scaled(values)
+    width = quantile * math.sqrt(variance(small) / len(small))
+    return clamped((mean(small) - width) * scale), clamped((mean(small) + width) * scale)
 
 
 class Criterion(Record, frozen=True, kw_only=True):

@@ -8,10 +8,11 @@ conventions, not theorems: they mark what is worth a look.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 from agl.contracts import Metric
 from agl.schemas import Record
+from agl_run.means import clamped, mean, scaled
 
 VALIDATE = "validate"
 """The name under which validations are logged."""
@@ -63,12 +64,12 @@ class _Steps:
     def end(self, name: str) -> float | None:
         """Return the mean over the last steps; ``None`` if too few of them logged it."""
         found = [step[name] for step in self.metrics[-_WINDOW:] if name in step]
-        return fmean(found) if len(found) >= _LEAST else None
+        return mean(found) if len(found) >= _LEAST else None
 
     def change(self, name: str) -> tuple[float, float] | None:
         """Return the means over the first and the last steps; ``None`` if these are not apart."""
         found = self.all(name)
-        return (fmean(found[:_WINDOW]), fmean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
+        return (mean(found[:_WINDOW]), mean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
 
     @property
     def is_better(self) -> bool:
@@ -120,9 +121,9 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
     if share is None or share < 0.6:
         return None
     reward = steps.end("reward")
-    mean = "" if reward is None else f", and the mean reward is {reward:.3g}"
+    rewarded = "" if reward is None else f", and the mean reward is {reward:.3g}"
     return (
-        f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward{mean}",
+        f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward{rewarded}",
         "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, or a "
         "larger group_size; if it is as high as it gets, these tasks are learned: harder ones, or stop; if some tasks "
         'teach: refill = 3, or curriculum = "frontier"',
@@ -135,7 +136,7 @@ def _dropped(steps: _Steps) -> _Finding | None:
         return None
     names = sorted({name for step in steps.metrics[-_WINDOW:] for name in step if name.startswith("dropped_")})
     parts = {name.removeprefix("dropped_"): steps.end(name) for name in names if name != "dropped_share"}
-    why = ", ".join(f"{mean:.1f} a step: {name}" for name, mean in parts.items() if mean)
+    why = ", ".join(f"{count:.1f} a step: {name}" for name, count in parts.items() if count)
     return (
         f"{share:.0%} of the rollouts take no part in training{f' ({why})' if why else ''}",
         "agl runs --status failed shows their errors; repair the agent or its reward",
@@ -321,12 +322,13 @@ def _overfitting(steps: _Steps, validations: _Steps) -> _Finding | None:
 
 def _slope(values: Sequence[float]) -> tuple[float, float]:
     """Return the slope per step of a line through the values, and its standard error."""
-    count = len(values)
-    middle, mean = (count - 1) / 2, fmean(values)
+    found, scale = scaled(values)
+    count = len(found)
+    middle, level = (count - 1) / 2, mean(found)
     across = sum((place - middle) ** 2 for place in range(count))
-    slope = sum((place - middle) * (value - mean) for place, value in enumerate(values)) / across
-    rest = sum((value - mean - slope * (place - middle)) ** 2 for place, value in enumerate(values))
-    return slope, (rest / max(1, count - 2) / across) ** 0.5
+    slope = sum((place - middle) * (value - level) for place, value in enumerate(found)) / across
+    rest = sum((value - level - slope * (place - middle)) ** 2 for place, value in enumerate(found))
+    return clamped(slope * scale), clamped((rest / max(1, count - 2) / across) ** 0.5 * scale)
 
 
 _RULES: dict[str, _Rule] = {

@@ -15,9 +15,10 @@ from agl import PluginManager
 from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import STOPPED, json_option, print_json
+from agl_run.cli.output import STOPPED, echo, json_option, print_json
 from agl_run.cli.watching import console_of
 from agl_run.experiment.config import ExperimentConfig
+from agl_run.experiment.continuation import NothingMoreError
 from agl_run.experiment.fitting import FitResult
 from agl_run.experiment.hints import MEMORY, command
 from agl_run.experiment.progress import Quiet
@@ -56,6 +57,9 @@ def run(
             if address:
                 click.echo(f"console at {address} while this run lasts", err=True)
             result = trainer.fit(resume=resume, fresh=fresh)
+    except NothingMoreError as error:  # a service that is started again must not count this as a failure
+        _say_finished(trainer.config.experiment.name, str(error), as_json=as_json)
+        return
     except KeyboardInterrupt:
         again = run_again(file, settings, "--resume")
         with _terminal_may_be_gone():
@@ -66,6 +70,14 @@ def run(
         return
     with _terminal_may_be_gone():
         click.echo(_summary(result, config=trainer.config, store_url=without_password(url)))
+
+
+def _say_finished(name: str, text: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"experiment": name, "nothing_run": text})
+    else:
+        with _terminal_may_be_gone():
+            echo(f"nothing to do: {text}")
 
 
 @contextmanager

@@ -22,6 +22,10 @@ from agl_run.experiment.state import AlgorithmState
 from agl_run.runners.liveness import worker_name
 
 
+class NothingMoreError(ConfigError):
+    """The experiment is finished and cannot continue, so that nothing is left to do for who asks it to resume."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
     """The start of a run, which counts as started once every part is built and checked.
@@ -51,6 +55,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
 
     Raises:
         ConfigError: The experiment ran before, and neither ``resume`` nor ``fresh`` is set or it cannot be continued.
+        NothingMoreError: It is to be resumed, and is finished.
     """
     name = plan.name
     previous = await saved.load_experiment(store, name)
@@ -132,7 +137,7 @@ def _has_more(plan: Plan, config: AlgorithmConfig, states: Mapping[str, Algorith
     )
 
 
-def _nothing_more(plan: Plan, states: Mapping[str, AlgorithmState]) -> ConfigError:
+def _nothing_more(plan: Plan, states: Mapping[str, AlgorithmState]) -> NothingMoreError:
     reasons = "; ".join(f"{name}: {state.stop_reason}" for name, state in states.items())
     manager = plan.manager
     fixed = [
@@ -141,7 +146,7 @@ def _nothing_more(plan: Plan, states: Mapping[str, AlgorithmState]) -> ConfigErr
         if not isinstance(manager.build(manager.algorithm(config.use), **config.params), ExtendableAlgorithm)
     ]
     never = f" {', '.join(fixed)} cannot be continued after the end." if fixed else ""
-    return ConfigError(
+    return NothingMoreError(
         f"experiment {plan.name!r} is finished ({reasons or 'it has no algorithm'}) and its file asks for nothing "
         "more. Give an algorithm more steps, in the file or with --set, and pass --resume again; or pass --fresh "
         f"(fresh=True) to run it again from its start.{never}"

@@ -100,7 +100,7 @@ class Replays:
         )
         if isinstance(plan, ForkPlan):
             return as_fork(again, plan, of=then, metadata={**then.metadata, **seed})
-        return replace(again, metadata={**then.metadata, **seed, REPLAY: to_builtins(plan)})
+        return replace(again, metadata={**then.metadata, **seed, REPLAY: to_builtins(replace(plan, mode=then.mode))})
 
     def _seed(self, plan: AnyPlan, then: Rollout) -> Mapping[str, int]:
         """Return the seed of a replay's draws, which follows from its plan and the recorded rollouts' seeds.

@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -45,6 +44,7 @@ from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.step_watch import StepWatch
 from agl_run.experiment.validations import Validations, files_of
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
+from agl_run.means import mean
 from agl_run.suggestions import Suggestion
 from agl_run.training_records import TrainingRecord, save_training
 
@@ -308,9 +308,9 @@ class Driver:
         if not step:
             self.validated = collected.episodes
         rewards = rewards_of(collected.episodes)
-        mean = fmean(rewards)
+        reward = mean(rewards)
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
-        report = StepReport(step=step, metrics={"reward": mean, "failed": float(failed)})
+        report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
         if known is None:
             known = await self.validations.add(
@@ -320,8 +320,8 @@ class Driver:
         self.view_validations()
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)
         note = f" ({failed} of {len(tasks)} failed)" if failed else ""
-        self.progress.say(f"validation reward after step {step}: {mean:.3f}{note}")
-        return mean
+        self.progress.say(f"validation reward after step {step}: {reward:.3f}{note}")
+        return reward
 
 
 def rewards_of(episodes: Sequence[Episode]) -> list[float]:

@@ -7,13 +7,13 @@ last versions stay unless they are clearly worse than the first.
 """
 
 from pathlib import Path
-from statistics import fmean
 
 from agl.contracts import Metric, Store
 from agl.schemas import Record, Weights
 from agl_run.experiment.drive import Driver, rewards_of
 from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.validations import Validation, is_below
+from agl_run.means import mean
 
 _KEY = "final"
 """Key of the rollouts that run at the end, part of their ids."""
@@ -98,11 +98,11 @@ async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Valida
             step=one.turn,
             experiment_step=one.turn,
             name="final_reward",
-            value=fmean(rewards),
+            value=mean(rewards),
         )
         await driver.session.store.log_metrics([reward])
-        found.append((fmean(rewards), one.mean, one))
-        driver.progress.say(f"fresh rollouts of the versions {one.place}: {fmean(rewards):.3f}")
+        found.append((mean(rewards), one.mean, one))
+        driver.progress.say(f"fresh rollouts of the versions {one.place}: {mean(rewards):.3f}")
     reward, _, chosen = max(found, key=lambda item: item[:2])
     driver.progress.update(f"{VALIDATION} rollouts", 0, 0)
     return chosen, reward

@@ -9,7 +9,6 @@ Two validations run the same tasks, so they are compared task by task: Student's
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 import msgspec
 
@@ -18,6 +17,7 @@ from agl.schemas import Json, Record, ResourceVersion, to_json
 from agl_run.comparison import interval
 from agl_run.experiment import labels
 from agl_run.experiment.state import AlgorithmState, run_key
+from agl_run.means import mean
 
 BEST = "best"
 """The label of the best validated versions."""
@@ -57,7 +57,7 @@ class Validation(Record, frozen=True, kw_only=True):
     @property
     def mean(self) -> float:
         """The mean reward."""
-        return fmean(self.rewards)
+        return mean(self.rewards)
 
     @property
     def place(self) -> str:
@@ -168,7 +168,7 @@ class Validations:
             if known.get(version, _HOW) in (_HOW, _HOW_AGAIN):
                 how = _HOW_AGAIN if is_fresh else _HOW
                 score = VersionScore(
-                    name=name, version=version, mean=fmean(rewards), low=low, high=high, n=len(rewards), how=how
+                    name=name, version=version, mean=mean(rewards), low=low, high=high, n=len(rewards), how=how
                 )
                 await self._store.save_scores([score])
 
@@ -209,7 +209,8 @@ def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, Algorithm
 
 def is_below(one: Validation, other: Validation, *, confidence: float) -> bool:
     """Return true if a validation's rewards are below another one's by more than chance explains."""
-    differences = [mine - theirs for mine, theirs in zip(one.rewards, other.rewards, strict=True)]
+    # Half of each difference: it has the same sign, and the whole one may be beyond the largest float.
+    differences = [mine / 2 - theirs / 2 for mine, theirs in zip(one.rewards, other.rewards, strict=True)]
     return interval(differences, confidence=confidence)[1] < 0
 
 

@@ -32,6 +32,8 @@ class ReplayPlan(Record, frozen=True, kw_only=True):
         text: The answer of silent agents.
         sibling: A recorded rollout of the same task.
         sample: Number that distinguishes otherwise equal replays.
+        mode: Mode of the recorded rollout: calls that a model answers are sampled as in this mode, so that the replays
+            of a training rollout are drawn from the distribution that it was drawn from.
     """
 
     rollout_id: str
@@ -40,6 +42,7 @@ class ReplayPlan(Record, frozen=True, kw_only=True):
     text: str = ""
     sibling: str = ""
     sample: int = 0
+    mode: Mode = "test"
 
 
 class ForkPlan(Record, frozen=True, kw_only=True):
@@ -89,12 +92,12 @@ def fork_of(rollout: Rollout) -> ForkPlan | None:
 
 
 def sampling_mode(rollout: Rollout) -> Mode:
-    """Return the mode by whose rules models sample for a rollout: a fork's is that of its recorded rollout."""
+    """Return the mode by whose rules models sample for a rollout: a fork's or replay's is its recorded rollout's."""
     try:
-        fork = fork_of(rollout)
+        again = fork_of(rollout) or replay_of(rollout)
     except AglError:  # metadata of the user's own
-        fork = None
-    return rollout.mode if fork is None else fork.mode
+        again = None
+    return rollout.mode if again is None else again.mode
 
 
 def is_diverged(episode: Episode) -> bool:

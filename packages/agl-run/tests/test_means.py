@@ -1,0 +1,143 @@
+"""Means, intervals and whole runs with rewards whose sum is beyond the largest float."""
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl import AlgorithmEntry, PluginManager, Rollout, hookimpl
+from agl.algorithms import algorithm
+from agl.contracts import AlgorithmContext, Metric, StepReport
+from agl.schemas import PromptTemplate
+from agl_run import Quiet, SQLiteStore, Trainer
+from agl_run.comparison import interval
+from agl_run.experiment.validations import Validation, is_below
+from agl_run.means import mean
+from agl_run.suggestions import suggestions_of
+
+HUGE = 1e308
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+class Writing:
+    """Publishes a prompt in every step, and reports the mean reward of its rollouts."""
+
+    def __init__(self, *, steps: int) -> None:
+        self._steps, self._step = steps, 0
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        self._context = context
+
+    async def step(self) -> StepReport:
+        self._step += 1
+        await self._context.collect(self._context.train, step=self._step)
+        prompt = PromptTemplate(template=f"step {self._step}")
+        await self._context.publish(self._context.tunes[0], prompt, step=self._step)
+        return StepReport(step=self._step, is_finished=self._step >= self._steps, metrics={"reward": HUGE})
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+
+    async def close(self) -> None:
+        pass
+
+
+class WritingPlugin:
+    @hookimpl
+    def agl_algorithms(self) -> list[AlgorithmEntry]:
+        return [AlgorithmEntry(name="writing", factory=Writing, tunes=("prompt_template",), needs_token_ids=False)]
+
+
+def agent(task: Any, prompt: PromptTemplate, rollout: Rollout) -> float:
+    """Return rewards whose sum, and whose difference to those of other steps, overflow."""
+    return HUGE if "2" not in prompt.template else -HUGE
+
+
+@pytest.mark.parametrize("values", [[HUGE, HUGE], [HUGE, HUGE, HUGE], [sys.float_info.max] * 7])
+def test_mean_of_numbers_whose_sum_overflows_is_theirs(values: list[float]) -> None:
+    assert values[0] == pytest.approx(mean(values), rel=1e-15)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1))
+def test_mean_of_usual_numbers_is_exact(values: list[float]) -> None:
+    assert fmean(values) == mean(values)
+
+
+def test_mean_of_infinities_is_no_error() -> None:
+    assert math.inf == mean([math.inf, 1.0])
+    assert math.isnan(mean([math.inf, -math.inf]))
+
+
+@given(st.lists(FINITE, min_size=2, max_size=9))
+def test_interval_of_finite_numbers_is_finite_and_holds_the_mean(values: list[float]) -> None:
+    low, high = interval(values)
+
+    assert math.isfinite(low)
+    assert math.isfinite(high)
+    slack = 1e-9 * max(map(abs, values))
+    assert low - slack <= mean(values) <= high + slack
+
+
+def test_interval_scales_with_the_numbers() -> None:
+    low, high = interval([1.0, 2.0, 4.0])
+
+    assert (low * 2.0**1000, high * 2.0**1000) == pytest.approx(interval([2.0**1000, 2.0**1001, 2.0**1002]))
+
+
+def test_validations_are_compared_where_their_differences_overflow() -> None:
+    def validation(rewards: Sequence[float]) -> Validation:
+        return Validation(turn=1, versions={}, rewards=tuple(rewards), tasks="t")
+
+    good, bad = validation([HUGE, HUGE, 0.9 * HUGE]), validation([-HUGE, -HUGE, -0.9 * HUGE])
+
+    assert is_below(bad, good, confidence=0.95)
+    assert not is_below(good, bad, confidence=0.95)
+
+
+@pytest.mark.parametrize("value", [HUGE, math.inf])
+def test_suggestions_from_such_rewards_are_made(value: float) -> None:
+    metrics = [
+        Metric(
+            experiment="e",
+            run=1,
+            algorithm="a",
+            step=step,
+            experiment_step=step,
+            name=name,
+            value=value * (-1) ** step,
+            time=0.0,
+        )
+        for step in range(1, 40)
+        for name in ("reward", "entropy", "kl")
+    ]
+
+    assert [] == [found for found in suggestions_of(metrics) if not found.evidence]
+
+
+def test_run_with_rewards_near_the_largest_float_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    manager = PluginManager()
+    manager.register(WritingPlugin(), name="writing")
+
+    result = Trainer(
+        name="huge",
+        store=SQLiteStore(f"sqlite:///{tmp_path}/huge.db"),
+        algorithm=algorithm("writing", steps=2),
+        initial_resources={"prompt": PromptTemplate(template="start")},
+        validate_every=1,
+        plugins=manager,
+        progress=Quiet(),
+    ).fit(agent, [{"q": 1}, {"q": 2}], val_dataset=[{"q": number} for number in range(5)])
+
+    assert (HUGE, -HUGE) == (result.before, result.last)
+    assert (HUGE, 1) == (result.best, result.kept_step)
