@@ -26,6 +26,11 @@ SAMPLES: dict[str, Any] = {
     "run": 1,
     "experiment_step": 3,
     "report": StepReport(step=1, metrics={"loss": 0.5}),
+    "kind": "suggestion",
+    "rule": "silent-groups",
+    "step": 1,
+    "evidence": "80% of the rollouts taught nothing",
+    "change": "easier tasks",
 }
 
 

@@ -60,6 +60,10 @@ class Everything:
     def agl_step_finished(self, experiment, run, algorithm, report, experiment_step, workdir):
         self.seen.append((experiment, run, algorithm, report, experiment_step, workdir))
 
+    @hookimpl
+    def agl_alert_raised(self, experiment, run, kind, rule, algorithm, step, evidence, change):
+        self.seen.append((experiment, run, kind, rule, algorithm, step, evidence, change))
+
 
 @pytest.fixture
 def plugin() -> Everything:
@@ -96,6 +100,16 @@ VALUES = {
         "report": StepReport(step=3),
         "experiment_step": 5,
         "workdir": Path("runs/sql"),
+    },
+    "agl_alert_raised": {
+        "experiment": "sql",
+        "run": 2,
+        "kind": "suggestion",
+        "rule": "silent-groups",
+        "algorithm": "grpo",
+        "step": 3,
+        "evidence": "80% of the rollouts taught nothing",
+        "change": "easier tasks",
     },
 }
 

@@ -172,3 +172,29 @@ class AglSpec:
             def agl_step_finished(experiment, algorithm, report):
                 print(experiment, algorithm, report.step, report.metrics)
         """
+
+    @hookspec
+    def agl_alert_raised(
+        self,
+        experiment: str,
+        run: int,
+        kind: str,
+        rule: str,
+        algorithm: str,
+        step: int,
+        evidence: str,
+        change: str,
+    ) -> None:
+        """A run found something about itself that a person should know.
+
+        Called in the process that runs the experiment after the finding is kept, once for each, over restarts too.
+        ``kind`` is ``suggestion``, or ``collapse`` if the run acted upon a validation reward that fell. ``rule`` is
+        the rule's name, such as ``silent-groups``, ``algorithm`` and ``step`` say where it looked, ``evidence`` has
+        its numbers, and ``change`` says what to do, ``""`` where there is nothing.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_alert_raised(experiment, rule, evidence, change):
+                print(f"{experiment}: {rule}: {evidence}. {change}")
+        """

@@ -225,8 +225,11 @@ class Driver:
             await self._changed.wait()
 
     async def alert(self, kind: Kind, found: Suggestion, *, key: str) -> None:
-        """Keep what a rule found in the run, once for each key, and let the sinks tell it."""
+        """Keep what a rule found in the run, once for each key, and let observers and sinks tell it."""
         if await keep_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
+            facts = msgspec.structs.asdict(found)
+            manager = self.session.plan.manager
+            manager.notify("agl_alert_raised", experiment=self.name, run=self.state.run, kind=kind, **facts)
             self.on_alert()
 
     def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> SourceReader:
