@@ -12,12 +12,14 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from agl import semconv
 from agl.contracts import Upstream
 from agl.dialects import Exchange, Request
 from agl.errors import CaptureError
 from agl.schemas import Dialect, Json
 from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import BodyReader
+from agl_gateway.callers import HelperRules, session_of
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
 from agl_gateway.draws import DrawSeeds
@@ -80,7 +82,11 @@ def _call(asked: Request, endpoint: str, context: CallContext) -> _Call:
 
 
 class Relay:
-    """Relays model calls and passes them to the recorder. Used in one event loop only."""
+    """Relays model calls and passes them to the recorder. Used in one event loop only.
+
+    Attributes:
+        helper_calls: Number of calls that coding agents made beside the turns of their tasks.
+    """
 
     def __init__(
         self,
@@ -93,8 +99,11 @@ class Relay:
         sampling: SamplingRules,
         seeds: DrawSeeds,
         arms: ArmRoutes | None = None,
+        helpers: HelperRules | None = None,
     ) -> None:
         self.router = router
+        self._helpers = helpers or HelperRules()
+        self.helper_calls = 0
         self._arms = arms
         self.gates = {
             name: Gate(model=target.upstream.model, model_version=target.upstream.model_version)
@@ -115,7 +124,7 @@ class Relay:
         """Answer one model call of an attempt; the caller has verified its token."""
         await self._recorder.admit()
         asked = await self._read(request, dialect)
-        context = context_of(rollout_id, attempt_id, request.headers, asked.body, self._request_ids)
+        context = self._context(rollout_id, attempt_id, request, asked)
         return await self._answer(request, _call(asked, endpoint, context))
 
     async def converse(
@@ -124,8 +133,9 @@ class Relay:
         """Answer one model call of a conversation; the call is in the store before the answer ends."""
         await self._recorder.admit()
         asked = await self._read(request, dialect)
-        async with conversations.hold_open(conversation_of(request.headers, asked)) as found:
-            context = context_of(found.rollout_id, found.attempt_id, request.headers, asked.body, self._request_ids)
+        conversation = conversation_of(request.headers, asked, session=session_of(request.headers))
+        async with conversations.hold_open(conversation) as found:
+            context = self._context(found.rollout_id, found.attempt_id, request, asked)
             call = _call(asked, endpoint, context)
             call.conversation = found
             reply = await self._answer(request, call)
@@ -134,6 +144,13 @@ class Relay:
             if self._arms is not None:
                 self._arms.forget(found.rollout_id)
         return reply
+
+    def _context(self, rollout_id: str, attempt_id: str, request: web.BaseRequest, asked: Request) -> CallContext:
+        context = context_of(
+            rollout_id, attempt_id, request.headers, asked, request_ids=self._request_ids, helpers=self._helpers
+        )
+        self.helper_calls += context.origin.role == semconv.HELPER
+        return context
 
     async def _read(self, request: web.BaseRequest, dialect: Dialect) -> Request:
         body = await self._bodies.read(request, limit=self._max_body)
@@ -157,7 +174,7 @@ class Relay:
                 "the request's body is not a JSON object, or is nested too deep; send the API's JSON",
                 code="invalid_json",
             )
-        chosen = self.router.choose(asked.model, dialect=asked.dialect, names=call.context.names)
+        chosen = self.router.choose(asked.model, dialect=asked.dialect, names=call.context.callers)
         target = call.target = await self._target(call, chosen)
         gate = self.gates[target.upstream.name]
         version = await gate.enter()
