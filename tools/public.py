@@ -25,6 +25,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.stores",
         "agl.tracing",
     ),
+    "agl-harness": ("agl_harness",),
     "agl-objectives": (
         "agl_objectives",
         "agl_objectives.aggregation",

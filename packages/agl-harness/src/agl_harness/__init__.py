@@ -1,0 +1,7 @@
+"""Coding harnesses for agl: the table that describes them, and the contract of the sandboxes that they run in."""
+
+from agl_harness.table import Checked, Harness, Launch, Model, fill, find, load_file, load_table
+
+__version__ = "0.1.0"
+
+__all__ = ["Checked", "Harness", "Launch", "Model", "fill", "find", "load_file", "load_table"]
