@@ -48,6 +48,10 @@ UNRECORDED = "agl.unrecorded"
 """On a span that stands for a model call of which only its client is known: ``policy``, or ``foreign`` for a call to a
 server that serves no policy."""
 
+HELPER = "helper-call"
+"""The role of a coding agent's call for a title, a summary or the like; such calls train only where they are selected
+by this name."""
+
 OP_CHAT = "chat"
 OP_TEXT_COMPLETION = "text_completion"
 OP_EMBEDDINGS = "embeddings"

@@ -71,6 +71,18 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     help="Host name for which both answer without a token.",
 )
 @click.option(
+    "--helper-match",
+    default="",
+    metavar="REGEX",
+    help="Mark calls whose opening it is found in as helper calls, which do not train.",
+)
+@click.option(
+    "--helper-max-tokens",
+    default=0,
+    metavar="N",
+    help="Mark calls without tools for at most so many tokens likewise.",
+)
+@click.option(
     "--older-than",
     type=seconds_of,
     metavar="DURATION",

@@ -4,8 +4,10 @@ Its id is, in this order:
 
 1. the header ``x-agl-conversation-id``;
 2. ``metadata.conversation_id`` in the body;
-3. a hash of the conversation's opening: its system prompt and everything up to its first user message. Conversations
-   with the same opening are treated as one.
+3. the session that a coding agent names in a header of its own;
+4. a hash of the conversation's opening: its system prompt and everything up to its first user message. Conversations
+   with the same opening are treated as one. Claude Code's billing line, which changes from call to call, is no part of
+   the opening.
 """
 
 from collections.abc import Mapping
@@ -21,16 +23,22 @@ HEADER = "x-agl-conversation-id"
 
 _FIELD = "conversation_id"
 _MAX_ID = 512
+_BILLING = "x-anthropic-billing-header:"
 
 
-def conversation_of(headers: Mapping[str, str], call: Request) -> str:
+def conversation_of(headers: Mapping[str, str], call: Request, *, session: str = "") -> str:
     """Return the id of a call's conversation, by the rule in the module's docstring.
+
+    Args:
+        session: The coding agent's session; ``""`` for other clients.
 
     Raises:
         Problem: 400 if the call has neither an id nor an opening, or the id is too long.
     """
     if given := conversation_id(headers, call.get("metadata")):
         return given
+    if session:
+        return f"session-{session}"
     opening = opening_of(call)
     if opening is None:
         raise Problem(
@@ -64,7 +72,7 @@ def opening_of(call: Request) -> list[Any] | None:
     is_response = call.dialect == "responses"
     if call.dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
         return None
-    system = call.get("instructions" if is_response else "system")
+    system = _without_billing(call.get("instructions" if is_response else "system"))
     messages = call.get("input" if is_response else "messages")
     if isinstance(messages, str):
         return [system, messages]
@@ -72,6 +80,13 @@ def opening_of(call: Request) -> list[Any] | None:
         if _object(message).get("role") == "user":
             return [system, *_items(messages)[: index + 1]]
     return None
+
+
+def _without_billing(system: Any) -> Any:
+    """Return the system prompt without the block in which Claude Code counts its use."""
+    if not isinstance(system, list):
+        return system
+    return [block for block in _items(system) if not str(_object(block).get("text", "")).startswith(_BILLING)]
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -7,14 +7,15 @@ from aiohttp import web
 
 from agl.dialects import dialect_of
 from agl.errors import StoreError
-from agl.schemas import Dialect
 from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations
+from agl_gateway.google_paths import COUNT_TOKENS, GOOGLE_BASE, google_endpoint
 from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.problems import Problem, problem_response
 from agl_gateway.quotas import Quotas
 from agl_gateway.relay import Relay
 from agl_gateway.side_calls import SIDE_CALLS, SideCalls
+from agl_gateway.translation import Shape
 from agl_run.tokens import AttemptToken
 
 _log = logging.getLogger(__name__)
@@ -73,6 +74,9 @@ class Dispatcher:
         try:
             if path.startswith("/v1/"):
                 return await self._model_api(request, path[3:], key_of(request.headers), None)
+            if path.startswith(GOOGLE_BASE):
+                key = key_of(request.headers) or request.query.get("key", "")
+                return await self._model_api(request, path.removeprefix("/v1beta"), key, None)
             if path.startswith("/rollout/"):
                 rollout_id, attempt_id, key, endpoint = _split(path)
                 return await self._model_api(request, endpoint, key, (rollout_id, attempt_id))
@@ -86,23 +90,30 @@ class Dispatcher:
     async def _model_api(
         self, request: web.BaseRequest, endpoint: str, key: str, expected: tuple[str, str] | None
     ) -> web.StreamResponse:
-        if endpoint not in MODEL_ENDPOINTS and endpoint not in SIDE_CALLS and endpoint != "/models":
+        google = google_endpoint(endpoint)
+        if endpoint not in MODEL_ENDPOINTS and endpoint not in SIDE_CALLS and endpoint != "/models" and not google:
             return await self._other(request)
         claim = self._identities.verify(key)
         if endpoint == "/models":
-            return self._models()
+            return self._google_models() if "/v1beta/" in request.path else self._models()
         if request.method != "POST":
             raise Problem(405, f"{request.path} accepts POST, not {request.method}")
         is_conversation = claim.scope != "attempt" and expected is None and self._conversations is not None
         if not is_conversation:
             _check(claim, expected)
             await self._attempts.require(claim)
+        if google is not None and google.method == COUNT_TOKENS:
+            return await self._side_calls.count_google(request)
         if endpoint in SIDE_CALLS:
             return await self._side_calls.answer(request, endpoint, rollout_id=claim.rollout_id)
+        translation = None if google is None else google.translation(request.query.get("alt", ""))
+        endpoint = endpoint if google is None else "/chat/completions"
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # MODEL_ENDPOINTS are the dialects' endpoints
         if is_conversation and self._conversations is not None:
-            return await self._relay.converse(request, self._conversations, dialect=dialect, endpoint=endpoint)
+            return await self._relay.converse(
+                request, self._conversations, dialect=dialect, endpoint=endpoint, translation=translation
+            )
         await self._quotas.add_call(claim)
         return await self._relay.relay(
             request,
@@ -110,7 +121,16 @@ class Dispatcher:
             endpoint=endpoint,
             rollout_id=claim.rollout_id,
             attempt_id=claim.attempt_id,
+            translation=translation,
         )
+
+    def _google_models(self) -> web.Response:
+        methods = ["generateContent", "countTokens"]
+        listed = [
+            {"name": f"models/{name}", "displayName": name, "supportedGenerationMethods": methods}
+            for name in self._relay.router.models()
+        ]
+        return web.json_response({"models": listed})
 
     def _models(self) -> web.Response:
         listed = [
@@ -125,12 +145,18 @@ class Dispatcher:
             handle = next((found for prefix, found in self._prefixes.items() if name.startswith(prefix)), None)
         if handle is None:
             known = ", ".join(f"/v1{endpoint}" for endpoint in MODEL_ENDPOINTS)
-            raise Problem(404, f"the gateway has no {name}; model calls go to {known} and /v1/models")
+            raise Problem(
+                404,
+                f"the gateway has no {name}; model calls go to {known}, /v1/models, and "
+                f"{GOOGLE_BASE}/MODEL:generateContent or :streamGenerateContent",
+            )
         return await handle(request)
 
 
-def _dialect_at(path: str) -> Dialect | None:
+def _dialect_at(path: str) -> Shape | None:
     """Return the API whose errors a client reads at ``path``."""
+    if "/v1beta/" in path or google_endpoint(path[path.rfind("/models/") :]) is not None:
+        return "google"
     for endpoint, dialect in SIDE_CALLS.items():
         if path.endswith(endpoint):
             return dialect
@@ -140,7 +166,7 @@ def _dialect_at(path: str) -> Dialect | None:
 def _split(path: str) -> tuple[str, str, str, str]:
     """Split ``/rollout/R/attempt/A/key/K/v1/...`` into rollout, attempt, key and endpoint."""
     parts = path.split("/", 8)
-    if len(parts) == 9 and (parts[3], parts[5], parts[7]) == ("attempt", "key", "v1"):
+    if len(parts) == 9 and (parts[3], parts[5]) == ("attempt", "key") and parts[7] in ("v1", "v1beta"):
         return parts[2], parts[4], parts[6], f"/{parts[8]}"
     raise Problem(404, "the path is not /rollout/ROLLOUT/attempt/ATTEMPT/key/TOKEN/v1/...; use llm.get_base_url(...)")
 

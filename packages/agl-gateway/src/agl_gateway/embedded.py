@@ -19,6 +19,10 @@ class EmbeddedGateway:
         timeout_s: Seconds of silence after which a backend counts as gone.
         max_calls: Model calls of one attempt.
         max_spans: Spans that one attempt may append with its token.
+        helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls, which
+            train only where ``agents`` selects them.
+        helper_match: Regular expression that finds further helper calls by their opening.
+        helper_max_tokens: Tokens up to which a call without tools is a helper call, whatever its client; 0 for none.
     """
 
     def __init__(
@@ -29,8 +33,20 @@ class EmbeddedGateway:
         timeout_s: float = 600.0,
         max_calls: int = 100_000,
         max_spans: int = 1_000_000,
+        helpers: bool = True,
+        helper_match: str = "",
+        helper_max_tokens: int = 0,
     ) -> None:
-        self._settings = Settings(host=host, port=port, timeout_s=timeout_s, max_calls=max_calls, max_spans=max_spans)
+        self._settings = Settings(
+            host=host,
+            port=port,
+            timeout_s=timeout_s,
+            max_calls=max_calls,
+            max_spans=max_spans,
+            helpers=helpers,
+            helper_match=helper_match,
+            helper_max_tokens=helper_max_tokens,
+        )
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from agl import semconv
-from agl.dialects import Exchange, calls_of
+from agl.dialects import Exchange, Request, calls_of
 from agl.schemas import Json, Span, new_trace_id
 from agl.tracing import WHO_HEADER, chat_spans, decode_names
+from agl_gateway.callers import HelperRules, Origin
 
 _RETRY_MEMORY = 20_000
 _MAX_CLIENT = 200
@@ -27,6 +28,7 @@ class CallContext:
         framework_span_id: The value of the ``x-agl-span-id`` header.
         names: Names of the callers, innermost first, as the wire hook sends them.
         client: The client's ``user-agent``.
+        origin: The coding agent that made the call, where no tracer says who did.
     """
 
     rollout_id: str
@@ -38,6 +40,12 @@ class CallContext:
     framework_span_id: str = ""
     names: tuple[str, ...] = ()
     client: str = ""
+    origin: Origin = field(default_factory=Origin)
+
+    @property
+    def callers(self) -> tuple[str, ...]:
+        """Names of the callers, innermost first: those of a tracer, else those of a coding agent."""
+        return self.names or self.origin.names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +125,19 @@ def span_id_of(headers: Mapping[str, str]) -> str:
 
 
 def context_of(
-    rollout_id: str, attempt_id: str, headers: Mapping[str, str], body: bytes, request_ids: RequestIds
+    rollout_id: str,
+    attempt_id: str,
+    headers: Mapping[str, str],
+    asked: Request,
+    *,
+    request_ids: RequestIds,
+    helpers: HelperRules,
 ) -> CallContext:
-    """Build the context of a request from its headers."""
-    request_id, retries = request_ids.of(attempt_id, headers, body)
+    """Build the context of a request from its headers, and from its body where these show a coding agent."""
+    request_id, retries = request_ids.of(attempt_id, headers, asked.body)
     trace_id, trace_parent = trace_of(headers)
     framework_span_id = span_id_of(headers)
+    names = decode_names(headers.get(WHO_HEADER, ""))
     return CallContext(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -131,8 +146,9 @@ def context_of(
         trace_id=trace_id,
         parent_id=framework_span_id or trace_parent or None,
         framework_span_id=framework_span_id,
-        names=decode_names(headers.get(WHO_HEADER, "")),
+        names=names,
         client=headers.get("user-agent", "")[:_MAX_CLIENT],
+        origin=helpers.origin_of(headers, asked, has_tracer=bool(names or framework_span_id)),
     )
 
 
@@ -147,6 +163,10 @@ def spans_of(recorded: RecordedExchange) -> list[Span]:
     context = recorded.context
     about: dict[str, Json] = {
         semconv.CALLER: list(context.names),
+        semconv.AGENT_NAME: context.origin.agent,
+        semconv.AGENT_ID: context.origin.agent_id,
+        semconv.CONVERSATION_ID: context.origin.session,
+        semconv.ROLE: context.origin.role,
         semconv.USER_AGENT: context.client,
         semconv.SPLIT_ARM: recorded.arm,
         **recorded.notes,

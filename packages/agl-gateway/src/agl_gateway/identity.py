@@ -28,11 +28,11 @@ _CLIENT = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), sc
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """Return the API key from ``Authorization: Bearer`` or ``x-api-key``; ``""`` if there is none."""
+    """Return the key from ``Authorization: Bearer``, ``x-api-key`` or ``x-goog-api-key``; ``""`` if there is none."""
     authorization = headers.get("authorization", "")
     if authorization[:7].lower() == "bearer ":
         return authorization[7:].strip()
-    return headers.get("x-api-key", "")
+    return headers.get("x-api-key", "") or headers.get("x-goog-api-key", "")
 
 
 class Identities:

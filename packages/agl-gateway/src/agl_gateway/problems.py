@@ -1,9 +1,9 @@
-"""Errors in the shape that the client's library expects: OpenAI's, or Anthropic's for its endpoints."""
+"""Errors in the shape that the client's library expects: OpenAI's, or Anthropic's and Google's for their endpoints."""
 
 import msgspec
 from aiohttp import web
 
-from agl.schemas import Dialect
+from agl_gateway.translation import Shape
 
 _KINDS = {
     400: ("invalid_request_error", "invalid_request_error"),
@@ -18,6 +18,22 @@ _KINDS = {
     503: ("api_error", "overloaded_error"),
     504: ("api_error", "api_error"),
 }
+
+_SERVERS_FAULT = 500
+_GOOGLE_STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    413: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+"""Google's words for HTTP statuses."""
 
 
 class Problem(Exception):  # noqa: N818  # a response that is raised, not a fault of the program
@@ -45,8 +61,10 @@ class Problem(Exception):  # noqa: N818  # a response that is raised, not a faul
         return {"x-should-retry": "true" if self.is_retryable else "false", **wait}
 
 
-def problem_body(problem: Problem, dialect: Dialect | None) -> bytes:
+def problem_body(problem: Problem, dialect: Shape | None) -> bytes:
     """Return the JSON body of ``problem`` in the shape of ``dialect``."""
+    if dialect == "google":
+        return google_error(problem.status, str(problem))
     openai_kind, anthropic_kind = _KINDS.get(problem.status, ("api_error", "api_error"))
     if dialect == "messages":
         return msgspec.json.encode(
@@ -56,7 +74,13 @@ def problem_body(problem: Problem, dialect: Dialect | None) -> bytes:
     return msgspec.json.encode({"error": error})
 
 
-def problem_response(problem: Problem, dialect: Dialect | None) -> web.Response:
+def google_error(status: int, message: str) -> bytes:
+    """Return an error's JSON body as Google's clients read it."""
+    kind = _GOOGLE_STATUSES.get(status, "INVALID_ARGUMENT" if status < _SERVERS_FAULT else "INTERNAL")
+    return msgspec.json.encode({"error": {"code": status, "message": message, "status": kind}})
+
+
+def problem_response(problem: Problem, dialect: Shape | None) -> web.Response:
     """Return ``problem`` as a response."""
     return web.Response(
         body=problem_body(problem, dialect),

@@ -12,12 +12,14 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from agl import semconv
 from agl.contracts import Upstream
 from agl.dialects import Exchange, Request
 from agl.errors import CaptureError
 from agl.schemas import Dialect, Json
 from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import BodyReader
+from agl_gateway.callers import HelperRules, session_of
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
 from agl_gateway.draws import DrawSeeds
@@ -29,6 +31,8 @@ from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
 from agl_gateway.routing import Router, UpstreamTarget
 from agl_gateway.sampling import SamplingRules
+from agl_gateway.thoughts import restored, thoughts_of
+from agl_gateway.translation import Shape, StreamTranslation, Translation
 from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
 
 _log = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
 """Problems of a server that has not answered; another server may be asked, because sampling has no side effects."""
 
 _NOT_FOUND = 404
+_FIRST_ERROR = 400
 
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
@@ -62,16 +67,23 @@ class _Call:
     conversation: Conversation | None = None
     number: int = 0
     is_lost: bool = False
+    translation: Translation | None = None
     notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     def gateway_headers(self) -> dict[str, str]:
         """Return the headers that the gateway adds to the backend's."""
         return {} if self.conversation is None else self.conversation.headers()
 
+    @property
+    def shape(self) -> Shape:
+        """The API whose errors the client reads."""
+        return self.asked.dialect if self.translation is None else self.translation.shape
 
-def _call(asked: Request, endpoint: str, context: CallContext) -> _Call:
+
+def _call(asked: Request, endpoint: str, context: CallContext, translation: Translation | None) -> _Call:
     return _Call(
         asked=asked,
+        translation=translation,
         endpoint=endpoint,
         context=context,
         start_ns=time.time_ns(),
@@ -80,7 +92,11 @@ def _call(asked: Request, endpoint: str, context: CallContext) -> _Call:
 
 
 class Relay:
-    """Relays model calls and passes them to the recorder. Used in one event loop only."""
+    """Relays model calls and passes them to the recorder. Used in one event loop only.
+
+    Attributes:
+        helper_calls: Number of calls that coding agents made beside the turns of their tasks.
+    """
 
     def __init__(
         self,
@@ -93,8 +109,11 @@ class Relay:
         sampling: SamplingRules,
         seeds: DrawSeeds,
         arms: ArmRoutes | None = None,
+        helpers: HelperRules | None = None,
     ) -> None:
         self.router = router
+        self._helpers = helpers or HelperRules()
+        self.helper_calls = 0
         self._arms = arms
         self.gates = {
             name: Gate(model=target.upstream.model, model_version=target.upstream.model_version)
@@ -110,23 +129,41 @@ class Relay:
         self._told: set[str] = set()
 
     async def relay(
-        self, request: web.BaseRequest, *, dialect: Dialect, endpoint: str, rollout_id: str, attempt_id: str
+        self,
+        request: web.BaseRequest,
+        *,
+        dialect: Dialect,
+        endpoint: str,
+        rollout_id: str,
+        attempt_id: str,
+        translation: Translation | None = None,
     ) -> web.StreamResponse:
-        """Answer one model call of an attempt; the caller has verified its token."""
+        """Answer one model call of an attempt; the caller has verified its token.
+
+        A ``translation`` makes the call one of ``dialect``, which is what its policy's server gets and what is
+        recorded.
+        """
         await self._recorder.admit()
-        asked = await self._read(request, dialect)
-        context = context_of(rollout_id, attempt_id, request.headers, asked.body, self._request_ids)
-        return await self._answer(request, _call(asked, endpoint, context))
+        asked, translation = await self._read(request, dialect, translation)
+        context = self._context(rollout_id, attempt_id, request, asked)
+        return await self._answer(request, _call(asked, endpoint, context, translation))
 
     async def converse(
-        self, request: web.BaseRequest, conversations: Conversations, *, dialect: Dialect, endpoint: str
+        self,
+        request: web.BaseRequest,
+        conversations: Conversations,
+        *,
+        dialect: Dialect,
+        endpoint: str,
+        translation: Translation | None = None,
     ) -> web.StreamResponse:
         """Answer one model call of a conversation; the call is in the store before the answer ends."""
         await self._recorder.admit()
-        asked = await self._read(request, dialect)
-        async with conversations.hold_open(conversation_of(request.headers, asked)) as found:
-            context = context_of(found.rollout_id, found.attempt_id, request.headers, asked.body, self._request_ids)
-            call = _call(asked, endpoint, context)
+        asked, translation = await self._read(request, dialect, translation)
+        conversation = conversation_of(request.headers, asked, session=session_of(request.headers))
+        async with conversations.hold_open(conversation) as found:
+            context = self._context(found.rollout_id, found.attempt_id, request, asked)
+            call = _call(asked, endpoint, context, translation)
             call.conversation = found
             reply = await self._answer(request, call)
         if call.is_lost:
@@ -135,17 +172,30 @@ class Relay:
                 self._arms.forget(found.rollout_id)
         return reply
 
-    async def _read(self, request: web.BaseRequest, dialect: Dialect) -> Request:
+    def _context(self, rollout_id: str, attempt_id: str, request: web.BaseRequest, asked: Request) -> CallContext:
+        context = context_of(
+            rollout_id, attempt_id, request.headers, asked, request_ids=self._request_ids, helpers=self._helpers
+        )
+        self.helper_calls += context.origin.role == semconv.HELPER
+        return context
+
+    async def _read(
+        self, request: web.BaseRequest, dialect: Dialect, translation: Translation | None
+    ) -> tuple[Request, Translation | None]:
+        """Return the request as its policy's server gets it, and what translates the answer."""
         body = await self._bodies.read(request, limit=self._max_body)
         await check_values(body)
-        return Request(dialect, body)
+        asked = Request(dialect, body)
+        if translation is not None:
+            return translation.asked(asked), translation
+        return restored(asked), thoughts_of(asked)
 
     async def _answer(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
         try:
             return await self._route(request, call)
         except Problem as problem:
             self._record(call, problem_body(problem, call.asked.dialect), status=problem.status, error=str(problem))
-            reply = problem_response(problem, call.asked.dialect)
+            reply = problem_response(problem, call.shape)
             reply.headers.update(call.gateway_headers())
             return reply
 
@@ -157,7 +207,7 @@ class Relay:
                 "the request's body is not a JSON object, or is nested too deep; send the API's JSON",
                 code="invalid_json",
             )
-        chosen = self.router.choose(asked.model, dialect=asked.dialect, names=call.context.names)
+        chosen = self.router.choose(asked.model, dialect=asked.dialect, names=call.context.callers)
         target = call.target = await self._target(call, chosen)
         gate = self.gates[target.upstream.name]
         version = await gate.enter()
@@ -187,7 +237,8 @@ class Relay:
         headers = request_headers(request.headers, target, call.asked.dialect)
         ids = {"rollout_id": call.context.rollout_id, "attempt_id": call.context.attempt_id}
         headers |= await self._seeds.headers(call.asked, upstream, **ids)
-        *firsts, last = target.urls(call.context.rollout_id, call.endpoint, request.query_string)
+        query = "" if call.shape == "google" else request.query_string
+        *firsts, last = target.urls(call.context.rollout_id, call.endpoint, query)
         for url in firsts:
             try:
                 return await self._ask(request, call, url=url, body=body, headers=headers, connect_tries=1)
@@ -227,7 +278,12 @@ class Relay:
             self._tell_missing_path(call.target.upstream, url)
         self._record(call, body, status=response.status)
         await self._wait_stored(call)
-        return web.Response(body=body, status=response.status, headers=self._reply_headers(call, response))
+        headers = self._reply_headers(call, response)
+        if call.translation is not None:
+            is_error = response.status >= _FIRST_ERROR
+            translation = call.translation
+            body = translation.failure(body, response.status) if is_error else translation.answer(body)
+        return web.Response(body=body, status=response.status, headers=headers)
 
     def _tell_missing_path(self, upstream: Upstream, url: str) -> None:
         """Say once per policy that an address without a path, at which a server has nothing, may lack ``/v1``."""
@@ -247,13 +303,16 @@ class Relay:
     ) -> web.StreamResponse:
         call.is_streamed = True
         reply = web.StreamResponse(status=response.status, headers=self._reply_headers(call, response))
+        stream = None
+        if call.translation is not None:
+            stream, reply.content_type = call.translation.stream(), call.translation.content_type
         attempt_id = call.context.attempt_id
         chunks: list[bytes] = []
         self._recorder.stream_opened(attempt_id)
         error = _CLIENT_LEFT
         try:
             await reply.prepare(request)
-            error = await _pump(response, reply, chunks)
+            error = await _pump(response, reply, chunks, stream)
         except ConnectionError:
             return reply
         finally:
@@ -322,7 +381,12 @@ class Relay:
 _NO_UPSTREAM = Upstream(name="", base_url="")
 
 
-async def _pump(response: aiohttp.ClientResponse, reply: web.StreamResponse, chunks: list[bytes]) -> str:
+async def _pump(
+    response: aiohttp.ClientResponse,
+    reply: web.StreamResponse,
+    chunks: list[bytes],
+    stream: StreamTranslation | None,
+) -> str:
     """Pass the body on as it arrives; returns the error that cut it short, ``""`` if it is complete.
 
     Raises :class:`ConnectionError` when the client is gone.
@@ -334,9 +398,12 @@ async def _pump(response: aiohttp.ClientResponse, reply: web.StreamResponse, chu
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             return f"the backend's stream broke off: {error or type(error).__name__}"
         if not chunk:
+            if stream is not None and (rest := stream.end()):
+                await reply.write(rest)
             return ""
         chunks.append(chunk)
-        await reply.write(chunk)
+        if passed := chunk if stream is None else stream.feed(chunk):
+            await reply.write(passed)
 
 
 def _hang_up(request: web.BaseRequest) -> None:

@@ -11,6 +11,7 @@ from agl.errors import ConfigError
 from agl_gateway.arms import ArmRoutes, with_distinct_names
 from agl_gateway.bodies import BodyReader
 from agl_gateway.budget import ByteBudget
+from agl_gateway.callers import HelperRules
 from agl_gateway.connections import ConnectionServer
 from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
@@ -61,6 +62,9 @@ class Settings:
         max_calls: Model calls of one attempt; those of conversations are not limited.
         max_spans: Spans that one attempt may append with its token.
         conversation_idle_s: Seconds without a call after which a conversation is over.
+        helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls.
+        helper_match: Regular expression that finds further helper calls by their opening.
+        helper_max_tokens: Tokens up to which a call without tools is a helper call, whatever its client.
     """
 
     host: str = "127.0.0.1"
@@ -77,6 +81,9 @@ class Settings:
     max_calls: int = 100_000
     max_spans: int = 1_000_000
     conversation_idle_s: float = 1800.0
+    helpers: bool = True
+    helper_match: str = ""
+    helper_max_tokens: int = 0
 
 
 class GatewayService:
@@ -135,6 +142,9 @@ class GatewayService:
             sampling=SamplingRules(rollouts),
             seeds=DrawSeeds(rollouts),
             arms=self._arms,
+            helpers=HelperRules(
+                is_on=settings.helpers, match=settings.helper_match, max_tokens=settings.helper_max_tokens
+            ),
         )
         self._runner: web.ServerRunner | None = None
         self.url = ""

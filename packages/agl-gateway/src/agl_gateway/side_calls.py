@@ -29,7 +29,10 @@ SIDE_CALLS: dict[str, Dialect] = {
 ESTIMATED_HEADER = "x-agl-estimated"
 """Response header of a count that the gateway estimated."""
 
-_COUNTED = ("system", "instructions", "messages", "input", "tools")
+_COUNTED = (
+    *("system", "instructions", "messages", "input", "tools"),
+    *("contents", "systemInstruction", "generateContentRequest"),
+)
 _BYTES_PER_TOKEN = 4
 _IMAGES = ("image", "input_image", "image_url")
 _IMAGE_TOKENS = 1600
@@ -78,6 +81,19 @@ class SideCalls:
             return _estimated(asked)
         return _estimated(asked) if is_count and reply.status in _ABSENT else reply
 
+    async def count_google(self, request: web.BaseRequest) -> web.Response:
+        """Answer Google's ``countTokens`` with an estimate; the caller has verified its token.
+
+        Raises:
+            Problem: 400 for a body that is no JSON object.
+        """
+        body = await self._bodies.read(request, limit=self._max_body)
+        await check_values(body)
+        asked = Request("chat", body)
+        if not asked.is_object:
+            raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
+        return web.json_response({"totalTokens": estimate(asked)}, headers={ESTIMATED_HEADER: "true"})
+
     async def _ask(
         self, request: web.BaseRequest, asked: Request, endpoint: str, target: UpstreamTarget, *, rollout_id: str
     ) -> web.Response:
@@ -115,7 +131,7 @@ def _size(value: object) -> int:
         item = waiting.pop()
         if isinstance(item, dict):
             fields = cast("dict[str, object]", item)
-            if fields.get("type") in _IMAGES:
+            if fields.get("type") in _IMAGES or "inlineData" in fields:
                 size += _IMAGE_TOKENS * _BYTES_PER_TOKEN
             else:
                 waiting += [*fields, *fields.values()]

@@ -67,6 +67,7 @@ class StatusApi:
                     "Model calls sent to another server of their policy because theirs did not answer.",
                     {name: target.replicas.rerouted for name, target in self._relay.router.targets.items()},
                 ),
+                ("agl_helper_calls_total", "counter", "Helper calls of coding agents.", self._relay.helper_calls),
                 ("agl_spans_total", "counter", "Spans written to the store.", self._rate.total),
                 ("agl_spans_per_second", "gauge", "Spans written, over ten seconds.", self._rate.per_second()),
                 ("agl_spans_lost_total", "counter", "Spans that the store refused.", self._recorder.lost),

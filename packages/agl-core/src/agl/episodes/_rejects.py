@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
+from agl import semconv
 from agl._actors import Who
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Record, RejectReason, Span
@@ -130,6 +131,9 @@ def _unselected(call: ModelCall, who: Who, policy: str | None, pattern: re.Patte
     if policy is not None and call.policy != policy:
         served = f"policy {call.policy!r}" if call.policy else f"model {call.model!r}, which is no configured policy,"
         return Reject(reason="not_selected", detail=f"{served} served it, not {policy!r}")
+    if semconv.HELPER in who.named and not (pattern and pattern.search(semconv.HELPER)):
+        detail = f"a helper call of {who.agent!r}, such as one for a title; agents = {semconv.HELPER!r} selects these"
+        return Reject(reason="not_selected", detail=detail)
     if pattern is not None and not _matches(pattern, who):
         names = f"agent {who.agent!r}" if who.agent else "a call without an agent"
         return Reject(reason="not_selected", detail=f"agent_match {pattern.pattern!r} does not select {names}")

@@ -1,0 +1,170 @@
+"""Writes chat completions as answers of Google's API: whole, streamed as events or as one JSON array, and errors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from agl.dialects import Request
+from agl.schemas import Json
+from agl_gateway.google_requests import chat_request
+from agl_gateway.problems import google_error
+from agl_gateway.sealed import seal
+from agl_gateway.translation import EventSplitter, Shape, as_object, data_of, object_of, objects_in, text_in
+
+_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
+
+
+class GoogleTranslation:
+    """Translates a call of ``generateContent`` or ``streamGenerateContent`` to a chat completion, and back.
+
+    Args:
+        model: The model that the path names.
+        is_streamed: Whether the answer is streamed.
+        is_sse: Whether it is streamed as events (``alt=sse``) rather than as the elements of a JSON array.
+    """
+
+    shape: Shape = "google"
+
+    def __init__(self, *, model: str, is_streamed: bool, is_sse: bool) -> None:
+        self._model = model
+        self._is_streamed = is_streamed
+        self._is_sse = is_sse
+        self.content_type = "text/event-stream" if is_sse else "application/json"
+
+    def asked(self, request: Request) -> Request:
+        """Return the request as a chat completion."""
+        return chat_request(request, model=self._model, is_streamed=self._is_streamed)
+
+    def answer(self, body: bytes) -> bytes:
+        """Return a chat completion as one answer with its candidates."""
+        given = object_of(body)
+        candidates = [_whole(choice) for choice in objects_in(given.get("choices"))]
+        return msgspec.json.encode({"candidates": candidates, **_about(given, self._model)})
+
+    def failure(self, body: bytes, status: int) -> bytes:
+        """Return an error with the message of the policy's server."""
+        given = object_of(body)
+        error = given.get("error")
+        found = as_object(error).get("message") or error or given.get("message") or given.get("detail")
+        return google_error(status, str(found or body[:2000].decode("utf-8", "replace")))
+
+    def stream(self) -> "GoogleStream":
+        """Return what translates the streamed answer."""
+        return GoogleStream(self._model, is_sse=self._is_sse)
+
+
+def _whole(choice: dict[str, Any]) -> dict[str, Json]:
+    message, building = as_object(choice.get("message")), _Candidate()
+    parts = [*building.delta(message), *building.end()]
+    reason = _REASONS.get(text_in(choice.get("finish_reason")), "OTHER")
+    return {"content": {"role": "model", "parts": parts}, "finishReason": reason, "index": choice.get("index", 0)}
+
+
+def _about(given: dict[str, Any], model: str) -> dict[str, Json]:
+    usage, found = as_object(given.get("usage")), dict[str, Json]()
+    if usage:
+        prompt, said = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        found["usageMetadata"] = {
+            "promptTokenCount": prompt,
+            "candidatesTokenCount": said,
+            "totalTokenCount": usage.get("total_tokens") or prompt + said,
+        }
+    return {**found, "modelVersion": text_in(given.get("model")) or model, "responseId": text_in(given.get("id"))}
+
+
+class _Candidate:
+    """Builds the parts of one candidate from a message, or from its deltas; a tool call is a part once it is whole."""
+
+    def __init__(self) -> None:
+        self._reasoning = ""
+        self._calls: dict[int, dict[str, str]] = {}
+        self._has_sealed = False
+
+    def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Json]]:
+        thought = text_in(delta.get("reasoning_content")) or text_in(delta.get("reasoning"))
+        self._reasoning += thought
+        if thought:
+            yield {"text": thought, "thought": True}
+        if text := text_in(delta.get("content")) or text_in(delta.get("refusal")):
+            yield {"text": text}
+        for place, part in enumerate(objects_in(delta.get("tool_calls"))):
+            at = part.get("index")
+            call = self._calls.setdefault(at if isinstance(at, int) else place, {"id": "", "name": "", "arguments": ""})
+            function = as_object(part.get("function"))
+            call["id"] = text_in(part.get("id")) or call["id"]
+            call["name"] += text_in(function.get("name"))
+            call["arguments"] += text_in(function.get("arguments"))
+
+    def end(self) -> Iterator[dict[str, Json]]:
+        """Yield the calls, and a signature with the thoughts where no call can carry them."""
+        for _, call in sorted(self._calls.items()):
+            sealed = {"arguments": call["arguments"], **self._thoughts()}
+            called = {"id": call["id"], "name": call["name"], "args": object_of(call["arguments"].encode())}
+            yield {"functionCall": called, "thoughtSignature": seal(sealed)}
+        if thoughts := self._thoughts():
+            yield {"text": "", "thoughtSignature": seal(thoughts)}
+
+    def _thoughts(self) -> dict[str, str]:
+        if self._has_sealed or not self._reasoning:
+            return {}
+        self._has_sealed = True
+        return {"reasoning": self._reasoning}
+
+
+class GoogleStream:
+    """Translates the events of a chat completion; each becomes one answer with the parts that are new.
+
+    The end of a candidate waits for the usage, which comes after it, because clients expect both in the last answer.
+    """
+
+    def __init__(self, model: str, *, is_sse: bool) -> None:
+        self._model = model
+        self._is_sse = is_sse
+        self._events = EventSplitter()
+        self._candidates: dict[int, _Candidate] = {}
+        self._ended: list[Json] = []
+        self._last: dict[str, Json] = {}
+        self._count = 0
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return the answers for the events that ended with these bytes."""
+        return b"".join(self._answer(data_of(event)) for event in self._events.feed(chunk))
+
+    def end(self) -> bytes:
+        """Return the last answer, and the end of the array."""
+        last = self._framed(msgspec.json.encode({"candidates": self._ended, **self._last})) if self._ended else b""
+        if self._is_sse:
+            return last
+        return last + (b"]" if self._count else b"[]")
+
+    def _answer(self, chunk: dict[str, Any]) -> bytes:
+        if chunk.get("error"):
+            error = as_object(chunk["error"])
+            status = error.get("code") if isinstance(error.get("code"), int) else 500
+            return self._framed(google_error(int(status or 500), str(error.get("message") or chunk["error"])))
+        found = [one for choice in objects_in(chunk.get("choices")) if (one := self._candidate(choice))]
+        about = _about(chunk, self._model)
+        self._ended += [one for one in found if "finishReason" in one]
+        self._last |= about
+        going = [one for one in found if "finishReason" not in one]
+        return self._framed(msgspec.json.encode({"candidates": going, **about})) if going else b""
+
+    def _candidate(self, choice: dict[str, Any]) -> dict[str, Json] | None:
+        at = choice.get("index")
+        index = at if isinstance(at, int) else 0
+        building = self._candidates.setdefault(index, _Candidate())
+        parts = [*building.delta(as_object(choice.get("delta")))]
+        reason = text_in(choice.get("finish_reason"))
+        if reason:
+            parts += building.end()
+        if not (parts or reason):
+            return None
+        ended = {"finishReason": _REASONS.get(reason, "OTHER")} if reason else {}
+        return {"content": {"role": "model", "parts": parts}, **ended, "index": index}
+
+    def _framed(self, body: bytes) -> bytes:
+        self._count += 1
+        if self._is_sse:
+            return b"data: " + body + b"\r\n\r\n"
+        return (b"[" if self._count == 1 else b",\r\n") + body
