@@ -17,6 +17,7 @@ from agl.schemas import ModelCall, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.service import GatewayService, Settings
+from agl_gateway.spooling import spools_for
 from agl_run.tokens import AttemptTokens
 from agl_testing.model_server import Reply, ScriptedModelServer
 
@@ -112,7 +113,9 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
     """Makes a service in the test's own event loop: ``async with serving(backend=..., max_body=...) as it``."""
 
     @asynccontextmanager
-    async def make(*, backend: str = "", store: Store | None = None, **settings: Any) -> AsyncIterator[GatewayService]:
+    async def make(
+        *, backend: str = "", store: Store | None = None, spool: Path | None = None, **settings: Any
+    ) -> AsyncIterator[GatewayService]:
         used = store or MemoryStore()
         service = GatewayService(
             store=used,
@@ -120,12 +123,14 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
             tokens=AttemptTokens(SECRET),
             settings=Settings(**settings),
             admin_key=ADMIN,
+            spools=await spools_for(used, str(spool), shown="memory://") if spool else (),
         )
         await service.start()
         try:
             yield service
         finally:
             await service.stop()
-            await used.close()
+            if store is None:
+                await used.close()
 
     return make

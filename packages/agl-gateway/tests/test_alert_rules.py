@@ -17,7 +17,7 @@ async def test_every_metric_of_the_rules_is_one_of_the_gateway_and_rates_are_tho
         kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", await answer.text(), re.MULTILINE))
 
     assert 6 == len(expressions)
-    assert 6 == len(wanted)
+    assert 7 == len(wanted)
     assert wanted <= kinds.keys()
     counted = {name for text in expressions for name in re.findall(r"(?:rate|increase)\((\w+)\[", text)}
     assert counted == {name for name in wanted if kinds[name] == "counter"}

@@ -70,6 +70,7 @@ def parts_of(needs: Needs, hosts: Hosts) -> list[Part]:
                 *_set("gateway.advertise", hosts.trainer),
                 *_set("gateway.params.host", "0.0.0.0"),
                 *_set("gateway.params.port", str(TRAINER_PORT)),
+                *_set("gateway.params.spool", "/data/spool"),
             ),
             health=_health(f"http://127.0.0.1:{TRAINER_PORT}/healthz"),
             secrets=("AGL_SECRET", "PGPASSWORD", *needs.variables["trainer"]),

@@ -13,7 +13,8 @@ import msgspec
 
 from agl.contracts import Change, RolloutQuery, Store, Upstream
 from agl.errors import ConfigError, NotFoundError
-from agl.schemas import LLM, Resource, Weights
+from agl.schemas import LLM, Resource, Rollout, Weights
+from agl_gateway.outage import Outage
 from agl_gateway.problems import Problem
 from agl_gateway.routing import Router, UpstreamTarget
 from agl_gateway.splits import Pins, differing, placement_of
@@ -78,8 +79,9 @@ def policy_of(upstream: Upstream) -> str:
 class ArmRoutes:
     """Routes the calls of rollouts that a split placed; other calls keep the target that their model's name gives."""
 
-    def __init__(self, store: Store, router: Router) -> None:
+    def __init__(self, store: Store, router: Router, *, outage: Outage) -> None:
         self._store = store
+        self._outage = outage
         self._targets = list(router.targets.values())
         self._pinned: OrderedDict[str, _RolloutPins] = OrderedDict()
         self._resources: dict[tuple[str, str], Resource] = {}
@@ -88,10 +90,15 @@ class ArmRoutes:
         """Return the destination of a call whose model's name leads to ``target``.
 
         Raises:
-            Problem: 503 when no upstream serves the version that the split chose.
+            Problem: 503 when no upstream serves the version that the split chose, and where the store does not
+                answer, several do, and the rollout's arm is not known.
         """
-        pinned = await self._pins(rollout_id)
         name = policy_of(target.upstream)
+        pinned = await self._pins(rollout_id)
+        if pinned is None:
+            if len([each for each in self._targets if policy_of(each.upstream) == name]) > 1:
+                raise Problem(503, _unknown_arm_message(name), code="store_away", is_retryable=True, retry_after_s=5)
+            return CallRoute(target=target)
         version = pinned.resources.get(name, "")
         if not version:
             return CallRoute(target=target, arm=pinned.arm)
@@ -108,10 +115,13 @@ class ArmRoutes:
             self._pinned.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
-        """Drop a rollout from the cache, or all of them without an id."""
+        """Drop a rollout from the cache, or all of them without an id, unless the store does not answer.
+
+        What an outage hides is the end of rollouts, and never another arm.
+        """
         if rollout_id:
             self._pinned.pop(rollout_id, None)
-        else:
+        elif not self._outage.is_on:
             self._pinned.clear()
 
     async def check(self, pins: Pins) -> None:
@@ -142,19 +152,27 @@ class ArmRoutes:
             self._resources[key] = (await self._store.resource(name, version)).resource
         return self._resources[key]
 
-    async def _pins(self, rollout_id: str) -> _RolloutPins:
+    async def _pins(self, rollout_id: str) -> _RolloutPins | None:
+        """Return the rollout's pins; ``None`` where the store does not answer and they are not known."""
         known = self._pinned.get(rollout_id)
         if known is None:
-            known = self._pinned[rollout_id] = await self._read(rollout_id)
+            known = await self._read(rollout_id)
+            if known is None:
+                return None
+            self._pinned[rollout_id] = known
             if len(self._pinned) > _REMEMBERED:
                 self._pinned.popitem(last=False)
         return known
 
-    async def _read(self, rollout_id: str) -> _RolloutPins:
+    async def _read(self, rollout_id: str) -> _RolloutPins | None:
+        query = RolloutQuery(ids=(rollout_id,))
         try:
-            (rollout,) = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
+            found = await self._outage.unless(lambda: self._store.rollouts(query), list[Rollout])
         except NotFoundError:
             return _UNPLACED
+        if not found:
+            return None
+        rollout = found[0]
         placement = placement_of(rollout)
         if placement is None:
             return _UNPLACED
@@ -163,6 +181,13 @@ class ArmRoutes:
             resources=rollout.resources,
             chosen=frozenset(differing(placement.versions)),
         )
+
+
+def _unknown_arm_message(name: str) -> str:
+    return (
+        f"the gateway's store does not answer, so it is not known which of the versions of {name!r} serves this "
+        "rollout; the model was not asked. Try again later"
+    )
 
 
 def _unserved_message(name: str, version: str) -> str:

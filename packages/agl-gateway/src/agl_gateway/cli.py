@@ -16,6 +16,7 @@ from agl.hints import did_you_mean
 from agl.stores import shown_url
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
+from agl_gateway.spooling import left_text, spools_for
 from agl_run import load_secret, state_dir
 from agl_run.commands import RetentionLimits, as_url, build_store, command, manager_of, retaining, seconds_of
 from agl_run.tokens import AttemptTokens
@@ -54,6 +55,13 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     help="Silence after which a conversation is over.",
 )
 @click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
+@click.option(
+    "--spool",
+    metavar="FOLDER|off",
+    default="",
+    help="Folder for calls that the store does not take at once; by default one of this user's state, and off for a "
+    "SQLite store.",
+)
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
 @click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
 @click.option("--max-spans", default=1_000_000, show_default=True, help="Spans that one attempt may append.")
@@ -99,6 +107,7 @@ def serve(
     split_text: str | None,
     idle_s: float,
     token_file: Path | None,
+    spool: str,
     older_than: float | None,
     keep: int | None,
     **settings: Any,
@@ -113,6 +122,7 @@ def serve(
     store = build_store(manager, url)
 
     async def run() -> None:
+        spools = await spools_for(store, spool, shown=shown_url(url))
         service = GatewayService(
             store=store,
             upstreams=parsed,
@@ -122,6 +132,7 @@ def serve(
             client_key=client_key_of(),
             arms=True,
             split=split,
+            spools=spools,
         )
         await _serve(service, url, source, split, retention=RetentionLimits.of(older_than, keep))
 
@@ -217,9 +228,10 @@ async def _serve(
             while not stopping.is_set():
                 await _wait(stopping)
     finally:
-        await service.stop()
+        left = await service.stop()
         await service.store.close()
-    click.echo("stopped: everything recorded is in the store", err=True)
+    told = left_text(left, service.spool_path) if left else "everything recorded is in the store"
+    click.echo(f"stopped: {told}", err=True)
 
 
 async def _wait(stopping: asyncio.Event) -> None:
@@ -256,6 +268,7 @@ def _banner(service: GatewayService, url: str, store_url: str, token_source: str
         f'  runners      AGL_TOKEN=<admin token>, store = "{url}"',
         f"  agents       OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<the attempt's token>",
         f"  policies     {policies}",
+        f"  spool        {service.spool_path or 'none; the store takes every call at once'}",
         f"  API          {url}/openapi.json, {url}/metrics, {url}/healthz, {url}/v1/traces (OTLP)",
     ]
 

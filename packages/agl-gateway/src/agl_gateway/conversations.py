@@ -22,6 +22,7 @@ from hashlib import blake2b
 from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
 from agl.schemas import Outcome, RetryPolicy, Rollout
+from agl_gateway.outage import Outage
 from agl_gateway.splits import CONVERSATION, placement_of
 from agl_run.commands import CONVERSATIONS
 
@@ -64,6 +65,7 @@ class Conversations:
         settle: Waits until the calls of an attempt are in the store.
         idle_s: Seconds without a call after which a conversation is over.
         clock: Returns Unix seconds, like the store's clock.
+        outage: While it is on, known conversations go on, and no other can begin.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class Conversations:
         enqueue: Enqueue,
         settle: Callable[[str], Awaitable[None]],
         idle_s: float,
+        outage: Outage,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._outage = outage
         self._store = store
         self._enqueue = enqueue
         self._settle = settle
@@ -147,7 +151,7 @@ class Conversations:
         if rollout_id:
             self._known.pop(rollout_id, None)
             self._renewed.pop(rollout_id, None)
-        else:
+        elif not self._outage.is_on:
             self._known.clear()
             self._renewed.clear()
 
@@ -185,9 +189,14 @@ class Conversations:
         if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self._idle_s / CHECKS:
             return True
         try:
-            is_running = bool(await self._store.renew([known.attempt_id], lease_s=LEASE_S))
+            renewed = await self._outage.unless(
+                lambda: self._store.renew([known.attempt_id], lease_s=LEASE_S), lambda: None
+            )
         except NotFoundError:
-            is_running = False
+            renewed = []
+        if renewed is None:
+            return True
+        is_running = bool(renewed)
         if is_running:
             self._renewed[known.rollout_id] = now
             if len(self._renewed) > _REMEMBERED:

@@ -1,13 +1,19 @@
 """Runs a gateway beside an experiment, in a thread and event loop of its own, so that agents cannot block it."""
 
+import logging
 from collections.abc import Sequence
 
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
+from agl_gateway.arms import with_distinct_names
 from agl_gateway.gate import Gate
 from agl_gateway.loop_thread import LoopThread
+from agl_gateway.routing import Router
 from agl_gateway.service import GatewayService, Settings
+from agl_gateway.spooling import left_text, spools_for
 from agl_run.tokens import AttemptTokens
+
+_log = logging.getLogger(__name__)
 
 
 class EmbeddedGateway:
@@ -23,6 +29,8 @@ class EmbeddedGateway:
             train only where ``agents`` selects them.
         helper_match: Regular expression that finds further helper calls by their opening.
         helper_max_tokens: Tokens up to which a call without tools is a helper call, whatever its client; 0 for none.
+        spool: Folder for calls that the store does not take at once, or ``off``; by default one of this user's state
+            for a store on another machine, and none for a SQLite file or memory.
     """
 
     def __init__(
@@ -36,7 +44,9 @@ class EmbeddedGateway:
         helpers: bool = True,
         helper_match: str = "",
         helper_max_tokens: int = 0,
+        spool: str = "",
     ) -> None:
+        self._spool = spool
         self._settings = Settings(
             host=host,
             port=port,
@@ -91,12 +101,18 @@ class EmbeddedGateway:
         await self._thread.run(lambda: recorder.settle(attempt_id))
 
     async def _start(self, store: Store, upstreams: Sequence[Upstream], tokens: AttemptTokens) -> str:
-        self._service = GatewayService(store=store, upstreams=upstreams, tokens=tokens, settings=self._settings)
+        Router(with_distinct_names(upstreams))  # refuses what cannot be served before anything is opened
+        spools = await spools_for(store, self._spool, shown=repr(store))
+        self._service = GatewayService(
+            store=store, upstreams=upstreams, tokens=tokens, settings=self._settings, spools=spools
+        )
         return await self._service.start()
 
     async def _stop(self) -> None:
         if self._service is not None:
-            await self._service.stop()
+            left = await self._service.stop()
+            if left:
+                _log.warning("%s", left_text(left, self._service.spool_path))
             self._service = None
 
     def _running(self) -> GatewayService:

@@ -47,14 +47,18 @@ class Feed:
             self._task = None
 
     async def _follow(self, cursor: int) -> None:
+        is_told = False
         while True:
             try:
                 changes = await self._store.changes(after=cursor, limit=10_000, wait_s=_WAIT_S)
             except StoreError:
-                _log.warning("the store's change feed failed; trying again", exc_info=True)
+                if not is_told:
+                    _log.warning("the store's change feed failed; trying again", exc_info=True)
+                is_told = True
                 self._on_gap()
                 await asyncio.sleep(_AFTER_FAILURE_S)
                 continue
+            is_told = False
             if changes:
                 cursor = changes[-1].cursor
             for listener in self._listeners:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from agl.contracts import Change, Store
 from agl.errors import NotFoundError, TokenError
 from agl.schemas import Span
+from agl_gateway.outage import Outage
 from agl_gateway.problems import Problem
 from agl_run.commands import KEY_ADVICE, PLACEHOLDER_KEY
 from agl_run.tokens import AttemptToken, AttemptTokens
@@ -91,11 +92,12 @@ class RunningAttempts:
     """The attempts that still run, read from the store once and kept current by its change feed.
 
     The end of an attempt is noticed within a fraction of a second. Calls in between do no harm: the store marks as
-    late what an attempt records after its end.
+    late what an attempt records after its end. While the store does not answer, a valid token is enough.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, outage: Outage) -> None:
         self._store = store
+        self._outage = outage
         self._running: dict[str, set[str]] = {}
 
     async def require(self, claim: AttemptToken) -> None:
@@ -134,9 +136,11 @@ class RunningAttempts:
         if claim.attempt_id in self._running.get(claim.rollout_id, ()):
             return "running"
         try:
-            attempts = await self._store.attempts(claim.rollout_id)
+            attempts = await self._outage.unless(lambda: self._store.attempts(claim.rollout_id), lambda: None)
         except NotFoundError:
             return ""
+        if attempts is None:
+            return "running"
         status = next((attempt.status for attempt in attempts if attempt.attempt_id == claim.attempt_id), "")
         if status == "running":
             self._running.setdefault(claim.rollout_id, set()).add(claim.attempt_id)

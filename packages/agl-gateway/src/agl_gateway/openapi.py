@@ -100,11 +100,11 @@ def _other_paths() -> dict[str, Any]:
             }
         },
         "/identity": {
-            "get": {"summary": "The id of this gateway, new at every start.", "security": _ATTEMPT + _ADMIN, **answer}
+            "get": {"summary": "The ids of this gateway and its start.", "security": _ATTEMPT + _ADMIN, **answer}
         },
         "/settle": {
             "post": {
-                "summary": "Answers once every answered call of the attempt is in the store.",
+                "summary": "Answers once every answered call of the attempt is in the store; 202 asks to ask again.",
                 "security": _ATTEMPT + _ADMIN,
                 "requestBody": {"required": True, "content": {"application/json": {"schema": _SETTLE_SCHEMA}}},
                 **answer,

@@ -14,6 +14,7 @@ _KINDS = {
     408: ("invalid_request_error", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
     502: ("api_error", "api_error"),
     503: ("api_error", "overloaded_error"),
     504: ("api_error", "api_error"),

@@ -43,6 +43,13 @@ _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
 _NOT_FOUND = 404
 _FIRST_ERROR = 400
 
+_STREAM_ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+"""Marks of a stream's last event, at which clients stop to read."""
+
+_LONGEST_MARK = max(map(len, _STREAM_ENDS))
+_END_OF_BODY_S = 1.0
+"""Seconds in which the body of a stream ends after its last event."""
+
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
 
@@ -195,6 +202,7 @@ class Relay:
             return await self._route(request, call)
         except Problem as problem:
             self._record(call, problem_body(problem, call.asked.dialect), status=problem.status, error=str(problem))
+            await self._wait_durable(call)
             reply = problem_response(problem, call.shape)
             reply.headers.update(call.gateway_headers())
             return reply
@@ -308,22 +316,25 @@ class Relay:
             stream, reply.content_type = call.translation.stream(), call.translation.content_type
         attempt_id = call.context.attempt_id
         chunks: list[bytes] = []
+        pump = _Pump(response, reply, chunks, stream=stream, holds_end=self._recorder.spool is not None)
         self._recorder.stream_opened(attempt_id)
         error = _CLIENT_LEFT
         try:
             await reply.prepare(request)
-            error = await _pump(response, reply, chunks, stream)
+            error = await pump.run()
         except ConnectionError:
             return reply
         finally:
             self._record(call, b"".join(chunks), status=response.status, error=error, is_complete=not error)
             await self._recorder.stream_closed(attempt_id)
-        if error:
-            _hang_up(request)
-            return reply
         await self._wait_stored(call)
         with suppress(ConnectionError):  # clients hang up at the last event, before the end of the body
-            await reply.write_eof()
+            if pump.held:
+                await reply.write(pump.held)
+            if not error:
+                await reply.write_eof()
+        if error:
+            _hang_up(request)
         return reply
 
     def _reply_headers(self, call: _Call, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
@@ -332,13 +343,21 @@ class Relay:
         return headers
 
     async def _wait_stored(self, call: _Call) -> None:
-        """Wait until a conversation's call is in the store, because no end of an attempt waits for it later."""
+        """Wait until the call is durable where the gateway has a spool, and until it is stored in a conversation.
+
+        No end of an attempt waits for a conversation's call later.
+        """
         if call.conversation is None:
+            await self._wait_durable(call)
             return
         try:
             await self._recorder.written(call.number, call.context.attempt_id)
         except CaptureError:
             call.is_lost = True  # the recorder has logged and counted it; the client still gets its answer
+
+    async def _wait_durable(self, call: _Call) -> None:
+        if self._recorder.spool is not None:
+            await self._recorder.durable(call.number)
 
     def _record(self, call: _Call, body: bytes, *, status: int, error: str = "", is_complete: bool = True) -> None:
         """Queue the call for the store, once: a cancelled stream gets here twice."""
@@ -381,29 +400,70 @@ class Relay:
 _NO_UPSTREAM = Upstream(name="", base_url="")
 
 
-async def _pump(
-    response: aiohttp.ClientResponse,
-    reply: web.StreamResponse,
-    chunks: list[bytes],
-    stream: StreamTranslation | None,
-) -> str:
-    """Pass the body on as it arrives; returns the error that cut it short, ``""`` if it is complete.
+class _Pump:
+    """Passes a body on as it arrives.
 
-    Raises :class:`ConnectionError` when the client is gone.
+    Args:
+        stream: Translates the body for the client; ``None`` where the client speaks the backend's API.
+        holds_end: Keep the last event back, for the caller to send once the call is durable: clients take it for the
+            end, and what they have seen the end of must not get lost.
+
+    Attributes:
+        held: The bytes that were kept back.
     """
-    body = response.content
-    while True:
-        try:
-            chunk = await body.readany()
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            return f"the backend's stream broke off: {error or type(error).__name__}"
-        if not chunk:
-            if stream is not None and (rest := stream.end()):
-                await reply.write(rest)
-            return ""
-        chunks.append(chunk)
-        if passed := chunk if stream is None else stream.feed(chunk):
-            await reply.write(passed)
+
+    def __init__(
+        self,
+        response: aiohttp.ClientResponse,
+        reply: web.StreamResponse,
+        chunks: list[bytes],
+        *,
+        stream: StreamTranslation | None,
+        holds_end: bool,
+    ) -> None:
+        self._response = response
+        self._reply = reply
+        self._chunks = chunks
+        self._stream = stream
+        self._holds_end = holds_end
+        self._tail = b""
+        self._is_ending = False
+        self.held = b""
+
+    async def run(self) -> str:
+        """Return the error that cut the body short, ``""`` if it is complete.
+
+        Raises :class:`ConnectionError` when the client is gone.
+        """
+        body = self._response.content
+        while True:
+            try:
+                async with asyncio.timeout(_END_OF_BODY_S if self._is_ending else None):
+                    chunk = await body.readany()
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                if not self._is_ending:
+                    return f"the backend's stream broke off: {error or type(error).__name__}"
+                chunk = b""  # the last event is here, whatever becomes of the connection
+            if not chunk:
+                await self._pass(b"" if self._stream is None else self._stream.end())
+                return ""
+            self._chunks.append(chunk)
+            if self._holds_end:
+                self._look_for_end(chunk)
+            await self._pass(chunk if self._stream is None else self._stream.feed(chunk))
+
+    async def _pass(self, passed: bytes) -> None:
+        if self._is_ending:
+            self.held += passed
+        elif passed:
+            await self._reply.write(passed)
+
+    def _look_for_end(self, chunk: bytes) -> None:
+        """Hold back everything from the chunk on that completes a mark of the last event."""
+        if not self._is_ending:
+            text = self._tail + chunk
+            self._is_ending = any(mark in text for mark in _STREAM_ENDS)
+            self._tail = text[-_LONGEST_MARK:]
 
 
 def _hang_up(request: web.BaseRequest) -> None:

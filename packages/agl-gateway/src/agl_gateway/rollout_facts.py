@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
+from agl.schemas import Rollout
+from agl_gateway.outage import Outage
 from agl_run.replay import sampling_mode
 
 _REMEMBERED = 10_000
@@ -24,17 +26,22 @@ class Facts:
 class RolloutFacts:
     """Reads the facts of a rollout once, as long as it is among the newest 10,000."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, outage: Outage) -> None:
         self._store = store
+        self._outage = outage
         self._known: OrderedDict[str, Facts] = OrderedDict()
 
     async def of(self, rollout_id: str) -> Facts:
-        """Return the facts of a rollout."""
+        """Return the facts of a rollout; none while the store does not answer, unless they are known."""
         if rollout_id not in self._known:
             try:
-                (rollout,) = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
+                query = RolloutQuery(ids=(rollout_id,))
+                found = await self._outage.unless(lambda: self._store.rollouts(query), list[Rollout])
             except NotFoundError:
                 return Facts()
+            if not found:
+                return Facts()
+            rollout = found[0]
             seed = rollout.metadata.get("seed")
             self._known[rollout_id] = Facts(mode=sampling_mode(rollout), seed=seed if isinstance(seed, int) else None)
             if len(self._known) > _REMEMBERED:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
@@ -18,8 +19,10 @@ from agl_gateway.conversations_api import END, ConversationsApi
 from agl_gateway.dispatcher import Dispatcher, Handle
 from agl_gateway.draws import DrawSeeds
 from agl_gateway.feed import Feed, QueueLength
+from agl_gateway.gateway_presence import GatewayPresence
 from agl_gateway.identity import Identities, RunningAttempts
 from agl_gateway.metrics import SpanRate
+from agl_gateway.outage import Outage
 from agl_gateway.quotas import Quotas
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
@@ -30,6 +33,7 @@ from agl_gateway.side_calls import SideCalls
 from agl_gateway.split_api import RESOURCES, SplitApi
 from agl_gateway.splits import Split, check_labels
 from agl_gateway.splitter import Splitter
+from agl_gateway.spool_file import SpoolFile
 from agl_gateway.status_access import StatusAccess
 from agl_gateway.status_api import StatusApi
 from agl_gateway.store_api import StoreApi
@@ -94,6 +98,8 @@ class GatewayService:
         client_key: A key that allows conversations and nothing else; it turns conversations on.
         arms: Whether calls of rollouts that a split placed go to the version of their arm.
         split: Places rollouts that are queued here, and conversations, in arms; turns both on.
+        spools: Files for calls that the store does not take at once: the gateway's own first, then those of gateways
+            that are gone. With none, a gateway waits for its store.
     """
 
     def __init__(
@@ -107,21 +113,24 @@ class GatewayService:
         client_key: str = "",
         arms: bool = False,
         split: Split | None = None,
+        spools: Sequence[SpoolFile] = (),
     ) -> None:
         self._settings = settings
         self.store = store
         self.tokens = tokens
         self.router = Router(with_distinct_names(upstreams))
         self._splitter = Splitter(store, split) if split is not None else None
-        self._arms = ArmRoutes(store, self.router) if arms or split is not None else None
+        self._outage = Outage(store, is_watched=bool(spools))
+        self._arms = ArmRoutes(store, self.router, outage=self._outage) if arms or split is not None else None
         self._rate = SpanRate()
         self._queue = QueueLength(store)
-        self.recorder = Recorder(store, rate=self._rate)
+        self.recorder = Recorder(store, rate=self._rate, outage=self._outage, spools=spools)
+        self._presence = GatewayPresence(store, self.recorder, url=lambda: self.url)
         self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
         self._idle_ender = self._conversations and IdleConversationEnder(
             self._conversations, idle_s=settings.conversation_idle_s
         )
-        self.attempts = RunningAttempts(store)
+        self.attempts = RunningAttempts(store, outage=self._outage)
         self._quotas = Quotas(store, max_calls=settings.max_calls, max_spans=settings.max_spans)
         self._feed = Feed(
             store,
@@ -132,7 +141,7 @@ class GatewayService:
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
         self._budget = ByteBudget(limit=settings.max_bodies, wait_s=settings.bodies_wait_s)
         self._bodies = BodyReader(patience_s=settings.body_s, budget=self._budget)
-        rollouts = RolloutFacts(store)
+        rollouts = RolloutFacts(store, outage=self._outage)
         self.relay = Relay(
             router=self.router,
             recorder=self.recorder,
@@ -147,12 +156,18 @@ class GatewayService:
             ),
         )
         self._runner: web.ServerRunner | None = None
+        self._is_running = False
         self.url = ""
 
     @property
     def has_conversations(self) -> bool:
         """Return true if clients may call models without an attempt."""
         return self._conversations is not None
+
+    @property
+    def spool_path(self) -> Path | None:
+        """The file for calls that the store does not take at once; ``None`` if the gateway has none."""
+        return None if self.recorder.spool is None else self.recorder.spool.file.path
 
     @property
     def bodies_held(self) -> int:
@@ -179,6 +194,7 @@ class GatewayService:
             conversations=self._conversations,
         )
         self.recorder.start()
+        self._is_running = True
         cursor = await self.store.cursor()
         await self._queue.load()
         await self._feed.start(cursor)
@@ -193,10 +209,15 @@ class GatewayService:
         port = self._runner.addresses[0][1]
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         self.url = f"http://{host}:{port}"
+        self._presence.start()
         return self.url
 
-    async def stop(self) -> None:
-        """Write what is recorded, then close; idempotent. The store stays open."""
+    async def stop(self) -> int:
+        """Write what is recorded, then close; idempotent. The store stays open.
+
+        Returns:
+            The number of calls that stay in the spool, because the store does not take them.
+        """
         for gate in self.relay.gates.values():
             gate.resume()
         if self._runner is not None:
@@ -204,10 +225,15 @@ class GatewayService:
             self._runner = None
         if self._idle_ender is not None:
             await self._idle_ender.stop()
-        await self.recorder.stop()
+        await self._presence.stop()
+        is_running, self._is_running = self._is_running, False
+        left = await self.recorder.stop()
+        if is_running:
+            await self._presence.leave(left)
         await self._feed.stop()
         await self.session.close()
         self._bodies.close()
+        return left
 
     def _routes(self) -> dict[str, Handle]:
         store, rate, identities = self.store, self._rate, self.identities
@@ -256,6 +282,7 @@ class GatewayService:
         return [self.attempts, *(part for part in (self._arms, self._conversations) if part is not None)]
 
     def _forget(self) -> None:
+        self._outage.begin()  # the drain of the spool looks whether it is true, and ends it
         for part in self._caches():
             part.forget()
 
@@ -278,6 +305,7 @@ class GatewayService:
             enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,
             settle=self.recorder.settle,
             idle_s=self._settings.conversation_idle_s,
+            outage=self._outage,
         )
 
     async def _check_split(self) -> None:

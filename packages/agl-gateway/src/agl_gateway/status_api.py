@@ -9,6 +9,7 @@ from agl.errors import StoreError
 from agl_gateway.feed import QueueLength
 from agl_gateway.metrics import SpanRate, render
 from agl_gateway.openapi import openapi_document
+from agl_gateway.problems import Problem
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
 from agl_gateway.status_access import StatusAccess
@@ -44,7 +45,7 @@ class StatusApi:
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with metrics in Prometheus' text format."""
         self._access.check(request)
-        gates = self._relay.gates
+        gates, recorder = self._relay.gates, self._recorder
         text = render(
             [
                 ("agl_rollouts_queued", "gauge", "Rollouts that wait for a runner.", len(self._queue)),
@@ -70,22 +71,43 @@ class StatusApi:
                 ("agl_helper_calls_total", "counter", "Helper calls of coding agents.", self._relay.helper_calls),
                 ("agl_spans_total", "counter", "Spans written to the store.", self._rate.total),
                 ("agl_spans_per_second", "gauge", "Spans written, over ten seconds.", self._rate.per_second()),
-                ("agl_spans_lost_total", "counter", "Spans that the store refused.", self._recorder.lost),
-                ("agl_capture_queue_length", "gauge", "Exchanges that wait to be written.", self._recorder.queued),
-                ("agl_capture_queue_bytes", "gauge", "Bytes of those exchanges.", self._recorder.queued_bytes),
+                ("agl_spans_lost_total", "counter", "Spans that the store refused.", recorder.lost),
+                ("agl_span_queue_length", "gauge", "Calls that are not in the store yet.", recorder.pending),
+                ("agl_span_queue_bytes", "gauge", "Bytes of those calls.", recorder.pending_bytes),
+                ("agl_span_queue_age_seconds", "gauge", "Age of the oldest of them.", recorder.pending_s),
+                (
+                    "agl_spool_length",
+                    "gauge",
+                    "Those of them that lie in the spool.",
+                    recorder.spool.calls if recorder.spool else 0,
+                ),
+                ("agl_capture_queue_length", "gauge", "Those of them that are in memory.", recorder.queued),
+                ("agl_capture_queue_bytes", "gauge", "Bytes of those in memory.", recorder.queued_bytes),
             ]
         )
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer 200 if the store answers, else 503 with the error."""
+        """Answer 200 if the store answers, or the spool takes the calls meanwhile; else 503 with the error."""
         del request
         try:
             async with asyncio.timeout(_HEALTH_LIMIT_S):
                 await self._store.cursor()
         except (StoreError, TimeoutError) as error:
-            return web.json_response({"status": "failing", "store": str(error) or "no answer"}, status=503)
+            told = str(error) or "no answer"
+            if self._takes_calls():
+                return web.json_response({"status": "spooling", "store": told})
+            return web.json_response({"status": "failing", "store": told}, status=503)
         return web.json_response({"status": "ok"})
+
+    def _takes_calls(self) -> bool:
+        if self._recorder.spool is None:
+            return False
+        try:
+            self._recorder.spool.check_room()
+        except Problem:
+            return False
+        return True
 
     async def openapi(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with the API's OpenAPI document."""

@@ -1,8 +1,11 @@
 """Endpoints for workers on other machines: the gateway's id, and a wait for an attempt's calls.
 
-``GET /identity`` and ``POST /settle`` both answer with the gateway's id, which is new at every start. A worker that
-sees it change during an attempt knows that calls may be missing.
+``GET /identity`` and ``POST /settle`` both answer with the gateway's id and the id of its start. The id is new at every
+start too, unless the gateway has a spool, which loses no answered call. A worker that sees the id change during an
+attempt knows that calls may be missing; one that sees another start knows that calls may have been cut off.
 """
+
+import asyncio
 
 import msgspec
 from aiohttp import web
@@ -15,6 +18,8 @@ from agl_gateway.problems import Problem
 from agl_gateway.recorder import Recorder
 
 _MAX_BODY = 64 * 1024
+_SETTLE_S = 5.0
+"""Seconds after which a caller is told to ask again, so that it knows that the gateway lives."""
 
 
 class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,15 +35,16 @@ class WorkersApi:
         self._identities = identities
         self._recorder = recorder
         self._bodies = bodies
-        self._id = new_trace_id()
+        self._start = new_trace_id()
+        self._id = self._start if recorder.spool is None else recorder.spool.gateway_id
 
     async def identity(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with the gateway's id; any valid token will do."""
         self._identities.verify(key_of(request.headers))
-        return web.json_response({"gateway": self._id})
+        return self._answer()
 
     async def settle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer once every answered call of the attempt is in the store.
+        """Answer once every answered call of the attempt is in the store, or with 202 while the store is behind.
 
         Raises:
             Problem: 403 for another attempt's token, 409 if the store refused some of the calls.
@@ -51,7 +57,13 @@ class WorkersApi:
         if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:
             raise Problem(403, f"the token is not that of attempt {asked.attempt_id!r}; use its own, or an admin token")
         try:
-            await self._recorder.settle(asked.attempt_id)
+            async with asyncio.timeout(None if self._recorder.spool is None else _SETTLE_S):
+                await self._recorder.settle(asked.attempt_id)
         except CaptureError as error:
             raise Problem(409, str(error), code="calls_lost") from error
-        return web.json_response({"gateway": self._id})
+        except TimeoutError:
+            return self._answer(status=202)
+        return self._answer()
+
+    def _answer(self, *, status: int = 200) -> web.Response:
+        return web.json_response({"gateway": self._id, "start": self._start}, status=status)

@@ -175,7 +175,9 @@ async def _copy_metrics(source: Store, target: Store, experiment: str) -> None:
 async def _copy_other_states(source: Store, target: Store, names: Sequence[str]) -> None:
     """Copy the states that belong to no experiment, unless only some experiments are copied."""
     states = {} if names else await source.load_state("")
-    await target.save_state({key: value for key, value in states.items() if not key.startswith("experiment/")})
+    await target.save_state(
+        {key: value for key, value in states.items() if not key.startswith(("experiment/", "gateway/"))}
+    )
 
 
 async def _copy_experiment(source: Store, target: Store, record: ExperimentRecord) -> None:

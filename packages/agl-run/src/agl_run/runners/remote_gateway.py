@@ -48,6 +48,7 @@ class RemoteGateway:
         self._patience_s = patience_s
         self._key = AdminKey(secret)
         self._id = ""
+        self._start = ""
         self._answered_at = float("-inf")
         self._failed_at = float("-inf")
 
@@ -93,6 +94,8 @@ class RemoteGateway:
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store.
 
+        A gateway that waits for its store says so, and then this waits with it.
+
         Raises:
             GatewayLostError: It stays silent for ``patience_s`` seconds, or another gateway answers.
             CaptureError: The store refused some of the calls.
@@ -104,15 +107,24 @@ class RemoteGateway:
                 return self._recognise(answer)
             if status == 409:
                 raise CaptureError(answer)
+            if status == 202:
+                self._recognise(answer)
+                deadline = time.monotonic() + self._patience_s
+                continue
             self._failed_at = time.monotonic()
             if self._failed_at > deadline:
                 raise self._gone(f"went away while attempt {attempt_id!r} ran ({answer})")
             await asyncio.sleep(RETRY_S)
 
-    def _recognise(self, gateway_id: str) -> None:
-        self._id = self._id or gateway_id
+    def _recognise(self, answer: str) -> None:
+        """Compare an answer's ids with the first one's: a gateway that kept all calls starts again under its own id."""
+        gateway_id, _, start = answer.partition(" ")
+        self._id, self._start = self._id or gateway_id, self._start or start
         if gateway_id != self._id:
             raise self._gone("was started again; calls of running attempts may be lost")
+        if start != self._start:
+            self._start = start
+            self._failed_at = time.monotonic()  # it has cut off the calls in flight, whose agents may have failed
         self._answered_at = time.monotonic()
 
     def _gone(self, what: str) -> GatewayLostError:
@@ -120,14 +132,15 @@ class RemoteGateway:
         return GatewayLostError(f"the gateway {self.url} {what}")
 
     async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """Return the status, with the gateway's id or the problem; status 0 if there was no answer."""
+        """Return the status, with the gateway's id and start or the problem; status 0 if there was no answer."""
         try:
             status, answer = await asyncio.to_thread(self._request, method, path, body)
         except (OSError, http.client.HTTPException) as error:
             return 0, f"{type(error).__name__}: {error}"
         try:
             data: Any = msgspec.json.decode(answer)
-            text = data["gateway"] if status == 200 else data["error"]["message"]
+            is_fine = status in (200, 202)
+            text = f"{data['gateway']} {data.get('start', '')}" if is_fine else data["error"]["message"]
         except (msgspec.DecodeError, KeyError, TypeError):
             return -1, f"HTTP {status} with {answer[:80]!r}"
         return status, str(text)

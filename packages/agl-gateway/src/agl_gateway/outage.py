@@ -1,0 +1,85 @@
+"""Remembers that the store does not answer, so that calls are served from what is known instead of waiting for it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from agl.contracts import Store
+from agl.errors import ConflictError, FencedError, NotFoundError, StoreError
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 1.0
+"""Seconds after which a read counts as unanswered."""
+
+_PROBE_S = 2.0
+
+FINAL = (NotFoundError, ConflictError, FencedError)
+"""Answers of a store that is well."""
+
+
+class Outage:
+    """The time in which the store does not answer. Used in one event loop only.
+
+    Args:
+        is_watched: Without a spool nothing outlasts the store, and reads simply wait for it.
+    """
+
+    def __init__(self, store: Store, *, is_watched: bool) -> None:
+        self._store = store
+        self._is_watched = is_watched
+        self._since = 0.0
+        self.begun = asyncio.Event()
+
+    @property
+    def is_on(self) -> bool:
+        """True while the store does not answer, as far as is known."""
+        return self._since > 0.0
+
+    def begin(self) -> None:
+        """Record that the store does not answer."""
+        if self._is_watched and not self.is_on:
+            self._since = time.monotonic()
+            _log.warning("the store does not answer; calls go on, and their records wait in the spool")
+            self.begun.set()
+
+    def end(self) -> None:
+        """Record that the store answers."""
+        if self.is_on:
+            _log.warning("the store answers again, after %.0f s", time.monotonic() - self._since)
+            self._since = 0.0
+            self.begun.clear()
+
+    async def unless(self, read: Callable[[], Awaitable[T]], otherwise: Callable[[], T]) -> T:
+        """Return what ``read`` gives, or ``otherwise()`` where the store does not answer.
+
+        Answers of the store, such as :class:`~agl.errors.NotFoundError`, pass through.
+        """
+        if not self._is_watched:
+            return await read()
+        if self.is_on:
+            return otherwise()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                return await read()
+        except FINAL:
+            raise
+        except (StoreError, TimeoutError):
+            if not await self.is_over():
+                return otherwise()
+            return await read()
+
+    async def is_over(self) -> bool:
+        """Ask the store for a sign of life, and record the answer."""
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                await self._store.cursor()
+        except (StoreError, TimeoutError):
+            self.begin()
+            return False
+        self.end()
+        return True
