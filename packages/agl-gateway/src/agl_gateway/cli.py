@@ -62,6 +62,12 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     help="Folder for calls that the store does not take at once; by default one of this user's state, and off for a "
     "SQLite store.",
 )
+@click.option(
+    "--advertise",
+    metavar="HOST",
+    default="",
+    help="Name by which other gateways of the store reach this one; by default --host, or this machine's address.",
+)
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
 @click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
 @click.option("--max-spans", default=1_000_000, show_default=True, help="Spans that one attempt may append.")
@@ -106,11 +112,12 @@ def serve(
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
-    found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), **settings)
+    found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), is_shared=True, **settings)
     store = build_store(manager, url)
 
     async def run() -> None:
-        spools = await spools_for(store, spool, shown=shown_url(url))
+        # a gateway without upstreams records no calls
+        spools = await spools_for(store, spool, shown=shown_url(url)) if parsed or spool else []
         service = GatewayService(
             store=store,
             upstreams=parsed,

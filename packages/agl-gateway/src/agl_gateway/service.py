@@ -1,6 +1,8 @@
 """Assembles the gateway's parts, and starts and stops them in one event loop."""
 
 import logging
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from agl_gateway.gateway_presence import GatewayPresence
 from agl_gateway.identity import Identities, RunningAttempts
 from agl_gateway.metrics import SpanRate
 from agl_gateway.outage import Outage
+from agl_gateway.peers import Peers
 from agl_gateway.quotas import Quotas
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
@@ -42,6 +45,9 @@ from agl_gateway.upstream_client import make_session
 from agl_gateway.workers_api import WorkersApi
 
 _SHUTDOWN_S = 2.0
+_PEER_KEY_S = 600.0
+"""Seconds for which a key for another gateway is valid: long, because the clocks of machines differ."""
+
 _LINGERING_S = 1.0
 """Seconds in which the rest of a refused body is read and dropped, so that its sender can read the answer."""
 
@@ -65,6 +71,9 @@ class Settings:
         max_calls: Model calls of one attempt; those of conversations are not limited.
         max_spans: Spans that one attempt may append with its token.
         conversation_idle_s: Seconds without a call after which a conversation is over.
+        advertise: Host name or address by which other gateways reach this one; by default ``host``, or where that
+            means every address, this machine's.
+        is_shared: Whether other gateways may answer calls of the same attempts.
     """
 
     host: str = "127.0.0.1"
@@ -81,6 +90,8 @@ class Settings:
     max_calls: int = 100_000
     max_spans: int = 1_000_000
     conversation_idle_s: float = 1800.0
+    advertise: str = ""
+    is_shared: bool = False
 
 
 class GatewayService:
@@ -118,7 +129,9 @@ class GatewayService:
         self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(store, rate=self._rate, outage=self._outage, spools=spools)
-        self._presence = GatewayPresence(store, self.recorder, url=lambda: self.url)
+        self._presence = GatewayPresence(
+            store, self.recorder, url=lambda: self._advertised, is_shared=settings.is_shared
+        )
         self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
         self._idle_ender = self._conversations and IdleConversationEnder(
             self._conversations, idle_s=settings.conversation_idle_s
@@ -132,6 +145,13 @@ class GatewayService:
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
+        self.peers = Peers(
+            store,
+            self.recorder,
+            self.session,
+            admin_key=lambda: tokens.issue("", "", expires_at=time.time() + _PEER_KEY_S, scope="admin"),
+            is_shared=settings.is_shared,
+        )
         self._budget = ByteBudget(limit=settings.max_bodies, wait_s=settings.bodies_wait_s)
         self._bodies = BodyReader(patience_s=settings.body_s, budget=self._budget)
         rollouts = RolloutFacts(store, outage=self._outage)
@@ -147,6 +167,7 @@ class GatewayService:
         )
         self._runner: web.ServerRunner | None = None
         self._is_running = False
+        self._advertised = ""
         self.url = ""
 
     @property
@@ -199,6 +220,7 @@ class GatewayService:
         port = self._runner.addresses[0][1]
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         self.url = f"http://{host}:{port}"
+        self._advertised = f"http://{_reachable(self._settings)}:{port}"
         self._presence.start()
         return self.url
 
@@ -231,7 +253,7 @@ class GatewayService:
             store=store,
             identities=identities,
             rate=rate,
-            settle=self.recorder.settle,
+            settle=self.peers.settle,
             bodies=self._bodies,
             attempts=self.attempts,
             quotas=self._quotas,
@@ -254,7 +276,7 @@ class GatewayService:
         status = StatusApi(
             store=store, access=access, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate
         )
-        workers = WorkersApi(identities=identities, recorder=self.recorder, bodies=self._bodies)
+        workers = WorkersApi(identities=identities, recorder=self.recorder, peers=self.peers, bodies=self._bodies)
         return {
             "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
@@ -293,7 +315,7 @@ class GatewayService:
         return Conversations(
             self.store,
             enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,
-            settle=self.recorder.settle,
+            settle=lambda attempt_id: self.peers.settle(attempt_id),
             idle_s=self._settings.conversation_idle_s,
             outage=self._outage,
         )
@@ -321,3 +343,14 @@ class GatewayService:
             f"the gateway cannot listen on {where} ({error.strerror or error}); another program, perhaps another "
             "`agl serve`, uses that port: stop it, or choose another with --port (0 takes any free one)"
         )
+
+
+def _reachable(settings: Settings) -> str:
+    """Return the host by which other machines reach a gateway."""
+    host = settings.advertise or settings.host
+    if host in ("0.0.0.0", "::", ""):
+        try:
+            host = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            host = socket.gethostname()
+    return f"[{host}]" if ":" in host else host

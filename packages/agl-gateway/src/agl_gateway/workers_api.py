@@ -14,6 +14,7 @@ from agl.errors import CaptureError
 from agl.schemas import new_trace_id
 from agl_gateway.bodies import BodyReader
 from agl_gateway.identity import Identities, key_of
+from agl_gateway.peers import PEER_HEADER, Peers
 from agl_gateway.problems import Problem
 from agl_gateway.recorder import Recorder
 
@@ -31,8 +32,9 @@ class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
 class WorkersApi:
     """Answers workers; used in the gateway's event loop."""
 
-    def __init__(self, *, identities: Identities, recorder: Recorder, bodies: BodyReader) -> None:
+    def __init__(self, *, identities: Identities, recorder: Recorder, peers: Peers, bodies: BodyReader) -> None:
         self._identities = identities
+        self._peers = peers
         self._recorder = recorder
         self._bodies = bodies
         self._start = new_trace_id()
@@ -56,9 +58,10 @@ class WorkersApi:
             raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
         if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:
             raise Problem(403, f"the token is not that of attempt {asked.attempt_id!r}; use its own, or an admin token")
+        settle = self._recorder.settle if PEER_HEADER in request.headers else self._peers.settle
         try:
             async with asyncio.timeout(None if self._recorder.spool is None else _SETTLE_S):
-                await self._recorder.settle(asked.attempt_id)
+                await settle(asked.attempt_id)
         except CaptureError as error:
             raise Problem(409, str(error), code="calls_lost") from error
         except TimeoutError:
