@@ -16,14 +16,13 @@ from aiohttp import web
 from agl.contracts import Gateway, Store, Upstream
 from agl.schemas import Rollout, new_rollout_id
 from agl.tracing import AttemptTokens
-from agl_gateway import recorder
 from benchmarks._harness import component
 
 SECRET = b"a secret of the benchmarks alone"
 
 
 async def gateway(
-    backend: str, store_url: str, tokens_file: str, attempts: int, *, spool: str = "off"
+    backend: str, store_url: str, tokens_file: str, attempts: int, spool: str = "off", spool_after_s: str = "0.05"
 ) -> tuple[Gateway, str]:
     """The gateway and its URL, with running attempts, their tokens and an admin's in a file."""
     store: Store = component("store", store_url.partition(":")[0], url=store_url)
@@ -36,7 +35,7 @@ async def gateway(
     Path(f"{tokens_file}.admin").write_text(tokens.issue("", "", scope="admin", expires_at=until), encoding="utf-8")
     Path(f"{tokens_file}.ids").write_text("\n".join(c.attempt.attempt_id for c in claims), encoding="utf-8")
     one = Upstream(name="canned", base_url=backend, is_trained=True)
-    served: Gateway = component("gateway", "gateway", spool=spool)
+    served: Gateway = component("gateway", "gateway", spool=spool, spool_after_s=float(spool_after_s))
     return served, await served.start(store=store, upstreams=[one], secret=SECRET)
 
 
@@ -67,9 +66,7 @@ async def proxy(backend: str) -> str:
 async def main(kind: str, backend: str, *rest: str) -> None:
     if kind == "gateway":
         store_url, tokens_file, attempts, *spooling = rest
-        if spooling[1:]:
-            recorder._SPOOL_AFTER_S = float(spooling[1])  # pyright: ignore[reportPrivateUsage]  # to measure the choice
-        served, url = await gateway(backend, store_url, tokens_file, int(attempts), spool=(spooling or ["off"])[0])
+        served, url = await gateway(backend, store_url, tokens_file, int(attempts), *spooling)
         ids = Path(f"{tokens_file}.ids").read_text(encoding="utf-8").split()
         print(url, flush=True)
     else:

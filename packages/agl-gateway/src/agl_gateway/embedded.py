@@ -27,6 +27,7 @@ class EmbeddedGateway:
         max_spans: Spans that one attempt may append with its token.
         spool: Folder for calls that the store does not take at once, or ``off``; by default one of this user's state
             for a store on another machine, and none for a SQLite file or memory.
+        spool_after_s: Seconds that the store may take for a call before the call goes to the spool.
     """
 
     def __init__(
@@ -38,9 +39,17 @@ class EmbeddedGateway:
         max_calls: int = 100_000,
         max_spans: int = 1_000_000,
         spool: str = "",
+        spool_after_s: float = 0.05,
     ) -> None:
         self._spool = spool
-        self._settings = Settings(host=host, port=port, timeout_s=timeout_s, max_calls=max_calls, max_spans=max_spans)
+        self._settings = Settings(
+            host=host,
+            port=port,
+            timeout_s=timeout_s,
+            max_calls=max_calls,
+            max_spans=max_spans,
+            spool_after_s=spool_after_s,
+        )
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None
 

@@ -74,6 +74,7 @@ class Settings:
         advertise: Host name or address by which other gateways reach this one; by default ``host``, or where that
             means every address, this machine's.
         is_shared: Whether other gateways may answer calls of the same attempts.
+        spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
     """
 
     host: str = "127.0.0.1"
@@ -92,6 +93,7 @@ class Settings:
     conversation_idle_s: float = 1800.0
     advertise: str = ""
     is_shared: bool = False
+    spool_after_s: float = 0.05
 
 
 class GatewayService:
@@ -128,7 +130,9 @@ class GatewayService:
         self._arms = ArmRoutes(store, self.router, outage=self._outage) if arms or split is not None else None
         self._rate = SpanRate()
         self._queue = QueueLength(store)
-        self.recorder = Recorder(store, rate=self._rate, outage=self._outage, spools=spools)
+        self.recorder = Recorder(
+            store, rate=self._rate, outage=self._outage, spools=spools, spool_after_s=settings.spool_after_s
+        )
         self._presence = GatewayPresence(
             store, self.recorder, url=lambda: self._advertised, is_shared=settings.is_shared
         )

@@ -6,6 +6,8 @@ attempt knows that calls may be missing; one that sees another start knows that 
 """
 
 import asyncio
+import time
+from importlib.metadata import version
 
 import msgspec
 from aiohttp import web
@@ -19,6 +21,7 @@ from agl_gateway.problems import Problem
 from agl_gateway.recorder import Recorder
 
 _MAX_BODY = 64 * 1024
+_VERSION = version("agl-gateway")
 _SETTLE_S = 5.0
 """Seconds after which a caller is told to ask again, so that it knows that the gateway lives."""
 
@@ -69,4 +72,5 @@ class WorkersApi:
         return self._answer()
 
     def _answer(self, *, status: int = 200) -> web.Response:
-        return web.json_response({"gateway": self._id, "start": self._start}, status=status)
+        told = {"gateway": self._id, "start": self._start, "version": _VERSION, "time": time.time()}
+        return web.json_response(told, status=status)
