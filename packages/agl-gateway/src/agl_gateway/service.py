@@ -1,5 +1,6 @@
 """Assembles the gateway's parts, and starts and stops them in one event loop."""
 
+import asyncio
 import logging
 import socket
 import time
@@ -40,6 +41,7 @@ from agl_gateway.spool_file import SpoolFile
 from agl_gateway.status_access import StatusAccess
 from agl_gateway.status_api import StatusApi
 from agl_gateway.store_api import StoreApi
+from agl_gateway.tls import Certificate
 from agl_gateway.traces_api import TracesApi
 from agl_gateway.upstream_client import make_session
 from agl_gateway.workers_api import WorkersApi
@@ -104,6 +106,7 @@ class GatewayService:
         client_key: A key that allows conversations and nothing else; it turns conversations on.
         arms: Whether calls of rollouts that a split placed go to the version of their arm.
         split: Places rollouts that are queued here, and conversations, in arms; turns both on.
+        certificate: Makes it listen with TLS alone.
         spools: Files for calls that the store does not take at once: the gateway's own first, then those of gateways
             that are gone. With none, a gateway waits for its store.
     """
@@ -119,8 +122,11 @@ class GatewayService:
         client_key: str = "",
         arms: bool = False,
         split: Split | None = None,
+        certificate: Certificate | None = None,
         spools: Sequence[SpoolFile] = (),
     ) -> None:
+        self._certificate = certificate
+        self._watch: asyncio.Task[None] | None = None
         self._settings = settings
         self.store = store
         self.tokens = tokens
@@ -218,13 +224,18 @@ class GatewayService:
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024).start()
+            context = self._certificate and self._certificate.context
+            where = (self._settings.host, self._settings.port)
+            await web.TCPSite(self._runner, *where, backlog=1024, ssl_context=context).start()
         except OSError as error:
             raise self._bind_error(error) from error
         port = self._runner.addresses[0][1]
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
-        self.url = f"http://{host}:{port}"
-        self._advertised = f"http://{_reachable(self._settings)}:{port}"
+        scheme = "http" if self._certificate is None else "https"
+        self.url = f"{scheme}://{host}:{port}"
+        self._advertised = f"{scheme}://{_reachable(self._settings)}:{port}"
+        if self._certificate is not None:
+            self._watch = asyncio.create_task(self._certificate.watch())
         self._presence.start()
         return self.url
 
@@ -242,6 +253,10 @@ class GatewayService:
         if self._idle_ender is not None:
             await self._idle_ender.stop()
         await self._presence.stop()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watch = None
         is_running, self._is_running = self._is_running, False
         left = await self.recorder.stop()
         if is_running:
