@@ -33,6 +33,8 @@ TORCH = "torch==2.13.0"
 MUTMUT = "mutmut>=3.8.1,<3.9"
 TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "hypothesis>=6.150,<7"]
 SCHEMATHESIS = "schemathesis>=4.32,<5"
+TRUSTME = "trustme>=1.2,<2"
+"""Makes the certificates of tests."""
 CHECKERS = ["ruff==0.17.*", "import-linter==2.16", "pyright==1.1.414"]
 CLIENTS = ["openai>=3,<4", "anthropic>=0.80", "jinja2", "httpx>=0.28,<1"]
 GOOGLE = "google-genai>=3.4,<4"
@@ -343,7 +345,7 @@ def example(session: nox.Session, name: str) -> None:
 def gateway(session: nox.Session) -> None:
     """The gateway."""
     exporter = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
-    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *CLIENTS, GOOGLE, exporter, SCHEMATHESIS])
+    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *CLIENTS, GOOGLE, exporter, SCHEMATHESIS, TRUSTME])
     pytest(session, tools, "packages/agl-gateway/tests")
 
 
@@ -519,7 +521,7 @@ def soak(session: nox.Session) -> None:
     """Long runs that the ordinary tests leave out; VERL's are ``nox -s verl-3.11 -- -m soak``."""
     stores = ("agl-store-postgres", "agl-store-redis")
     servers = [need for name in stores for need in PLUGINS[name]]
-    needs = [*ours(*LIGHT, *stores), *TEST_TOOLS, *servers, SCHEMATHESIS, GOOGLE]
+    needs = [*ours(*LIGHT, *stores), *TEST_TOOLS, *servers, SCHEMATHESIS, GOOGLE, TRUSTME]
     tools = environment(session, needs)
     packages = ("agl-core", "agl-run", "agl-gateway", *stores)
     folders = ["tests", *(f"packages/{name}/tests" for name in packages)]

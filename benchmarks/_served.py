@@ -1,7 +1,8 @@
 """The processes under measurement: the gateway over a durable store, and a proxy that only passes on.
 
-``python -m benchmarks._served gateway|proxy BACKEND_URL [STORE_URL TOKENS_FILE ATTEMPTS]``. Prints its URL, then for
-every line on standard input its CPU seconds so far. The parent kills it.
+``python -m benchmarks._served gateway|proxy BACKEND_URL [STORE_URL TOKENS_FILE ATTEMPTS [SPOOL [SECONDS]]]``. Prints
+its URL, then for every line on standard input its CPU seconds so far. The parent kills it. SPOOL is a folder or
+``off``; SECONDS is the time that the store gets before a call goes there.
 """
 
 import asyncio
@@ -12,18 +13,19 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from agl.contracts import Gateway, Upstream
+from agl.contracts import Gateway, Store, Upstream
 from agl.schemas import Rollout, new_rollout_id
-from agl_run import SQLiteStore
 from agl_run.tokens import AttemptTokens
 from benchmarks._harness import component
 
 SECRET = b"a secret of the benchmarks alone"
 
 
-async def gateway(backend: str, store_url: str, tokens_file: str, attempts: int) -> tuple[Gateway, str]:
+async def gateway(
+    backend: str, store_url: str, tokens_file: str, attempts: int, spool: str = "off", spool_after_s: str = "0.05"
+) -> tuple[Gateway, str]:
     """The gateway and its URL, with running attempts, their tokens and an admin's in a file."""
-    store = SQLiteStore(store_url)
+    store: Store = component("store", store_url.partition(":")[0], url=store_url)
     tokens = AttemptTokens(SECRET)
     await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=n) for n in range(attempts)])
     claims = await store.claim(worker="bench", limit=attempts, lease_s=3600)
@@ -33,7 +35,7 @@ async def gateway(backend: str, store_url: str, tokens_file: str, attempts: int)
     Path(f"{tokens_file}.admin").write_text(tokens.issue("", "", scope="admin", expires_at=until), encoding="utf-8")
     Path(f"{tokens_file}.ids").write_text("\n".join(c.attempt.attempt_id for c in claims), encoding="utf-8")
     one = Upstream(name="canned", base_url=backend, is_trained=True)
-    served: Gateway = component("gateway", "gateway")
+    served: Gateway = component("gateway", "gateway", spool=spool, spool_after_s=float(spool_after_s))
     return served, await served.start(store=store, upstreams=[one], secret=SECRET)
 
 
@@ -63,8 +65,8 @@ async def proxy(backend: str) -> str:
 
 async def main(kind: str, backend: str, *rest: str) -> None:
     if kind == "gateway":
-        store_url, tokens_file, attempts = rest
-        served, url = await gateway(backend, store_url, tokens_file, int(attempts))
+        store_url, tokens_file, attempts, *spooling = rest
+        served, url = await gateway(backend, store_url, tokens_file, int(attempts), *spooling)
         ids = Path(f"{tokens_file}.ids").read_text(encoding="utf-8").split()
         print(url, flush=True)
     else:

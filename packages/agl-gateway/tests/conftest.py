@@ -18,6 +18,7 @@ from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.spooling import spools_for
+from agl_gateway.tls import Certificate
 from agl_run.tokens import AttemptTokens
 from agl_testing.model_server import Reply, ScriptedModelServer
 
@@ -114,7 +115,12 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
 
     @asynccontextmanager
     async def make(
-        *, backend: str = "", store: Store | None = None, spool: Path | None = None, **settings: Any
+        *,
+        backend: str = "",
+        store: Store | None = None,
+        spool: Path | None = None,
+        certificate: Certificate | None = None,
+        **settings: Any,
     ) -> AsyncIterator[GatewayService]:
         used = store or MemoryStore()
         service = GatewayService(
@@ -123,6 +129,7 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
             tokens=AttemptTokens(SECRET),
             settings=Settings(**settings),
             admin_key=ADMIN,
+            certificate=certificate,
             spools=await spools_for(used, str(spool), shown="memory://") if spool else (),
         )
         await service.start()

@@ -14,6 +14,7 @@ from agl.errors import StoreError
 from agl.schemas import Outcome, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway import spool as spools
+from agl_gateway.client import HttpStore
 from agl_gateway.gateway_presence import GATEWAYS, gateways_of, gone_gateways
 from agl_gateway.service import GatewayService
 from agl_gateway.spool_file import SpoolBusyError, SpoolFile, spools_in
@@ -22,7 +23,7 @@ from agl_run import SQLiteStore
 from agl_run.runners.remote_gateway import RemoteGateway
 from agl_testing.waiting import eventually
 
-from .conftest import SECRET
+from .conftest import ADMIN, SECRET
 
 
 class FickleStore(MemoryStore):
@@ -244,6 +245,39 @@ async def test_gateways_on_one_store_have_spools_of_their_own_and_drain_those_of
         await it.recorder.settle(second)
     assert (["one"], ["two"]) == (await texts(store, first), await texts(store, second))
     assert [] == spools_in(tmp_path)
+
+
+async def test_attempt_that_ends_at_one_gateway_waits_for_the_calls_at_another(serving, tmp_path):
+    store = FickleStore()
+    sharing = {"store": store, "spool": tmp_path, "is_shared": True}
+    async with serving(**sharing) as one, serving(**sharing) as two:
+        await eventually(lambda: bool(one._presence._beat and two._presence._beat))
+        attempt_id, token = await open_attempt(one)
+        store.takes.clear()
+        assert 200 == (await call(one, token, "one"))[0]
+        remote = HttpStore(two.url, token=ADMIN)
+        finishing = asyncio.create_task(remote.finish([Outcome(attempt_id=attempt_id, status="succeeded")]))
+        await asyncio.sleep(0.3)
+        assert not finishing.done()
+        store.takes.set()
+        (rollout,) = await finishing
+        assert "succeeded" == rollout.status
+        assert [False] == [span.is_late for span in await store.spans(rollout.rollout_id, attempt_id=attempt_id)]
+        await remote.close()
+
+
+async def test_gateway_that_lives_and_cannot_be_asked_fails_the_end_of_an_attempt_with_advice(
+    serving, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("agl_gateway.peers._PATIENCE_S", 0.0)
+    store = FickleStore()
+    sharing = {"store": store, "spool": tmp_path, "is_shared": True}
+    async with serving(**sharing, advertise="127.0.0.1") as one, serving(**sharing) as two:
+        one._advertised = "http://127.0.0.1:9"
+        await one._presence._announce()
+        attempt_id, _ = await open_attempt(two)
+        with pytest.raises(Exception, match="with --advertise"):
+            await two.peers.settle(attempt_id)
 
 
 async def test_spool_of_another_store_is_left_alone(serving, tmp_path):

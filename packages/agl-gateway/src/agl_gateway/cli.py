@@ -17,6 +17,7 @@ from agl.stores import shown_url
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
 from agl_gateway.spooling import left_text, spools_for
+from agl_gateway.tls import Certificate
 from agl_run import load_secret, state_dir
 from agl_run.commands import RetentionLimits, as_url, build_store, command, manager_of, retaining, seconds_of
 from agl_run.tokens import AttemptTokens
@@ -61,6 +62,16 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     default="",
     help="Folder for calls that the store does not take at once; by default one of this user's state, and off for a "
     "SQLite store.",
+)
+@click.option(
+    "--advertise",
+    metavar="HOST",
+    default="",
+    help="Name by which other gateways of the store reach this one; by default --host, or this machine's address.",
+)
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate's chain in PEM: listen with TLS alone.")
+@click.option(
+    "--tls-key", type=click.Path(path_type=Path), help="Its private key in PEM, unless it is in the same file."
 )
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
 @click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
@@ -118,11 +129,13 @@ def serve(
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
-    found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), **settings)
+    certificate = _certificate(settings.pop("tls_cert"), settings.pop("tls_key"))
+    found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), is_shared=True, **settings)
     store = build_store(manager, url)
 
     async def run() -> None:
-        spools = await spools_for(store, spool, shown=shown_url(url))
+        # a gateway without upstreams records no calls
+        spools = await spools_for(store, spool, shown=shown_url(url)) if parsed or spool else []
         service = GatewayService(
             store=store,
             upstreams=parsed,
@@ -132,6 +145,7 @@ def serve(
             client_key=client_key_of(),
             arms=True,
             split=split,
+            certificate=certificate,
             spools=spools,
         )
         await _serve(service, url, source, split, retention=RetentionLimits.of(older_than, keep))
@@ -197,6 +211,12 @@ def client_key_of() -> str:
     if key and len(key) < _MIN_KEY:
         raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
     return key
+
+
+def _certificate(cert: Path | None, key: Path | None) -> Certificate | None:
+    if cert is None and key is not None:
+        raise ConfigError(f"--tls-key {key} needs the certificate that it belongs to; name it with --tls-cert")
+    return None if cert is None else Certificate(cert, key)
 
 
 def _idle(seconds: float) -> float:

@@ -31,6 +31,7 @@ class EmbeddedGateway:
         helper_max_tokens: Tokens up to which a call without tools is a helper call, whatever its client; 0 for none.
         spool: Folder for calls that the store does not take at once, or ``off``; by default one of this user's state
             for a store on another machine, and none for a SQLite file or memory.
+        spool_after_s: Seconds that the store may take for a call before the call goes to the spool.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class EmbeddedGateway:
         helper_match: str = "",
         helper_max_tokens: int = 0,
         spool: str = "",
+        spool_after_s: float = 0.05,
     ) -> None:
         self._spool = spool
         self._settings = Settings(
@@ -56,6 +58,7 @@ class EmbeddedGateway:
             helpers=helpers,
             helper_match=helper_match,
             helper_max_tokens=helper_max_tokens,
+            spool_after_s=spool_after_s,
         )
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None

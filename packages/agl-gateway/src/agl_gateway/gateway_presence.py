@@ -49,6 +49,7 @@ class GatewayRecord:
         calls: Calls that it held and that were not in the store.
         silent_s: Seconds since then.
         is_ended: It ended in good order; ``calls`` of them stayed in its spool.
+        is_shared: It answers calls of any attempt of the store, as those of ``agl serve`` do.
     """
 
     member: str
@@ -60,6 +61,7 @@ class GatewayRecord:
     seen_at: float
     silent_s: float
     is_ended: bool
+    is_shared: bool
 
     @property
     def is_gone(self) -> bool:
@@ -73,24 +75,28 @@ class GatewayRecord:
         return f"the gateway {self.url or self.member} on {self.machine} {how} at {when} and {held} in {self.spool}"
 
 
-async def gateways_of(store: Store, *, now: float | None = None) -> list[GatewayRecord]:
+async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
     """Return the gateways with spools that announced themselves in a store.
 
     Args:
-        now: Unix seconds by the store's clock; by default this machine's.
+        now: Unix seconds by the store's clock; by default the newest sign of life of all, which is right for a gateway
+            that announces itself, whatever its own clock says.
     """
-    at = time.time() if now is None else now
-    return [_record(presence, at) for presence in await store.presences(GATEWAYS)]
+    found = await store.presences(GATEWAYS)
+    newest = max((presence.seen_at for presence in found), default=0.0)
+    return [_record(presence, max(now, newest)) for presence in found]
 
 
 class GatewayPresence:
     """Announces a gateway with a spool until it ends. Used in one event loop only.
 
     Args:
-        url: Returns the address at which it listens.
+        url: Returns the address at which others reach it.
+        is_shared: See :class:`GatewayRecord`.
     """
 
-    def __init__(self, store: Store, recorder: Recorder, *, url: Callable[[], str]) -> None:
+    def __init__(self, store: Store, recorder: Recorder, *, url: Callable[[], str], is_shared: bool) -> None:
+        self._is_shared = is_shared
         self._store = store
         self._recorder = recorder
         self._url = url
@@ -148,6 +154,7 @@ class GatewayPresence:
             "calls": self._recorder.pending,
             "bytes": self._recorder.pending_bytes,
             "is_ended": is_ended,
+            "is_shared": self._is_shared,
         }
         await self._store.announce(
             Presence(
@@ -168,9 +175,10 @@ class GatewayPresence:
         return () if self._recorder.spool is None else (self._recorder.spool.gateway_id,)
 
 
-async def gone_gateways(store: Store, *, own: Sequence[str] = ()) -> list[GatewayRecord]:
-    """Return the gateways that are gone with calls in their spools, other than ``own``."""
-    return [found for found in await gateways_of(store) if found.is_gone and found.calls and found.member not in own]
+async def gone_gateways(store: Store, *, own: Sequence[str] = (), now: float = 0.0) -> list[GatewayRecord]:
+    """Return the gateways that are gone with calls in their spools, other than ``own``; see :func:`gateways_of`."""
+    found = await gateways_of(store, now=now)
+    return [each for each in found if each.is_gone and each.calls and each.member not in own]
 
 
 def _record(presence: Presence, now: float) -> GatewayRecord:
@@ -192,4 +200,5 @@ def _record(presence: Presence, now: float) -> GatewayRecord:
         seen_at=presence.seen_at,
         silent_s=now - presence.seen_at,
         is_ended=details.get("is_ended") is True,
+        is_shared=details.get("is_shared") is True,
     )

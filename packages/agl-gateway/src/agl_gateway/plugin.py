@@ -25,9 +25,12 @@ def agl_stores() -> Iterable[StoreEntry]:
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Registers ``agl serve`` and ``agl resources split``."""
+    """Registers ``agl serve``, ``agl doctor`` and ``agl resources split``."""
     yield CommandEntry(
         name="serve", factory="agl_gateway.cli:serve", summary="serve a store and a gateway to other processes"
+    )
+    yield CommandEntry(
+        name="doctor", factory="agl_gateway.doctor_command:doctor", summary="examine a deployment and say what is wrong"
     )
     yield CommandEntry(
         name="split",

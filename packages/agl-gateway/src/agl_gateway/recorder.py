@@ -35,9 +35,6 @@ _BATCH = 64
 _MAX_FAILURES = 10_000
 _STREAM_GRACE_S = 2.0
 _LINGER_S = 0.005
-_SPOOL_AFTER_S = 0.05
-"""Seconds that the store may take for a batch before its calls go to the spool and are acknowledged."""
-
 _SPOOL_RETRY_S = 0.5
 _STOP_TRIES = 10
 """Tries of a gateway that ends to get calls into the spool or the store."""
@@ -63,13 +60,23 @@ class Recorder:
 
     Args:
         spools: The gateway's own spool, and those of gateways that are gone; none to go without.
+        spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
 
     Attributes:
         lost: Number of spans that could not be written.
         spool: Calls that are durable and not in the store; ``None`` without one.
     """
 
-    def __init__(self, store: Store, *, rate: SpanRate, outage: Outage, spools: Sequence[SpoolFile] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rate: SpanRate,
+        outage: Outage,
+        spools: Sequence[SpoolFile] = (),
+        spool_after_s: float = 0.05,
+    ) -> None:
+        self._spool_after_s = spool_after_s
         self._store = store
         self._outage = outage
         self._rate = rate
@@ -286,7 +293,7 @@ class Recorder:
             if append is None and spool.is_empty and not self._outage.is_on:
                 append = asyncio.create_task(self._append([span for call in calls for span in call.spans]))
             if append is not None:
-                await asyncio.wait([append], timeout=_SPOOL_AFTER_S)
+                await asyncio.wait([append], timeout=self._spool_after_s)
             if append is not None and append.done():
                 if append.result():
                     await self._finish(batch)

@@ -1,6 +1,9 @@
 """Assembles the gateway's parts, and starts and stops them in one event loop."""
 
+import asyncio
 import logging
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from agl_gateway.gateway_presence import GatewayPresence
 from agl_gateway.identity import Identities, RunningAttempts
 from agl_gateway.metrics import SpanRate
 from agl_gateway.outage import Outage
+from agl_gateway.peers import Peers
 from agl_gateway.quotas import Quotas
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
@@ -37,12 +41,16 @@ from agl_gateway.spool_file import SpoolFile
 from agl_gateway.status_access import StatusAccess
 from agl_gateway.status_api import StatusApi
 from agl_gateway.store_api import StoreApi
+from agl_gateway.tls import Certificate
 from agl_gateway.traces_api import TracesApi
 from agl_gateway.upstream_client import make_session
 from agl_gateway.workers_api import WorkersApi
 from agl_run.tokens import AttemptTokens
 
 _SHUTDOWN_S = 2.0
+_PEER_KEY_S = 600.0
+"""Seconds for which a key for another gateway is valid: long, because the clocks of machines differ."""
+
 _LINGERING_S = 1.0
 """Seconds in which the rest of a refused body is read and dropped, so that its sender can read the answer."""
 
@@ -69,6 +77,10 @@ class Settings:
         helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls.
         helper_match: Regular expression that finds further helper calls by their opening.
         helper_max_tokens: Tokens up to which a call without tools is a helper call, whatever its client.
+        advertise: Host name or address by which other gateways reach this one; by default ``host``, or where that
+            means every address, this machine's.
+        is_shared: Whether other gateways may answer calls of the same attempts.
+        spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
     """
 
     host: str = "127.0.0.1"
@@ -88,6 +100,9 @@ class Settings:
     helpers: bool = True
     helper_match: str = ""
     helper_max_tokens: int = 0
+    advertise: str = ""
+    is_shared: bool = False
+    spool_after_s: float = 0.05
 
 
 class GatewayService:
@@ -98,6 +113,7 @@ class GatewayService:
         client_key: A key that allows conversations and nothing else; it turns conversations on.
         arms: Whether calls of rollouts that a split placed go to the version of their arm.
         split: Places rollouts that are queued here, and conversations, in arms; turns both on.
+        certificate: Makes it listen with TLS alone.
         spools: Files for calls that the store does not take at once: the gateway's own first, then those of gateways
             that are gone. With none, a gateway waits for its store.
     """
@@ -113,8 +129,11 @@ class GatewayService:
         client_key: str = "",
         arms: bool = False,
         split: Split | None = None,
+        certificate: Certificate | None = None,
         spools: Sequence[SpoolFile] = (),
     ) -> None:
+        self._certificate = certificate
+        self._watch: asyncio.Task[None] | None = None
         self._settings = settings
         self.store = store
         self.tokens = tokens
@@ -124,8 +143,12 @@ class GatewayService:
         self._arms = ArmRoutes(store, self.router, outage=self._outage) if arms or split is not None else None
         self._rate = SpanRate()
         self._queue = QueueLength(store)
-        self.recorder = Recorder(store, rate=self._rate, outage=self._outage, spools=spools)
-        self._presence = GatewayPresence(store, self.recorder, url=lambda: self.url)
+        self.recorder = Recorder(
+            store, rate=self._rate, outage=self._outage, spools=spools, spool_after_s=settings.spool_after_s
+        )
+        self._presence = GatewayPresence(
+            store, self.recorder, url=lambda: self._advertised, is_shared=settings.is_shared
+        )
         self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
         self._idle_ender = self._conversations and IdleConversationEnder(
             self._conversations, idle_s=settings.conversation_idle_s
@@ -139,6 +162,13 @@ class GatewayService:
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
+        self.peers = Peers(
+            store,
+            self.recorder,
+            self.session,
+            admin_key=lambda: tokens.issue("", "", expires_at=time.time() + _PEER_KEY_S, scope="admin"),
+            is_shared=settings.is_shared,
+        )
         self._budget = ByteBudget(limit=settings.max_bodies, wait_s=settings.bodies_wait_s)
         self._bodies = BodyReader(patience_s=settings.body_s, budget=self._budget)
         rollouts = RolloutFacts(store, outage=self._outage)
@@ -157,6 +187,7 @@ class GatewayService:
         )
         self._runner: web.ServerRunner | None = None
         self._is_running = False
+        self._advertised = ""
         self.url = ""
 
     @property
@@ -203,12 +234,18 @@ class GatewayService:
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024).start()
+            context = self._certificate and self._certificate.context
+            where = (self._settings.host, self._settings.port)
+            await web.TCPSite(self._runner, *where, backlog=1024, ssl_context=context).start()
         except OSError as error:
             raise self._bind_error(error) from error
         port = self._runner.addresses[0][1]
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
-        self.url = f"http://{host}:{port}"
+        scheme = "http" if self._certificate is None else "https"
+        self.url = f"{scheme}://{host}:{port}"
+        self._advertised = f"{scheme}://{_reachable(self._settings)}:{port}"
+        if self._certificate is not None:
+            self._watch = asyncio.create_task(self._certificate.watch())
         self._presence.start()
         return self.url
 
@@ -226,6 +263,10 @@ class GatewayService:
         if self._idle_ender is not None:
             await self._idle_ender.stop()
         await self._presence.stop()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watch = None
         is_running, self._is_running = self._is_running, False
         left = await self.recorder.stop()
         if is_running:
@@ -241,7 +282,7 @@ class GatewayService:
             store=store,
             identities=identities,
             rate=rate,
-            settle=self.recorder.settle,
+            settle=self.peers.settle,
             bodies=self._bodies,
             attempts=self.attempts,
             quotas=self._quotas,
@@ -264,7 +305,7 @@ class GatewayService:
         status = StatusApi(
             store=store, access=access, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate
         )
-        workers = WorkersApi(identities=identities, recorder=self.recorder, bodies=self._bodies)
+        workers = WorkersApi(identities=identities, recorder=self.recorder, peers=self.peers, bodies=self._bodies)
         return {
             "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
@@ -303,7 +344,7 @@ class GatewayService:
         return Conversations(
             self.store,
             enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,
-            settle=self.recorder.settle,
+            settle=lambda attempt_id: self.peers.settle(attempt_id),
             idle_s=self._settings.conversation_idle_s,
             outage=self._outage,
         )
@@ -331,3 +372,14 @@ class GatewayService:
             f"the gateway cannot listen on {where} ({error.strerror or error}); another program, perhaps another "
             "`agl serve`, uses that port: stop it, or choose another with --port (0 takes any free one)"
         )
+
+
+def _reachable(settings: Settings) -> str:
+    """Return the host by which other machines reach a gateway."""
+    host = settings.advertise or settings.host
+    if host in ("0.0.0.0", "::", ""):
+        try:
+            host = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            host = socket.gethostname()
+    return f"[{host}]" if ":" in host else host

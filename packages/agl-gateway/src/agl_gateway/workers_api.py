@@ -6,6 +6,8 @@ attempt knows that calls may be missing; one that sees another start knows that 
 """
 
 import asyncio
+import time
+from importlib.metadata import version
 
 import msgspec
 from aiohttp import web
@@ -14,10 +16,12 @@ from agl.errors import CaptureError
 from agl.schemas import new_trace_id
 from agl_gateway.bodies import BodyReader
 from agl_gateway.identity import Identities, key_of
+from agl_gateway.peers import PEER_HEADER, Peers
 from agl_gateway.problems import Problem
 from agl_gateway.recorder import Recorder
 
 _MAX_BODY = 64 * 1024
+_VERSION = version("agl-gateway")
 _SETTLE_S = 5.0
 """Seconds after which a caller is told to ask again, so that it knows that the gateway lives."""
 
@@ -31,8 +35,9 @@ class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
 class WorkersApi:
     """Answers workers; used in the gateway's event loop."""
 
-    def __init__(self, *, identities: Identities, recorder: Recorder, bodies: BodyReader) -> None:
+    def __init__(self, *, identities: Identities, recorder: Recorder, peers: Peers, bodies: BodyReader) -> None:
         self._identities = identities
+        self._peers = peers
         self._recorder = recorder
         self._bodies = bodies
         self._start = new_trace_id()
@@ -56,9 +61,10 @@ class WorkersApi:
             raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
         if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:
             raise Problem(403, f"the token is not that of attempt {asked.attempt_id!r}; use its own, or an admin token")
+        settle = self._recorder.settle if PEER_HEADER in request.headers else self._peers.settle
         try:
             async with asyncio.timeout(None if self._recorder.spool is None else _SETTLE_S):
-                await self._recorder.settle(asked.attempt_id)
+                await settle(asked.attempt_id)
         except CaptureError as error:
             raise Problem(409, str(error), code="calls_lost") from error
         except TimeoutError:
@@ -66,4 +72,5 @@ class WorkersApi:
         return self._answer()
 
     def _answer(self, *, status: int = 200) -> web.Response:
-        return web.json_response({"gateway": self._id, "start": self._start}, status=status)
+        told = {"gateway": self._id, "start": self._start, "version": _VERSION, "time": time.time()}
+        return web.json_response(told, status=status)
