@@ -104,6 +104,9 @@ PLUGINS = {
 """Packages that need no agent framework and no torch, with what their tests need besides."""
 
 PLOT = "matplotlib>=3.9,<4"
+FITTED = ("optuna>=5,<6", "scikit-learn>=1.7,<2")
+"""The extra ``suggest`` of agl-run."""
+
 TERMINAL = "pyte>=0.8.2,<1"
 """A terminal emulator, which shows what a person would see."""
 
@@ -416,6 +419,7 @@ def integration(session: nox.Session) -> None:
         "pyyaml>=6,<7",
         "datasets>=5.2,<6",
         PLOT,
+        *FITTED,
     ]
     pytest(session, environment(session, needs), "tests")
 

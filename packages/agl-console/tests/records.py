@@ -22,6 +22,7 @@ from agl.schemas import (
     pack_floats,
     pack_ids,
     to_builtins,
+    to_json,
 )
 
 TRAINING = "agl.training"
@@ -222,6 +223,29 @@ async def publish(store: Store) -> None:
     await store.save_scores([score])
 
 
+def fitted() -> bytes:
+    """What ``agl suggest --next`` keeps with a run: two parameters, one of a long name that is noise."""
+    values = {"algorithm.grpo.params.lr": "0.05"}
+    facts = {"run": 1, "turn": 40, "mean": 0.8, "low": 0.7, "high": 0.9, "tasks": 40, "values": values}
+    runs = [{"experiment": name, **facts} for name in ("sums", "sums-slow", LONG_NAME)]
+    one = {"tried": "0.001 to 0.1", "importance": 0.84, "low": 0.61, "high": 0.95, "chance": 0.002, "is_clear": True}
+    other = {"tried": HOSTILE, "importance": 0.09, "low": 0.02, "high": 0.25, "chance": 0.61, "is_clear": False}
+    parameters = [{"name": "algorithm.grpo.params.lr", **one}, {"name": f"algorithm.{LONG_NAME}.params.loss", **other}]
+    proposed = {"algorithm.grpo.params.lr": "0.021", f"algorithm.{LONG_NAME}.params.loss": None}
+    found = {"agent": "team:solve", "runs": runs, "unfinished": 1, "missing": 0, "best": runs[0]}
+    fit = {**found, "parameters": parameters, "next": proposed, "notes": ["the best run has the largest lr"]}
+    return to_json({"time": START_NS / 1e9, "fit": fit})
+
+
+def tried() -> bytes:
+    """What ``agl try`` keeps of a trial of two versions."""
+    first = {"version": "first", "mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 20}
+    other = {"version": "sums-1-grpo-2", "mean": 0.62, "low": 0.5, "high": 0.74, "tasks": 20}
+    paired = {"difference": 0.12, "difference_low": 0.02, "difference_high": 0.22, "paired": 20, "verdict": "better"}
+    about = {"experiment": "sums-try", "resource": "style", "source": "20 of 40 validation tasks"}
+    return to_json({"time": START_NS / 1e9, **about, "scores": [first, {**other, **paired}]})
+
+
 async def fill(store: Store) -> None:
     """Two runs with numbers and versions, one of a long name, one that failed at its start, and rollouts."""
     await publish(store)
@@ -232,6 +256,7 @@ async def fill(store: Store) -> None:
         state = b'{"step": 1, "settings": {"use": "grpo", "lr": "%s", "seed": "1"}}' % str(speed).encode()
         await store.save_state({f"experiment/{name}/1/algorithm/grpo": state}, experiment=experiment)
         await store.log_metrics(numbers(name, steps=steps, speed=speed))
+    await store.save_state({"experiment/sums/1/fit": fitted(), "trial/style/1": tried()})
     await store.announce(Presence(experiment="sums-slow", session="s"))
     await store.save_state({}, experiment=ExperimentRecord(name="refused", agent="team:solve"))
     for number in range(12):

@@ -84,6 +84,37 @@ async def test_runs_show_status_last_reward_and_best_version(opened: Open) -> No
     assert LONG_NAME in page
 
 
+async def test_runs_show_which_parameters_matter_with_the_runs_behind_it(opened: Open) -> None:
+    async with opened() as client:
+        (kept,) = (await data_of(client, "/"))["fits"]
+        page = await text_of(client, "/")
+        other = (await data_of(client, "/?compare=sums-slow"))["fits"]
+    assert ["sums", "sums-slow", LONG_NAME] == [run["experiment"] for run in kept["fit"]["runs"]]
+    assert [True, False] == [each["is_clear"] for each in kept["fit"]["parameters"]]
+    assert "over 3 comparable runs" in page
+    assert "<b>0.84</b>" in page
+    assert 1 == page.count("not told from chance")
+    assert "leave out" in page
+    assert HOSTILE not in page
+    assert "The best run has the largest lr." in page
+    assert [] == other, "a fit stands beside the run from which it was asked for"
+
+
+async def test_versions_show_trials_beside_validation_scores(opened: Open) -> None:
+    async with opened() as client:
+        rows = {row["version"]: row for row in (await data_of(client, "/versions/style"))["versions"]}
+        page = " ".join(re.sub("<[^>]+>", "", await text_of(client, "/versions/style")).split())
+    assert 0.8 == rows["sums-1-grpo-2"]["score"]["mean"]
+    (trial,) = rows["sums-1-grpo-2"]["trials"]
+    assert (0.12, "first", 20, "better") == tuple(
+        trial[name] for name in ("difference", "against", "paired", "verdict")
+    )
+    assert [""] == [trial["against"] for trial in rows["first"]["trials"]]
+    assert [] == rows["sums-1-grpo-1"]["trials"]
+    assert "tried: 0.5 [0.4, 0.6], 20 of 40 validation tasks" in page
+    assert "+0.12 [+0.02, +0.22] against first, paired by 20 tasks" in page
+
+
 async def test_compared_runs_share_a_figure_and_show_the_settings_that_differ(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/?compare=sums&compare=sums-slow")

@@ -21,6 +21,7 @@ from agl.schemas import Json, JsonResource, PromptTemplate, ResourceVersion, Rol
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.cli.try_report import TriedRollout, TriedTask, compare_pair
+from agl_run.experiment.kept_trials import read_trials
 from agl_run.experiment.lock import ExperimentLock
 from agl_run.experiment.ownership import Ownership
 from agl_run.texts import text_of, unknown_placeholders, with_text
@@ -146,6 +147,25 @@ def test_text_is_compared_with_the_file_task_by_task() -> None:
     assert lines[-1].startswith("promote B with: agl resources promote style sums-try-")
     assert "; look at a rollout with: agl show sums-try-1-try-" in lines[-1]
     assert "16 rollouts: 2 candidates on 8 validation tasks" in said.stderr
+
+
+def test_trial_is_kept_with_its_intervals_beside_the_versions(folder: Path) -> None:
+    report = tried("--text", CAREFUL)
+    tried("--text", "Add now: {question}", "--limit", "1")
+    one, kept = read(folder, lambda store: read_trials(store, "style"))
+    assert ("sums-try", "style", "8 validation tasks") == (kept.experiment, kept.resource, kept.source)
+    first, careful = kept.scores
+    assert [each["version"] for each in report["candidates"]] == [first.version, careful.version]
+    assert (0.25, 8, None, "") == (first.mean, first.tasks, first.difference, first.verdict)
+    assert first.low < 0.25 < first.high
+    compared = report["pairs"][0]["comparison"]
+    assert (compared["difference"], compared["low"], compared["high"], 8, "better") == (
+        *(careful.difference, careful.difference_low, careful.difference_high),
+        *(careful.paired, careful.verdict),
+    )
+    assert [(None, None, None)] * 2 == [(each.low, each.high, each.difference) for each in one.scores]
+    assert "1 of 8 validation tasks" == one.source
+    assert one.time > kept.time
 
 
 @pytest.mark.usefixtures("folder")

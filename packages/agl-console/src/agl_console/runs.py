@@ -7,7 +7,7 @@ from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Store, Version
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import Figure, figure_of
-from agl_run.commands import load_settings
+from agl_run.commands import KeptFit, load_settings, read_fits
 
 PAGE = 50
 """Runs on a page."""
@@ -74,6 +74,7 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         figures: The rewards of the runs that are compared, in one figure.
         differences: The settings in which they differ.
+        fits: What a model said about the parameters of runs on this page, by ``agl suggest --next``, newest first.
         next: The query of the next page, empty on the last.
     """
 
@@ -81,6 +82,7 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     compared: list[str]
     figures: list[Figure]
     differences: list[Difference]
+    fits: list[KeptFit]
     next: dict[str, str]
 
 
@@ -92,7 +94,8 @@ async def runs_view(store: Store, chosen: RunsFilter) -> RunsView:
     page = [record for record in records if record.name > chosen.after][: PAGE + 1]
     rows = [await _row(store, record, await _metrics(store, record, REWARD)) for record in page[:PAGE]]
     following = {"after": page[PAGE - 1].name} if len(page) > PAGE else {}
-    return RunsView(runs=rows, compared=[], figures=[], differences=[], next=following)
+    fits = await read_fits(store, page[:PAGE])
+    return RunsView(runs=rows, compared=[], figures=[], differences=[], fits=fits, next=following)
 
 
 async def status_of(store: Store, record: ExperimentRecord) -> str:
@@ -136,6 +139,7 @@ async def _compared(store: Store, records: Sequence[ExperimentRecord], names: Se
         compared=wanted,
         figures=[figure] if figure.series else [],
         differences=_differences([settings[name] for name in wanted]),
+        fits=await read_fits(store, [known[name] for name in wanted]),
         next={},
     )
 

@@ -6,14 +6,25 @@ to ``DIFFED`` characters.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
+
+from msgspec.structs import asdict
 
 from agl.contracts import ExperimentRecord, LabelMove, Store, VersionScore
 from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.contents import LONGEST, Text
-from agl_run.commands import ListedVersion, command, diff_versions, list_versions, resource_text
+from agl_run.commands import (
+    KeptTrial,
+    ListedVersion,
+    TrialScore,
+    command,
+    diff_versions,
+    list_versions,
+    read_trials,
+    resource_text,
+)
 
 PAGE = 50
 """Resources on a page."""
@@ -26,6 +37,9 @@ DIFFED = 100_000
 
 MOVES = 100
 """Moves of labels on a page."""
+
+TRIALS = 3
+"""Trials of a version on a page."""
 
 DEEPEST = 12
 """Branches by which rows are indented; deeper ones stand below each other."""
@@ -72,6 +86,32 @@ class ResourcesView(Record, frozen=True, kw_only=True, omit_defaults=False):
     next: dict[str, str]
 
 
+class TriedScore(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What a trial by ``agl try`` measured of a version, paired by task with the trial's first version.
+
+    Attributes:
+        mean: Mean reward, ``None`` without any; ``low`` and ``high`` are the ends of its 95 % interval over tasks.
+        source: The tasks in words.
+        against: The trial's first version, ``""`` for that itself.
+        difference: The mean minus that of ``against``, ``None`` where it is unknown; with its interval.
+        paired: Tasks behind the difference.
+        verdict: ``better``, ``worse`` or ``unclear``.
+    """
+
+    time: float
+    mean: float | None
+    low: float | None
+    high: float | None
+    tasks: int
+    source: str
+    against: str
+    difference: float | None
+    difference_low: float | None
+    difference_high: float | None
+    paired: int
+    verdict: str
+
+
 class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A version in the tree.
 
@@ -80,6 +120,7 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         origin: The algorithm and step that made it, or the experiment that began with it; ``""`` for a person.
         experiment: The experiment that published it, ``""`` if unknown.
         score: The measured score, ``None`` if it was never measured.
+        trials: What the newest trials measured of it, newest first.
         claimed: The score that an algorithm stored with it, in words.
         why: The decision of the search that made it.
         live: Experiments in which it is live.
@@ -94,6 +135,7 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     created_at: float
     labels: list[str]
     score: VersionScore | None
+    trials: list[TriedScore]
     claimed: str
     why: str
     live: list[str]
@@ -165,7 +207,8 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     is_too_long, diff = _difference(known[against].version, shown.version) if against else (False, [])
     text = resource_text(shown.version.resource)
     records = await store.experiments()
-    origins = _Origins(records, {score.version: score for score in await store.scores(name)})
+    scores = {score.version: score for score in await store.scores(name)}
+    origins = _Origins(records, scores, trials_by_version(await read_trials(store, name)))
     filters = {field: getattr(chosen, field) for field in ("version", "against", "tried")}
     filters = {field: value for field, value in filters.items() if value}
     return VersionsView(
@@ -183,6 +226,23 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
         moves=await _moves(store, name, list(labels)),
         next={**filters, "before": page[0].version.version} if page[0] is not listed[0] else {},
     )
+
+
+def trials_by_version(trials: Sequence[KeptTrial]) -> dict[str, list[TriedScore]]:
+    """Return what the newest trials measured of each version; ``trials`` are in their order, newest first."""
+    found: dict[str, list[TriedScore]] = {}
+    for trial in trials:
+        baseline = trial.scores[0].version
+        for place, score in enumerate(trial.scores):
+            rows = found.setdefault(score.version, [])
+            if len(rows) < TRIALS:
+                against = baseline if place else ""
+                rows.append(TriedScore(time=trial.time, source=trial.source, against=against, **_numbers(score)))
+    return found
+
+
+def _numbers(score: TrialScore) -> dict[str, Any]:
+    return {name: value for name, value in asdict(score).items() if name != "version"}
 
 
 def kind_of(resource: Resource) -> str:
@@ -219,11 +279,16 @@ def in_tree(versions: Sequence[ListedVersion]) -> list[tuple[int, ListedVersion]
 
 
 class _Origins:
-    """The known origins and scores of a resource's versions."""
+    """The known origins, scores and trials of a resource's versions."""
 
-    def __init__(self, experiments: Sequence[ExperimentRecord], scores: Mapping[str, VersionScore]) -> None:
+    def __init__(
+        self,
+        experiments: Sequence[ExperimentRecord],
+        scores: Mapping[str, VersionScore],
+        trials: Mapping[str, list[TriedScore]],
+    ) -> None:
         self._experiments = experiments
-        self._scores = scores
+        self._scores, self._trials = scores, trials
 
     def row(self, item: ListedVersion, depth: int) -> VersionRow:
         """Return the row of a version."""
@@ -239,6 +304,7 @@ class _Origins:
             created_at=version.created_at,
             labels=item.labels,
             score=score,
+            trials=self._trials.get(version.version, []),
             claimed="" if score else item.score,
             why=item.why,
             live=live,

@@ -23,6 +23,8 @@ from agl_run.control_characters import visible
 from agl_run.conversations import ShownMessages, labelled_texts
 from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command
+from agl_run.experiment.kept_fits import KeptFit, read_fits
+from agl_run.experiment.kept_trials import KeptTrial, TrialScore, read_trials
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
 from agl_run.experiment.retaining import retaining, taking_turns
@@ -44,12 +46,15 @@ __all__ = [
     "KEY_ADVICE",
     "LABEL",
     "PLACEHOLDER_KEY",
+    "KeptFit",
+    "KeptTrial",
     "ListedVersion",
     "ListedWorker",
     "RetentionLimits",
     "ShownMessages",
     "Suggestion",
     "TrainingRecord",
+    "TrialScore",
     "as_url",
     "build_store",
     "check_experiment",
@@ -80,6 +85,8 @@ __all__ = [
     "place_of",
     "print_json",
     "print_table",
+    "read_fits",
+    "read_trials",
     "resolve_url",
     "resource_text",
     "retaining",

@@ -1,14 +1,21 @@
-"""``agl suggest``: what to change in an experiment, by the numbers that its run logged."""
+"""``agl suggest``: what to change in an experiment, by the numbers of its run, or by those of runs like it."""
+
+import sys
+from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.schemas import Record
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.logged import RUN, read_runs
+from agl_run.cli.next_run import counted, print_fit, propose_for, suggest_next
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
+from agl_run.cli.run import run as run_command
+from agl_run.experiment.hints import command
 from agl_run.suggestions import Suggestion, suggestions_of
 
 
@@ -24,17 +31,59 @@ class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.command()
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
 @click.option("--run", type=RUN, metavar="N|all", help="Only this run, from 1, or all of them; by default the newest.")
+@click.option("--next", "is_next", is_flag=True, help="Rank the parameters of comparable runs, and propose the next.")
+@click.option("--start", "file", type=click.Path(path_type=Path), metavar="FILE", help="Run that proposal with FILE.")
 @store_option
 @json_option
 @pass_manager
+@click.pass_context
 def suggest(
-    manager: PluginManager, experiment: str | None, run: int | None, store_url: str | None, as_json: bool
+    ctx: click.Context,
+    manager: PluginManager,
+    experiment: str | None,
+    run: int | None,
+    is_next: bool,
+    file: Path | None,
+    store_url: str | None,
+    as_json: bool,
 ) -> None:
     """Say what keeps EXPERIMENT from learning, with the numbers that show it and the setting to change.
 
     The only experiment of the store by default. It reads the metrics of a run that goes on or is over, and changes
-    nothing.
+    nothing. With --next it fits a model to EXPERIMENT and to the runs that compare with it, eight at least: which
+    parameters matter, and what to run next. --start FILE runs that.
     """
+    if (is_next or file) and run is not None:
+        raise click.UsageError("--next and --start look at many runs; leave out --run")
+    if file:
+        _start(ctx, manager, experiment, file, as_json=as_json)
+    elif is_next:
+        found = suggest_next(manager, experiment, store_url)
+        if as_json:
+            print_json(found)
+        else:
+            print_fit(found)
+    else:
+        _look(manager, experiment, run, store_url, as_json=as_json)
+
+
+def _start(ctx: click.Context, manager: PluginManager, experiment: str | None, file: Path, *, as_json: bool) -> None:
+    if ctx.get_parameter_source("store_url") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--start reads the store of FILE, where the next run goes; leave out --store")
+    found, settings = propose_for(file, manager, experiment)
+    if not as_json:
+        print_fit(found)
+    words = [word for setting in settings for word in ("--set", setting)]
+    click.echo(f"starting: {command('run', str(file), *words)}", err=True)
+    sys.stdout.flush()
+    options = {"resume": False, "fresh": False, "has_console": False, "quiet": False, "as_json": as_json}
+    ctx.invoke(run_command, file=file, settings=settings, **options)
+
+
+def _look(
+    manager: PluginManager, experiment: str | None, run: int | None, store_url: str | None, *, as_json: bool
+) -> None:
+    """Print what rules find in the numbers of an experiment."""
     wanted = (experiment,) if experiment else ()
     runs = with_store(manager, store_url, lambda store: read_runs(store, wanted, run, None, ()))
     found = [
@@ -55,3 +104,5 @@ def suggest(
         for one in each.suggestions:
             place = f"{each.experiment}, run {each.run}, {one.algorithm}, up to step {one.step}"
             echo(f"{place}: {one.evidence}\n  {one.change}  [{one.rule}]")
+    if others := counted(manager, found[-1].experiment, store_url):
+        echo(f"{found[-1].experiment}: {others}")

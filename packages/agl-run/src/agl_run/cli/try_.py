@@ -13,13 +13,15 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
+from agl_run.cli.opening import with_store
 from agl_run.cli.output import STOPPED, echo, json_option, print_json
 from agl_run.cli.try_candidates import Contender, Given, contenders, new_placeholders, resource_of
-from agl_run.cli.try_report import TrialReport, best_of, print_report, report_of
+from agl_run.cli.try_report import TrialReport, best_of, print_report, report_of, scores_of
 from agl_run.control_characters import visible
 from agl_run.experiment.blocking import run_blocking
 from agl_run.experiment.dataset import check_hidden, load_dataset
 from agl_run.experiment.hints import MEMORY, command
+from agl_run.experiment.kept_trials import keep_trial
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.progress import default_progress
 from agl_run.experiment.session import store_url_of
@@ -93,6 +95,7 @@ def try_(
         click.echo("stopped before a rollout ended; nothing was compared", err=True)
         sys.exit(STOPPED)
     report = report_of(name, found, tasks, contested, source=source)
+    _keep(report, plan, manager)
     if as_json:
         print_json(report)
     else:
@@ -191,6 +194,15 @@ def _run(
     except KeyboardInterrupt:
         click.echo("\nstopped; this is what was done so far", err=True)
     return contested
+
+
+def _keep(report: TrialReport, plan: Plan, manager: PluginManager) -> None:
+    """Keep a trial that ran to its end beside the versions; one in memory ends with this process."""
+    url = store_url_of(plan)
+    if not report.is_complete or url.startswith(MEMORY):
+        return
+    facts = {"experiment": report.experiment, "resource": report.resource, "source": report.source}
+    with_store(manager, url, lambda store: keep_trial(store, scores=scores_of(report), **facts))
 
 
 def _print(report: TrialReport, plan: Plan, *, is_full: bool) -> None:

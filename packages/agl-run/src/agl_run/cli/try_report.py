@@ -8,16 +8,17 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import NormalDist, fmean, variance
-from typing import Literal
+from typing import Any, Literal
 
 from agl import semconv
 from agl.dialects import call_messages
 from agl.schemas import Json, Record, to_json
 from agl_run.cli.output import echo, print_table, short
 from agl_run.cli.try_candidates import Contender
-from agl_run.comparison import Comparison, compare_tasks
+from agl_run.comparison import Comparison, compare_tasks, interval
 from agl_run.conversations import labelled_texts
 from agl_run.experiment.failures import MOST_FREQUENT, error_of
+from agl_run.experiment.kept_trials import TrialScore
 from agl_run.experiment.trying import Contested, Ran
 from agl_run.explain import tokens_of
 from agl_run.runners.repeats import kind_of
@@ -190,6 +191,35 @@ def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str) -> TriedP
         needed_tasks=needed,
         words=f"{head}: {words}",
     )
+
+
+def scores_of(report: TrialReport) -> list[TrialScore]:
+    """Return the versions of a trial with their means and intervals over tasks, and against the first one."""
+    pairs = {pair.mark: pair for pair in report.pairs}
+    found: list[TrialScore] = []
+    for each in report.candidates:
+        means = [mean for task in report.tasks if (mean := task.mean(each.mark)) is not None]
+        low, high = interval(means) if len(means) > 1 else (None, None)
+        pair = pairs.get(each.mark)
+        found.append(
+            TrialScore(
+                version=each.version,
+                mean=fmean(means) if means else None,
+                low=low,
+                high=high,
+                tasks=len(means),
+                verdict=pair.verdict if pair else "",
+                **_against(pair.comparison if pair else None),
+            )
+        )
+    return found
+
+
+def _against(comparison: Comparison | None) -> dict[str, Any]:
+    if comparison is None:
+        return {}
+    ends = {"difference_low": comparison.low, "difference_high": comparison.high}
+    return {"difference": comparison.difference, **ends, "paired": comparison.paired_tasks}
 
 
 def best_of(report: TrialReport) -> TriedCandidate | None:

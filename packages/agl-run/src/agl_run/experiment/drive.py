@@ -87,6 +87,8 @@ class Driver:
             name=session.plan.name,
             run=state.run,
             tasks=self.validation_tasks,
+            train=session.plan.train,
+            agent=session.plan.agent.identity,
             tuned=frozenset(name for algorithm in session.plan.config.algorithm for name in algorithm.tunes),
         )
         self._replays: dict[str, Mapping[str, float]] = {}

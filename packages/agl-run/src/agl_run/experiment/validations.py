@@ -46,6 +46,8 @@ class Validation(Record, frozen=True, kw_only=True):
         steps: The steps of each algorithm whose files belong to these versions and to its state then.
         rewards: One for each validation task, in their order; 0 for a rollout that failed or has no reward.
         tasks: Digest of the tasks: validations on other tasks are not compared.
+        train: Digest of the training tasks, ``""`` in records of older releases.
+        agent: The agent, ``""`` in records of older releases.
     """
 
     turn: int
@@ -53,6 +55,8 @@ class Validation(Record, frozen=True, kw_only=True):
     rewards: tuple[float, ...]
     tasks: str
     steps: dict[str, tuple[int, ...]] = {}
+    train: str = ""
+    agent: str = ""
 
     @property
     def mean(self) -> float:
@@ -85,13 +89,25 @@ class Validations:
         name: The experiment's name.
         run: Number of the fresh start.
         tasks: The validation tasks.
+        train: The training tasks.
+        agent: The agent's identity.
         tuned: Names of the resources that algorithms tune.
     """
 
-    def __init__(self, store: Store, *, name: str, run: int, tasks: Sequence[Json], tuned: frozenset[str]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        run: int,
+        tasks: Sequence[Json],
+        train: Sequence[Json],
+        agent: str,
+        tuned: frozenset[str],
+    ) -> None:
         self._store, self._name, self._run = store, name, run
-        self._digest = hashlib.blake2b(to_json(list(tasks)), digest_size=8).hexdigest()
-        self._tuned = tuned
+        self._digest, self._train = digest_of(tasks), digest_of(train)
+        self._agent, self._tuned = agent, tuned
         self._found: dict[int, Validation] = {}
         self._states: Mapping[str, AlgorithmState] = {}
         self._running: list[Mapping[str, tuple[int, ...]]] = []
@@ -99,9 +115,7 @@ class Validations:
     async def load(self) -> None:
         """Load the validations on the present tasks from before a restart."""
         states = await self._store.load_state(self._key(""))
-        for data in (data for key, data in states.items() if key != self._key(BEST)):
-            one = msgspec.json.decode(data, type=Validation)
-            self._found |= {one.turn: one} if one.tasks == self._digest else {}
+        self._found |= {one.turn: one for one in _decoded(states) if one.tasks == self._digest}
         best = states.get(self._key(BEST))
         kept = None if best is None else msgspec.json.decode(best, type=_Best)
         if self._found and kept is not None and kept.turn == self.best.turn:
@@ -145,7 +159,13 @@ class Validations:
         Its versions get it as their score, unless their algorithm has measured them itself.
         """
         one = Validation(
-            turn=turn, versions=dict(versions), steps=dict(steps), rewards=tuple(rewards), tasks=self._digest
+            turn=turn,
+            versions=dict(versions),
+            steps=dict(steps),
+            rewards=tuple(rewards),
+            tasks=self._digest,
+            train=self._train,
+            agent=self._agent,
         )
         self._found[turn] = one
         saved = {self._key(f"{turn:08d}"): msgspec.json.encode(one)}
@@ -196,6 +216,21 @@ class Validations:
 
     def _key(self, last: str) -> str:
         return run_key(self._name, self._run, f"validation/{last}")
+
+
+async def read_validations(store: Store, name: str, run: int) -> list[Validation]:
+    """Read the validations of a run, first to last, on whatever tasks."""
+    return sorted(_decoded(await store.load_state(run_key(name, run, "validation/"))), key=lambda one: one.turn)
+
+
+def digest_of(tasks: Sequence[Json]) -> str:
+    """Return the digest by which validations know tasks."""
+    return hashlib.blake2b(to_json(list(tasks)), digest_size=8).hexdigest()
+
+
+def _decoded(states: Mapping[str, bytes]) -> list[Validation]:
+    """Return the validations among the states of a run's folder of them."""
+    return [msgspec.json.decode(data, type=Validation) for key, data in states.items() if not key.endswith(f"/{BEST}")]
 
 
 def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, AlgorithmState]) -> dict[str, tuple[int, ...]]:
