@@ -44,6 +44,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "agl-run": (
         "agl_run",
+        "agl_run.algorithms",
         "agl_run.commands",
         "agl_run.lightning",
         "agl_run.replay",

@@ -1,6 +1,6 @@
 """Writes the stub of ``agl.algorithms``, in which ``agl.GRPO(...)`` and the others have their algorithm's parameters.
 
-The core cannot import the algorithms, and its functions pass on every keyword; type checkers read the stub instead, so
+The functions cannot import the algorithms, and pass on every keyword; type checkers read the stub instead, so
 that a misspelt parameter is a type error. Everything else is as in the module.
 """
 
@@ -29,12 +29,12 @@ def text() -> str:
     }
     (common,) = [
         node.args
-        for node in tree_of("agl.algorithms").body
+        for node in tree_of("agl_run.algorithms").body
         if isinstance(node, ast.FunctionDef) and node.name == "algorithm"
     ]
     imports: list[str] = ["from typing import Any, Literal"]
     rest: list[str] = []
-    for node in tree_of("agl.algorithms").body[1:]:
+    for node in tree_of("agl_run.algorithms").body[1:]:
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
         (imports if is_import else rest).append(_stub(node, common, factories))
     imports.remove("from typing import Any")

@@ -333,7 +333,7 @@ def test_new_spans_become_rows_in_order_and_known_ones_are_left_out() -> None:
             return AttemptSpans(key=2, last=0, is_late=False, has=lambda _: False)
         return AttemptSpans(key=1, last=3, is_late=True, has={"s90", "s91"}.__contains__)
 
-    rows = place_spans(given, Packer(), find)
+    rows, _ = place_spans(given, Packer(), find)
 
     assert ["r.1", "r.2"] == looked_up
     ids = [each.span_id for each in turns]

@@ -307,6 +307,7 @@ def test_metrics_of_layout_five_belong_to_the_last_run_and_validations_have_thei
     execute(
         path,
         "DROP TABLE metrics",
+        "DROP TABLE statistics",
         """CREATE TABLE metrics (
             experiment TEXT, algorithm TEXT, step INTEGER, name TEXT, value REAL, time REAL,
             PRIMARY KEY (experiment, algorithm, step, name)) WITHOUT ROWID""",

@@ -15,9 +15,9 @@ import msgspec
 from msgspec.structs import replace
 
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
-from agl.episodes import episode_reward
 from agl.errors import ConfigError
 from agl.schemas import Mode, Record, RolloutStatus, to_json
+from agl.stores import reward_of
 from agl_run.commands import id_prefix, interval
 
 PAGE = 50
@@ -177,7 +177,7 @@ async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
     query = _query(chosen)
     seen = _Seen(fitting=[], count=0, last=None, is_end=False)
     while seen.count < SCANNED and sum(chosen.admits(reward) for _, reward in seen.fitting) <= PAGE:
-        page = await store.recordings(query, spans=SpanQuery(kind="reward"))
+        page = await store.recordings(query, spans="none")
         if not page:
             return replace(seen, is_end=True)
         seen = await _with(seen, store, page, chosen)
@@ -195,7 +195,7 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
         prefix = id_prefix(chosen.experiment, records[0].run, chosen.algorithm, mode, step=chosen.step)
         start = {"after": max(prefix, chosen.after), "after_value": ""}
         query = replace(_query(chosen), mode=mode, sort="rollout_id", is_newest_first=False, **start)
-        while page := await store.recordings(query, spans=SpanQuery(kind="reward")):
+        while page := await store.recordings(query, spans="none"):
             own = [recording for recording in page if recording.rollout.rollout_id.startswith(prefix)]
             seen = await _with(seen, store, own, chosen)
             if len(own) < len(page):
@@ -209,9 +209,15 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
 async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
     """Add a page of rollouts that were looked at."""
     fitting = await _with_agent(store, [one for one in page if _is_of_step(one, chosen)], chosen.agent)
-    rewards = [(replace(recording, spans=[]), episode_reward(recording.spans)) for recording in fitting]
+    rewards = [(recording, _reward(recording)) for recording in fitting]
     last = page[-1] if page else seen.last
     return _Seen(fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last, is_end=seen.is_end)
+
+
+def _reward(recording: Recording) -> float | None:
+    """Return the reward of the deciding or running attempt, which the store keeps with it."""
+    deciding = recording.rollout.attempt_id
+    return reward_of(next((each for each in recording.attempts if each.attempt_id == deciding), None))
 
 
 def _query(chosen: RolloutsFilter) -> RolloutQuery:

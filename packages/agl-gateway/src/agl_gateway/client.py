@@ -21,6 +21,7 @@ from agl.contracts import (
     Recording,
     RolloutQuery,
     SpanChoice,
+    Statistics,
     Trained,
     VersionScore,
 )
@@ -148,6 +149,10 @@ class HttpStore:
     async def count_rollouts(self, query: RolloutQuery) -> int:
         """The number of rollouts on all pages of a query."""
         return await self._call("count_rollouts", query=query)
+
+    async def statistics(self, experiment: str | None = None) -> list[Statistics]:
+        """The sums over finished rollouts."""
+        return await self._call("statistics", experiment=experiment)
 
     async def attempts(self, rollout_id: str) -> list[Attempt]:
         """All attempts of a rollout."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agl.contracts import Change, Metric, RolloutQuery
+from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.errors import NotFoundError
 from agl.schemas import (
     TERMINAL_ROLLOUT,
@@ -22,6 +22,7 @@ from agl_run.sql import (
     MODES,
     NUMBER_MASK,
     ROLLOUT,
+    STATISTICS,
     STATUSES,
     Row,
     Unpacker,
@@ -32,6 +33,7 @@ from agl_run.sql import (
     order_of,
     read_change,
     read_rollout,
+    read_statistics,
 )
 from agl_store_postgres.connections import Connection
 
@@ -220,6 +222,10 @@ class PostgresReads:
             *asked.values(),
         )
         return [Metric(experiment=experiment, **dict(zip(columns.split(", "), row, strict=True))) for row in rows]
+
+    def statistics(self, experiment: str | None = None) -> list[Statistics]:
+        where, values = ("true", ()) if experiment is None else ("experiment = %s", (experiment,))
+        return read_statistics(self._all(f"SELECT {STATISTICS} FROM statistics WHERE {where}", *values))
 
     def _all(self, query: str, *params: Any) -> list[Row]:
         return self._db.execute(query.encode(), params, binary=True).fetchall()

@@ -7,14 +7,19 @@ the index of the lists.
 """
 
 import logging
+from functools import partial
 
 from psycopg import sql
 
+from agl.contracts import RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
-from agl.schemas import Rollout, decode
-from agl_run.sql import older_documents, record_key, run_of
+from agl.schemas import Rollout, Span, decode, encode
+from agl.stores import MAX_SEQUENCE
+from agl_run.sql import ATTEMPT_BITS, older_documents, record_key, recount, run_of
+from agl_store_postgres._reads import PostgresReads
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.urls import DatabaseTarget
+from agl_store_postgres.writing import add_statistics
 
 MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
     (
@@ -84,6 +89,14 @@ MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
         b"DROP INDEX metrics_by_name",
         b"CREATE INDEX metrics_by_name ON metrics (experiment, name, run, algorithm, step)",
     ),
+    (  # statistics, kept as rollouts finish
+        b"""CREATE TABLE statistics (
+            experiment text COLLATE "C", algorithm text COLLATE "C", step bigint, mode text COLLATE "C",
+            succeeded bigint NOT NULL, failed bigint NOT NULL, cancelled bigint NOT NULL, seconds float8 NOT NULL,
+            calls bigint NOT NULL, prompt_tokens bigint NOT NULL, response_tokens bigint NOT NULL,
+            rewards bigint NOT NULL, mean float8 NOT NULL, squares float8 NOT NULL,
+            PRIMARY KEY (experiment, algorithm, step, mode))""",
+    ),
 )
 """Statements that migrate a schema from version N to N + 1; a new schema runs them all."""
 
@@ -100,7 +113,16 @@ _CREATED_AT = 4
 _RUNS = 5
 """The last version that kept the metrics of one run only, which is the last one of the experiment's record."""
 
+_STATISTICS = 6
+"""The last version without statistics and without the tallies of attempts."""
+
 _LOCK = b"SELECT pg_advisory_xact_lock(hashtextextended('agl store ' || %s, 0))"
+
+
+_SAVE_ATTEMPT = (
+    "UPDATE attempts SET data = %b WHERE id = "
+    f"(SELECT seq << {ATTEMPT_BITS} | %s::int FROM rollouts WHERE rollout_id = %s)"
+).encode()
 
 
 def prepare(connection: Connection, target: DatabaseTarget) -> int:
@@ -140,6 +162,8 @@ def _migrate(connection: Connection, target: DatabaseTarget) -> None:
             _fill_created_at(connection)
         if number == _RUNS:
             _fill_runs(connection)
+        if number == _STATISTICS:
+            _fill_statistics(connection)
     connection.execute("UPDATE agl_schema SET version = %s", (CURRENT,))
 
 
@@ -170,6 +194,22 @@ def _fill_runs(connection: Connection) -> None:
         row = connection.execute("SELECT value FROM documents WHERE key = %b", (record_key(experiment),)).fetchone()
         run = run_of(bytes(row[0]) if row else None)
         connection.execute("UPDATE metrics SET run = %s WHERE experiment = %s", (run, experiment))
+
+
+def _fill_statistics(connection: Connection) -> None:
+    """Count what attempts recorded and rollouts add up to."""
+    reads, query = PostgresReads(connection), RolloutQuery(limit=500)
+    while page := reads.rollouts(query):
+        attempts, shares = recount(page, reads.attempts, partial(_all_spans, reads))
+        with connection.cursor() as cursor:
+            keys = [(encode(each), each.number, each.rollout_id) for each in attempts]
+            cursor.executemany(_SAVE_ATTEMPT, keys)
+        add_statistics(connection, shares)
+        query = query.next(page[-1])
+
+
+def _all_spans(reads: PostgresReads, rollout_id: str, attempt_id: str) -> list[Span]:
+    return reads.spans(rollout_id, attempt_id=attempt_id, limit=MAX_SEQUENCE)
 
 
 def _version(connection: Connection, target: DatabaseTarget) -> int:

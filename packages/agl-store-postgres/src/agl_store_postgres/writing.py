@@ -8,8 +8,9 @@ no machine holds the lock while it waits for the network.
 from collections.abc import Sequence
 from typing import Any
 
+from agl.contracts import Statistics
 from agl.schemas import Rollout, encode
-from agl_run.sql import ATTEMPT_BITS, Changes, progress_row
+from agl_run.sql import ATTEMPT_BITS, STATISTICS, Changes, additions, merging, progress_row, statistics_row
 from agl_store_postgres.connections import Connection
 
 _FEED_LOCK = 0x41474C00 << 32
@@ -47,6 +48,11 @@ _SAVE_METRICS = (
     b"%s::float8[]) ON CONFLICT (experiment, run, algorithm, step, name) "
     b"DO UPDATE SET experiment_step = excluded.experiment_step, value = excluded.value, time = excluded.time"
 )
+_ADD_STATISTICS = (
+    f"INSERT INTO statistics AS s ({STATISTICS}) SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[], "
+    "%s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::float8[], %s::bigint[], %s::bigint[], %s::bigint[], "
+    f"%s::bigint[], %s::float8[], %s::float8[]) {merging('greatest')}"
+).encode()
 _ADD_CHANGES = (
     b"INSERT INTO changes (attempt, kind, status, name) SELECT attempt, kind, status, name "
     b"FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[]) WITH ORDINALITY "
@@ -74,8 +80,11 @@ def commit(db: Connection, changes: Changes, *, feed: int) -> None:
         _copy(db, _ADD_SPANS, _SPAN_TYPES, changes.spans)
     with db.pipeline():
         _save(db, changes)
-        if changes.feed:
+        if changes.feed or changes.shares:
             db.execute(b"SELECT pg_advisory_xact_lock(%s::bigint)", (_FEED_LOCK | feed,))
+        for shares in additions(changes.shares):  # behind the lock, because many machines add to one row
+            add_statistics(db, shares)
+        if changes.feed:
             db.execute(_ADD_CHANGES, _columns(changes.feed))
         for statement in _REMOVE if changes.removed else ():  # last, because other changes may concern these rollouts
             db.execute(statement, (changes.removed,))
@@ -116,6 +125,12 @@ def _save(db: Connection, changes: Changes) -> None:
         db.execute(_SAVE_DOCUMENTS, _columns(saved))
     if changes.metrics:
         db.execute(_SAVE_METRICS, _columns([(*key, *value) for key, value in sorted(changes.metrics.items())]))
+
+
+def add_statistics(db: Connection, shares: Sequence[Statistics]) -> None:
+    """Add shares of rollouts to the statistics of their steps, one for each step and mode."""
+    if shares:
+        db.execute(_ADD_STATISTICS, _columns([statistics_row(share) for share in shares]))
 
 
 def _copy(db: Connection, statement: bytes, types: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:

@@ -6,11 +6,11 @@ from itertools import islice
 import msgspec
 from msgspec.structs import replace
 
-from agl.contracts import Change, Metric, RolloutQuery
+from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.errors import NotFoundError
 from agl.schemas import TERMINAL_ROLLOUT, Attempt, ResourceVersion, Rollout, Span, attempt_id_of, decode
 from agl.stores import MAX_SEQUENCE, select, start_of, unknown_attempt
-from agl_run.sql import MODES, STATUSES, Unpacker, by_status, containing, number_of
+from agl_run.sql import MODES, STATUSES, Unpacker, by_status, containing, number_of, read_statistics
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import read_stored
@@ -189,6 +189,20 @@ class RedisReads:
                 number = {"step": step, "experiment_step": experiment_step, "value": value, "time": time}
                 found.append(Metric(experiment=experiment, run=each, algorithm=algorithm, name=title, **number))
         return sorted(found, key=lambda metric: (metric.run, metric.algorithm, metric.step, metric.name))
+
+    def statistics(self, experiment: str | None = None) -> list[Statistics]:
+        if experiment is None:
+            names = [name.decode() for name in self._server.run("SMEMBERS", f"{self._base}stn")]
+        else:
+            names = [experiment]
+        tables = self._server.run_all([("HGETALL", f"{self._base}st/{name}") for name in names])
+        rows = [
+            (name, *msgspec.msgpack.decode(key), *sums[:3], float(sums[3]), *sums[4:8], *map(float, sums[8:]))
+            for name, table in zip(names, tables, strict=True)
+            for key, row in _pairs(table).items()
+            for sums in [msgspec.msgpack.decode(row)]
+        ]
+        return read_statistics(rows)
 
 
 def _names(query: RolloutQuery) -> list[str]:

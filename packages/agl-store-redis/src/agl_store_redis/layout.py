@@ -20,6 +20,7 @@ of no attempt:
 ``v/R``, ``o/R``    hash   versions of a resource, and their order (a list); ``names`` has the names of the resources
 ``d``, ``k``        hash   documents, and their keys in order (a zset)
 ``m/E/RUN/NAME``    hash   metrics by algorithm and step; ``mn/E`` has the runs and names of an experiment
+``st/E``            hash   statistics by algorithm, step and mode; ``stn`` has the experiments that have any
 ``w/WRITER``        string the last transaction of a writer, for a day
 =================== ====== ============================================================================================
 """
@@ -28,12 +29,12 @@ from agl.errors import SchemaVersionError
 from agl_store_redis.connections import Server
 from agl_store_redis.urls import ServerTarget
 
-CURRENT = 1
+CURRENT = 2
 """The number of this layout."""
 
 
-def prepare(server: Server, target: ServerTarget) -> None:
-    """Number the layout of a new store, and check that of a known one.
+def prepare(server: Server, target: ServerTarget) -> int:
+    """Number the layout of a new store, and check that of a known one; returns the layout's number.
 
     Raises:
         SchemaVersionError: A newer release wrote the store.
@@ -46,6 +47,7 @@ def prepare(server: Server, target: ServerTarget) -> None:
             f"{target.shown} has layout version {found} and this agl-store-redis reads up to {CURRENT}; "
             "upgrade it: pip install --upgrade agl-store-redis"
         )
+    return found
 
 
 def list_name(field: str, *, experiment: str, mode: str, status: str, is_finished: bool) -> str:

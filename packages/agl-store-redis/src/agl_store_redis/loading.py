@@ -144,8 +144,10 @@ def _put_rollouts(loaded: Loaded, rows: Sequence[Sequence[bytes]]) -> None:
 
 
 def _put_attempts(loaded: Loaded, rows: Sequence[bytes]) -> None:
-    attempts = [decode(data, Attempt) for data in rows]
-    loaded.rows.attempts = {attempt.attempt_id: attempt for attempt in attempts}
+    for data in rows:
+        attempt = decode(data, Attempt)
+        loaded.rows.attempts[attempt.attempt_id] = attempt
+        loaded.comparisons.append(("a", attempt.rollout_id, str(attempt.number), _digest(data)))
 
 
 def _put_spans(loaded: Loaded, counts: Sequence[Any], kept: Sequence[Any]) -> None:
@@ -161,11 +163,13 @@ def _put_spans(loaded: Loaded, counts: Sequence[Any], kept: Sequence[Any]) -> No
 
 def _put_documents(loaded: Loaded, keys: Sequence[bytes], values: Sequence[bytes | None]) -> None:
     for key, value in zip(keys, values, strict=True):
-        digest = b""
         if value is not None:
             loaded.rows.documents[key] = value
-            digest = sha1(value, usedforsecurity=False).hexdigest().encode()
-        loaded.comparisons.append(("d", key, "", digest))
+        loaded.comparisons.append(("d", key, "", b"" if value is None else _digest(value)))
+
+
+def _digest(data: bytes) -> bytes:
+    return sha1(data, usedforsecurity=False).hexdigest().encode()
 
 
 def read_stored(number: int, progress: bytes, data: bytes) -> tuple[int, Rollout]:

@@ -22,8 +22,9 @@ from agl.stores import Reads, Tables, TableStore, WakeUp, Work
 from agl_run.sql import Batches, OverdueError
 from agl_store_redis.connections import START_WAIT_S, Server, connect, connect_in_time, forked_error
 from agl_store_redis.faults import explain
-from agl_store_redis.layout import prepare
+from agl_store_redis.layout import CURRENT, prepare
 from agl_store_redis.listener import ChangeListener
+from agl_store_redis.migration import count_all
 from agl_store_redis.promises import check_server
 from agl_store_redis.reader import BatchReader, UncheckedRead
 from agl_store_redis.urls import ServerTarget, target_of
@@ -116,7 +117,8 @@ def _open(target: ServerTarget) -> Server:
     server = connect_in_time(lambda: connect(target), target, threading.Event(), limit_s=START_WAIT_S)
     try:
         check_server(server, target)
-        prepare(server, target)
+        if prepare(server, target) < CURRENT:
+            count_all(server, target)
     except BaseException as error:
         server.close()
         if isinstance(error, RedisError | OSError):

@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from agl.contracts import Statistics
 from agl.schemas import Rollout, attempt_id_of, encode
-from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, STATUSES, Changes, LoadedTables
+from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, STATUSES, Changes, LoadedTables, additions, statistics_row
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import Loaded
@@ -18,6 +19,8 @@ Part: TypeAlias = bytes | str | int | float
 
 _MOST = 1000
 """Most values in one command; Lua passes on fewer than 8,000."""
+
+COUNT_PARTS = 12
 
 _SORTS = ("rollout_id", "created_at", "finished_at")
 
@@ -43,6 +46,7 @@ class Commit:
         self._save_attempts()
         self._save_spans()
         self._save_records()
+        self._save_statistics()
         self._put_collected()
         self._prune()
         self._feed()
@@ -176,6 +180,10 @@ class Commit:
             self._sets[f"mn/{experiment}"][f"{run}/{name}"] = None
             self._hashes[f"m/{experiment}/{run}/{name}"][encode((algorithm, step))] = encode(row)
 
+    def _save_statistics(self) -> None:
+        for shares in additions(self._changes.shares):
+            self._put_all("COUNT", values=counts_of(shares), each=COUNT_PARTS)
+
     def _feed(self) -> None:
         changes: list[Part] = []
         for key, kind, status, name in self._changes.feed:
@@ -186,6 +194,18 @@ class Commit:
                 experiment = self._loaded.rows.rollouts[rollout_id].experiment
                 changes += (rollout_id, encode((kind, status, rollout_id, key & NUMBER_MASK, experiment)))
         self._put_all("FEED", values=changes, each=2)
+
+
+def counts_of(shares: Sequence[Statistics]) -> list[Part]:
+    """Return the arguments of ``COUNT``, :data:`COUNT_PARTS` for each share."""
+    parts: list[Part] = []
+    for share in shares:
+        experiment, *place, succeeded, failed, cancelled, seconds, calls, prompts, responses, rewards, mean, squares = (
+            statistics_row(share)
+        )
+        sums = succeeded, failed, cancelled, repr(seconds), calls, prompts, responses
+        parts += experiment, encode(place), *sums, rewards, repr(mean), repr(squares)
+    return parts
 
 
 def _lists(rollout: Rollout) -> Iterable[tuple[str, float]]:

@@ -18,9 +18,9 @@ from agl.hints import did_you_mean
 
 HOOKS = tuple(name for name in vars(AglSpec) if name.startswith(f"{PROJECT}_"))
 
-_RETURNS = {name: get_type_hints(getattr(AglSpec, name)).get("return") for name in HOOKS}
-
-PROVIDERS: dict[str, type[Entry]] = {name: get_args(hint)[0] for name, hint in _RETURNS.items() if get_args(hint)}
+PROVIDERS: dict[str, type[Entry]] = {
+    name: record for name in HOOKS for record in get_args(get_type_hints(getattr(AglSpec, name))["return"])
+}
 """Provider hooks and the type of record that each returns."""
 
 OBSERVERS = tuple(name for name in HOOKS if name not in PROVIDERS)

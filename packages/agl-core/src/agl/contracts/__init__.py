@@ -18,6 +18,7 @@ from agl._entries import (
 from agl.contracts._export import Exporter
 from agl.contracts._rewards import RewardEmitter, RewardSetup
 from agl.contracts._serving import POLICY_KEY_ENV, Gateway, Policy, ServedModel
+from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
     PAGE_BYTES,
     Change,
@@ -79,6 +80,7 @@ __all__ = [
     "Kind",
     "LabelMove",
     "Metric",
+    "Moments",
     "PluginStatus",
     "Policy",
     "PolicyEntry",
@@ -99,6 +101,7 @@ __all__ = [
     "ServedModel",
     "SpanChoice",
     "SpanQuery",
+    "Statistics",
     "StepReport",
     "Store",
     "StoreEntry",

@@ -21,6 +21,7 @@ from typing import Annotated, Literal, Protocol, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from agl.contracts._statistics import Statistics
 from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
 
 PAGE_BYTES = 32 << 20
@@ -276,6 +277,14 @@ class Store(Protocol):
 
     async def count_rollouts(self, query: RolloutQuery) -> int:
         """The number of rollouts on all pages of a query; it costs more the more there are."""
+        ...
+
+    async def statistics(self, experiment: str | None = None) -> list[Statistics]:
+        """The sums over finished rollouts, of one experiment or of all, by experiment, algorithm, step and mode.
+
+        They change in the transaction that finishes a rollout, removes one or accepts a late reward. They cost one
+        record per step and mode, however many rollouts and spans these have.
+        """
         ...
 
     async def attempts(self, rollout_id: str) -> list[Attempt]:

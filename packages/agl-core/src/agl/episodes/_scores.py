@@ -72,8 +72,8 @@ def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
         return _keyed(named, options.key)
     if options.weights:
         return _weighted(named, options.weights)
-    best = min(_rank(reward) for reward in named.values())
-    choice = {name: reward for name, reward in named.items() if _rank(reward) == best}
+    best = min(rank(reward.source) for reward in named.values())
+    choice = {name: reward for name, reward in named.items() if rank(reward.source) == best}
     if len(choice) > 1 and "" not in choice:
         names = ", ".join(sorted(choice))
         return Score(value=None, note=f"several rewards were recorded ({names}); declare a key or weights for them")
@@ -149,13 +149,14 @@ def _by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
     named: dict[str, Reward] = {}
     for reward in rewards:
         held = named.get(reward.name)
-        if held is None or _rank(reward) <= _rank(held):
+        if held is None or rank(reward.source) <= rank(held.source):
             named[reward.name] = reward
     return named
 
 
-def _rank(reward: Reward) -> int:
-    return _RANK.get(reward.source, _OTHER)
+def rank(source: str) -> int:
+    """The place of a reward's source: 0 for the best one."""
+    return _RANK.get(source, _OTHER)
 
 
 def _keyed(named: Mapping[str, Reward], key: str) -> Score:
@@ -184,7 +185,7 @@ def _lookup(named: Mapping[str, Reward], key: str) -> tuple[Reward, float | None
     holders = [reward for reward in named.values() if key in reward.dimensions]
     if not holders:
         return None
-    best = min(holders, key=_rank)
+    best = min(holders, key=lambda reward: rank(reward.source))
     return best, best.dimensions[key]
 
 

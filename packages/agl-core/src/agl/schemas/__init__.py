@@ -13,11 +13,13 @@ from agl.schemas._rollout import (
     AttemptStatus,
     Claim,
     ErrorInfo,
+    Graded,
     Mode,
     Outcome,
     RetryPolicy,
     Rollout,
     RolloutStatus,
+    Tally,
 )
 from agl.schemas._span import Reward, RewardScope, RewardSource, Span, SpanEvent, SpanStatus
 from agl.schemas._transition import CallCredit, Episode, LooseCall, RejectReason, Row, Segment, Transition
@@ -35,6 +37,7 @@ __all__ = [
     "Dialect",
     "Episode",
     "ErrorInfo",
+    "Graded",
     "Json",
     "JsonResource",
     "LooseCall",
@@ -59,6 +62,7 @@ __all__ = [
     "Span",
     "SpanEvent",
     "SpanStatus",
+    "Tally",
     "Transition",
     "Weights",
     "WeightsProbe",

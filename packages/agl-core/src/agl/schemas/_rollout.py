@@ -5,7 +5,7 @@ from typing import Literal, TypeGuard
 import msgspec
 
 from agl.schemas._base import SCHEMA_VERSION, Json, Record
-from agl.schemas._span import Span
+from agl.schemas._span import RewardSource, Span
 
 Mode = Literal["train", "val", "test"]
 """The purpose of a rollout: to train, to choose between versions, or to measure a result that nothing learns from."""
@@ -110,6 +110,31 @@ class ErrorInfo(Record, frozen=True, kw_only=True):
     traceback: str = ""
 
 
+class Graded(Record, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A reward about a whole rollout, without its parts and words, and its place among the attempt's spans."""
+
+    value: float | None
+    name: str = ""
+    source: RewardSource = "environment"
+    start_ns: int = 0
+    sequence: int = 0
+
+
+class Tally(Record, frozen=True, kw_only=True, gc=False):
+    """The sums of an attempt's spans, which the store keeps while they arrive.
+
+    Attributes:
+        calls: Model calls, failed ones and retries included, and the tokens of their prompts and responses: those of
+            the ids where there are some, else as the backend counted them. Calls recorded late do not count.
+        graded: The reward that counts under each name, in order of time, by the rule of :func:`agl.episodes.score`.
+    """
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    graded: tuple[Graded, ...] = ()
+
+
 class Attempt(Record, frozen=True, kw_only=True):
     """One try at a rollout by one worker.
 
@@ -120,6 +145,7 @@ class Attempt(Record, frozen=True, kw_only=True):
         claim_id: The claim request that made it, so that a repeated request gets the same attempt.
         lease_until: Unix seconds at which the attempt counts as lost unless it is renewed.
         lease_s: Length of the lease at the last renewal, in seconds; 0.0 in records of older releases.
+        tally: The sums of its spans; of attempts before the last one only in stores that no older release wrote.
     """
 
     attempt_id: str
@@ -133,6 +159,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     started_at: float = 0.0
     finished_at: float = 0.0
     error: ErrorInfo | None = None
+    tally: Tally = Tally()
     schema_version: int = SCHEMA_VERSION
 
 

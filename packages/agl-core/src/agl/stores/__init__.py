@@ -7,6 +7,7 @@ from agl.stores._reading import all_spans, read_recordings
 from agl.stores._rules import MAX_ATTEMPTS, MAX_SEQUENCE, deadline, is_wanted, placed, select, sort_key, start_of
 from agl.stores._store import TableStore
 from agl.stores._tables import Backend, Reads, Tables, Work
+from agl.stores._tallies import counted, place_of, reward_of, share_of
 from agl.stores._urls import shown_url, without_credentials
 from agl.stores._wake_up import WakeUp
 
@@ -23,13 +24,17 @@ __all__ = [
     "Work",
     "all_spans",
     "closed",
+    "counted",
     "deadline",
     "documents_of",
     "expire",
     "is_wanted",
+    "place_of",
     "placed",
     "read_recordings",
+    "reward_of",
     "select",
+    "share_of",
     "shown_url",
     "sort_key",
     "start_of",

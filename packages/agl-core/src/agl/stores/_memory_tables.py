@@ -11,12 +11,13 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
-from agl.contracts import Change, Metric, RolloutQuery
+from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
 from agl.schemas import _codec as codec
 from agl.schemas._ids import attempt_id_of, rollout_id_of
 from agl.stores import _rules as rules
 from agl.stores._operations import need_held, need_rollout, unknown_attempt
+from agl.stores._tallies import place_of
 
 N = TypeVar("N", bound=Hashable)
 
@@ -83,6 +84,7 @@ class MemoryTables:
         self._changes_of: defaultdict[str, list[int]] = defaultdict(list)
         self._versions: dict[str, dict[str, bytes]] = {}
         self._metrics: defaultdict[str, dict[tuple[int, str, int, str], Metric]] = defaultdict(dict)
+        self._statistics: dict[tuple[str, str, int, str], Statistics] = {}
         self._documents: dict[bytes, bytes] = {}
         self._keys: list[bytes] = []
 
@@ -188,8 +190,8 @@ class MemoryTables:
     def cursor(self) -> int:
         return self._cursor
 
-    def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows: dict[tuple[_Spans, str], tuple[int, bytes]] = {}
+    def insert_spans(self, spans: Sequence[Span]) -> list[Span]:
+        rows: dict[tuple[_Spans, str], tuple[Span, bytes]] = {}
         ends: dict[tuple[str, str], int] = {}
         for span in spans:
             key, attempt = (span.rollout_id, span.attempt_id), self._attempts.get(span.attempt_id)
@@ -197,14 +199,24 @@ class MemoryTables:
             if span.span_id not in kept.ids and (kept, span.span_id) not in rows:
                 is_late = attempt is not None and attempt.status != "running"
                 placed = rules.placed(span, last=ends.get(key, (kept.sequences or [0])[-1]), is_late=is_late)
-                rows[kept, span.span_id] = placed.sequence, _pack(placed)
+                rows[kept, span.span_id] = placed, _pack(placed)
                 ends[key] = placed.sequence
-        for (kept, span_id), (sequence, data) in rows.items():
-            kept.sequences.append(sequence)
+        for (kept, span_id), (placed, data) in rows.items():
+            kept.sequences.append(placed.sequence)
             kept.packed.append(data)
             kept.ids.add(span_id)
         for rollout_id, attempt_id in ends:
             self._log("spans", need_rollout(self, rollout_id), attempt_id)
+        return [placed for placed, _ in rows.values()]
+
+    def add_statistics(self, shares: Sequence[Statistics]) -> None:
+        for share in shares:
+            place = place_of(share)
+            self._statistics[place] = self._statistics[place].plus(share) if place in self._statistics else share
+
+    def statistics(self, experiment: str | None = None) -> list[Statistics]:
+        found = [self._statistics[key] for key in sorted(self._statistics) if experiment in (None, key[0])]
+        return [each for each in found if each.rollouts]
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000

@@ -25,10 +25,11 @@ from agl.contracts import (
     VersionScore,
 )
 from agl.errors import ConflictError, FencedError, NotFoundError, StoreError
-from agl.schemas import Claim, Outcome, Record, ResourceVersion, Rollout, Span
+from agl.schemas import Attempt, Claim, Outcome, Record, ResourceVersion, Rollout, Span, Tally
 from agl.schemas import _codec as codec
 from agl.stores import _rules as rules
 from agl.stores._tables import Reads, Tables
+from agl.stores._tallies import counted, share_of
 
 R = TypeVar("R", bound=Record)
 
@@ -128,8 +129,11 @@ def finish(tables: Tables, outcomes: Sequence[Outcome]) -> list[Rollout]:
         if settled is not None:
             decided[outcome.attempt_id] = settled
         after[outcome.attempt_id] = settled or current
-    tables.insert_spans([span for outcome in outcomes for span in outcome.spans])
-    tables.save(list(decided.values()))
+    new = tables.insert_spans([span for outcome in outcomes for span in outcome.spans])
+    own = _by_attempt(new)
+    attempts = ((claim.rollout, counted(claim.attempt, own.pop(key, ()))) for key, claim in decided.items())
+    _save_decided(tables, [Claim(rollout=rollout, attempt=attempt) for rollout, attempt in attempts])
+    _count(tables, own)
     return [after[outcome.attempt_id].rollout for outcome in outcomes]
 
 
@@ -142,16 +146,44 @@ def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
         found[rollout.rollout_id] = after = replace(rollout, status="cancelled", finished_at=tables.now)
         if rollout.attempt_id is None:
             tables.save_rollouts([after])
+            tables.add_statistics([share_of(after, None)])
         else:
-            attempt = need_held(tables, rollout.attempt_id).attempt
-            tables.save([Claim(rollout=after, attempt=replace(attempt, status="cancelled", finished_at=tables.now))])
+            attempt = replace(need_held(tables, rollout.attempt_id).attempt, status="cancelled", finished_at=tables.now)
+            _save_decided(tables, [Claim(rollout=after, attempt=attempt)])
     return [found[rollout_id] for rollout_id in rollout_ids]
 
 
 def expire(tables: Tables) -> None:
     """Decide every attempt that is overdue; the first thing that every transaction does."""
     lapsed = (rules.lapse(claim, now=tables.now) for claim in tables.overdue())
-    tables.save([claim for claim in lapsed if claim is not None])
+    _save_decided(tables, [claim for claim in lapsed if claim is not None])
+
+
+def _save_decided(tables: Tables, claims: Sequence[Claim]) -> None:
+    """Save attempts that were just decided, and count the rollouts that they finish."""
+    tables.save(claims)
+    tables.add_statistics([share_of(each.rollout, each.attempt) for each in claims if each.rollout.is_finished])
+
+
+def _count(tables: Tables, spans: Mapping[str, Sequence[Span]]) -> None:
+    """Bring tallies, and the statistics of finished rollouts, up to date with stored spans by attempt id."""
+    for attempt_id, own in spans.items():
+        if not attempt_id or all(span.call is None and span.reward is None for span in own):
+            continue
+        claim = need_held(tables, attempt_id)
+        after = counted(claim.attempt, own)
+        if after is claim.attempt:
+            continue
+        tables.save([replace(claim, attempt=after)], is_logged=False)
+        if claim.rollout.is_finished and claim.rollout.attempt_id == attempt_id:
+            tables.add_statistics([share_of(claim.rollout, after), share_of(claim.rollout, claim.attempt).negative])
+
+
+def _by_attempt(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = {}
+    for span in spans:
+        found.setdefault(span.attempt_id, []).append(span)
+    return found
 
 
 def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
@@ -159,7 +191,7 @@ def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
     rules.check_spans(spans)
     for attempt_id, rollout_id in dict.fromkeys((span.attempt_id, span.rollout_id) for span in spans):
         _ = need_held(tables, attempt_id) if attempt_id else need_rollout(tables, rollout_id)
-    tables.insert_spans(spans)
+    _count(tables, _by_attempt(tables.insert_spans(spans)))
 
 
 def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
@@ -171,8 +203,14 @@ def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
             f"rollout {unfinished[0]!r} is {found[unfinished[0]].status} and {len(unfinished)} of {len(found)} are not "
             "finished; nothing was deleted: cancel them first, or wait until they finish"
         )
+    shares = [share_of(rollout, _deciding(tables, rollout)) for rollout in found.values()]
     tables.remove(list(found.values()))
+    tables.add_statistics([share.negative for share in shares])
     return len(found)
+
+
+def _deciding(tables: Tables, rollout: Rollout) -> Attempt | None:
+    return None if rollout.attempt_id is None else need_held(tables, rollout.attempt_id).attempt
 
 
 def count_rollouts(reads: Reads, query: RolloutQuery) -> int:
@@ -236,10 +274,14 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     tables.add([rules.unbegun(recording.rollout) for recording in new])
     spans = [span for recording in new for span in recording.spans]
     tables.insert_spans([span for span in spans if not span.is_late])  # in time, because no attempt is decided yet
-    claims = [Claim(rollout=each.rollout, attempt=attempt) for each in new for attempt in each.attempts]
+    own = _by_attempt(spans)
+    attempts = [(each.rollout, replace(attempt, tally=Tally())) for each in new for attempt in each.attempts]
+    claims = [Claim(rollout=r, attempt=counted(a, own.get(a.attempt_id, ()))) for r, a in attempts]
     tables.save(claims, is_logged=False)
     tables.insert_spans([span for span in spans if span.is_late])
     tables.save_rollouts([recording.rollout for recording in new])
+    finished = [recording.rollout for recording in new if recording.rollout.is_finished]
+    tables.add_statistics([share_of(rollout, _deciding(tables, rollout)) for rollout in finished])
     tables.put(pair for move in moves for pair in documents_of(move).items())
     return [recording.rollout.rollout_id for recording in new]
 

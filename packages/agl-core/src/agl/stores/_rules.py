@@ -37,7 +37,7 @@ _R = TypeVar("_R", bound=Struct)
 MAX_SEQUENCE = (1 << 24) - 1
 """The highest sequence of a span of an attempt."""
 
-_MAX_COUNT = (1 << 63) - 1
+MAX_COUNT = (1 << 63) - 1
 
 _ID = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff/]{1,256}")
 
@@ -65,6 +65,11 @@ def check_ids(values: Iterable[object]) -> None:
                 )
         if isinstance(value, list | tuple):
             check_ids(cast("Sequence[object]", value))
+
+
+def is_name(text: str) -> bool:
+    """True for a text that stores take as an id or a name."""
+    return _ID.fullmatch(text) is not None
 
 
 def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
@@ -124,8 +129,8 @@ def check_page(given: Mapping[str, object], *queries: object) -> None:
         if isinstance(query, RolloutQuery | SpanQuery):
             check_page({"limit": query.limit, "after": query.after})
     for name in ("limit", "after"):
-        if isinstance(value := given.get(name), int) and not 0 <= value <= _MAX_COUNT:
-            raise StoreError(f"{name} = {value}; choose between 0 and {_MAX_COUNT}")
+        if isinstance(value := given.get(name), int) and not 0 <= value <= MAX_COUNT:
+            raise StoreError(f"{name} = {value}; choose between 0 and {MAX_COUNT}")
 
 
 def sort_key(query: RolloutQuery) -> Callable[[Rollout], tuple[Any, str]]:

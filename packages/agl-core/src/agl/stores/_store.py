@@ -69,6 +69,7 @@ class TableStore:
     delete = _writes(operations.delete)
     rollouts = _reads(Reads.rollouts)
     count_rollouts = _reads(operations.count_rollouts)
+    statistics = _reads(Reads.statistics)
     attempts = _reads(Reads.attempts)
     recordings = _reads(operations.recordings)
     restore = _writes(operations.restore)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from agl.contracts import Change, Metric, RolloutQuery
+from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
 from agl.stores._wake_up import WakeUp
 
@@ -60,8 +60,12 @@ class Tables(Protocol):
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Save rollouts, and remove attempts beyond their number, which their claimer never received."""
 
-    def insert_spans(self, spans: Sequence[Span]) -> None:
-        """Append spans of known attempts; skip those that the attempt already has."""
+    def insert_spans(self, spans: Sequence[Span]) -> list[Span]:
+        """Append spans of known attempts; skip those that the attempt already has. Returns the others as stored."""
+        ...
+
+    def add_statistics(self, shares: Sequence[Statistics]) -> None:
+        """Add shares of rollouts to the statistics of their steps; negative ones take rollouts out."""
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         """Remove rollouts with everything that belongs to them, entries of the change feed included."""
@@ -122,6 +126,10 @@ class Reads(Protocol):
 
     def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
         """See :meth:`agl.contracts.Store.metrics`."""
+        ...
+
+    def statistics(self, experiment: str | None = None) -> list[Statistics]:
+        """See :meth:`agl.contracts.Store.statistics`."""
         ...
 
     def get(self, key: bytes) -> bytes | None:

@@ -5,9 +5,7 @@ production. Inside, each records one span below the innermost one. Emitted text 
 invalid arguments raise; failures to record are logged.
 """
 
-import logging
 import math
-import time
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, TypeAlias, cast
 
@@ -16,12 +14,10 @@ import msgspec
 from agl import semconv
 from agl._redact import redact
 from agl.errors import CaptureError
-from agl.schemas import Reward, RewardScope, Span, new_span_id
+from agl.schemas import Reward, RewardScope
 from agl.tracing._context import current, innermost
-from agl.tracing._span_values import error_fields, plain
+from agl.tracing._open_span import open_span
 from agl.tracing._spans import make_reward_span
-
-_log = logging.getLogger(__name__)
 
 RewardValue: TypeAlias = SupportsFloat | Mapping[str, SupportsFloat | None] | None
 
@@ -115,31 +111,8 @@ def emit_exception(error: BaseException, **attributes: Any) -> None:
 
 def _emit(name: str, attributes: dict[str, Any], error: BaseException | None = None) -> None:
     """Record a span of this instant, below the innermost one."""
-    attempt = current()
-    if attempt is None:
-        return
-    now = time.time_ns()
-    try:
-        ended: dict[str, Any] = {} if error is None else error_fields(error)
-        said: dict[str, Any] = plain(attributes)
-        if error is not None:
-            said[semconv.ERROR_TYPE] = type(error).__qualname__
-        span = Span(
-            rollout_id=attempt.rollout_id,
-            attempt_id=attempt.attempt_id,
-            trace_id=attempt.trace_id,
-            span_id=new_span_id(),
-            parent_id=innermost(attempt),
-            name=name,
-            start_ns=now,
-            end_ns=now,
-            attributes=said,
-            **ended,
-        )
-    except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
-        _log.exception("The span %r could not be recorded.", name)
-    else:
-        attempt.add(span)
+    span = open_span(name, attributes=attributes, is_current=False)
+    span.close(error, status="unset" if error is None else "error", end_ns=span.start_ns)
 
 
 def _dimensions(value: Mapping[str, SupportsFloat | None]) -> dict[str, float | None]:

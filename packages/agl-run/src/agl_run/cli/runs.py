@@ -11,11 +11,10 @@ import click
 import msgspec
 
 from agl import PluginManager
-from agl.contracts import RolloutQuery, SpanQuery, Store
-from agl.episodes import episode_reward
+from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
-from agl.stores import read_recordings
+from agl.stores import read_recordings, reward_of
 from agl_run.cli.completion import complete_experiment, complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.copying import copy
@@ -42,7 +41,7 @@ _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] 
 }
 
 _REWARD = "reward"
-"""Sorts by what no store keeps for a rollout, so that the command does it; rollouts without a reward come last."""
+"""Sorts by what no store keeps in order, so that the command does it; rollouts without a reward come last."""
 
 
 def _bytes_of(text: str) -> int:
@@ -56,7 +55,7 @@ _own_store_option = click.option("--store", "store_url", help="As for agl runs."
 
 
 class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A rollout and the reward from its spans."""
+    """A rollout and its reward."""
 
     rollout: Rollout
     reward: float | None
@@ -240,8 +239,8 @@ async def _listed(
         return found, total
     if by_reward:
         return await _best(store, query), total
-    async for recording in read_recordings(store, query):
-        found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
+    async for recording in read_recordings(store, query, spans="none"):
+        found.append(ListedRollout(rollout=recording.rollout, reward=_reward(recording)))
         if len(found) == query.limit:
             break
     return found, total
@@ -251,11 +250,17 @@ async def _best(store: Store, query: RolloutQuery) -> list[ListedRollout]:
     """Return the first rollouts by reward, highest first unless asked otherwise, of which twice the limit is held."""
     found: list[ListedRollout] = []
     every = msgspec.structs.replace(query, limit=_PAGE)
-    async for recording in read_recordings(store, every, spans=SpanQuery(kind="reward", limit=10_000)):
-        found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
+    async for recording in read_recordings(store, every, spans="none"):
+        found.append(ListedRollout(rollout=recording.rollout, reward=_reward(recording)))
         if len(found) >= 2 * query.limit:
             found = _first(found, query)
     return _first(found, query)
+
+
+def _reward(recording: Recording) -> float | None:
+    """Return the reward of the deciding or running attempt, which the store keeps with it."""
+    deciding = recording.rollout.attempt_id
+    return reward_of(next((each for each in recording.attempts if each.attempt_id == deciding), None))
 
 
 def _first(found: Sequence[ListedRollout], query: RolloutQuery) -> list[ListedRollout]:

@@ -28,6 +28,7 @@ from agl_run.sql._rows import (
     read_change,
     read_rollout,
 )
+from agl_run.sql._statistics import STATISTICS, additions, merging, read_statistics, recount, statistics_row
 
 __all__ = [
     "ATTEMPT_BITS",
@@ -35,6 +36,7 @@ __all__ = [
     "NUMBER_MASK",
     "ROLLOUT",
     "SEQUENCE_BITS",
+    "STATISTICS",
     "STATUSES",
     "AttemptSpans",
     "Batches",
@@ -50,10 +52,12 @@ __all__ = [
     "Packer",
     "Row",
     "Unpacker",
+    "additions",
     "answer_to",
     "by_status",
     "conditions",
     "containing",
+    "merging",
     "needs_of",
     "number_of",
     "older_documents",
@@ -63,6 +67,9 @@ __all__ = [
     "progress_row",
     "read_change",
     "read_rollout",
+    "read_statistics",
     "record_key",
+    "recount",
     "run_of",
+    "statistics_row",
 ]

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from agl.contracts import Statistics
 from agl.schemas import Attempt, ResourceVersion, Rollout, decode
 from agl_run.sql._rows import Row, read_rollout
 
@@ -63,6 +64,7 @@ class Changes:
         attempts: Changed attempts, by number; ``None`` removes one.
         documents: Changed documents, by key; ``None`` removes one.
         feed: New entries of the change feed, in order.
+        shares: What rollouts add to statistics, or take out.
         removed: Numbers of rollouts to remove with their attempts, spans and changes.
         has_queued: Whether a rollout was queued, so that waiting claims must look.
         soonest: The earliest deadline that was set; infinity if none was.
@@ -77,6 +79,7 @@ class Changes:
     metrics: dict[MetricKey, MetricRow] = field(default_factory=dict[MetricKey, MetricRow])
     feed: list[FeedRow] = field(default_factory=list[FeedRow])
     removed: list[int] = field(default_factory=list[int])
+    shares: list[Statistics] = field(default_factory=list[Statistics])
     has_queued: bool = False
     soonest: float = math.inf
 

@@ -6,7 +6,7 @@ Operations of the transaction see each other's changes; nothing is written befor
 
 from collections.abc import Iterable, Sequence
 
-from agl.contracts import Metric
+from agl.contracts import Metric, Statistics
 from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
 from agl.stores import deadline
 from agl_run.sql._changes import Changes, LoadedRows
@@ -94,8 +94,8 @@ class LoadedTables:
             self.changes.rollouts[self._loaded.seqs[rollout.rollout_id]] = rollout
         self._log(rollouts)
 
-    def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows = place_spans(spans, self._packer, self._attempt_spans)
+    def insert_spans(self, spans: Sequence[Span]) -> list[Span]:
+        rows, new = place_spans(spans, self._packer, self._attempt_spans)
         self._loaded.kept |= {(key, span_id) for key, _, span_id, _ in rows}
         self._loaded.last |= {key: sequence for key, sequence, _, _ in rows}
         self.changes.spans += rows
@@ -104,6 +104,10 @@ class LoadedTables:
             key = self._span_key(rollout_id, attempt_id)
             if key in touched:
                 self.changes.feed.append((key, "spans", self._loaded.rollouts[rollout_id].status, None))
+        return new
+
+    def add_statistics(self, shares: Sequence[Statistics]) -> None:
+        self.changes.shares += shares
 
     def _attempt_spans(self, span: Span) -> AttemptSpans:
         key, attempt = self._span_key(span.rollout_id, span.attempt_id), self._loaded.attempts.get(span.attempt_id)

@@ -137,13 +137,16 @@ class AttemptSpans:
 
 def place_spans(
     spans: Sequence[Span], packer: Packer, find: Callable[[Span], AttemptSpans]
-) -> list[tuple[Any, int, str, bytes]]:
+) -> tuple[list[tuple[Any, int, str, bytes]], list[Span]]:
     """Make rows of the spans that are not stored yet: attempt's key, sequence, span id, and the packed span.
+
+    Returns them with these spans as they are stored.
 
     Packs all spans before the caller stores the first, so that a span that cannot be packed leaves no trace.
     """
     rows: dict[tuple[Any, str], tuple[Any, int, str, bytes]] = {}
     known: dict[tuple[str, str], AttemptSpans] = {}
+    new: list[Span] = []
     try:
         for span in spans:
             where = span.rollout_id, span.attempt_id
@@ -154,10 +157,11 @@ def place_spans(
             held.last = kept.sequence
             packed = packer.pack(kept, attempt=held.key, sequence=held.last)
             rows[held.key, span.span_id] = held.key, held.last, span.span_id, packed
+            new.append(kept)
     except StoreError:
         packer.clear()  # its marks may refer to spans that are not stored
         raise
-    return list(rows.values())
+    return list(rows.values()), new
 
 
 class Unpacker:

@@ -159,6 +159,7 @@ class SQLiteBackend:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield tables
+            tables.write_statistics()
             cursor = last_cursor(self._db) if tables.has_changed else None
             self._db.execute("COMMIT")
         except BaseException:

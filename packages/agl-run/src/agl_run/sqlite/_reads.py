@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agl.contracts import Change, Metric, RolloutQuery
+from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.errors import NotFoundError
 from agl.schemas import (
     TERMINAL_ROLLOUT,
@@ -27,6 +27,7 @@ from agl_run.sql import (
     MODES,
     NUMBER_MASK,
     ROLLOUT,
+    STATISTICS,
     STATUSES,
     Unpacker,
     by_status,
@@ -36,6 +37,7 @@ from agl_run.sql import (
     order_of,
     read_change,
     read_rollout,
+    read_statistics,
 )
 from agl_run.sqlite._acknowledged import last_cursor
 from agl_run.sqlite._tables import span_range
@@ -201,6 +203,10 @@ class SQLiteReads:
             Metric(experiment=experiment, value=_float(value), **dict(zip(columns.split(", "), row, strict=True)))
             for value, *row in rows
         ]
+
+    def statistics(self, experiment: str | None = None) -> list[Statistics]:
+        where, values = ("1", ()) if experiment is None else ("experiment = ?", (experiment,))
+        return read_statistics(self._db.execute(f"SELECT {STATISTICS} FROM statistics WHERE {where}", values))
 
     def get(self, key: bytes) -> bytes | None:
         row = self._db.execute("SELECT value FROM documents WHERE key = ?", (key,)).fetchone()

@@ -9,11 +9,16 @@ so that a claim does not touch that index. Running ones are found through their 
 import logging
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
 
+from agl.contracts import RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
-from agl.schemas import Rollout, decode
-from agl_run.sql import older_documents, record_key, run_of
+from agl.schemas import Attempt, Rollout, Span, decode, encode
+from agl.stores import MAX_SEQUENCE
+from agl_run.sql import ATTEMPT_BITS, older_documents, record_key, recount, run_of
+from agl_run.sqlite._reads import SQLiteReads
+from agl_run.sqlite._tables import add_statistics
 
 SETTINGS = (
     "page_size = 4096",
@@ -99,12 +104,21 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "DROP TABLE metrics_of_last_run",
         "CREATE INDEX metrics_by_name ON metrics (experiment, name, run, algorithm, step)",
     ),
+    (  # statistics, kept as rollouts finish
+        """CREATE TABLE statistics (
+            experiment TEXT, algorithm TEXT, step INTEGER, mode TEXT, succeeded INTEGER, failed INTEGER,
+            cancelled INTEGER, seconds REAL, calls INTEGER, prompt_tokens INTEGER, response_tokens INTEGER,
+            rewards INTEGER, mean REAL, squares REAL, PRIMARY KEY (experiment, algorithm, step, mode)) WITHOUT ROWID""",
+    ),
 )
 """Statements that bring a file of version N to N + 1; a new file runs them all."""
 
 CURRENT = len(MIGRATIONS)
 
 _LOG = logging.getLogger("agl_run.sqlite")
+
+_STATISTICS = 6
+"""The last version without statistics and without the tallies of attempts."""
 
 _STATES_MOVE = 2
 """The last version that keeps labels, scores, experiments and ledgers among the states of algorithms."""
@@ -206,6 +220,8 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
                 connection.execute(statement)
             if number == _STATES_MOVE:
                 _move_states(connection)
+            if number == _STATISTICS:
+                _fill_statistics(connection)
         connection.execute("CREATE TABLE IF NOT EXISTS agl_schema (version INTEGER NOT NULL)")
         connection.execute("DELETE FROM agl_schema")
         connection.execute("INSERT INTO agl_schema VALUES (?)", (CURRENT,))
@@ -221,6 +237,26 @@ def _move_states(connection: sqlite3.Connection) -> None:
     found = older_documents(states, connection.execute("SELECT name, version FROM versions"))
     connection.executemany("INSERT INTO documents VALUES (?, ?)", found.items())
     connection.execute("DROP TABLE states")
+
+
+def _fill_statistics(connection: sqlite3.Connection) -> None:
+    """Count what attempts recorded and rollouts add up to."""
+    reads, query = SQLiteReads(connection), RolloutQuery(limit=500)
+    while page := reads.rollouts(query):
+        attempts, shares = recount(page, reads.attempts, partial(_all_spans, reads))
+        keys = [(encode(each), *_key_of(connection, each)) for each in attempts]
+        connection.executemany("UPDATE attempts SET data = ? WHERE id = ?", keys)
+        add_statistics(connection, shares)
+        query = query.next(page[-1])
+
+
+def _key_of(connection: sqlite3.Connection, attempt: Attempt) -> tuple[int]:
+    (seq,) = connection.execute("SELECT seq FROM rollouts WHERE rollout_id = ?", (attempt.rollout_id,)).fetchone()
+    return (seq << ATTEMPT_BITS | attempt.number,)
+
+
+def _all_spans(reads: SQLiteReads, rollout_id: str, attempt_id: str) -> list[Span]:
+    return reads.spans(rollout_id, attempt_id=attempt_id, limit=MAX_SEQUENCE)
 
 
 def _created_at(data: bytes) -> float:

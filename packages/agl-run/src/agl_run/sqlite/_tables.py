@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from agl.contracts import Metric
+from agl.contracts import Metric, Statistics
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, decode, encode, rollout_id_of, to_json
 from agl.stores import MAX_SEQUENCE, deadline
 from agl_run.sql import (
@@ -14,13 +14,17 @@ from agl_run.sql import (
     NUMBER_MASK,
     ROLLOUT,
     SEQUENCE_BITS,
+    STATISTICS,
     AttemptSpans,
     Packer,
     Row,
+    additions,
+    merging,
     number_of,
     place_spans,
     progress_row,
     read_rollout,
+    statistics_row,
 )
 
 _INSERT_CHANGES = "INSERT INTO changes (attempt, kind, status) VALUES (?, ?, ?)"
@@ -49,6 +53,7 @@ _PLACE = (
     f"SELECT r.seq << {ATTEMPT_BITS} | ?, a.status FROM rollouts r "
     f"LEFT JOIN attempts a ON a.id = r.seq << {ATTEMPT_BITS} | ? WHERE r.rollout_id = ?"
 )
+_ADD_STATISTICS = f"INSERT INTO statistics AS s ({STATISTICS}) VALUES ({', '.join('?' * 14)}) {merging('max')}"
 _IS_KEPT = f"SELECT 1 FROM spans WHERE key >> {SEQUENCE_BITS} = ? AND span_id = ?"
 
 
@@ -65,6 +70,7 @@ class SQLiteTables:
         self._db = connection
         self._packer = packer
         self._seqs: dict[str, int] = {}
+        self._shares: list[Statistics] = []
         self.has_queued = False
         self.has_changed = False
 
@@ -166,8 +172,8 @@ class SQLiteTables:
             self._db.execute(_LOG_STARTED, (seqs,))
             self.has_changed = True
 
-    def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows = place_spans(spans, self._packer, self._attempt_spans)
+    def insert_spans(self, spans: Sequence[Span]) -> list[Span]:
+        rows, new = place_spans(spans, self._packer, self._attempt_spans)
         keyed = [(key << SEQUENCE_BITS | sequence, span_id, data) for key, sequence, span_id, data in rows]
         self._db.executemany("INSERT INTO spans VALUES (?, ?, ?)", keyed)
         self._db.executemany(
@@ -176,6 +182,16 @@ class SQLiteTables:
             [(key, key) for key in dict.fromkeys(row[0] for row in rows)],
         )
         self.has_changed |= bool(rows)
+        return new
+
+    def add_statistics(self, shares: Sequence[Statistics]) -> None:
+        self._shares += shares
+
+    def write_statistics(self) -> None:
+        """Write what :meth:`add_statistics` collected, at the end of the transaction."""
+        if self._shares:
+            for shares in additions(self._shares):
+                add_statistics(self._db, shares)
 
     def _attempt_spans(self, span: Span) -> AttemptSpans:
         number = number_of(span.attempt_id) if span.attempt_id else 0
@@ -252,6 +268,11 @@ def _bounded(attempt: Attempt, now: float) -> Attempt:
     """Return the attempt as if it began now at the latest; a lease of unknown length, of an older release, stays."""
     until = min(attempt.lease_until, now + attempt.lease_s) if attempt.lease_s else attempt.lease_until
     return replace(attempt, lease_until=until, started_at=min(attempt.started_at, now))
+
+
+def add_statistics(connection: sqlite3.Connection, shares: Sequence[Statistics]) -> None:
+    """Add shares of rollouts to the statistics of their steps, within a transaction."""
+    connection.executemany(_ADD_STATISTICS, map(statistics_row, shares))
 
 
 def span_range(attempt: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ local function is_same(kind, name, field, expected)
   if kind == 's' then return redis.call('LLEN', key('s/' .. name)) == tonumber(expected) end
   if kind == 'c' then return redis.call('ZCARD', key('c/' .. name)) == tonumber(expected) end
   if kind == 'v' then return redis.call('HEXISTS', key('v/' .. name), field) == tonumber(expected) end
-  local document = redis.call('HGET', key('d'), name)
+  local document = redis.call('HGET', kind == 'a' and key('r/' .. name) or key('d'), kind == 'a' and field or name)
   return (document and redis.sha1hex(document) or '') == expected
 end
 local comparisons = tonumber(ARGV[at])
@@ -52,6 +52,27 @@ function own.FORGET(id)  -- removes the changes of a rollout from the feed
   local cursors = redis.call('LRANGE', key('f/' .. id), 0, -1)
   for _, cursor in ipairs(cursors) do redis.call('XDEL', key('feed'), cursor .. '-0') end
   redis.call('UNLINK', key('f/' .. id))
+end
+function own.COUNT(...)  -- adds shares to statistics: experiment, key, and ten numbers, the last three of rewards
+  local given = {...}
+  for first = 1, #given, 12 do
+    local name = key('st/' .. given[first])
+    local new, old = {}, cmsgpack.unpack(redis.call('HGET', name, given[first + 1]) or '\154' .. ('\0'):rep(10))
+    for at = 1, 10 do new[at] = tonumber(given[first + 1 + at]) end
+    local count, apart = old[8] + new[8], new[9] - old[9]
+    local rollouts = 0
+    for at = 1, 3 do rollouts = rollouts + old[at] + new[at] end
+    local squares = count == 0 and 0 or old[10] + new[10] + apart * apart * old[8] * new[8] / count
+    local sums = {}
+    for at = 1, 7 do sums[at] = old[at] + new[at] end
+    sums[8], sums[9], sums[10] = count, count == 0 and 0 or old[9] + apart * new[8] / count, math.max(0, squares)
+    if rollouts == 0 then
+      redis.call('HDEL', name, given[first + 1])
+    else
+      redis.call('HSET', name, given[first + 1], cmsgpack.pack(sums))
+      redis.call('SADD', key('stn'), given[first])
+    end
+  end
 end
 function own.PRUNE(...)  -- forgets lists that are empty
   for _, name in ipairs({...}) do

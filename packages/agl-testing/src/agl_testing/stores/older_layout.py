@@ -15,6 +15,7 @@ def narrow_numbers(prefix: str = "") -> list[str]:
         f"UPDATE {prefix}attempts SET id = {narrow.format('id')}",
         f"UPDATE {prefix}changes SET attempt = {narrow.format('attempt')} WHERE attempt IS NOT NULL",
         f"UPDATE {prefix}rollouts SET attempt = {narrow.format('attempt')} WHERE attempt IS NOT NULL",
+        f"DROP TABLE {prefix}statistics",
         f"DROP INDEX {prefix}rollouts_created",
         f"ALTER TABLE {prefix}rollouts DROP COLUMN created_at",
         f"ALTER TABLE {prefix}rollouts DROP COLUMN failures",

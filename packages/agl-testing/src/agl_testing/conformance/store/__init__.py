@@ -16,6 +16,7 @@ from agl_testing.conformance.store.queue import QueueTests
 from agl_testing.conformance.store.recordings import RecordingTests
 from agl_testing.conformance.store.resources import ResourceTests
 from agl_testing.conformance.store.spans import FeedTests, SpanTests
+from agl_testing.conformance.store.statistics import StatisticsTests
 from agl_testing.stores.location import StoreLocation
 
 __all__ = ["StoreConformance", "StoreLocation"]
@@ -31,6 +32,7 @@ class StoreConformance(
     SpanQueryTests,
     ResourceTests,
     ExperimentTests,
+    StatisticsTests,
     CostTests,
     DurabilityTests,
     Conformance,

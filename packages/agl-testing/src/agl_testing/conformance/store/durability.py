@@ -18,7 +18,16 @@ from agl.errors import FencedError, NotFoundError, SchemaVersionError, StoreErro
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_testing.conformance._base import require, run
 from agl_testing.stores.location import Acknowledged, StoreLocation
-from agl_testing.stores.samples import VICTIM, finish_one, make_rollout, make_span, outcome_of, start_one
+from agl_testing.stores.samples import (
+    VICTIM,
+    finish_one,
+    make_call,
+    make_reward_span,
+    make_rollout,
+    make_span,
+    outcome_of,
+    start_one,
+)
 
 KILLS = 12
 """Number of kills in the kill test; each costs about half a second."""
@@ -204,6 +213,10 @@ async def _fill(location: StoreLocation) -> list[object]:
     """Write records of every kind; returns the contents of the store."""
     store = location.open()
     await finish_one(store, spans=2)
+    ended = await start_one(store)
+    graded = make_reward_span(ended.rollout.rollout_id, ended.attempt.attempt_id, 0.5)
+    await store.finish([outcome_of(ended, spans=[make_span(ended, call=make_call(range(9), range(4))), graded])])
+    await store.append_spans([make_reward_span(ended.rollout.rollout_id, ended.attempt.attempt_id, 0.75)])
     claim = await start_one(store, make_rollout(experiment="e"))
     await store.append_spans([make_span(claim)])
     versions = [
@@ -251,6 +264,7 @@ async def _contents(store: Store) -> list[object]:
         [move.version for move in await store.label_moves("prompt", "production")],
         await store.scores("prompt"),
         await store.metrics("e"),
+        await store.statistics(),
     ]
     return [rollouts, attempts, spans, rest]
 

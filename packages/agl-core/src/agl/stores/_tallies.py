@@ -1,0 +1,101 @@
+"""Keeps the tallies of attempts while spans arrive, and finds what a rollout adds to the statistics of its step.
+
+An agent's share is not kept: which agent made a call is known only once the spans around it have ended, and a store
+would have to read all of an attempt's spans when it finishes.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from agl import semconv
+from agl.contracts import Moments, Statistics
+from agl.episodes import ScoreOptions, counts, score
+from agl.episodes._scores import rank
+from agl.schemas import Attempt, Graded, Reward, Rollout, Span, Tally
+from agl.stores._rules import MAX_COUNT, is_name
+
+_BY_RULE = ScoreOptions()
+
+_LARGEST = 1e100
+"""Squares of larger rewards do not fit into a float."""
+
+
+def counted(attempt: Attempt, spans: Iterable[Span]) -> Attempt:
+    """The attempt with spans of its own that were not counted before, as stored; itself if they change nothing."""
+    calls, prompts, responses = 0, 0, 0
+    graded: list[Graded] = []
+    for span in spans:
+        call, reward = span.call, span.reward
+        if call is not None and not span.is_late:
+            calls += 1
+            prompts += call.prompt_len or _reported(span, semconv.INPUT_TOKENS)
+            responses += call.response_len or _reported(span, semconv.OUTPUT_TOKENS)
+        if reward is not None and reward.scope == "rollout" and counts(span, _BY_RULE):
+            place = {"start_ns": span.start_ns, "sequence": span.sequence}
+            graded.append(Graded(value=reward.value, name=reward.name, source=reward.source, **place))
+    if not calls and not graded:
+        return attempt
+    before = attempt.tally
+    every = (*before.graded, *graded)
+    tally = Tally(
+        calls=before.calls + calls,
+        prompt_tokens=before.prompt_tokens + prompts,
+        response_tokens=before.response_tokens + responses,
+        graded=_standing(every) if len(every) > 1 else every,
+    )
+    return replace(attempt, tally=tally)
+
+
+def reward_of(attempt: Attempt | None) -> float | None:
+    """The scalar reward of an attempt by its tally, ``None`` without one; :func:`agl.episodes.score` has the rule."""
+    graded = attempt.tally.graded if attempt else ()
+    if len(graded) < 2:
+        return graded[0].value if graded else None
+    rewards = [Reward(value=each.value, name=each.name, source=each.source) for each in graded]
+    return score(rewards, options=_BY_RULE).value
+
+
+def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
+    """What a finished rollout adds to the statistics of its step, by its deciding attempt if it has one."""
+    tally, reward = attempt.tally if attempt else Tally(), reward_of(attempt)
+    algorithm, step = rollout.metadata.get("algorithm"), rollout.metadata.get("step")
+    moments = Moments() if reward is None or abs(reward) > _LARGEST else Moments(count=1, mean=reward)
+    return Statistics(
+        experiment=rollout.experiment,
+        algorithm=algorithm if isinstance(algorithm, str) and is_name(algorithm) else "",
+        step=step if type(step) is int and 0 <= step <= MAX_COUNT else None,
+        mode=rollout.mode,
+        succeeded=int(rollout.status == "succeeded"),
+        failed=int(rollout.status == "failed"),
+        cancelled=int(rollout.status == "cancelled"),
+        reward=moments,
+        seconds=max(0.0, rollout.finished_at - rollout.started_at) if rollout.started_at else 0.0,
+        calls=tally.calls,
+        prompt_tokens=tally.prompt_tokens,
+        response_tokens=tally.response_tokens,
+    )
+
+
+def place_of(statistics: Statistics) -> tuple[str, str, int, str]:
+    """The key of statistics: experiment, algorithm, step, with -1 for none, and mode."""
+    step = -1 if statistics.step is None else statistics.step
+    return statistics.experiment, statistics.algorithm, step, statistics.mode
+
+
+def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
+    """Those that count, of each name the last one of the best source, in order of time."""
+    is_timed = all(each.start_ns > 0 for each in graded)
+    kept: dict[str, Graded] = {}
+    for each in sorted(graded, key=lambda each: (each.start_ns if is_timed else 0, each.sequence)):
+        held = kept.get(each.name)
+        if held is None or rank(each.source) <= rank(held.source):
+            kept.pop(each.name, None)
+            kept[each.name] = each
+    return tuple(kept.values())
+
+
+def _reported(span: Span, name: str) -> int:
+    """The number of tokens by the backend's count, 0 without one."""
+    found = span.attributes.get(name)
+    return found if type(found) is int else 0
