@@ -1,4 +1,4 @@
-"""DPO on pairs of texts: what is trained of them, what it learns, and what is refused."""
+"""DPO, IPO and KTO on texts: what is trained of them, what it learns, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import Episode, Weights
 from agl_algo_torch.dpo import DPO
+from agl_algo_torch.ipo import IPO
+from agl_algo_torch.kto import KTO
 from agl_algo_torch.model import load_model
-from agl_algo_torch.written_pairs import read_pairs
+from agl_algo_torch.written_pairs import read_answers, read_pairs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
@@ -43,10 +45,18 @@ def lines(*rows: Any) -> str:
 PAIRS = lines(*(pair(f"q{number}", "yes", "no") for number in range(6)))
 
 
-def scenario_of(model_dir: Path, text: str = PAIRS, **params: Any) -> AlgorithmScenario:
-    def make() -> DPO:
-        settings = {"steps": 3, "pairs_per_update": 2, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
-        return DPO(data="pairs.jsonl", **settings)
+def labelled(question: str, answer: str, *, is_good: bool) -> dict[str, Any]:
+    return {"prompt": [said("user", question)], "completion": [said("assistant", answer)], "label": is_good}
+
+
+LABELLED = lines(*(labelled(f"q{n}", "yes" if n % 3 else "no", is_good=bool(n % 3)) for n in range(6)))
+
+
+def scenario_of(model_dir: Path, text: str = PAIRS, kind: Any = DPO, **params: Any) -> AlgorithmScenario:
+    def make() -> Any:
+        per_update = {"rollouts_per_update": 4} if kind is KTO else {"pairs_per_update": 2}
+        settings = {"steps": 3, "lr": 3e-3, "threads": 1, "device": "cpu", **per_update, **params}
+        return kind(data="pairs.jsonl", **settings)
 
     def play(_: RolloutOrder) -> Episode:
         raise AssertionError("pairs of texts need no rollouts")
@@ -133,3 +143,56 @@ def test_settings_that_pairs_of_texts_make_idle_are_refused(ignored: dict[str, A
 def test_recorded_logprobs_are_no_reference_of_texts() -> None:
     with pytest.raises(ConfigError, match=r'so reference = "behaviour" would be ignored'):
         DPO(data="p.jsonl", reference="behaviour")
+
+
+class TestConformanceOfKto(AlgorithmConformance):
+    collects = False
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(model_dir, LABELLED, KTO)
+
+
+def test_ipo_brings_pairs_of_texts_towards_its_margin(model_dir: Path, tmp_path: Path) -> None:
+    first, *_, last = asyncio.run(run(AlgorithmBench(scenario_of(model_dir, kind=IPO, epochs=2), tmp_path / "work")))
+
+    assert (6, 0.0) == (first.metrics["pairs"], len(first.trained))
+    assert last.metrics["loss"] < first.metrics["loss"] <= 25.0
+    assert last.metrics["margin"] > 0
+
+
+@pytest.mark.parametrize(("text", "counts"), [(PAIRS, (6, 6)), (LABELLED, (4, 2)), (PAIRS + LABELLED, (10, 8))])
+def test_kto_learns_from_labelled_answers_and_from_pairs(
+    model_dir: Path, tmp_path: Path, text: str, counts: tuple[int, int]
+) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, text, KTO, epochs=2), tmp_path / "work")
+    first, *_, last = asyncio.run(run(bench))
+
+    assert counts == (first.metrics["good"], first.metrics["bad"])
+    assert last.metrics["loss"] < first.metrics["loss"]
+    assert last.metrics["margin"] > first.metrics["margin"]
+    assert "3 steps done" == last.stop_reason
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": [said("user", "a")], "completion": [said("assistant", "b")]}, "p.jsonl:1: label is None"),
+        (labelled("a", "b", is_good=True) | {"label": "good"}, "p.jsonl:1: label is 'good'"),
+        (labelled("a", "b", is_good=True) | {"completion": "b"}, "p.jsonl:1: expected .*or for kto"),
+        (labelled("a", "b", is_good=True) | {"completion": [said("user", "b")]}, "no message of completion has the"),
+    ],
+)
+def test_answer_without_a_label_or_a_text_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(lines(row))
+
+    with pytest.raises(DatasetError, match=message):
+        read_answers(path)
+
+
+def test_settings_that_texts_make_idle_are_refused_by_ipo_and_kto() -> None:
+    with pytest.raises(ConfigError, match="ipo reads what it learns from in data = 'p', so pairs would be ignored"):
+        IPO(data="p", pairs="all")
+    with pytest.raises(ConfigError, match="kto reads what it learns from in data = 'p', so good_from would be ignored"):
+        KTO(data="p", good_from=0.5)

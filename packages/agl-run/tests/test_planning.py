@@ -416,10 +416,59 @@ def test_tokens_of_few_tasks_are_less_sure() -> None:
 
     assert few is not None
     assert many is not None
-    assert 0.1 == pytest.approx(few, rel=0.05)
+    assert 3.182 * 11.547 / 110 / 2 == pytest.approx(few, rel=0.01)  # Student's quantile for four tasks
     assert few > 3 * many
     assert 0.0 == uncertainty_of(ran(4), tasks=4)
     assert uncertainty_of(ran(1), tasks=4) is None
+
+
+def test_tokens_are_as_unsure_as_the_less_sure_of_those_computed_and_those_trained() -> None:
+    first = examined().rollouts[0]
+    ran = [replace(first, group_id=str(n), row_tokens=100 + n % 2, trained_tokens=10 + 8 * (n % 2)) for n in range(20)]
+
+    found = uncertainty_of(ran, tasks=1000)
+
+    assert found is not None
+    assert 0.1 < found < 0.2
+
+
+def test_rollouts_of_one_task_that_differ_stay_unsure_when_all_tasks_were_run() -> None:
+    first = examined().rollouts[0]
+    ran = [replace(first, group_id=str(n // 2), row_tokens=100 + 40 * (n % 2)) for n in range(16)]
+
+    assert (uncertainty_of(ran, tasks=8) or 0.0) == 0.0  # the means of the tasks agree
+    mixed = [replace(one, row_tokens=one.row_tokens + 15 * (n % 5)) for n, one in enumerate(ran)]
+    assert 0.02 < (uncertainty_of(mixed, tasks=8) or 0.0) < 0.2
+
+
+def test_interval_of_the_tokens_holds_the_mean_of_all_tasks_nearly_always() -> None:
+    draw, first = random.Random(11), examined().rollouts[0]
+    tasks = [draw.lognormvariate(4, 0.7) for _ in range(400)]
+    hits = 0
+    for _ in range(300):
+        chosen = draw.sample(range(400), 24)
+        ran = [
+            replace(first, group_id=str(task), row_tokens=max(1, round(tasks[task] * draw.uniform(0.6, 1.4))))
+            for task in chosen
+            for _ in range(2)
+        ]
+        ran = [replace(one, trained_tokens=one.row_tokens) for one in ran]
+        mean = fmean(one.row_tokens for one in ran)
+        hits += abs(mean - fmean(tasks)) <= (uncertainty_of(ran, tasks=400) or 0.0) * mean
+
+    assert 0.88 < hits / 300 <= 1.0
+
+
+def test_first_step_of_a_recording_counts_for_tokens_and_not_for_time() -> None:
+    first = examined().rollouts[0]
+    cold = [replace(first, batch="a 0", started_at=1.0, seconds=50.0, trained_tokens=20) for _ in range(4)]
+    warm = [replace(first, batch="a 1", started_at=9.0, seconds=2.0, trained_tokens=10) for _ in range(4)]
+
+    step = forecast([*warm, *cold], tasks=2, samples=2, concurrency=4)
+
+    assert 2.0 == step.collect_s.most
+    assert 60 == pytest.approx(step.trained_tokens.mean, rel=0.1)
+    assert 50.0 == forecast(cold, tasks=2, samples=2, concurrency=4).collect_s.mean
 
 
 def test_rollouts_at_once_are_counted_while_any_runs() -> None:

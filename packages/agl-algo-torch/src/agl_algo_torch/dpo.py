@@ -14,21 +14,16 @@ With `data` the pairs are those of a file, and their token ids come from the pol
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner import LearnerSettings
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.pairs import Pair, PairAlgorithm, Pairing
-from agl_algo_torch.preference import Gathered, PreferenceSettings, ReferenceKind
+from agl_algo_torch.pairs import PairAlgorithm, Pairing
+from agl_algo_torch.preference import PreferenceSettings, ReferenceKind
 from agl_algo_torch.supply import RolloutSupply
-from agl_algo_torch.written_pairs import WrittenPair, check_ignored, read_pairs
+from agl_algo_torch.written_pairs import check_ignored
 from agl_objectives.saving import SAVE_EVERY
-
-if TYPE_CHECKING:
-    from agl.contracts import AlgorithmContext
-    from agl_algo_torch.learner import PolicyLearner
 
 
 class DPO(PairAlgorithm):
@@ -103,9 +98,9 @@ class DPO(PairAlgorithm):
                 "pairs": pairs != "extremes",
                 'reference = "behaviour"': reference == "behaviour",
             },
+            algorithm="dpo",
         )
-        self._beta, self._data, self._steps = beta, data, steps or 1
-        self._written: list[WrittenPair] = []
+        self._beta = beta
         learner = LearnerSettings(
             optim=OptimSettings(
                 lr=lr,
@@ -138,42 +133,9 @@ class DPO(PairAlgorithm):
             pairing=pairs,
             min_gap=min_gap,
             is_per_token=False,
+            data=data,
+            steps=steps,
         )
-
-    async def setup(self, context: AlgorithmContext) -> None:
-        """Check the policy, and where the pairs come from; reads those of `data`."""
-        if not self._data:
-            await super().setup(context)
-            return
-        self.begin(context)
-        if context.sources:
-            raise ConfigError(
-                f"dpo reads its pairs from data = {self._data!r}, so the source {list(context.sources)} would be "
-                "ignored; remove one of them."
-            )
-        self._written = read_pairs(context.folder / self._data)
-        context.say(
-            f"{context.name}: {len(self._written)} pairs of text in {self._data}; their token ids come from the "
-            "policy's tokenizer and chat template, as nobody recorded those that were sampled"
-        )
-
-    def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
-        return (0, 0) if self._data else super().step_size(tasks)
-
-    async def gather(self, step: int, learner: PolicyLearner) -> Gathered[Pair]:
-        """Return the pairs of `data` if there is one, else those of a step's groups."""
-        if not self._data:
-            return await super().gather(step, learner)
-        loaded = learner.loaded
-        rows = [
-            row
-            for pair in self._written
-            for row in pair.rows(tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
-        ]
-        pairs = [Pair(chosen=pair.chosen.where, rejected=pair.rejected.where) for pair in self._written]
-        is_last = step >= self._steps
-        return Gathered(examples=pairs, rows=rows, metrics={}, stop_reason=f"{step} steps done" if is_last else "")
 
     def pair_loss(self, margin: float) -> tuple[float, float]:
         """Equation 7 and its slope beta sigmoid(-beta m).

@@ -44,6 +44,7 @@ from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong, prepare
 from agl_algo_torch.replay import ReplayBuffer
+from agl_algo_torch.timing import update_seconds
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from agl.contracts import AlgorithmContext
-    from agl.schemas import Json
+    from agl.schemas import Json, Weights
 
 
 class GRPO:
@@ -320,6 +321,20 @@ class GRPO:
         """Return true while `steps` exceeds the steps done; a decaying rate then follows the new length."""
         del tasks, sources_go_on
         return int(state["step"]) < self._steps
+
+    def measure_update(self, weights: Weights, rows: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of a step's updates on rows of (tokens, trained tokens), for `agl plan`."""
+        learner = self._tuned.tried_out(weights)
+
+        def update(samples: Sequence[RowSample]) -> None:
+            rows = list(samples)
+            if self._updates_per_step * self._epochs > 1 or self._objective.needs_rollouts:
+                rows = self._with_old_logprobs(learner, rows)
+            for _ in range(self._epochs):
+                for part in split_updates(rows, updates=self._updates_per_step):
+                    self._update(learner, part, held=())
+
+        return update_seconds(update, rows, vocabulary=len(learner.loaded.tokenizer))
 
     async def close(self) -> None:
         """Drop the model and the reference."""

@@ -10,7 +10,7 @@ one stops at the margin 1 / (2 beta).
 
 Deviation from the paper: r is a rollout's mean per token of the policy, as its authors advise and TRL computes it. With
 sums, a long rollout's margin is hundreds of nats off its target from the start. `is_per_token = false` is the paper's.
-`preference` has the steps and the other deviations.
+`preference` has the steps and the other deviations. With `data` the pairs are those of a file, as for `dpo`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.pairs import PairAlgorithm, Pairing
 from agl_algo_torch.preference import PreferenceSettings, ReferenceKind
 from agl_algo_torch.supply import RolloutSupply
+from agl_algo_torch.written_pairs import check_ignored
 from agl_objectives.saving import SAVE_EVERY
 
 
@@ -29,6 +30,7 @@ class IPO(PairAlgorithm):
     """Trains the weights of one policy on pairs of rollouts of one task, towards a margin of a certain size.
 
     Args:
+        data: File of pairs of texts, as for `dpo`; each step learns from all of it. Empty for rollouts.
         steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
         tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
         group_size: Rollouts per task, by default 4; refused with a source.
@@ -54,6 +56,7 @@ class IPO(PairAlgorithm):
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
         *,
+        data: str = "",
         steps: int | None = None,
         tasks_per_step: int | None = None,
         group_size: int | None = None,
@@ -86,6 +89,18 @@ class IPO(PairAlgorithm):
             raise ConfigError(
                 f"ipo got {group_size=} and {beta=}; a pair needs a group of 2 at least, and beta must be above 0."
             )
+        check_ignored(
+            data,
+            {
+                "tasks_per_step": tasks_per_step is not None,
+                "group_size": group_size is not None,
+                "max_age": max_age >= 0,
+                "min_gap": min_gap != 1e-6,
+                "pairs": pairs != "extremes",
+                'reference = "behaviour"': reference == "behaviour",
+            },
+            algorithm="ipo",
+        )
         self._beta = beta
         learner = LearnerSettings(
             optim=OptimSettings(
@@ -119,6 +134,8 @@ class IPO(PairAlgorithm):
             pairing=pairs,
             min_gap=min_gap,
             is_per_token=is_per_token,
+            data=data,
+            steps=steps,
         )
 
     def pair_loss(self, margin: float) -> tuple[float, float]:

@@ -19,6 +19,9 @@ Deviations from the paper, and why:
 - The paper sets the two weights by hand so that both kinds count about the same; `is_balanced` does it by their numbers
   in each step. A step with one kind only is not balanced.
 `preference` has the steps and the deviations that `dpo` shares.
+
+With `data` the answers are those of a file, with labels of its own. Their distance to the policy is then no estimate of
+KL(pi || ref), since the policy did not write them; z stays their mean, at least 0.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from agl_algo_torch.learner import LearnerSettings, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.preference import (
+    Gathered,
     Judgement,
     PreferenceAlgorithm,
     PreferenceSettings,
@@ -42,12 +46,15 @@ from agl_algo_torch.preference import (
 )
 from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import at_least_one
+from agl_algo_torch.written_pairs import WrittenAnswer, check_ignored, check_source, read_answers, told
 from agl_objectives.saving import SAVE_EVERY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from agl.contracts import AlgorithmContext
     from agl.schemas import Episode
+    from agl_algo_torch.learner import PolicyLearner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +79,8 @@ class KTO(PreferenceAlgorithm[Label]):
     """Trains the weights of one policy on rollouts that are good or bad by themselves.
 
     Args:
+        data: File of `{"prompt": [...], "completion": [...], "label": true}` lines, relative to the experiment's file,
+            or of pairs as for `dpo`, each a good and a bad answer; each step learns from all of it. Empty for rollouts.
         steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
         tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
         group_size: Rollouts per task, by default 4; refused with a source.
@@ -97,6 +106,7 @@ class KTO(PreferenceAlgorithm[Label]):
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
         *,
+        data: str = "",
         steps: int | None = None,
         tasks_per_step: int | None = None,
         group_size: int | None = None,
@@ -134,6 +144,19 @@ class KTO(PreferenceAlgorithm[Label]):
                 "kto got group_size = 1 without good_from; a rollout that is alone in its group has nothing to be "
                 "compared with. Set good_from to the least reward of a good rollout, or use a larger group."
             )
+        check_ignored(
+            data,
+            {
+                "tasks_per_step": tasks_per_step is not None,
+                "group_size": group_size is not None,
+                "max_age": max_age >= 0,
+                "good_from": good_from is not None,
+                'reference = "behaviour"': reference == "behaviour",
+            },
+            algorithm="kto",
+        )
+        self._data, self._steps = data, steps or 1
+        self._written: list[WrittenAnswer] = []
         self._good_from, self._beta = good_from, beta
         self._weights = {True: weight_good, False: weight_bad}
         self._is_balanced = is_balanced
@@ -169,9 +192,40 @@ class KTO(PreferenceAlgorithm[Label]):
             left_out="its rollout is neither good nor bad",
         )
 
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check the policy, and where the answers come from; reads those of `data`."""
+        if not self._data:
+            await super().setup(context)
+            return
+        self.begin(context)
+        check_source(self._data, context.sources, algorithm="kto")
+        self._written = read_answers(context.folder / self._data)
+        context.say(f"{context.name}: {told(len(self._written), 'answers', self._data)}")
+
+    def step_size(self, tasks: int) -> tuple[int, int]:
+        """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
+        return (0, 0) if self._data else super().step_size(tasks)
+
+    async def gather(self, step: int, learner: PolicyLearner) -> Gathered[Label]:
+        """Return the labels of `data` if there is one, else those of a step's groups."""
+        if not self._data:
+            return await super().gather(step, learner)
+        loaded = learner.loaded
+        rows = [
+            row
+            for answer in self._written
+            for row in answer.rows(tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
+        ]
+        labels = self._weighed([(answer.dialogue.where, answer.is_good) for answer in self._written])
+        is_last = step >= self._steps
+        return Gathered(examples=labels, rows=rows, metrics={}, stop_reason=f"{step} steps done" if is_last else "")
+
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Label]:
         """Return the labels of all rollouts that are good or bad."""
-        found = [label for group in groups for label in self._labels(group)]
+        return self._weighed([label for group in groups for label in self._labels(group)])
+
+    def _weighed(self, found: Sequence[tuple[str, bool]]) -> list[Label]:
+        """Return labels with their weights."""
         counts = Counter(is_good for _, is_good in found)
         # Of n rollouts, g good: the good ones count n / 2g each and the bad ones n / 2(n - g).
         is_balanced = self._is_balanced and len(counts) == len(self._weights)

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner import mean
-from agl_algo_torch.preference import Judgement, PreferenceAlgorithm, PreferenceSettings, Ratio, can_teach
+from agl_algo_torch.preference import Gathered, Judgement, PreferenceAlgorithm, PreferenceSettings, Ratio, can_teach
 from agl_algo_torch.tuned_policy import at_least_one, one_of
+from agl_algo_torch.written_pairs import WrittenPair, check_source, read_pairs, told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from agl.contracts import AlgorithmContext
     from agl.schemas import Episode
+    from agl_algo_torch.learner import PolicyLearner
     from agl_algo_torch.supply import RolloutSupply
 
 Pairing = Literal["extremes", "all"]
@@ -35,7 +38,7 @@ class Pair:
 
 
 class PairAlgorithm(PreferenceAlgorithm[Pair]):
-    """Learns from pairs; a subclass says how a pair's loss follows from its margin.
+    """Learns from pairs, of rollouts or of texts; a subclass says how a pair's loss follows from its margin.
 
     Args:
         name: The algorithm's registered name.
@@ -44,6 +47,8 @@ class PairAlgorithm(PreferenceAlgorithm[Pair]):
         pairing: `extremes` (one pair per group) or `all`.
         min_gap: Least difference of two rewards that is a preference.
         is_per_token: Whether a margin compares mean log-ratios per token; else sums.
+        data: File of pairs of texts, `""` for those of rollouts.
+        steps: Steps in all with `data`.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class PairAlgorithm(PreferenceAlgorithm[Pair]):
         pairing: Pairing,
         min_gap: float,
         is_per_token: bool,
+        data: str,
+        steps: int | None,
     ) -> None:
         super().__init__(name, supply=supply, settings=settings, left_out="its rollout is in no pair")
         one_of(name, pairs=(pairing, get_args(Pairing)))
@@ -63,6 +70,36 @@ class PairAlgorithm(PreferenceAlgorithm[Pair]):
             raise ConfigError(f"{name} got min_gap = {min_gap}; two equal rewards are no preference: set it above 0.")
         self._pairing: Pairing = pairing
         self._min_gap, self._is_per_token = min_gap, is_per_token
+        self._data, self._steps = data, steps or 1
+        self._written: list[WrittenPair] = []
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check the policy, and where the pairs come from; reads those of `data`."""
+        if not self._data:
+            await super().setup(context)
+            return
+        self.begin(context)
+        check_source(self._data, context.sources, algorithm=context.name)
+        self._written = read_pairs(context.folder / self._data)
+        context.say(f"{context.name}: {told(len(self._written), 'pairs', self._data)}")
+
+    def step_size(self, tasks: int) -> tuple[int, int]:
+        """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
+        return (0, 0) if self._data else super().step_size(tasks)
+
+    async def gather(self, step: int, learner: PolicyLearner) -> Gathered[Pair]:
+        """Return the pairs of `data` if there is one, else those of a step's groups."""
+        if not self._data:
+            return await super().gather(step, learner)
+        loaded = learner.loaded
+        rows = [
+            row
+            for pair in self._written
+            for row in pair.rows(tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
+        ]
+        pairs = [Pair(chosen=pair.chosen.where, rejected=pair.rejected.where) for pair in self._written]
+        is_last = step >= self._steps
+        return Gathered(examples=pairs, rows=rows, metrics={}, stop_reason=f"{step} steps done" if is_last else "")
 
     @abstractmethod
     def pair_loss(self, margin: float) -> tuple[float, float]:

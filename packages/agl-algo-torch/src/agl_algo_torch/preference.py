@@ -3,8 +3,8 @@
 The log-ratio of a rollout is r = log pi(rollout) - log ref(rollout), where log pi(rollout) sums over the policy's
 tokens of all its turns and rows. One step:
 
-    1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for; `dpo` may
-       read pairs of texts instead
+    1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for; or read
+       `data`, pairs of texts or labelled ones, instead
     2. examples: what the algorithm makes of the rewards, such as pairs or labels
     3. `epochs` passes over the examples, so many at a time
     4. publish the new weights

@@ -103,6 +103,12 @@ class TunedPolicy:
             self._reference = self._reference_beside(self.opened)
         return self._reference
 
+    def tried_out(self, weights: Weights) -> PolicyLearner:
+        """Return a learner of weights to try updates out, without a context; it is the reference as well."""
+        learner = PolicyLearner(origin=weights, settings=self._settings)
+        self._reference = Reference(learner.loaded.model) if self._has_reference else None
+        return learner
+
     async def learner(self, *, updates: int) -> PolicyLearner:
         """Return the learner, opened again when another algorithm has published weights since.
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from textwrap import wrap
 
+from agl_run.cli.device_report import on_device, seconds
 from agl_run.control_characters import visible
 from agl_run.experiment.hints import MEMORY, command
 from agl_run.planning.faults import Fault
@@ -13,7 +14,7 @@ from agl_run.planning.silence import NEARLY
 
 _WIDTH = 80
 _SURE = 0.1
-"""Uncertainty of a rollout's tokens from which the plan says so."""
+"""Uncertainty of a rollout's tokens from which the plan says what would make them surer."""
 
 _LABEL = 18
 _COLUMN = 10
@@ -29,6 +30,7 @@ def as_lines(report: RunPlan, *, store_url: str = "") -> list[str]:
         lines += _rollout(plan, same) if plan.rollout not in known else []
         known.append(plan.rollout)
         lines += _step(plan, report)
+        lines += on_device(plan.on_device) if plan.on_device is not None else []
         lines += _groups(plan) if plan in (stepping or report.algorithms[:1]) else []
     faults = list(report.faults)
     for plan in report.algorithms:
@@ -97,16 +99,17 @@ def _step(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
     if plan.gradient_share is not None and step.rows.most:
         tokens = plan.gradient_share * step.trained_tokens.mean
         lines.insert(3, f"  {'with a gradient':<{_LABEL}}{_number(tokens):>{_COLUMN}}  in groups that are not silent")
-    collect = f"  {'rollouts take':<{_LABEL}}{_seconds(step.collect_s.mean):>{_COLUMN}}"
+    collect = f"  {'rollouts take':<{_LABEL}}{seconds(step.collect_s.mean):>{_COLUMN}}"
     lines.append(
-        f"{collect}  from {_seconds(step.collect_s.p10)} to {_seconds(step.collect_s.p90)}, {step.concurrency} at once"
+        f"{collect}  from {seconds(step.collect_s.p10)} to {seconds(step.collect_s.p90)}, {step.concurrency} at once"
     )
     if plan.update_s is not None:
-        lines.append(f"  {'updates take':<{_LABEL}}{_seconds(plan.update_s):>{_COLUMN}}  as the run logged it")
+        basis = "as the run logged it" if plan.update_basis == "logged" else "measured here, on random rows"
+        lines.append(f"  {'updates take':<{_LABEL}}{seconds(plan.update_s):>{_COLUMN}}  {basis}")
     whole = step.collect_s.mean + (plan.update_s or 0.0)
     if shape.steps:
         what = "" if plan.update_s is not None else ", without the updates"
-        lines.append(f"  {f'{shape.steps} steps take':<{_LABEL}}{_seconds(whole * shape.steps):>{_COLUMN}}{what}")
+        lines.append(f"  {f'{shape.steps} steps take':<{_LABEL}}{seconds(whole * shape.steps):>{_COLUMN}}{what}")
     return [*lines, *_slowest(plan), *_few_tasks(plan, report), *_caution(report)]
 
 
@@ -118,11 +121,14 @@ def _slowest(plan: AlgorithmPlan) -> list[str]:
 
 
 def _few_tasks(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
-    if plan.uncertainty is None or plan.uncertainty < _SURE:
+    if plan.uncertainty is None:
         return []
+    sure = f"the tokens are sure to within {_percent(plan.uncertainty)}"
+    if plan.uncertainty < _SURE:
+        return _wrapped(f"{sure} (95 % interval over the tasks)", indent="  ")
     return _wrapped(
-        f"the tokens are sure to within {plan.uncertainty:.0%} only, for the tasks differ and {report.source.tasks} of "
-        "them were run; --run with more --tasks makes them surer",
+        f"{sure} only, for the tasks differ and {report.source.tasks} of them were run; --run with more --tasks or "
+        "--seconds makes them surer",
         indent="  ",
     )
 
@@ -190,6 +196,10 @@ def _range(spread: Spread) -> str:
     return f"  from {_number(spread.p10)} to {_number(spread.p90)}"
 
 
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
+
+
 def _number(value: float) -> str:
     if value >= 1e6:
         return f"{value / 1e6:.3g}M"
@@ -198,9 +208,3 @@ def _number(value: float) -> str:
 
 def _short(seconds: float) -> str:
     return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.001 else "0"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

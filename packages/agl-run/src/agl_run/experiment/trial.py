@@ -58,13 +58,25 @@ async def trial(
         await session.close()
 
 
+class Tasks:
+    """Runs the agent on tasks, as the experiment's first algorithm reads them; all of them are one trial."""
+
+    def __init__(self, driver: Driver) -> None:
+        algorithms = driver.session.plan.config.algorithm
+        self._driver, self._rounds = driver, 0
+        self._collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", algorithms[0] if algorithms else None)
+
+    async def run(self, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
+        """Run tasks, ``samples`` times each; again for further ones."""
+        collected = await self._collect(tasks, step=self._rounds, n=samples, mode=mode, keeps_all=True)
+        self._rounds += 1
+        self._driver.reports.patterns.conclude()
+        return collected.episodes
+
+
 async def run_tasks(driver: Driver, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
     """Run the agent on tasks, ``samples`` times each, as the experiment's first algorithm reads them."""
-    algorithms = driver.session.plan.config.algorithm
-    collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", algorithms[0] if algorithms else None)
-    collected = await collect(tasks, step=0, n=samples, mode=mode, keeps_all=True)
-    driver.reports.patterns.conclude()
-    return collected.episodes
+    return await Tasks(driver).run(tasks, samples=samples, mode=mode)
 
 
 def _other_text(name: str, version: str) -> str:

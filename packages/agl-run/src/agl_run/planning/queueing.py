@@ -10,9 +10,10 @@ import random
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean, variance
 
 from agl.schemas import Record
+from agl_run.comparison import student_quantile
 from agl_run.planning.observed import Observed
 
 _ROLLOUTS = 200_000
@@ -79,9 +80,14 @@ def forecast(
     """Forecast a step of ``tasks`` groups with ``samples`` rollouts each, from at least one recorded rollout."""
     draw = random.Random(seed)  # a simulation
     batches = _batches(observed)
+    warm = _batches(without_start(observed))
     count = max(10, min(_STEPS, _ROLLOUTS // max(1, tasks * samples)))
     drawn = draw.choices(batches, [sum(map(len, groups)) for groups in batches], k=count)
     steps = [[one for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)] for groups in drawn]
+    timed = draw.choices(warm, [sum(map(len, groups)) for groups in warm], k=count)
+    times = [
+        [one.seconds for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)] for groups in timed
+    ]
     return StepForecast(
         rollouts=tasks * samples,
         concurrency=concurrency,
@@ -90,24 +96,54 @@ def forecast(
         trained_tokens=spread_of(sum(one.trained_tokens for one in step) for step in steps),
         prompt_tokens=spread_of(sum(one.prompt_tokens for one in step) for step in steps),
         response_tokens=spread_of(sum(one.response_tokens for one in step) for step in steps),
-        collect_s=spread_of(makespan([one.seconds for one in step], concurrency=concurrency) for step in steps),
+        collect_s=spread_of(makespan(seconds, concurrency=concurrency) for seconds in times),
     )
+
+
+def without_start(observed: Sequence[Observed]) -> list[Observed]:
+    """Leave out the rollouts of the step that began first, which also pay for imports, connections and thread pools.
+
+    They stay where the others are fewer than they are.
+    """
+    first = min(observed, key=lambda one: one.started_at).batch if observed else ""
+    others = [one for one in observed if one.batch != first]
+    return others if 2 * len(others) >= len(observed) else list(observed)
 
 
 def uncertainty_of(observed: Sequence[Observed], *, tasks: int) -> float | None:
     """Return half the 95 % interval of the mean tokens of a rollout over all tasks, as a share of that mean.
 
-    Tasks differ more than the rollouts of one, so the tasks that were run are what was drawn. ``None`` for one task or
-    rollouts without tokens.
+    It is the wider one of the tokens that a step computes and of those that it trains on, or of answers without rows.
+    ``None`` for one task or rollouts without tokens.
+    """
+    computed = _uncertainty([(one.group_id, one.row_tokens or _all_tokens(one)) for one in observed], tasks=tasks)
+    has_rows = any(one.rows for one in observed)
+    trained = [(one.group_id, one.trained_tokens if has_rows else one.response_tokens) for one in observed]
+    found = [each for each in (computed, _uncertainty(trained, tasks=tasks)) if each is not None]
+    return max(found, default=None)
+
+
+def _all_tokens(one: Observed) -> int:
+    return one.prompt_tokens + one.response_tokens
+
+
+def _uncertainty(tokens: Sequence[tuple[str, int]], *, tasks: int) -> float | None:
+    """Return half of Student's interval of the mean over tasks, as a share of it.
+
+    The variance of a task's mean has two parts. That between tasks vanishes as all of them are run; that of the
+    rollouts of one task does not, for the next ones will be others.
     """
     groups: dict[str, list[int]] = {}
-    for one in observed:
-        groups.setdefault(one.group_id, []).append(one.row_tokens or one.prompt_tokens + one.response_tokens)
-    means = [fmean(tokens) for tokens in groups.values()]
+    for group, count in tokens:
+        groups.setdefault(group, []).append(count)
+    means = [fmean(counts) for counts in groups.values()]
     if len(means) < 2 or not any(means):
         return None
-    left = max(0.0, 1 - len(means) / tasks) if tasks else 1.0  # of the tasks; those that were run are known
-    return 1.96 * stdev(means) * sqrt(left / len(means)) / fmean(means)
+    known = min(1.0, len(means) / tasks) if tasks else 0.0
+    repeated = [variance(counts) / len(counts) for counts in groups.values() if len(counts) > 1]
+    within = min(fmean(repeated), variance(means)) if repeated else 0.0
+    spread = (variance(means) - within) * (1 - known) + within
+    return student_quantile(0.975, len(means) - 1) * sqrt(spread / len(means)) / fmean(means)
 
 
 def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:

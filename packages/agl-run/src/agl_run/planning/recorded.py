@@ -1,10 +1,11 @@
 """Finds the rollouts that a plan is made from: training rollouts of the experiment, or those of its newest trial."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agl.contracts import Metric, RolloutQuery, Store
-from agl.schemas import Record, Rollout
+from agl.errors import NotFoundError
+from agl.schemas import Record, Rollout, Weights
 from agl_run.experiment.collect import episode_of, read_finished, run_of, selection_of, training_reward
 from agl_run.experiment.episode_checks import AgreementPolicy
 from agl_run.experiment.plan import TRIAL, Plan
@@ -53,11 +54,13 @@ class Material:
         source: The origin of the rollouts.
         observed: The facts by the algorithm's name; by ``""`` in an experiment without one.
         metrics: The numbers of the run that made them; none for a trial.
+        weights: The weights that they ran with, by the policy's name.
     """
 
     source: Source
     observed: dict[str, list[Observed]]
     metrics: list[Metric] = field(default_factory=list[Metric])
+    weights: dict[str, Weights] = field(default_factory=dict[str, Weights])
 
 
 async def find(store: Store, plan: Plan) -> tuple[Source, list[Rollout]] | None:
@@ -94,7 +97,20 @@ async def read(store: Store, plan: Plan, source: Source, rollouts: Sequence[Roll
                     observe(recording, episode, trains=trains, left_out=left_out, other=other.task if other else None)
                 )
     metrics = await store.metrics(source.experiment, run=source.run) if source.run else []
-    return Material(source=source, observed=observed, metrics=list(metrics))
+    weights = await _weights(store, rollouts[0].resources) if rollouts else {}
+    return Material(source=source, observed=observed, metrics=list(metrics), weights=weights)
+
+
+async def _weights(store: Store, versions: Mapping[str, str]) -> dict[str, Weights]:
+    """Return the weights among the versions of resources, where these are still in the store."""
+    found: dict[str, Weights] = {}
+    for name, version in versions.items():
+        try:
+            resource = (await store.resource(name, version)).resource
+        except NotFoundError:
+            continue
+        found |= {name: resource} if isinstance(resource, Weights) else {}
+    return found
 
 
 async def _of_run(store: Store, name: str) -> list[Rollout]:

@@ -1,5 +1,6 @@
 """Makes the plan of a run from recorded rollouts: a record, for programs and for the report in the terminal."""
 
+import random
 from collections.abc import Sequence
 from statistics import median
 
@@ -7,11 +8,14 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import Metric
 from agl.schemas import Record
 from agl_run.experiment.plan import Plan
+from agl_run.planning.costs import DeviceForecast, Recorded, forecast_on
+from agl_run.planning.devices import Device
 from agl_run.planning.faults import Examined, Fault, faults_in, faults_of_tasks
+from agl_run.planning.models import ModelShape
 from agl_run.planning.observed import Observed
 from agl_run.planning.queueing import Spread, StepForecast, at_once, forecast, spread_of, uncertainty_of
 from agl_run.planning.recorded import Material, Source
-from agl_run.planning.shape import StepShape, shape_of
+from agl_run.planning.shape import StepShape, measured_update, shape_of, training_of
 from agl_run.planning.silence import SilentShare, best_size, loud_groups, silent_shares
 
 _STEPS = 5
@@ -69,11 +73,14 @@ class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
         uncertainty: Half the 95 % interval of the mean tokens of a rollout, as a share of that mean; ``None`` if only
             one task was run.
         gradient_share: Share of a step's groups that are expected to have a gradient; ``None`` where it is not known.
-        update_s: Seconds of a step's updates, as the run logged them last; ``None`` where none is logged.
+        update_s: Seconds of a step's updates; ``None`` where they are not known.
+        update_basis: Their source: ``logged`` last by the run, ``measured`` on this machine on random rows of the
+            recorded lengths, or ``""``.
         parts: The parts of a step's time, the longest first.
         silent: The expected shares of silent groups by size; empty if no task was run twice.
         best_size: The proposed group size; ``None`` if none gives a gradient.
         faults: The faults of the recordings.
+        on_device: Memory and time of a step with another model or device, where these are named.
     """
 
     algorithm: str
@@ -85,10 +92,12 @@ class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
     uncertainty: float | None
     gradient_share: float | None
     update_s: float | None
+    update_basis: str
     parts: list[Part]
     silent: list[GroupSize]
     best_size: int | None
     faults: list[Fault]
+    on_device: DeviceForecast | None = None
 
 
 class RunPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -111,8 +120,8 @@ class RunPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
     faults: list[Fault]
 
 
-async def make_report(plan: Plan, material: Material) -> RunPlan:
-    """Make the plan of an experiment from recorded rollouts."""
+async def make_report(plan: Plan, material: Material, *, target: tuple[Device, ModelShape] | None = None) -> RunPlan:
+    """Make the plan of an experiment from recorded rollouts, and what ``target`` would make of it."""
     configs: dict[str, AlgorithmConfig | None] = {config.name: config for config in plan.config.algorithm}
     observed = next(iter(material.observed.values()))
     beside = at_once(observed)
@@ -123,8 +132,7 @@ async def make_report(plan: Plan, material: Material) -> RunPlan:
         concurrency=plan.config.runner.concurrency,
         recorded_at_once=beside,
         algorithms=[
-            await _algorithm(plan, configs.get(name), rollouts, material.metrics, concurrency)
-            for name, rollouts in material.observed.items()
+            await _algorithm(plan, configs.get(name), material, concurrency, target) for name in material.observed
         ],
         faults=faults_of_tasks(plan.train, plan.val),
     )
@@ -133,13 +141,13 @@ async def make_report(plan: Plan, material: Material) -> RunPlan:
 async def _algorithm(
     plan: Plan,
     config: AlgorithmConfig | None,
-    rollouts: Sequence[Observed],
-    metrics: Sequence[Metric],
+    material: Material,
     concurrency: int,
+    target: tuple[Device, ModelShape] | None,
 ) -> AlgorithmPlan:
+    rollouts = material.observed[config.name if config else ""]
     shape = await shape_of(plan, config) if config is not None else None
     step = shape and forecast(rollouts, tasks=shape.tasks, samples=shape.samples, concurrency=concurrency)
-    update_s = _logged(metrics, config.name if config else "", "update_s")
     groups: dict[str, list[float]] = {}
     for one in rollouts:
         if one.trains is not None:
@@ -147,7 +155,24 @@ async def _algorithm(
     rewards = [reward for group in groups.values() for reward in group]
     shares = silent_shares(list(groups.values()))
     own = silent_shares(list(groups.values()), [shape.samples]) if shape else []
+    gradient_share = 1 - own[0].share if own else None
+    update_s = _logged(material.metrics, config.name if config else "", "update_s")
+    basis = "logged" if update_s is not None else ""
+    if config is not None and shape is not None and update_s is None:
+        update_s = await _measured(plan, config, material, shape, 1.0 if gradient_share is None else gradient_share)
+        basis = "measured" if update_s is not None else ""
     best = best_size(shares, rollouts=shape.rollouts, tasks=len(plan.train)) if shape else None
+    recorded = (
+        shape
+        and step
+        and Recorded(
+            rollouts=rollouts,
+            shape=shape,
+            step=step,
+            concurrency=concurrency,
+            gradient_share=1.0 if gradient_share is None else gradient_share,
+        )
+    )
     examined = Examined(
         rollouts=rollouts,
         needs_token_ids=config is not None and plan.entry(config).needs_token_ids,
@@ -161,13 +186,42 @@ async def _algorithm(
         shape=shape,
         step=step,
         uncertainty=uncertainty_of(rollouts, tasks=len(plan.train)),
-        gradient_share=1 - own[0].share if own else None,
+        gradient_share=gradient_share,
         update_s=update_s,
+        update_basis=basis,
         parts=_parts(rollouts, step, update_s),
         silent=[_group(share, shape) for share in shares],
         best_size=best.size if best else None,
         faults=faults_in(examined),
+        on_device=_on_device(plan, config, recorded, target),
     )
+
+
+def _on_device(
+    plan: Plan,
+    config: AlgorithmConfig | None,
+    recorded: Recorded | None,
+    target: tuple[Device, ModelShape] | None,
+) -> DeviceForecast | None:
+    """Return what a step takes on the named device; ``None`` where none is named, or nothing trains on tokens."""
+    if config is None or recorded is None or target is None or not plan.entry(config).needs_token_ids:
+        return None
+    return forecast_on(*target, training_of(plan, config), recorded)
+
+
+async def _measured(
+    plan: Plan, config: AlgorithmConfig, material: Material, shape: StepShape, share: float
+) -> float | None:
+    """Return the seconds of the updates of a step, tried out on random rows as long as the recorded ones."""
+    weights = material.weights.get(config.tunes[0]) if config.tunes else None
+    drawn = random.Random(0).choices(material.observed[config.name], k=max(1, round(shape.rollouts * share)))
+    rows = [
+        (one.row_tokens // one.rows, one.trained_tokens // one.rows)
+        for one in drawn
+        for _ in range(one.rows)
+        if one.trains is not None
+    ]
+    return None if weights is None or not share else await measured_update(plan, config, weights, rows)
 
 
 def _size(rollouts: Sequence[Observed]) -> RolloutSize:

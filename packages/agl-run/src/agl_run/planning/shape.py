@@ -1,10 +1,13 @@
-"""Finds how many rollouts a step of an algorithm runs, from its class and the parameters in the experiment."""
+"""Finds how many rollouts a step of an algorithm runs, and how it trains, from its class and its parameters."""
 
+import asyncio
+from collections.abc import Sequence
 from inspect import Parameter, signature
 from typing import Any, Protocol, runtime_checkable
 
 from agl.algorithms import AlgorithmConfig
-from agl.schemas import Record
+from agl.errors import AglError
+from agl.schemas import Record, Weights
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.waiting import steps_in_all
 
@@ -18,6 +21,26 @@ class SizedAlgorithm(Protocol):
 
         Called on an object that is not set up and is closed afterwards.
         """
+        ...
+
+
+@runtime_checkable
+class MeasuredAlgorithm(Protocol):
+    """An algorithm that can try out how long its updates take on this machine."""
+
+    def measure_update(self, weights: Weights, rows: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of a step's updates; blocks for a few seconds, and changes no file.
+
+        Called on an object that is not set up and is closed afterwards.
+
+        Args:
+            weights: The policy that it would tune.
+            rows: Tokens of each row that has a gradient, and those among them that train.
+        """
+        ...
+
+    async def close(self) -> None:
+        """See :class:`agl.contracts.Algorithm`."""
         ...
 
 
@@ -40,6 +63,37 @@ class StepShape(Record, frozen=True, kw_only=True):
     def rollouts(self) -> int:
         """Rollouts per step."""
         return self.tasks * self.samples
+
+
+class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The settings of an algorithm that memory and time depend on.
+
+    Attributes:
+        dtype: The type that passes compute in.
+        lora_rank: Rank of the adapters; 0 if all weights train.
+        gradient_checkpointing: Whether layers are computed again in the backward pass.
+        token_budget: Tokens of a pass at most; 0 where there is no such limit.
+        passes: Forward passes with a gradient over a step's rows.
+        other_passes: Forward passes without one: old log-probabilities and those of a reference.
+        updates: Updates of a step.
+        has_reference: Whether a frozen copy of the weights is held.
+        has_critic: Whether a second model of the same size trains.
+    """
+
+    dtype: str = "bfloat16"
+    lora_rank: int = 0
+    gradient_checkpointing: bool = False
+    token_budget: int = 0
+    passes: int = 1
+    other_passes: int = 0
+    updates: int = 1
+    has_reference: bool = False
+    has_critic: bool = False
+
+    @property
+    def models(self) -> int:
+        """Models that train."""
+        return 2 if self.has_critic else 1
 
 
 async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
@@ -70,15 +124,55 @@ async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
     )
 
 
+async def measured_update(
+    plan: Plan, config: AlgorithmConfig, weights: Weights, rows: Sequence[tuple[int, int]]
+) -> float | None:
+    """Return the seconds of an algorithm's updates as it measures them here; ``None`` for one that cannot."""
+    built: object = plan.manager.build(plan.entry(config), **config.params)
+    if not isinstance(built, MeasuredAlgorithm) or not rows:
+        return None
+    try:
+        return await asyncio.to_thread(built.measure_update, weights, rows)
+    except AglError:  # the weights are elsewhere, or a part of the algorithm is not installed
+        return None
+    finally:
+        await built.close()
+
+
+def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
+    """Return the settings of an algorithm that memory and time depend on; of one without such parameters, the usual."""
+    factory = plan.manager.resolve(plan.entry(config))
+    rank = _number(factory, config, "lora_rank")
+    updates = max(1, _number(factory, config, "updates_per_step"))
+    epochs = max(1, _number(factory, config, "epochs"))
+    compares = bool(_value(factory, config, "kl_coef")) or _value(factory, config, "reference") == "start"
+    return Training(
+        dtype=str(_value(factory, config, "dtype") or Training().dtype),
+        lora_rank=rank,
+        gradient_checkpointing=bool(_value(factory, config, "gradient_checkpointing")),
+        token_budget=_number(factory, config, "token_budget"),
+        passes=epochs,
+        other_passes=int(updates * epochs > 1) + (epochs if compares else 0),
+        updates=updates * epochs,
+        has_reference=compares and not rank,
+        has_critic=_value(factory, config, "critic_lr") is not None,
+    )
+
+
 def _own_size(built: object, tasks: int) -> tuple[int, int] | None:
     return built.step_size(tasks) if isinstance(built, SizedAlgorithm) else None
 
 
 def _number(factory: Any, config: AlgorithmConfig, name: str) -> int:
     """Return an integer parameter or its default; 0 without one."""
+    found = _value(factory, config, name)
+    return found if isinstance(found, int) else 0
+
+
+def _value(factory: Any, config: AlgorithmConfig, name: str) -> Any:
+    """Return a parameter or its default; ``None`` for one that the algorithm does not have."""
     try:
         default = signature(factory).parameters[name].default
     except (KeyError, TypeError, ValueError):
-        return 0
-    found = config.params.get(name, None if default is Parameter.empty else default)
-    return found if isinstance(found, int) else 0
+        return None
+    return config.params.get(name, None if default is Parameter.empty else default)

@@ -1,0 +1,201 @@
+"""The shape of a model, which memory and time follow from: read from its ``config.json``, or made from a few numbers.
+
+Nothing is asked of a hub, and no weights are read. Decoders with grouped attention and a gated feed-forward network
+are meant, such as Llama, Qwen and Mistral, with experts or without; others come close.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from msgspec.structs import replace
+
+from agl.errors import ConfigError
+from agl.schemas import Record
+
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_VOCABULARY = 128_256
+_HEAD = 128
+"""The vocabulary and the width of a head that a mere number of weights is taken to come with, those of Llama 3."""
+
+_FARTHEST = 0.1
+"""Share of the wanted number of weights by which a usual model may miss it."""
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden", "hidden_size", "n_embd", "d_model"),
+    "heads": ("heads", "num_attention_heads", "n_head"),
+    "kv_heads": ("kv_heads", "num_key_value_heads"),
+    "head": ("head", "head_dim"),
+    "feed_forward": ("feed_forward", "intermediate_size", "n_inner", "ffn_dim"),
+    "vocabulary": ("vocabulary", "vocab", "vocab_size"),
+    "experts": ("experts", "num_experts", "num_local_experts", "n_routed_experts"),
+    "experts_used": ("experts_used", "num_experts_per_tok"),
+    "expert_feed_forward": ("expert_feed_forward", "moe_intermediate_size"),
+}
+_FORMS = (
+    "give the folder of a model or its config.json, a TOML file with the same keys, a number of weights such as 7B, or "
+    "layers=28,hidden=3584,heads=28,kv_heads=4,feed_forward=18944,vocabulary=152064"
+)
+
+
+class ModelShape(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The sizes of a decoder.
+
+    Attributes:
+        name: What people call it.
+        layers: Layers; ``hidden`` the width between them.
+        heads: Heads of attention, each ``head`` wide, on ``kv_heads`` heads of keys and values.
+        feed_forward: Width of the gated feed-forward network, of one expert where there are several.
+        vocabulary: Tokens that it knows; with ``is_tied`` input and output share one matrix.
+        experts: Experts of a layer, of which a token uses ``experts_used``; 0 without experts.
+        is_supposed: Whether the sizes were made from a number of weights.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    feed_forward: int
+    vocabulary: int
+    is_tied: bool = False
+    experts: int = 0
+    experts_used: int = 0
+    is_supposed: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, and of all values."""
+        return self.kv_heads * self.head
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return self._layers(max(1, self.experts)) + self._embeddings
+
+    @property
+    def used(self) -> int:
+        """Number of weights that a token is multiplied with: without the input's table, and of the experts' its own."""
+        return self._layers(max(1, self.experts_used)) + self.vocabulary * self.hidden
+
+    def adapters(self, rank: int) -> int:
+        """Return the weights of LoRA adapters of a rank on every linear layer but the head."""
+        attention = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
+        return self.layers * rank * (attention + max(1, self.experts) * 3 * (self.hidden + self.feed_forward))
+
+    @property
+    def _embeddings(self) -> int:
+        return self.vocabulary * self.hidden * (1 if self.is_tied else 2)
+
+    def _layers(self, experts: int) -> int:
+        attention = 2 * self.hidden * self.queries + 2 * self.hidden * self.keys
+        router = self.experts * self.hidden
+        norms = 2 * self.hidden
+        return self.layers * (attention + experts * 3 * self.hidden * self.feed_forward + router + norms)
+
+
+def shape_of_model(given: str, *, folder: Path) -> ModelShape:
+    """Return the shape of a model.
+
+    Args:
+        given: A folder with ``config.json``, that file, a TOML file, a number of weights, or sizes by name.
+        folder: Base of relative paths.
+
+    Raises:
+        ConfigError: It is none of these, or lacks a size.
+    """
+    if re.fullmatch(r"[0-9.]+\s*[kKmMbBtT]", given):
+        return _supposed(given)
+    if "=" in given:
+        pairs = [part.partition("=") for part in given.split(",")]
+        return shape_from({name.strip(): value.strip() for name, _, value in pairs}, name="the given sizes")
+    path = folder / given
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"--model {given!r} is neither a file or folder here nor a size; {_FORMS}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a model's configuration: {error}; {_FORMS}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no object, and so no model's configuration; {_FORMS}")
+    found = cast("dict[str, Any]", values)
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return shape_from({**found, **cast("dict[str, Any]", found.get("text_config") or {})}, name=name)
+
+
+def shape_from(values: Mapping[str, Any], *, name: str) -> ModelShape:
+    """Return the shape that a configuration describes; raises :class:`ConfigError` for one that lacks a size."""
+    sizes = {key: _number(values, key, name) for key in _NAMES}
+    layers, hidden, heads = (sizes[key] for key in ("layers", "hidden", "heads"))
+    missing = [key for key in ("layers", "hidden", "heads", "vocabulary") if not sizes[key]]
+    if missing:
+        wanted = ", ".join(" or ".join(_NAMES[key][:2]) for key in missing)
+        raise ConfigError(f"{name} does not say {wanted}, which memory and time follow from; {_FORMS}")
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=sizes["kv_heads"] or heads,
+        head=sizes["head"] or max(1, hidden // heads),
+        feed_forward=(sizes["expert_feed_forward"] if sizes["experts"] else 0) or sizes["feed_forward"] or 4 * hidden,
+        vocabulary=sizes["vocabulary"],
+        is_tied=str(values.get("tie_word_embeddings", values.get("is_tied", False))).lower() == "true",
+        experts=sizes["experts"],
+        experts_used=sizes["experts_used"],
+    )
+
+
+def _number(values: Mapping[str, Any], key: str, name: str) -> int:
+    found: Any = next((values[each] for each in _NAMES[key] if values.get(each) is not None), 0)
+    try:
+        number = int(found)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0:
+        raise ConfigError(f"{name} gives {key} as {found!r}, which is no whole number; {_FORMS}")
+    return number
+
+
+def _supposed(given: str) -> ModelShape:
+    """Return the shape of a usual model of about so many weights: 128 times as wide as deep, as Llama 3 8B is."""
+    wanted = float(given.strip()[:-1]) * _UNITS[given.strip()[-1].lower()]
+    tied = wanted < 3e9  # small models usually share the two tables
+
+    def sized(hidden: int) -> ModelShape:
+        width = hidden - hidden % 64 or 64
+        heads = max(1, width // _HEAD)
+        return ModelShape(
+            name=f"a usual model of {given.strip().upper()} weights",
+            layers=max(1, round(width / 128)),
+            hidden=width,
+            heads=heads,
+            kv_heads=max(1, heads // 4),
+            head=_HEAD,
+            feed_forward=round(3.5 * width),
+            vocabulary=_VOCABULARY,
+            is_tied=tied,
+            is_supposed=True,
+        )
+
+    found = min((sized(64 * step) for step in range(1, 600)), key=lambda shape: abs(shape.weights - wanted))
+    layer = found.weights - replace(found, layers=found.layers - 1).weights
+    found = replace(found, layers=max(1, found.layers + round((wanted - found.weights) / layer)))
+    if abs(found.weights - wanted) > _FARTHEST * wanted:
+        raise ConfigError(
+            f"no usual model has {given} weights: with a vocabulary of {_VOCABULARY:,} the closest one has "
+            f"{found.weights / 1e6:.0f}M; give its sizes: layers=...,hidden=...,heads=...,vocabulary=..."
+        )
+    return found

@@ -1,0 +1,133 @@
+"""``agl plan``: its trial goes on until the tokens are sure or time is up, and a device is computed for."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("httpx")
+
+from agl_run.cli.main import cli
+from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
+
+AGENT = """
+import httpx
+
+def solve(task, main):
+    body = {"model": main.model, "messages": [{"role": "user", "content": "word " * task["n"]}]}
+    httpx.post(f"{main.endpoint}/chat/completions", json=body, verify=False).raise_for_status()
+    return 1.0
+"""
+EXPERIMENT = """
+[experiment]
+name = "sized"
+agent = "plan_cli_agent:solve"
+store = "sqlite:///sized.db"
+train = "tasks.jsonl"
+
+[policy.main]
+use = "openai"
+model = "scripted"
+base_url = "{url}"
+api_key_env = ""
+"""
+CONFIG = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "intermediate_size": 128,
+}
+
+
+def reply(request: ModelRequest) -> Reply:
+    return Reply(text="yes " * len(request.last_text.split()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    (tmp_path / "plan_cli_agent.py").write_text(AGENT)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with ScriptedModelServer(respond=reply) as server:
+        (tmp_path / "sized.toml").write_text(EXPERIMENT.format(url=server.base_url))
+        yield tmp_path
+    sys.modules.pop("plan_cli_agent", None)
+
+
+def tasks(folder: Path, *lengths: int) -> None:
+    (folder / "tasks.jsonl").write_text("".join(f'{{"n": {n}, "at": {at}}}\n' for at, n in enumerate(lengths)))
+
+
+def plan(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", "sized.toml", *words], catch_exceptions=False)
+
+
+def trial_of(*words: str) -> tuple[int, float]:
+    """The tasks of the trial, and how sure it is."""
+    found = plan("--run", "--json", *words)
+    assert 0 == found.exit_code, found.output
+    report = json.loads(found.stdout)
+    return report["source"]["tasks"], report["algorithms"][0]["uncertainty"]
+
+
+def test_trial_takes_further_tasks_until_the_tokens_are_sure(folder: Path) -> None:
+    tasks(folder, *[10, 16] * 50)
+
+    ran, unsure = trial_of()
+
+    assert 8 < ran < 100
+    assert unsure <= 0.09
+
+
+def test_trial_of_tasks_that_are_alike_stays_small(folder: Path) -> None:
+    tasks(folder, *[10] * 40)
+
+    assert (8, 0.0) == trial_of()
+
+
+def test_trial_ends_with_the_tasks_or_the_time_or_at_the_size_that_was_asked_for(folder: Path) -> None:
+    tasks(folder, *[4, 120] * 8)
+
+    assert 16 == trial_of()[0]
+    assert 8 == trial_of("--seconds", "0")[0]
+    assert 3 == trial_of("--tasks", "3")[0]
+
+
+def test_plan_says_how_sure_it_is_and_reads_the_trial_again(folder: Path) -> None:
+    tasks(folder, *[10, 16] * 50)
+    first, again = plan("--seconds", "0"), plan()
+
+    assert "running 16 rollouts (8 tasks, 2 times each)" in first.stderr
+    assert "" == again.stderr
+    assert "16 rollouts of 8 tasks, from a trial" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "7B"), "--model '7B' says nothing without a device"),
+        (("--device", "h1000"), "--device 'h1000' is not in the table"),
+        (("--device", "h100"), "--device h100 needs --model"),
+        (("--device", "h100", "--model", "nowhere"), "neither a file or folder here nor a size"),
+    ],
+)
+def test_device_and_model_are_checked_before_anything_runs(folder: Path, words: tuple[str, ...], message: str) -> None:
+    tasks(folder, 1)
+    found = plan(*words)
+
+    assert 1 == found.exit_code
+    assert message in found.stderr
+    assert not (folder / "sized.db").exists()
+
+
+def test_device_without_an_algorithm_on_tokens_is_left_out(folder: Path) -> None:
+    tasks(folder, *[10] * 9)
+    found = plan("--device", "h100", "--model", "config.json", "--json")
+
+    assert json.loads(found.stdout)["algorithms"][0]["on_device"] is None
