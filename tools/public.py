@@ -47,6 +47,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_run.algorithms",
         "agl_run.commands",
         "agl_run.lightning",
+        "agl_run.programs",
         "agl_run.replay",
         "agl_run.sinks",
         "agl_run.sql",

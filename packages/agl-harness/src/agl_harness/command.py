@@ -1,13 +1,19 @@
 """``agl harness``: lists, installs, checks and runs coding harnesses."""
 
+import shutil
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from agl_harness.installing import Program, install, locate, version_of
+from agl.errors import ConfigError
+from agl_harness.examining import examine
+from agl_harness.installing import Program, install, locate, require, version_of
+from agl_harness.isolation import find_isolation
 from agl_harness.table import Harness, find, load_table
-from agl_run.commands import json_option, print_json, print_table, visible
+from agl_run.commands import exec_command, json_option, print_json, print_table, visible
 
 
 @click.group()
@@ -37,6 +43,65 @@ def install_(names: Sequence[str]) -> None:
         entry = find(name, folder=Path())
         program = install(entry)
         click.echo(visible(f"{entry.label} {version_of(program, entry)}: {program.path}"))
+
+
+@harness.command("run", context_settings={"ignore_unknown_options": True})
+@click.option("--store", "url", default=None, help="Where to keep the record.  [sqlite:///runs/agl.db]")
+@click.option("--upstream", default=None, envvar="OPENAI_BASE_URL", help="Where the model is.  [$OPENAI_BASE_URL]")
+@click.option("--model", required=True, help="Name of the model.")
+@click.option("--workspace", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder to copy.")
+@click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds after which it is stopped.")
+@click.argument("name")
+@click.argument("task")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    url: str | None,
+    upstream: str | None,
+    model: str,
+    workspace: Path | None,
+    timeout_s: float | None,
+    name: str,
+    task: str,
+) -> None:
+    """Run NAME once on TASK and record its model calls, as agl exec does.
+
+    It works in a copy of the folder --workspace, or in an empty one, which stays for you to look at.
+    """
+    entry = find(name, folder=Path())
+    require(entry)
+    if not upstream:
+        raise ConfigError("say where the model is: --upstream http://HOST:PORT/v1, or set OPENAI_BASE_URL")
+    folder = Path(tempfile.mkdtemp(prefix=f"agl-{entry.name}-"))
+    if workspace is not None:
+        shutil.copytree(workspace, folder, symlinks=True, dirs_exist_ok=True)
+    click.echo(visible(f"agl: {entry.label} works in {folder}"), err=True)
+    words = ("--harness", name, "--folder", str(folder), "--model", model, "--task", task)
+    command = (sys.executable, "-m", "agl_harness.launch", *words)
+    ctx.invoke(exec_command, url=url, upstream=upstream, timeout_s=timeout_s, command=command)
+
+
+@harness.command("doctor")
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@json_option
+def doctor(names: Sequence[str], as_json: bool) -> None:
+    """Check that harnesses are installed and run: each gets one task, which a scripted model answers.
+
+    By default those that are installed are checked. The exit status is 1 if one does not work.
+    """
+    table = load_table()
+    chosen = names or [name for name, entry in table.items() if locate(entry)]
+    findings = [examine(find(name, folder=Path()), given=name) for name in chosen]
+    isolation = find_isolation("auto")
+    if as_json:
+        print_json({"sandbox": isolation.warning or "bubblewrap", "harnesses": findings})
+    else:
+        for found in findings:
+            click.echo(visible(f"{found.name} {found.version}: {found.problem or 'works'}"))
+        if not findings:
+            click.echo("no harness is installed; run: agl harness install NAME")
+        click.echo(visible(f"sandbox: {isolation.warning or 'bubblewrap works'}"))
+    sys.exit(any(found.problem and not found.is_only_a_note for found in findings))
 
 
 def _row(entry: Harness, program: Program | None) -> tuple[str, ...]:

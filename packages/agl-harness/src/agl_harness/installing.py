@@ -98,7 +98,7 @@ def version_of(program: Program, harness: Harness) -> str:
             )
         except (OSError, subprocess.TimeoutExpired):
             return ""
-    found = _VERSION.search(printed.stdout.decode(errors="replace"))
+    found = _VERSION.search((printed.stdout + printed.stderr).decode(errors="replace"))
     return found[0].rstrip(".") if found else ""
 
 

@@ -187,6 +187,12 @@ def _in_file(table: Mapping[str, Harness], section: str, *, name: str) -> Harnes
     raise ConfigError(f"the harness file {name.partition('#')[0]!r} {wanted}; {remedy}")
 
 
+def own_files(harness: Harness) -> list[Path]:
+    """Return what the command of a person's own entry names below ``$folder``: files beside it, or folders there."""
+    words = [PurePosixPath(word) for word in harness.command if word.startswith("$folder/")]
+    return [Path(harness.folder, *word.parts[1:2]) for word in words]
+
+
 def fill(
     harness: Harness, *, model: Model, prompt: str, home: Path, workspace: Path, arguments: Sequence[str] = ()
 ) -> Launch:

@@ -1,6 +1,7 @@
 """Shared parts of commands: the plugin manager, stores, rollouts, versions, labels, workers, keys and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
+from agl_run.cli.exec import exec_ as exec_command
 from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions, resource_text
 from agl_run.cli.logged import place_of
 from agl_run.cli.opening import resolve_url, store_option, with_store
@@ -61,6 +62,7 @@ __all__ = [
     "command",
     "delete_finished",
     "diff_versions",
+    "exec_command",
     "explain",
     "explain_training",
     "filter_options",
