@@ -406,12 +406,36 @@ def demo_verl(session: nox.Session) -> None:
     tools.run(session, "python", "demo_verl.py", *session.posargs, variables={"TOKENIZERS_PARALLELISM": "0"})
 
 
+HARNESSES = {"AGL_HARNESSES": str(ROOT / ".nox" / "harnesses")}
+"""The folder in which coding harnesses are kept between sessions."""
+
+
+def install_harnesses(session: nox.Session, tools: Environment, *names: str) -> None:
+    """Install coding harnesses that come from npm; without npm the tests that need them are skipped."""
+    if shutil.which("npm") is None:
+        session.log("there is no npm: tests with coding harnesses are skipped")
+        return
+    tools.run(session, "python", "-m", "agl", "harness", "install", *names, variables=HARNESSES)
+
+
+@nox.session
+def harness(session: nox.Session) -> None:
+    """The matrix of coding harnesses, not part of ``tests``; writes ``docs/reference/harnesses.md``.
+
+    Needs Node.js 20 or later and the registries of npm and PyPI; takes about ten minutes on two cores. Names of
+    harnesses among the arguments run only these, and write nothing.
+    """
+    tools = environment(session, ours(*LIGHT, "agl-harness"))
+    words = session.posargs or ["--write"]
+    tools.run(session, "python", "-m", "tools.harness_matrix", *words, variables=HARNESSES)
+
+
 @nox.session
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
     needs = [
-        *ours(*LIGHT, "agl-credit", "agl-store-postgres"),
+        *ours(*LIGHT, "agl-credit", "agl-harness", "agl-store-postgres"),
         *TEST_TOOLS,
         *PLUGINS["agl-store-postgres"],
         *UNRECORDED,
@@ -421,7 +445,9 @@ def integration(session: nox.Session) -> None:
         PLOT,
         *FITTED,
     ]
-    pytest(session, environment(session, needs), "tests")
+    tools = environment(session, needs)
+    install_harnesses(session, tools, "pi", "gemini-cli")
+    pytest(session, tools, "tests")
 
 
 @nox.session

@@ -119,6 +119,13 @@ def test_helper_calls_are_found_by_rule(headers: Any, body: Any, rules: Any, is_
     assert is_helper == (semconv.HELPER == origin(headers, body, **rules).role)
 
 
+def test_compaction_without_tools_is_no_helper_call():
+    agent = {"role": "system", "content": "You are a context summarization agent. You are given a conversation"}
+    body = {"messages": [agent, {"role": "user", "content": "Here is the conversation so far"}], "max_tokens": 32000}
+    assert "compaction" == origin(OPENCODE, body).role
+    assert "" == origin({}, body).role
+
+
 def test_wrong_expression_is_refused():
     with pytest.raises(ConfigError, match="not a regular expression"):
         HelperRules(match="(")

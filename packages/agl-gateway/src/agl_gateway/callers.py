@@ -39,7 +39,8 @@ class Origin:
         agent: The coding agent's name, with that of its sub-agent behind a slash; ``""`` if unknown.
         agent_id: The id of its sub-agent.
         session: The id of its session.
-        role: The call's role, :data:`agl.semconv.HELPER` for a helper call; ``""`` for a turn.
+        role: The call's role: :data:`agl.semconv.HELPER` for a helper call, ``compaction`` for one that makes the
+            conversation shorter, which trains; ``""`` for a turn.
     """
 
     agent: str = ""
@@ -96,6 +97,13 @@ _PROGRAMS = (
 )
 
 _SUBAGENT = "subagent"
+_COMPACTION = "compaction"
+_SUMMARIZING = re.compile(
+    r"context summari[sz]ation|summari[sz](?:es?|ing) (?:a|the|this|our) conversation|compact the conversation",
+    re.IGNORECASE,
+)
+"""The opening of a call that makes a conversation shorter, which some programs make without tools or earlier turns."""
+
 _CODEX_METADATA = "x-codex-turn-metadata"
 _CODEX_ROOT = "/root"
 _CODEX_HELPERS = ("memory_consolidation",)
@@ -138,8 +146,14 @@ class HelperRules:
         if has_tracer:
             return Origin(session=found.session, role=_known_role(role))
         if not role and asked.dialect != "embeddings":
-            role = found.role or ("helper" if self._is_helper(program, asked) else "")
+            role = found.role or self._role(program, asked)
         return Origin(agent=found.agent, agent_id=found.agent_id, session=found.session, role=_known_role(role))
+
+    def _role(self, program: _Program | None, asked: Request) -> str:
+        if not self._is_helper(program, asked):
+            return ""
+        is_known = program is not None and len(asked.body) <= _MAX_ARGUMENTS
+        return _COMPACTION if is_known and _SUMMARIZING.search(_text_of(opening_of(asked))) else "helper"
 
     def _is_helper(self, program: _Program | None, asked: Request) -> bool:
         is_known = self.is_on and program is not None
@@ -193,7 +207,7 @@ def _codex(headers: Mapping[str, str], session: str) -> Origin:
     mark = clean(headers.get("x-openai-subagent", ""), _MAX_NAME)
     kind = clean(_text(about.get("request_kind")), _MAX_NAME)
     is_helper = mark in _CODEX_HELPERS or "x-openai-memgen-request" in headers
-    role = "helper" if is_helper else "compaction" if kind == "compaction" else ""
+    role = "helper" if is_helper else _COMPACTION if kind == _COMPACTION else ""
     thread = clean(_text(about.get("thread_id")), _MAX_SESSION)
     return Origin(
         agent=f"codex/{below or _SUBAGENT}" if below or mark == "collab_spawn" else "codex",

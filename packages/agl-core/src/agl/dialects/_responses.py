@@ -1,7 +1,8 @@
 """Responses: typed items and events. vLLM gives ids as raw messages when ``enable_response_messages`` is set.
 
-Log-probabilities come with text parts only, so an answer with tool calls or with marker tokens has fewer of them
-than ids; the call's ``ids_missing`` reports it.
+vLLM's log-probabilities come with text parts only, so an answer with tool calls or with marker tokens has fewer of them
+than ids; the call's ``ids_missing`` reports it. Other servers may add ``prompt_token_ids``, ``token_ids`` and
+``logprobs`` (a list of numbers) for the whole answer.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from agl.dialects._sse import BODY, objects
 from agl.dialects._versions import version_of
 
 _FINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
-_DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids", "instructions", "tools")
+_DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids", "logprobs", "instructions", "tools")
 
 
 def read_body(data: bytes) -> Answer:
@@ -56,7 +57,7 @@ def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
         finish_reason=str(reason or body.get("status") or ""),
         prompt_ids=_tokens(body.get("input_messages"), body.get("prompt_token_ids")),
         response_ids=_tokens(body.get("output_messages"), body.get("token_ids")),
-        logprobs=logprobs or None,
+        logprobs=as_list(body.get("logprobs")) or logprobs or None,
         is_finished=is_finished,
     )
     return Answer(choices=(choice,), model_version=version, error=error)

@@ -68,7 +68,7 @@ class ScriptedExchange(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wants_ids(self) -> bool:
         """True if token ids go into the response."""
-        return bool(self.body.get("return_token_ids")) and self.flavour in ("vllm", "sglang")
+        return bool(self.body.get("return_token_ids")) and self.flavour in ("vllm", "sglang", "every")
 
     @property
     def includes_usage(self) -> bool:

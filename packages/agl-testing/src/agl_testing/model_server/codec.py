@@ -25,10 +25,14 @@ VOCABULARY_SIZE = OFFSET + 256
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """A function call of the model: its name and its arguments as the JSON text that the model wrote."""
+    """A function call of the model: its name and its arguments as the JSON text that the model wrote.
+
+    ``namespace`` is the group of the function in the responses API; it is no part of the tokens.
+    """
 
     name: str
     arguments: str
+    namespace: str = ""
 
 
 class ConversationTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,22 +11,27 @@ from agl_testing.model_server.codec import ConversationTurn, FunctionCall
 Dialect: TypeAlias = Literal["chat", "completions", "responses", "messages", "embeddings", "models"]
 """The APIs that the server speaks."""
 
-Flavour: TypeAlias = Literal["vllm", "sglang", "plain", "openai"]
-"""``vllm`` and ``sglang`` return token ids in their own fields when asked; ``plain`` ignores the request for
-them; ``openai`` refuses it with a 400, as an API that checks its arguments does."""
+Flavour: TypeAlias = Literal["vllm", "sglang", "every", "plain", "openai"]
+"""``vllm`` and ``sglang`` return token ids in their own fields when asked; ``every`` does so in every API, the
+messages and tool calls of responses included, which vLLM leaves out; ``plain`` ignores the request for them; ``openai``
+refuses it with a 400, as an API that checks its arguments does."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call of a reply; arguments are JSON text, or a mapping that is encoded to it."""
+    """A tool call of a reply; arguments are JSON text, or a mapping that is encoded to it.
+
+    ``namespace`` is the group of the tool in the responses API.
+    """
 
     name: str
     arguments: str | Mapping[str, Any] = "{}"
+    namespace: str = ""
 
     def to_call(self) -> FunctionCall:
         """Return the call with its arguments as JSON text."""
         if isinstance(self.arguments, str):
-            return FunctionCall(self.name, self.arguments)
-        return FunctionCall(self.name, msgspec.json.encode(self.arguments).decode())
+            return FunctionCall(self.name, self.arguments, self.namespace)
+        return FunctionCall(self.name, msgspec.json.encode(self.arguments).decode(), self.namespace)
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
     """Return the plain response's body."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     out = {**_head(exchange, "chat.completion"), "choices": choices, "usage": _usage(exchange)}
-    if exchange.wants_ids and exchange.flavour == "vllm":
+    if exchange.wants_ids and exchange.flavour != "sglang":
         out["prompt_token_ids"] = exchange.prompts[0]
     return out
 
@@ -73,7 +73,7 @@ def _choice(exchange: ScriptedExchange, index: int, answer: ScriptedAnswer) -> d
         "logprobs": _logprobs(exchange, answer.ids, 0),
         "finish_reason": answer.reason,
     }
-    if exchange.wants_ids and exchange.flavour == "vllm":
+    if exchange.wants_ids and exchange.flavour != "sglang":
         out["token_ids"] = answer.ids
     elif exchange.wants_ids:
         out["response_token_ids"] = answer.ids

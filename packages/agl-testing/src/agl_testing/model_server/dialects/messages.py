@@ -1,11 +1,14 @@
-"""Reads and writes ``POST /v1/messages``: Anthropic's blocks and named events, which have no token ids."""
+"""Reads and writes ``POST /v1/messages``: Anthropic's blocks and named events.
+
+Its format has no token ids. The flavour ``every`` adds them to the body, and to a stream's ``message_delta``.
+"""
 
 from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
 
-from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange
+from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, logprobs_of
 from agl_testing.model_server.codec import ConversationTurn, FunctionCall
 from agl_testing.model_server.sse import named_event
 
@@ -29,7 +32,7 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
     for index, call in enumerate(answer.calls):
         content.append(_tool_use(answer, index, msgspec.json.decode(call.arguments)))
     usage = {"input_tokens": exchange.prompt_tokens, "output_tokens": exchange.completion_tokens}
-    return {**_message(exchange, usage), "content": content, "stop_reason": _reason(answer)}
+    return {**_message(exchange, usage), "content": content, "stop_reason": _reason(answer), **_tokens(exchange)}
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
@@ -49,8 +52,16 @@ def _events(exchange: ScriptedExchange) -> Iterator[dict[str, Any]]:
         pieces = [piece for piece in answer.pieces if piece.kind == "arguments" and piece.call == index]
         yield from _block_events(index + _has_text(answer), _tool_use(answer, index, {}), pieces)
     delta = {"stop_reason": _reason(answer), "stop_sequence": None}
-    yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": exchange.completion_tokens}}
+    usage = {"output_tokens": exchange.completion_tokens}
+    yield {"type": "message_delta", "delta": delta, "usage": usage, **_tokens(exchange)}
     yield {"type": "message_stop"}
+
+
+def _tokens(exchange: ScriptedExchange) -> dict[str, Any]:
+    if not exchange.wants_ids or exchange.flavour != "every":
+        return {}
+    ids = exchange.answers[0].ids
+    return {"prompt_token_ids": exchange.prompts[0], "token_ids": ids, "logprobs": logprobs_of(ids)}
 
 
 def _block_events(index: int, block: dict[str, Any], pieces: list[Piece]) -> Iterator[dict[str, Any]]:
@@ -94,7 +105,7 @@ def _blocks(content: object) -> list[dict[str, Any]]:
 
 
 def _text(blocks: list[dict[str, Any]]) -> str:
-    return "".join(block["text"] for block in blocks if block["type"] == "text")
+    return "".join(block.get("text", "") for block in blocks if block.get("type") == "text")
 
 
 def _turns(role: str, blocks: list[dict[str, Any]]) -> list[ConversationTurn]:

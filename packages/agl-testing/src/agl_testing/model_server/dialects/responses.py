@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
-from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, content_logprobs
+from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, content_logprobs, logprobs_of
 from agl_testing.model_server.codec import ConversationTurn, FunctionCall, decode
 from agl_testing.model_server.sse import named_event
 
@@ -32,6 +32,8 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
     out["usage"] = _usage(exchange)
     if answer.reason == "length":
         out["incomplete_details"] = {"reason": "max_output_tokens"}
+    if exchange.flavour == "every" and exchange.body.get("enable_response_messages"):
+        out |= {"prompt_token_ids": exchange.prompts[0], "token_ids": answer.ids, "logprobs": logprobs_of(answer.ids)}
     if exchange.flavour == "vllm" and exchange.body.get("enable_response_messages"):
         out["input_messages"] = [_raw_message(decode(exchange.prompts[0]), exchange.prompts[0])]
         out["output_messages"] = [_raw_message(decode(answer.ids), answer.ids)]
@@ -151,7 +153,8 @@ def _output(exchange: ScriptedExchange) -> list[dict[str, Any]]:
     for index, call in enumerate(answer.calls):
         head = {"type": "function_call", "id": f"fc_{exchange.number}_{index}", "status": "completed"}
         named = {"call_id": answer.call_ids[index], "name": call.name, "arguments": call.arguments}
-        items.append({**head, **named})
+        space = {"namespace": call.namespace} if call.namespace else {}
+        items.append({**head, **named, **space})
     return items
 
 
