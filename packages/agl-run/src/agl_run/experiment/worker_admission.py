@@ -10,11 +10,11 @@ from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
 from agl_run.experiment.address import is_loopback
 from agl_run.experiment.config import ExperimentConfig
+from agl_run.experiment.harnesses import agent_of, with_harness
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import Plan, load_agent
 from agl_run.experiment.serving import Serving, settings_of
 from agl_run.experiment.work_folder import work_folder
-from agl_run.runners.agent import AgentSpec
 from agl_run.runners.liveness import place
 from agl_run.runners.remote_gateway import RemoteGateway
 
@@ -39,12 +39,13 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
         ConfigError: The agent cannot be loaded.
         PluginError: The runner, a tracer or a reward is not installed.
     """
+    config = with_harness(config)
     section = config.experiment
     plan = Plan(
         config=config,
         folder=folder,
         manager=manager,
-        agent=AgentSpec.of(section.agent, folder=str(folder)),
+        agent=agent_of(section, folder),
         train=(),
         val=(),
         resources={},
@@ -56,7 +57,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
         manager.tracer(name)
     if plan.agent.command and config.runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
-    if not plan.agent.command:
+    if not plan.agent.is_program:
         load_agent(plan.agent)
     check_known(plan)
     return plan

@@ -71,6 +71,7 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
         tracers=tracers,
         plugins=manager.worker_env(),
         concurrency=context.concurrency,
+        workdir=plan.workdir,
     )
     runner: Runner = (
         manager.build(manager.runner(config.use), setup=setup, **config.params) if context.concurrency else NoRunner()

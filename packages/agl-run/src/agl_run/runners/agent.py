@@ -24,19 +24,23 @@ _METHODS: dict[Mode, Sequence[str]] = {"train": _TRAINS, "val": _VALIDATES, "tes
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
-    """An agent by import path, by object, or as a command; exactly one is set.
+    """An agent by import path, by object, as a command, or as a coding harness; exactly one is set.
 
     Attributes:
         path: ``"module:attribute"``; importable in a child process.
         target: The object itself: a function, a ``LitAgent``, or a ``LitAgent`` class.
         command: Program and arguments; ``{task}`` in an argument is replaced by a file with the task's JSON.
-        folder: First entry of ``sys.path`` when importing ``path``; a command's working directory; ``""`` for the
-            current directory.
+        harness: Name or file of a coding harness, which the runner ``harness`` runs.
+        workspace: The folder or git tree that a harness gets a copy of.
+        folder: First entry of ``sys.path`` when importing ``path``; a command's working directory; the base of a
+            harness's files; ``""`` for the current directory.
     """
 
     path: str = ""
     target: Callable[..., Any] | None = None
     command: tuple[str, ...] = ()
+    harness: str = ""
+    workspace: str = ""
     folder: str = ""
 
     @classmethod
@@ -60,10 +64,15 @@ class AgentSpec:
 
         It is equal for a function of a script and for its import elsewhere.
         """
-        if self.command:
-            return " ".join(self.command)
+        if self.is_program:
+            return f"harness {self.harness}" if self.harness else " ".join(self.command)
         module, _, name = (self.path or _path_of(self.target)).partition(":")
         return f"{module.rpartition('.')[2]}:{name}"
+
+    @property
+    def is_program(self) -> bool:
+        """True if the agent is a program of its own, and nothing to import."""
+        return bool(self.command or self.harness)
 
     def load(self) -> "LoadedAgent":
         """Import the agent, and make an instance if it is a class."""

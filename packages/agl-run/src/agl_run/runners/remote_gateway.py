@@ -16,6 +16,7 @@ from agl.contracts import Runner
 from agl.errors import CaptureError, GatewayLostError
 from agl.schemas import Claim, Outcome
 from agl.tracing import AdminKey
+from agl_run.runners.lasting import LastingRunner
 
 TIMEOUT_S = 10.0
 """Seconds that one request may take."""
@@ -181,6 +182,11 @@ class GuardedRunner:
             if self._gateway.failed_since(started):
                 raise GatewayLostError(f"the gateway {self._gateway.url} did not answer while the attempt ran")
         return outcome
+
+    async def release(self, claim: Claim, outcome: Outcome | None) -> None:
+        """Remove what the runner left of an attempt."""
+        if isinstance(self._runner, LastingRunner):
+            await self._runner.release(claim, outcome)
 
     async def stop(self) -> None:
         """Stop the runner."""

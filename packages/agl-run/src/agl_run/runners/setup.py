@@ -4,6 +4,7 @@ import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
@@ -43,6 +44,7 @@ class RunSetup:
         tracers: Names of the tracers to install in the process that runs the agent, with the objects made.
         plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
         concurrency: Attempts at once.
+        workdir: Where the experiment keeps its files; ``None`` for none.
     """
 
     agent: AgentSpec
@@ -55,6 +57,7 @@ class RunSetup:
     tracers: Sequence[tuple[str, Tracer]] = ()
     plugins: dict[str, str] = field(default_factory=dict[str, str])
     concurrency: int = 8
+    workdir: Path | None = None
 
     @property
     def base_url(self) -> str:

@@ -19,6 +19,7 @@ from agl.schemas import Claim, Outcome, Rollout, Span, decode, encode, new_trace
 from agl.stores import all_spans
 from agl.tracing import make_reward_span
 from agl_run.runners.judging import rewards_of
+from agl_run.runners.lasting import LastingRunner, LostError
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
@@ -187,24 +188,43 @@ class Worker:
                     task.cancel()
 
     async def _run(self, claim: Claim) -> None:
+        try:
+            outcome = await self._outcome(claim)
+        except asyncio.CancelledError:
+            await self._release(claim, None)
+            await self._give_back(claim)
+            raise
+        except (GatewayLostError, LostError) as error:
+            _LOG.info("attempt %s is given back: %s", claim.attempt.attempt_id, error)
+            await self._release(claim, None)
+            await self._give_back(claim, error)
+            return
+        await self._release(claim, outcome)
+        await self._finish(outcome)
+
+    async def _outcome(self, claim: Claim) -> Outcome:
+        """Run an attempt and judge it; raises only what gives it back."""
         setup = self._setup
         outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
         try:
             outcome = await self._execute(claim)
             if setup.gateway is not None:
                 await setup.gateway.settle(claim.attempt.attempt_id)
-            outcome = await self._judge(claim.rollout, outcome)
-        except asyncio.CancelledError:
-            await self._give_back(claim)
+            return await self._judge(claim.rollout, outcome)
+        except (GatewayLostError, LostError):
             raise
-        except GatewayLostError as error:
-            _LOG.info("attempt %s is given back: %s", claim.attempt.attempt_id, error)
-            await self._give_back(claim)
-            return
         except Exception as error:  # noqa: BLE001  # the attempt boundary: what breaks here harms one attempt only
             self._warnings.add(claim.attempt.attempt_id, error)
-            outcome = msgspec.structs.replace(outcome, status="failed", error=describe_error(error))
-        await self._finish(outcome)
+            return msgspec.structs.replace(outcome, status="failed", error=describe_error(error))
+
+    async def _release(self, claim: Claim, outcome: Outcome | None) -> None:
+        """Let the runner remove what it left for the rewards; a failure of that harms no attempt."""
+        if not isinstance(self._setup.runner, LastingRunner):
+            return
+        try:
+            await self._setup.runner.release(claim, outcome)
+        except Exception as error:  # noqa: BLE001  # the attempt boundary: its outcome is decided already
+            self._warnings.add(claim.attempt.attempt_id, error)
 
     async def _execute(self, claim: Claim) -> Outcome:
         """Run the agent; another may start when it ends, before this one's outcome is written."""
@@ -224,9 +244,12 @@ class Worker:
             if rollout.is_finished:
                 self._setup.finished(rollout)
 
-    async def _give_back(self, claim: Claim) -> None:
+    async def _give_back(self, claim: Claim, error: Exception | None = None) -> None:
+        described = None if error is None else describe_error(error)
         try:
-            await self._setup.store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="lost")])
+            await self._setup.store.finish(
+                [Outcome(attempt_id=claim.attempt.attempt_id, status="lost", error=described)]
+            )
         except StoreError as error:
             _LOG.debug("attempt %s was not given back: %s", claim.attempt.attempt_id, error)
 

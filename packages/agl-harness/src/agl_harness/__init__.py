@@ -1,0 +1,34 @@
+"""Coding harnesses for agl: the table that describes them, and the contract of the sandboxes that they run in."""
+
+from agl_harness.sandbox import (
+    NO_LIMITS,
+    CopyableSandbox,
+    Finished,
+    Limits,
+    PathError,
+    Sandbox,
+    SandboxError,
+    Sandboxes,
+)
+from agl_harness.table import Checked, Harness, Launch, Model, fill, find, load_file, load_table
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NO_LIMITS",
+    "Checked",
+    "CopyableSandbox",
+    "Finished",
+    "Harness",
+    "Launch",
+    "Limits",
+    "Model",
+    "PathError",
+    "Sandbox",
+    "SandboxError",
+    "Sandboxes",
+    "fill",
+    "find",
+    "load_file",
+    "load_table",
+]

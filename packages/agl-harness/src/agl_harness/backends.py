@@ -1,0 +1,53 @@
+"""Finds the backend of sandboxes that an experiment names."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from agl.errors import ConfigError
+from agl.hints import did_you_mean
+from agl_harness.isolation import Kind
+from agl_harness.local import LocalSandboxes
+from agl_harness.sandbox import Sandboxes
+
+GROUP = "agl_sandboxes"
+"""The entry-point group of packages that bring a backend."""
+
+
+def build_sandboxes(
+    name: str, *, base: Path, hidden: Sequence[Path], isolation: Kind, readable: Sequence[Path] = ()
+) -> Sandboxes:
+    """Build the backend of a name.
+
+    Args:
+        name: ``local``, a name in the entry-point group, or ``module:attribute``.
+        base: The folder for what it keeps on this machine.
+        hidden: Folders that nothing in a sandbox may see.
+        readable: Files and folders within those that it may read nevertheless.
+        isolation: For ``local``.
+
+    Raises:
+        ConfigError: There is no such backend, or it cannot be imported.
+    """
+    if name == "local":
+        return LocalSandboxes(base=base, hidden=hidden, readable=readable, isolation=isolation)
+    if isolation != "auto":
+        raise ConfigError(f'isolation is for sandbox = "local", and it is {name!r}; remove isolation')
+    return _factory(name)(base=base, hidden=tuple(hidden), readable=tuple(readable))
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    try:
+        if name in found:
+            return found[name].load()
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the sandbox {name!r} cannot be imported: {error}; install its package") from error
+    known = ["local", *sorted(found)]
+    hint = did_you_mean(name, known, otherwise=f"there are {', '.join(known)}")
+    raise ConfigError(f"there is no sandbox {name!r}; {hint}. For one of your own write 'module:attribute'")

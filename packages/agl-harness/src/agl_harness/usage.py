@@ -1,0 +1,58 @@
+"""Memory and processes in use below a process, read from Linux's ``/proc``."""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+IS_KNOWN = (_PROC / "self" / "stat").exists()
+"""True where it can be read."""
+
+_KILOBYTE = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What the descendants of a process use.
+
+    Attributes:
+        processes: Their ids.
+        memory: Bytes of memory that are theirs; what several share counts once for each.
+    """
+
+    processes: tuple[int, ...]
+    memory: int
+
+
+def usage_below(root: int) -> Usage:
+    """Return the use of all processes below ``root``, without its own."""
+    rows = _rows()
+    found: set[int] = set()
+    new = {root}
+    while new:
+        new = {pid for pid, (parent, _) in rows.items() if parent in new} - found
+        found |= new
+    return Usage(processes=tuple(sorted(found)), memory=sum(rows[pid][1] for pid in found))
+
+
+def exact_memory(processes: tuple[int, ...]) -> int:
+    """Return the memory in use in bytes, what several processes share counted once; it takes longer to find out."""
+    total = 0
+    for pid in processes:
+        with suppress(OSError, ValueError):
+            lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * _KILOBYTE
+    return total
+
+
+def _rows() -> dict[int, tuple[int, int]]:
+    """Return the parent and the resident bytes of every process."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    rows: dict[int, tuple[int, int]] = {}
+    for name in os.listdir(_PROC):
+        if name.isdigit():
+            with suppress(OSError, IndexError, ValueError):
+                fields = (_PROC / name / "stat").read_bytes().rpartition(b")")[2].split()
+                rows[int(name)] = int(fields[1]), int(fields[21]) * page
+    return rows

@@ -1,0 +1,163 @@
+"""Makes the workspace of a rollout: a fresh copy of a folder, or of a git tree at a revision, with the task's files.
+
+A name such as ``repos/{name}`` gets its fields from the task, whose values may not lead out of the folder before them.
+"""
+
+import asyncio
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from agl.errors import ConfigError, RunError
+from agl.schemas import Json, Record
+from agl_harness.sandbox import WORKSPACE, Sandbox, SandboxError
+
+_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+_GIT = "git:"
+_GIT_S = 300.0
+_AUTHOR = ("-c", "user.name=agl", "-c", "user.email=agl@localhost", "-c", "commit.gpgsign=false")
+
+
+class Source(Record, frozen=True, kw_only=True):
+    """The origin of a workspace.
+
+    Attributes:
+        folder: A folder.
+        revision: Revision of the git tree in that folder; ``""`` to copy the folder as it is.
+    """
+
+    folder: str
+    revision: str = ""
+
+
+def filled(template: str, task: Json) -> str:
+    """Fill the fields of a name from a task.
+
+    Raises:
+        ConfigError: The task lacks a field, or its value is no name of a file or folder below another.
+    """
+    fields = fields_of(task)
+
+    def value(match: re.Match[str]) -> str:
+        found = fields.get(match[1])
+        if not isinstance(found, str | int) or isinstance(found, bool):
+            has = ", ".join(sorted(fields)) or "no fields"
+            raise ConfigError(
+                f"{template!r} needs the field {match[1]!r} of the task, which has {has}; give every task a text of "
+                "that name"
+            )
+        text = str(found)
+        if "\0" in text or PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts:
+            raise ConfigError(
+                f"the field {match[1]!r} of the task is {text[:80]!r}, which leads out of the folder of {template!r}; "
+                "take the '/' at its beginning, and '..', out of it"
+            )
+        return text
+
+    return _FIELD.sub(value, template)
+
+
+def fields_of(task: Json) -> dict[str, Any]:
+    """Return the fields of a task; none for one that is no object."""
+    return cast("dict[str, Any]", task) if isinstance(task, dict) else {}
+
+
+def source_of(template: str, task: Json, *, folder: Path) -> Source | None:
+    """Return the origin of a task's workspace; ``None`` for an empty one.
+
+    Args:
+        template: The experiment's name of it.
+        task: The task, whose own ``workspace`` comes first.
+        folder: Base of relative paths.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    own = fields_of(task).get("workspace")
+    if isinstance(own, str) and own:
+        name = filled("{workspace}", {"workspace": own})
+    elif template:
+        name = filled(template, task)
+    else:
+        return None
+    path, _, revision = name.removeprefix(_GIT).rpartition("@") if name.startswith(_GIT) else (name, "", "")
+    if name.startswith(_GIT) and not path:
+        path, revision = name.removeprefix(_GIT), "HEAD"
+    place = folder / path
+    if not place.is_dir():
+        raise ConfigError(f"the workspace {str(place)!r} is no folder; name one relative to the experiment file")
+    return Source(folder=str(place.resolve()), revision=revision)
+
+
+async def fill_workspace(sandbox: Sandbox, source: Source | None, files: Mapping[str, str]) -> None:
+    """Copy a workspace into a sandbox, and write the task's own files over it.
+
+    Raises:
+        ConfigError: The revision does not exist.
+        PathError: A file of the task leads out of the workspace.
+    """
+    if source is not None and source.revision:
+        with tempfile.TemporaryDirectory(prefix="agl-workspace-") as folder:
+            await asyncio.to_thread(_check_out, source, Path(folder))
+            await sandbox.upload(Path(folder), WORKSPACE)
+    elif source is not None:
+        await sandbox.upload(Path(source.folder), WORKSPACE)
+    for path, text in files.items():
+        checked_file(path)
+        await sandbox.write(f"{WORKSPACE}/{path}", text.encode())
+
+
+def checked_file(path: str) -> str:
+    """Return the path of a file in the workspace; raises :class:`ConfigError` if it leads elsewhere."""
+    found = PurePosixPath(path)
+    if not path or "\0" in path or found.is_absolute() or ".." in found.parts:
+        raise ConfigError(f"the file {path!r} leads out of the workspace; write a path relative to it")
+    return path
+
+
+def files_of(task: Json, *, key: str = "files") -> dict[str, str]:
+    """Return the files that a task brings, texts by path; none if it lacks the key.
+
+    Raises:
+        ConfigError: They are something else.
+    """
+    found: Any = fields_of(task).get(key, {})
+    texts = cast("dict[str, Any]", found) if isinstance(found, dict) else dict[str, Any]()
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ConfigError(f'{key} of a task holds texts by path, such as {{"calc.py": "..."}}; correct the task')
+    return texts
+
+
+def _check_out(source: Source, target: Path) -> None:
+    """Write the files of a revision, as a new repository with one commit, so that the agent sees no later one."""
+    git = shutil.which("git")
+    if git is None:
+        raise ConfigError(f"the workspace is a git tree of {source.folder!r}, and git is not installed; install git")
+    with tempfile.TemporaryFile() as archive:
+        command = [git, "-C", source.folder, "archive", "--format=tar", source.revision]
+        done = subprocess.run(command, stdout=archive, stderr=subprocess.PIPE, timeout=_GIT_S, check=False)
+        if done.returncode != 0:
+            said = done.stderr.decode(errors="replace").strip()[:300]
+            raise ConfigError(
+                f"the revision {source.revision!r} of {source.folder!r} cannot be read: {said}; name a commit, a tag "
+                "or a branch of that repository"
+            )
+        archive.seek(0)
+        try:
+            with tarfile.open(fileobj=archive) as tar:
+                tar.extractall(target, filter="tar")
+        except (OSError, tarfile.TarError) as error:
+            raise SandboxError(f"the git tree of {source.folder!r} cannot be written: {error}") from error
+    for words in (
+        ["init", "--quiet"],
+        ["add", "--all", "--force"],
+        ["commit", "--quiet", "--allow-empty", "-m", "Start"],
+    ):
+        made = subprocess.run([git, *_AUTHOR, *words], cwd=target, capture_output=True, timeout=_GIT_S, check=False)
+        if made.returncode != 0:
+            raise RunError(f"git {words[0]} failed: {made.stderr.decode(errors='replace').strip()[:300]}")

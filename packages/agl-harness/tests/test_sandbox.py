@@ -1,0 +1,258 @@
+"""Local sandboxes: the contract's methods, what is kept apart, limits, and what is left when something is killed."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl.errors import ConfigError
+from agl_harness import Limits, PathError, SandboxError
+from agl_harness.isolation import bubblewrap, find_isolation
+from agl_harness.local import LocalSandbox, LocalSandboxes
+from agl_testing.waiting import wait_until
+
+from .conftest import wait
+
+WORKS = bool(find_isolation("auto").program)
+NO_BUBBLEWRAP = "bubblewrap does not work here"
+KINDS = ("none", pytest.param("bwrap", marks=pytest.mark.skipif(not WORKS, reason=NO_BUBBLEWRAP)))
+
+HOLD = 'import time; x = b"1" * (60 << 20); time.sleep(600)'
+
+ENVIRONMENT = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture(params=KINDS)
+def sandboxes(request: pytest.FixtureRequest, tmp_path: Path) -> LocalSandboxes:
+    """A backend with plain processes, and one with bubblewrap."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "answer").write_text("42")
+    return LocalSandboxes(base=tmp_path / "boxes", hidden=[tmp_path / "secret"], isolation=request.param)
+
+
+def run(sandboxes: LocalSandboxes, script: str, **options: Any) -> Any:
+    """Run a shell script in a sandbox of its own, and return how it ended."""
+
+    async def work() -> Any:
+        sandbox = await sandboxes.create("one")
+        try:
+            return await sandbox.exec(["sh", "-c", script], environment=ENVIRONMENT, **options)
+        finally:
+            await sandbox.close()
+
+    return wait(work)
+
+
+def test_command_runs_in_its_workspace_with_what_it_is_given(sandboxes: LocalSandboxes) -> None:
+    done = run(sandboxes, "pwd; cat; echo wrong >&2; exit 3", stdin=b"hello")
+    assert (3, "") == (done.code, done.exceeded)
+    assert done.output.endswith("boxes/one/workspace\nhello")
+    assert "wrong\n" == done.errors
+
+
+def test_files_go_in_and_out(sandboxes: LocalSandboxes, tmp_path: Path) -> None:
+    (tmp_path / "given" / "deep").mkdir(parents=True)
+    (tmp_path / "given" / "deep" / "a.txt").write_text("given")
+    (tmp_path / "given" / "link").symlink_to("deep/a.txt")
+    os.mkfifo(tmp_path / "given" / "pipe")
+
+    async def work() -> None:
+        sandbox = await sandboxes.create("one")
+        await sandbox.upload(tmp_path / "given", "workspace")
+        await sandbox.write("workspace/deep/b.txt", b"written")
+        assert b"given" == await sandbox.read("workspace/link")
+        copy = await sandbox.snapshot()
+        await sandbox.write("workspace/deep/b.txt", b"changed")
+        assert b"written" == await copy.read("workspace/deep/b.txt")
+        await sandbox.download("workspace/deep", tmp_path / "taken")
+        again = await sandboxes.attach(sandbox.address)
+        assert b"changed" == await again.read("workspace/deep/b.txt")
+        await copy.close()
+        await sandbox.close()
+        await sandbox.close()
+
+    wait(work)
+    assert {"a.txt", "b.txt"} == {path.name for path in (tmp_path / "taken").iterdir()}
+    assert [] == list((tmp_path / "boxes").iterdir())
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "workspace/../../x", "workspace/out/x", "workspace/file", "a\0b"]
+)
+def test_path_that_leads_out_is_refused(sandboxes: LocalSandboxes, tmp_path: Path, path: str) -> None:
+    (tmp_path / "outside").mkdir()
+
+    async def work() -> None:
+        sandbox = await sandboxes.create("one")
+        (Path(sandbox.address) / "workspace" / "out").symlink_to(tmp_path / "outside")
+        (Path(sandbox.address) / "workspace" / "file").symlink_to(tmp_path / "outside" / "new")
+        with pytest.raises(PathError, match="leads out of the sandbox"):
+            await sandbox.write(path, b"")
+        with pytest.raises(PathError):
+            await sandbox.read(path)
+        with pytest.raises(PathError):
+            await sandbox.upload(tmp_path / "secret", path)
+
+    wait(work)
+    assert [] == list((tmp_path / "outside").iterdir())
+
+
+@pytest.mark.skipif(not WORKS, reason=NO_BUBBLEWRAP)
+def test_bubblewrap_hides_and_protects_what_is_not_the_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "answer").write_text("42")
+    boxes = LocalSandboxes(base=tmp_path / "secret" / "boxes", hidden=[tmp_path / "secret"], isolation="bwrap")
+    other = f"{Path(__file__).parent}/from-the-sandbox"
+    script = f"cat {tmp_path}/secret/answer; echo x > {other}; echo x > {tmp_path}/x; ps -e | wc -l"
+    done = run(boxes, f"{script}; echo in > inside; cat inside")
+    assert "No such file" in done.errors
+    assert "Read-only" in done.errors
+    assert not Path(other).exists()
+    assert not (tmp_path / "x").exists()
+    assert int(done.output.split()[0]) < 10
+    assert "in" == done.output.split()[-1]
+
+
+def test_python_of_agl_is_found_though_its_folder_is_hidden(tmp_path: Path) -> None:
+    boxes = LocalSandboxes(base=tmp_path / "boxes", hidden=[Path(sys.prefix).parent, Path.home()])
+
+    async def work() -> Any:
+        sandbox = await boxes.create("one")
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return await sandbox.exec(["python", "-c", "import msgspec; print('found')"], environment={"PATH": path})
+
+    assert "found\n" == wait(work).output
+
+
+def test_everything_that_a_command_started_ends_with_it(sandboxes: LocalSandboxes, tmp_path: Path) -> None:
+    done = run(sandboxes, f"(setsid sh -c 'exec -a {tmp_path.name}-left sleep 600' &) ; sleep 0.2; echo over")
+    assert "over\n" == done.output
+    wait_until(lambda: not any(f"{tmp_path.name}-left" in line for line in _commands()))
+
+
+def _commands() -> list[str]:
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().decode(errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "limits", "exceeded"),
+    [
+        ("sleep 600", Limits(seconds=0.5), "seconds"),
+        (f"for i in 1 2 3; do {sys.executable} -c '{HOLD}' & done; wait", Limits(memory=128 << 20), "memory"),
+        ("for i in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; wait", Limits(processes=6), "processes"),
+    ],
+)
+def test_command_is_stopped_beyond_its_limits(
+    sandboxes: LocalSandboxes, script: str, limits: Limits, exceeded: str
+) -> None:
+    done = run(sandboxes, script, limits=limits)
+    assert (exceeded, -9) == (done.exceeded, done.code)
+    assert done.detail
+
+
+def test_one_process_gets_no_more_memory_than_all_may_use(sandboxes: LocalSandboxes) -> None:
+    done = run(sandboxes, f"{sys.executable} -c \"b'1' * (200 << 20)\"", limits=Limits(memory=128 << 20))
+    assert "MemoryError" in done.errors
+
+
+def test_missing_program_is_no_failure_of_the_sandbox(sandboxes: LocalSandboxes) -> None:
+    async def work() -> None:
+        sandbox = await sandboxes.create("one")
+        with pytest.raises(FileNotFoundError, match="no program 'no-such-program'"):
+            await sandbox.exec(["no-such-program"], environment=ENVIRONMENT)
+
+    wait(work)
+
+
+def test_sandbox_that_is_gone_is_named(sandboxes: LocalSandboxes) -> None:
+    async def work() -> None:
+        sandbox = await sandboxes.create("one")
+        address = sandbox.address
+        await sandbox.close()
+        with pytest.raises(SandboxError, match="is gone"):
+            await sandbox.exec(["true"], environment=ENVIRONMENT)
+        with pytest.raises(SandboxError, match="is gone"):
+            await sandboxes.attach(address)
+
+    wait(work)
+
+
+def test_bubblewrap_that_breaks_is_a_dead_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "bin" / "bwrap"
+    broken.parent.mkdir()
+    broken.write_text(
+        f'#!/bin/sh\n[ -e {tmp_path}/tried ] || {{ : > {tmp_path}/tried; exit 0; }}\necho "bwrap: no" >&2; exit 1\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{broken.parent}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(SandboxError, match="bubblewrap could not start 'sh': bwrap: no"):
+        run(LocalSandboxes(base=tmp_path / "boxes", isolation="bwrap"), "echo hello")
+
+
+def test_isolation_that_is_asked_for_is_not_silently_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text('#!/bin/sh\necho "bwrap: No permissions to create new namespace" >&2; exit 1\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert str(broken) == bubblewrap()
+    with pytest.raises(ConfigError, match=r"does not work here \(No permissions.*isolation = \"auto\""):
+        find_isolation("bwrap")
+    assert "hidden tests" in find_isolation("auto").warning
+    assert 0 == run(LocalSandboxes(base=tmp_path / "boxes"), "true").code
+    assert ["No permissions" in record.message for record in caplog.records] == [True]
+
+
+def test_sandbox_of_a_killed_process_is_removed_and_a_kept_one_is_not(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, os
+from pathlib import Path
+from agl_harness.local import LocalSandboxes
+
+async def main():
+    boxes = LocalSandboxes(base=Path({str(tmp_path)!r}), isolation="none")
+    await (await boxes.create("kept")).keep()
+    await boxes.create("left")
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+    assert -9 == subprocess.run([sys.executable, "-c", script], check=False).returncode
+
+    async def work() -> LocalSandbox:
+        return await boxes.create("mine")
+
+    boxes = LocalSandboxes(base=tmp_path, isolation="none")
+    mine = wait(work)
+    assert {"kept", "left", "mine"} == {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    boxes.remove_abandoned()
+    assert {"kept", "mine"} == {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert ["kept"] == [path.name for path in boxes.kept()]
+    boxes.prune(0)
+    assert ["mine"] == [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert mine.address == str(tmp_path / "mine")
+
+
+def test_cancelled_command_is_stopped(sandboxes: LocalSandboxes, tmp_path: Path) -> None:
+    async def work() -> None:
+        sandbox = await sandboxes.create("one")
+        task = asyncio.create_task(sandbox.exec(["sh", "-c", "echo > begun; sleep 600"], environment=ENVIRONMENT))
+        while not (Path(sandbox.address) / "workspace" / "begun").exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not any(str(tmp_path) in line and "sleep 600" in line for line in _commands())
+
+    wait(work)
