@@ -117,6 +117,7 @@ EXAMPLES = {
     "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
+    "harness": ["agl-harness", "agl-algo-torch", TORCH, PLOT],
 }
 """Requirements of each example's tests besides the light packages: ours by name, and others."""
 

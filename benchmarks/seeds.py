@@ -29,7 +29,7 @@ from agl.contracts import Metric
 from agl_run import SQLiteStore
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("calc", "crew", "mixed", "rag", "sql")
+NAMES = ("calc", "crew", "harness", "mixed", "rag", "sql")
 """The examples; the experiment of each has its name."""
 
 OPTION = {"mixed": "--seeds"}
