@@ -23,12 +23,12 @@ from agl.contracts import Presence, Store
 from agl.errors import AglError, ConfigError, StoreError
 from agl.schemas import Record, new_trace_id
 from agl.stores import shown_url
-from agl.tracing import AdminKey
 from agl_gateway.gateway_presence import GATEWAYS, gateways_of
 from agl_gateway.spool_file import SpoolReport, spools_in
 from agl_gateway.spooling import default_folder
 from agl_run import SECRET_ENV, ExperimentConfig, load_config, load_secret, state_dir
 from agl_run.commands import as_url, build_store, resolve_url
+from agl_run.tokens import AdminKey
 
 State = Literal["ok", "warning", "wrong"]
 

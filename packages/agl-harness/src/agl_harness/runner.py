@@ -33,7 +33,7 @@ from agl.schemas import (
     new_trace_id,
     to_json,
 )
-from agl.tracing import AttemptTokens, redact
+from agl.tracing import redact
 from agl_harness.backends import build_sandboxes
 from agl_harness.installing import Program, require
 from agl_harness.local import LocalSandbox, LocalSandboxes
@@ -43,6 +43,7 @@ from agl_harness.table import Launch, Model, fill, find, own_files
 from agl_harness.workspace import fields_of, files_of, fill_workspace, source_of
 from agl_run import RunSetup
 from agl_run.programs import describe_error, issue_token
+from agl_run.tokens import AttemptTokens
 
 WORKSPACE_ATTRIBUTE = "agl.workspace"
 """Attribute of an attempt's root span: the address of its sandbox, by which rewards find it."""
