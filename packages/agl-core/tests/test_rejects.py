@@ -2,7 +2,8 @@
 
 import pytest
 
-from agl.episodes import Enclosing, Reject, Selection, find_rejects, is_answered
+from agl.episodes import Enclosing, Reject, is_answered
+from agl.episodes._rejects import Selection, find_rejects
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Span
 from agl_testing.cases import agent_span, call_span, plain_span

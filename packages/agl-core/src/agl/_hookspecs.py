@@ -175,15 +175,7 @@ class AglSpec:
 
     @hookspec
     def agl_alert_raised(
-        self,
-        experiment: str,
-        run: int,
-        kind: str,
-        rule: str,
-        algorithm: str,
-        step: int,
-        evidence: str,
-        change: str,
+        self, experiment: str, run: int, kind: str, rule: str, algorithm: str, step: int, evidence: str, change: str
     ) -> None:
         """A run found something about itself that a person should know.
 

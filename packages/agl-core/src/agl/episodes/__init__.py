@@ -5,8 +5,8 @@ from agl.episodes._agreement import Agreement, Verdict, find_disagreement
 from agl.episodes._answer import final_text
 from agl.episodes._credit import EpisodeCredit
 from agl.episodes._forest import Forest, ForestOptions, build_forest
-from agl.episodes._rejects import Reject, Selection, find_rejects, is_answered
-from agl.episodes._rows import attach, make_rows
+from agl.episodes._rejects import Reject, is_answered
+from agl.episodes._rows import attach
 from agl.episodes._scores import Score, ScoreOptions, call_rewards, counts, episode_reward, score
 from agl.episodes._timeline import Timeline, chronological
 from agl.episodes._transitions import EpisodeOptions, admitted_rewards, build_episode, recorded_rewards
@@ -21,7 +21,6 @@ __all__ = [
     "Reject",
     "Score",
     "ScoreOptions",
-    "Selection",
     "Timeline",
     "Verdict",
     "Who",
@@ -35,9 +34,7 @@ __all__ = [
     "episode_reward",
     "final_text",
     "find_disagreement",
-    "find_rejects",
     "is_answered",
-    "make_rows",
     "recorded_rewards",
     "score",
 ]

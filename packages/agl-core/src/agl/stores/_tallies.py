@@ -20,6 +20,9 @@ _BY_RULE = ScoreOptions()
 _LARGEST = 1e100
 """Squares of larger rewards do not fit into a float."""
 
+_MOST_TOKENS = 1 << 32
+"""No call has as many; sums of larger counts do not fit into a store's integers."""
+
 
 def counted(attempt: Attempt, spans: Iterable[Span]) -> Attempt:
     """The attempt with spans of its own that were not counted before, as stored; itself if they change nothing."""
@@ -77,10 +80,9 @@ def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
     )
 
 
-def place_of(statistics: Statistics) -> tuple[str, str, int, str]:
+def place_of(of: Statistics) -> tuple[str, str, int, str]:
     """The key of statistics: experiment, algorithm, step, with -1 for none, and mode."""
-    step = -1 if statistics.step is None else statistics.step
-    return statistics.experiment, statistics.algorithm, step, statistics.mode
+    return of.experiment, of.algorithm, -1 if of.step is None else of.step, of.mode
 
 
 def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
@@ -96,6 +98,6 @@ def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
 
 
 def _reported(span: Span, name: str) -> int:
-    """The number of tokens by the backend's count, 0 without one."""
+    """The number of tokens by the backend's count, 0 without one; an agent's own spans may claim anything."""
     found = span.attributes.get(name)
-    return found if type(found) is int else 0
+    return found if type(found) is int and 0 <= found < _MOST_TOKENS else 0

@@ -52,10 +52,4 @@ __all__ = [
     "who",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "agl.tracing._otel": ("OtelTracer",),
-        "agl.tracing._wire.hook": ("WireTracer",),
-    },
-)
+__getattr__ = lazy_names(__name__, {"agl.tracing._otel": ("OtelTracer",), "agl.tracing._wire.hook": ("WireTracer",)})
