@@ -11,10 +11,11 @@ from statistics import fmean, variance
 import pytest
 from msgspec.structs import replace
 
+from agl import semconv
 from agl.contracts import RolloutQuery, Statistics, Store
 from agl.episodes import episode_reward
 from agl.errors import FencedError
-from agl.schemas import Claim, Mode, Reward, RewardSource, Rollout, Span, new_span_id
+from agl.schemas import Claim, Json, Mode, Reward, RewardSource, Rollout, Span, new_span_id
 from agl.stores import all_spans, read_recordings
 from agl_testing.conformance._base import run
 from agl_testing.conformance.store.case import store_test
@@ -101,6 +102,17 @@ class StatisticsTests:
         await store.finish([outcome_of(huge, spans=[_graded(huge, 1e300)])])
         (found,) = await store.statistics()
         assert (9, 8) == (found.succeeded, found.reward.count)
+
+    @store_test
+    async def test_counts_that_no_call_has_are_left_out(self, store: Store) -> None:
+        claim = await start_one(store, _rollout(step=1))
+        reported: list[Json] = [7, 1 << 62, 1 << 62, -5, True, 1.5, "9"]
+        for count in reported:
+            span = make_span(claim, call=replace(make_call(range(0), range(0)), request_id=new_span_id()))
+            await store.append_spans([replace(span, attributes={semconv.INPUT_TOKENS: count})])
+        await store.finish([outcome_of(claim)])
+        (found,) = await store.statistics()
+        assert (1, 7, 7) == (found.succeeded, found.calls, found.prompt_tokens)
 
     @pytest.mark.parametrize(("seed", "offset"), [(1, 0.0), (2, 0.0), (3, LARGE)])
     def test_statistics_equal_those_of_the_rollouts_after_any_sequence_by_two_writers(
