@@ -12,8 +12,8 @@ from pathlib import Path
 
 from agl.errors import AglError
 from agl_harness.installing import Program, install, version_of
-from agl_harness.table import Harness, load_table
-from tools.harness_matrix.cells import SCENARIOS, Result, play
+from agl_harness.table import SITUATIONS, Harness, load_table
+from tools.harness_matrix.cells import Result, play
 from tools.harness_matrix.knobs import KNOBS
 from tools.harness_matrix.page import page_of, summary_of
 
@@ -34,7 +34,7 @@ def main() -> None:
         _leave_network()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.keep or scratch)
-        results, versions = asyncio.run(_play(chosen, options.only or SCENARIOS, folder))
+        results, versions = asyncio.run(_play(chosen, options.only or SITUATIONS, folder))
     for result in results:
         counts = f"{result.calls} calls, {result.helpers} helpers, {result.rows} rows, {result.seconds:.0f} s"
         agents = ", ".join(result.agents)
@@ -53,7 +53,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("harness", nargs="*", help="names of harnesses; all without any")
-    parser.add_argument("--only", action="append", choices=SCENARIOS, help="a scenario; repeatable")
+    parser.add_argument("--only", action="append", choices=SITUATIONS, help="a scenario; repeatable")
     parser.add_argument("--keep", help="folder in which what the harnesses leave is kept")
     parser.add_argument("--write", action="store_true", help="write docs/reference/harnesses.md")
     return parser
@@ -93,7 +93,7 @@ async def _play(
 
     async def cell(name: str, scenario: str, program: Program) -> Result:
         async with lanes:
-            place = folder / name / f"cell-{SCENARIOS.index(scenario)}"
+            place = folder / name / f"cell-{SITUATIONS.index(scenario)}"
             place.mkdir(parents=True, exist_ok=True)
             return await play(chosen[name], program, KNOBS[name], scenario, place)
 

@@ -22,7 +22,6 @@ from agl_testing.model_server import Cut, Reply, ScriptedModelServer, Status, St
 from tools.harness_matrix.brain import ANSWER, SUMMARY, Brain
 from tools.harness_matrix.launch import Ended, run_harness
 
-SCENARIOS = ("one turn", "tool", "parallel tools", "sub-agent", "compaction", "429 and retry", "stream cut", "resume")
 AGAIN = "Say it once more."
 TASK = "Make the file as you were told, then say that all is done."
 _PARALLEL = ("echo made > made-1.txt", "echo made > made-2.txt")

@@ -4,8 +4,8 @@ import platform
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from agl_harness.table import Harness
-from tools.harness_matrix.cells import SCENARIOS, Result
+from agl_harness.table import SITUATIONS, Harness
+from tools.harness_matrix.cells import Result
 
 _HEAD = """\
 # Coding harnesses
@@ -51,9 +51,9 @@ def page_of(
     system = f"{platform.system()} {platform.machine()}"
     found = {(one.harness, one.scenario): one for one in results}
     lines = [_HEAD.format(when=when, system=system, network=network)]
-    lines.append(f"| Harness | Version | Wire | {' | '.join(SCENARIOS)} |\n|{'---|' * (3 + len(SCENARIOS))}\n")
+    lines.append(f"| Harness | Version | Wire | {' | '.join(SITUATIONS)} |\n|{'---|' * (3 + len(SITUATIONS))}\n")
     for name, harness in table.items():
-        cells = [_mark(found.get((name, scenario))) for scenario in SCENARIOS]
+        cells = [_mark(found.get((name, scenario))) for scenario in SITUATIONS]
         lines.append(f"| {harness.label} | {versions[name]} | {harness.dialect} | {' | '.join(cells)} |\n")
     lines.append(f"\n{summary_of(results)}.\n")
     causes = [f"- {table[one.harness].label}, {one.scenario}: {one.cause}.\n" for one in results if one.cause]

@@ -12,7 +12,7 @@ from agl.errors import ConfigError
 from agl_harness.examining import examine
 from agl_harness.installing import Program, install, locate, require, version_of
 from agl_harness.isolation import find_isolation
-from agl_harness.table import Harness, find, load_table
+from agl_harness.table import SITUATIONS, Harness, find, load_table
 from agl_run.commands import exec_command, json_option, print_json, print_table, visible
 
 
@@ -112,7 +112,7 @@ def _row(entry: Harness, program: Program | None) -> tuple[str, ...]:
         _installed(entry, program),
         entry.dialect,
         f"{tried.version}, {tried.on}" if tried else "never",
-        ", ".join(tried.passed) if tried else "",
+        f"{len(tried.passed)} of {len(SITUATIONS)}" if tried else "",
     )
 
 

@@ -29,6 +29,9 @@ _PLACEHOLDERS = (
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
+SITUATIONS = ("one turn", "tool", "parallel tools", "sub-agent", "compaction", "429 and retry", "stream cut", "resume")
+"""The situations in which a harness is tried against a scripted model."""
+
 
 class Checked(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The last time that a harness was tried.
@@ -36,7 +39,7 @@ class Checked(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         version: The version that was tried.
         on: Day, as ``2026-11-23``.
-        passed: What it did against a scripted model, such as ``"one turn"`` and ``"tool"``.
+        passed: Those of :data:`SITUATIONS` that it mastered.
         note: What to know about it.
     """
 
