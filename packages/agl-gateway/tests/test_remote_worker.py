@@ -163,7 +163,9 @@ async def test_worker_gives_back_what_its_gateway_lost() -> None:
     async with Worker(WorkerSetup(store=store, runner=runner, concurrency=1, gateway=Gone())):
         attempts = await eventually(five)
     assert {"lost"} == {attempt.status for attempt in attempts[:4]}
-    assert [None] * 4 == [attempt.error for attempt in attempts[:4]]
+    assert {f"{attempt.attempt_id} is cut off" for attempt in attempts[:4]} == {
+        attempt.error.message for attempt in attempts[:4] if attempt.error
+    }
     await store.close()
 
 

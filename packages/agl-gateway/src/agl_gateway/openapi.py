@@ -37,7 +37,7 @@ def openapi_document(*, server: str = "") -> dict[str, Any]:
         f"/store/{method.name}": {"post": _operation(method, params, result, schemas[-1])}
         for method, params, result in pairs
     }
-    paths |= {path: {"post": _model_call(text)} for path, text in _MODEL_PATHS.items()}
+    paths |= {path: {"post": _model_call(path, text)} for path, text in _MODEL_PATHS.items()}
     paths |= _other_paths()
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -65,9 +65,11 @@ def _content(schema: Any) -> dict[str, Any]:
     return {"application/json": {"schema": schema}, "application/msgpack": {"schema": schema}}
 
 
-def _model_call(text: str) -> dict[str, Any]:
+def _model_call(path: str, text: str) -> dict[str, Any]:
+    named = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] if "{" in path else []
     return {
         "summary": text,
+        "parameters": named,
         "security": _ATTEMPT,
         "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
         "responses": {"default": {"description": "The backend's answer, byte for byte; streamed if asked."}},

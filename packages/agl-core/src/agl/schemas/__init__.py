@@ -7,7 +7,6 @@ from agl.schemas._ids import attempt_id_of, new_rollout_id, new_span_id, new_tra
 from agl.schemas._probe import PROBE_FILE, WeightsProbe, read_probe, write_probe
 from agl.schemas._resource import LLM, JsonResource, NamedResources, PromptTemplate, Resource, ResourceVersion, Weights
 from agl.schemas._rollout import (
-    TERMINAL_ATTEMPT,
     TERMINAL_ROLLOUT,
     Attempt,
     AttemptStatus,
@@ -28,7 +27,6 @@ __all__ = [
     "LLM",
     "PROBE_FILE",
     "SCHEMA_VERSION",
-    "TERMINAL_ATTEMPT",
     "TERMINAL_ROLLOUT",
     "Attempt",
     "AttemptStatus",

@@ -135,6 +135,10 @@ class Tally(Record, frozen=True, kw_only=True, gc=False):
     graded: tuple[Graded, ...] = ()
 
 
+NO_TALLY = Tally()
+"""The tally of an attempt without spans; records leave out this very object."""
+
+
 class Attempt(Record, frozen=True, kw_only=True):
     """One try at a rollout by one worker.
 
@@ -159,7 +163,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     started_at: float = 0.0
     finished_at: float = 0.0
     error: ErrorInfo | None = None
-    tally: Tally = Tally()
+    tally: Tally = NO_TALLY
     schema_version: int = SCHEMA_VERSION
 
 

@@ -25,8 +25,9 @@ from agl.contracts import (
     VersionScore,
 )
 from agl.errors import ConflictError, FencedError, NotFoundError, StoreError
-from agl.schemas import Attempt, Claim, Outcome, Record, ResourceVersion, Rollout, Span, Tally
+from agl.schemas import Attempt, Claim, Outcome, Record, ResourceVersion, Rollout, Span
 from agl.schemas import _codec as codec
+from agl.schemas._rollout import NO_TALLY
 from agl.stores import _rules as rules
 from agl.stores._tables import Reads, Tables
 from agl.stores._tallies import counted, share_of
@@ -275,7 +276,7 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     spans = [span for recording in new for span in recording.spans]
     tables.insert_spans([span for span in spans if not span.is_late])  # in time, because no attempt is decided yet
     own = _by_attempt(spans)
-    attempts = [(each.rollout, replace(attempt, tally=Tally())) for each in new for attempt in each.attempts]
+    attempts = [(each.rollout, replace(attempt, tally=NO_TALLY)) for each in new for attempt in each.attempts]
     claims = [Claim(rollout=r, attempt=counted(a, own.get(a.attempt_id, ()))) for r, a in attempts]
     tables.save(claims, is_logged=False)
     tables.insert_spans([span for span in spans if span.is_late])

@@ -18,7 +18,6 @@ from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, Rollout
 from agl.errors import ConflictError, FencedError, InvalidIdError, StoreError
 from agl.schemas import (
     LLM,
-    TERMINAL_ATTEMPT,
     Attempt,
     AttemptStatus,
     Claim,
@@ -31,6 +30,7 @@ from agl.schemas import (
 )
 from agl.schemas import _codec as codec
 from agl.schemas._ids import attempt_id_of, rollout_id_of
+from agl.schemas._rollout import TERMINAL_ATTEMPT
 
 _R = TypeVar("_R", bound=Struct)
 
