@@ -68,6 +68,7 @@ function own.COUNT(...)  -- adds shares to statistics: experiment, key, and ten 
     sums[8], sums[9], sums[10] = count, count == 0 and 0 or old[9] + apart * new[8] / count, math.max(0, squares)
     if rollouts == 0 then
       redis.call('HDEL', name, given[first + 1])
+      if redis.call('EXISTS', name) == 0 then redis.call('SREM', key('stn'), given[first]) end
     else
       redis.call('HSET', name, given[first + 1], cmsgpack.pack(sums))
       redis.call('SADD', key('stn'), given[first])
