@@ -110,7 +110,7 @@ def test_bubblewrap_hides_and_protects_what_is_not_the_sandbox(tmp_path: Path) -
     script = f"cat {tmp_path}/secret/answer; echo x > {other}; echo x > {tmp_path}/x; ps -e | wc -l"
     done = run(boxes, f"{script}; echo in > inside; cat inside")
     assert "No such file" in done.errors
-    assert "Read-only" in done.errors
+    assert "Read-only" in done.errors or "nonexistent" in done.errors  # a checkout below /tmp is not there at all
     assert not Path(other).exists()
     assert not (tmp_path / "x").exists()
     assert int(done.output.split()[0]) < 10

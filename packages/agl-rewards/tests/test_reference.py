@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from agl import PluginManager
-from agl import _builtin as builtin
 from agl.contracts import RewardEntry
 from agl_rewards import plugin
 from agl_rewards.judge import SCORE, TEMPLATE
 from agl_rewards.spans import EVENTS, WEIGHTS
+from agl_run import plugin as builtin
 
 TEXT = (Path(__file__).parents[3] / "docs/reference/rewards.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## `([\w-]+)`\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))

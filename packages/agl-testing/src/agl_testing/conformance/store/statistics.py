@@ -5,7 +5,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, variance
 
 import pytest
@@ -114,11 +114,10 @@ class StatisticsTests:
         (found,) = await store.statistics()
         assert (1, 7, 7) == (found.succeeded, found.calls, found.prompt_tokens)
 
-    @pytest.mark.parametrize(("seed", "offset"), [(1, 0.0), (2, 0.0), (3, LARGE)])
     def test_statistics_equal_those_of_the_rollouts_after_any_sequence_by_two_writers(
-        self, location: StoreLocation, seed: int, offset: float
+        self, locate: Callable[[str], StoreLocation]
     ) -> None:
-        async def body() -> None:
+        async def body(location: StoreLocation, seed: int, offset: float) -> None:
             store = location.open()
             other = location.open() if getattr(self, "is_shared", True) else store
             try:
@@ -130,7 +129,8 @@ class StatisticsTests:
                 await store.close()
                 await other.close()
 
-        run(body())
+        for seed, offset in ((1, 0.0), (2, 0.0), (3, LARGE)):
+            run(body(locate(f"store-{seed}"), seed, offset))
 
 
 async def _play(store: Store, chance: random.Random, offset: float) -> None:
