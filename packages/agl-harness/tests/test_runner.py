@@ -218,6 +218,13 @@ def test_harness_is_part_of_the_experiment_s_identity(project: Path) -> None:
     assert ("harness shell.toml", "harness") == (plan.agent.identity, plan.config.runner.use)
 
 
+def test_unknown_harness_is_refused_by_a_check(project: Path) -> None:
+    file = FILE.replace("shell.toml", "pii").replace("PARAMS", "{}").replace("BASE_URL", "http://127.0.0.1:1/v1")
+    (project / "experiment.toml").write_text(file)
+    with pytest.raises(ConfigError, match=r"there is no harness 'pii'; did you mean 'pi'\? For one of your own"):
+        Trainer.from_config(load_config(project / "experiment.toml"), folder=project).plan()
+
+
 def test_agent_and_harness_are_optional_in_a_file_but_one_is_needed() -> None:
     config = parse_config({"experiment": {"val": "x.jsonl"}})
     with pytest.raises(ConfigError, match=r'the experiment has no agent.*harness = "pi"'):

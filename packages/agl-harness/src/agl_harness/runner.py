@@ -41,7 +41,7 @@ from agl_harness.sandbox import HOME, TEMPORARY, WORKSPACE, Finished, Limits, Sa
 from agl_harness.settings import HarnessSettings, bytes_of
 from agl_harness.table import Launch, Model, fill, find, own_files
 from agl_harness.workspace import fields_of, files_of, fill_workspace, source_of
-from agl_run import RunSetup
+from agl_run import AgentSpec, RunSetup
 from agl_run.programs import describe_error, issue_token
 from agl_run.tokens import AttemptTokens
 
@@ -95,6 +95,11 @@ class HarnessRunner:
             readable=[*own_files(self._harness), *(self._folder / name for name in self._settings.readable)],
             isolation=self._settings.isolation,
         )
+
+    @staticmethod
+    def check(agent: AgentSpec) -> None:
+        """Raise :class:`ConfigError` for a harness that does not exist, before anything is started."""
+        find(agent.harness, folder=Path(agent.folder or ".").absolute())
 
     async def start(self) -> None:
         """Remove what killed runners left behind."""

@@ -172,9 +172,9 @@ def find(name: str, *, folder: Path) -> Harness:
         return _in_file(load_file(folder / file), section, name=name)
     table = load_table()
     if name not in table:
-        hint = did_you_mean(name, table, otherwise=f"there are {', '.join(table)}")
+        hint = did_you_mean(name, table, otherwise=f"there are {', '.join(table)}.")
         raise ConfigError(
-            f"there is no harness {name!r}; {hint}. For one of your own, describe it in a TOML file and name that "
+            f"there is no harness {name!r}; {hint} For one of your own, describe it in a TOML file and name that "
             'file, as in harness = "mine.toml"'
         )
     return table[name]

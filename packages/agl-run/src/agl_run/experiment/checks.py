@@ -203,7 +203,9 @@ def _check_tasks(plan: Plan) -> None:
 
 def _check_components(plan: Plan) -> None:
     config, manager = plan.config, plan.manager
-    manager.runner(config.runner.use)
+    runner = manager.runner(config.runner.use)
+    if plan.agent.harness and (check := getattr(manager.resolve(runner), "check", None)):
+        check(plan.agent)
     for credit in (config.credit, *(algorithm.credit for algorithm in config.algorithm if algorithm.credit)):
         manager.credit(credit.use)
     for name in config.tracers:
