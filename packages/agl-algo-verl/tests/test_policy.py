@@ -126,7 +126,7 @@ def test_tasks_with_a_common_opening_are_spread_evenly_and_keep_their_replica() 
             await asyncio.gather(*(converse(task) for task in range(128)))
             counts = [sum(replica.seen.values()) for replica in found]
             assert max(counts) <= 1.3 * sum(counts) / len(counts)
-            assert 120 <= sum(len(met) == 1 for met in places)
+            assert 64 <= sum(len(met) == 1 for met in places)  # by chance it would be eight
 
     asyncio.run(body())
 
