@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agl.errors import StoreError
 from agl.stores import Reads, Tables, WakeUp, Work, expire
 from agl_run.sql import Batches, Compaction, Look, OverdueError, Packer, answer_to, perform
 from agl_run.sqlite._acknowledged import AcknowledgedCursor, last_cursor
@@ -207,7 +208,11 @@ class SQLiteBackend:
     def _look(self) -> float:
         """Decide overdue attempts, and wake all waiters if others wrote; returns the seconds to the next look."""
         try:
-            version, deadline = self._writer.submit(_LOOK).result()
+            looked = self._writer.submit(_LOOK)
+        except (RuntimeError, StoreError):  # the interpreter ends, or the store was closed just now
+            return self._poll_s
+        try:
+            version, deadline = looked.result()
         except Exception:
             if not self._is_closed.is_set() and threading.main_thread().is_alive():  # else the process ends
                 _logger.warning("the store %s could not be read; the read is repeated", self._path, exc_info=True)
