@@ -412,11 +412,11 @@ HARNESSES = {"AGL_HARNESSES": str(ROOT / ".nox" / "harnesses")}
 
 
 def install_harnesses(session: nox.Session, tools: Environment, *names: str) -> None:
-    """Install coding harnesses that come from npm; without npm the tests that need them are skipped."""
+    """Install coding harnesses that come from npm; without npm or its registry the tests that need them are skipped."""
     if shutil.which("npm") is None:
         session.log("there is no npm: tests with coding harnesses are skipped")
         return
-    tools.run(session, "python", "-m", "agl", "harness", "install", *names, variables=HARNESSES)
+    tools.run(session, "python", "-m", "agl", "harness", "install", *names, variables=HARNESSES, may_fail=True)
 
 
 @nox.session

@@ -28,11 +28,14 @@ class Environment:
 
     folder: Path
 
-    def run(self, session: nox.Session, *words: str, variables: Mapping[str, str] | None = None) -> None:
-        """Run one of its programs; the session fails with it."""
+    def run(
+        self, session: nox.Session, *words: str, variables: Mapping[str, str] | None = None, may_fail: bool = False
+    ) -> None:
+        """Run one of its programs; the session fails with it, unless it may fail."""
         path = os.pathsep.join([str(self.folder / "bin"), os.environ.get("PATH", "")])
         env = {"PATH": path, "VIRTUAL_ENV": str(self.folder), **(variables or {})}
-        session.run(str(self.folder / "bin" / words[0]), *words[1:], env=env, external=True)
+        codes = range(256) if may_fail else (0,)
+        session.run(str(self.folder / "bin" / words[0]), *words[1:], env=env, external=True, success_codes=codes)
 
 
 def environment(
