@@ -257,7 +257,7 @@ def off(forecast: float, real: float) -> float:
 
 
 def told(folder: Path, *words: str) -> Any:
-    """What a command prints as JSON."""
+    """Return the JSON that a command prints."""
     return json.loads(agl(folder, *words))
 
 

@@ -31,7 +31,7 @@ _CAUSES = frozenset({"error", "incomplete", "superseded"})
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """How one harness is made to do what the table of harnesses does not say.
+    """Settings of one harness that the table of harnesses does not have.
 
     Attributes:
         resume: Arguments that go on with the last session.

@@ -1,4 +1,4 @@
-"""What the matrix has to know about each harness beside agl-harness' table."""
+"""Facts about each harness that the matrix needs beside agl-harness' table."""
 
 import json
 

@@ -42,7 +42,7 @@ def manager() -> PluginManager:
 
 
 async def wrong(patient: Patient, manager: PluginManager) -> dict[str, Finding]:
-    """What is not well, by check."""
+    """The findings that are not well, by check."""
     found = await examine(patient, manager)
     assert found
     return {finding.check: finding for finding in found if finding.state != "ok"}

@@ -88,7 +88,7 @@ async def call(it: GatewayService, token: str, text: str = "hi", **body: object)
 
 
 async def texts(store: MemoryStore, attempt_id: str) -> list[str]:
-    """What the attempt's stored calls asked, in the order of the store."""
+    """The questions of the attempt's stored calls, in the order of the store."""
     found = await store.spans(attempt_id.rpartition(".")[0], attempt_id=attempt_id)
     return [span.call.request["messages"][0]["content"] for span in found if span.call is not None]
 

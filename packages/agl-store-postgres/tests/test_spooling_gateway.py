@@ -54,7 +54,7 @@ async def ask(session: aiohttp.ClientSession, url: str, token: str, text: str, *
 
 
 async def stored(store: Store, attempt_ids: list[str]) -> Counter[str]:
-    """How often each text was asked, by the store."""
+    """The number of times that each text was asked, by the store."""
     found: Counter[str] = Counter()
     for attempt_id in attempt_ids:
         spans = await all_spans(store, attempt_id.rpartition(".")[0], attempt_id)

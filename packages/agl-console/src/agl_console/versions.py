@@ -87,7 +87,7 @@ class ResourcesView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class TriedScore(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What a trial by ``agl try`` measured of a version, paired by task with the trial's first version.
+    """The measurements of a version by a trial of ``agl try``, paired by task with the trial's first version.
 
     Attributes:
         mean: Mean reward, ``None`` without any; ``low`` and ``high`` are the ends of its 95 % interval over tasks.

@@ -35,7 +35,7 @@ _STARTED = 'if [ -n "$1" ]; then : > "$1"; fi; shift; ulimit -c 0; '
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """How commands of local sandboxes are kept apart.
+    """The way in which commands of local sandboxes are kept apart.
 
     Attributes:
         program: Path of bubblewrap, ``""`` for plain processes.
@@ -139,7 +139,7 @@ def _try(program: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a sandbox sees of this machine's files.
+    """The part of this machine's files that a sandbox sees.
 
     Attributes:
         hidden: Folders that it finds empty; ``/tmp`` is another one.

@@ -68,7 +68,7 @@ class LocalSandboxes:
 
     @property
     def isolation(self) -> Isolation:
-        """How commands are kept apart; found out once, with a warning in the log where they are not."""
+        """The way in which commands are kept apart; found out once, with a warning in the log where they are not."""
         if self._isolation is None:
             self._isolation = find_isolation(self._kind)
             if self._isolation.warning and self._kind != "none":

@@ -15,7 +15,7 @@ _PROCESSES = 512 if IS_KNOWN else 0
 
 
 class HarnessSettings(Record, frozen=True, kw_only=True):
-    """How a harness runs.
+    """Settings of the runner of harnesses.
 
     Attributes:
         policy: Name of the policy that it calls; by default the only one.

@@ -14,7 +14,7 @@ _KILOBYTE = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the descendants of a process use.
+    """The resources that the descendants of a process use.
 
     Attributes:
         processes: Their ids.

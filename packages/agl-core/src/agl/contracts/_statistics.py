@@ -84,7 +84,7 @@ class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def negative(self) -> "Statistics":
-        """What takes these rollouts out of statistics that hold them, when it is added."""
+        """The share that takes these rollouts out of statistics that hold them, when it is added."""
         sums = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
         reward = replace(self.reward, count=-self.reward.count, squares=-self.reward.squares)
         return replace(self, reward=reward, **{name: -getattr(self, name) for name in sums})

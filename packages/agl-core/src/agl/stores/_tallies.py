@@ -60,7 +60,7 @@ def reward_of(attempt: Attempt | None) -> float | None:
 
 
 def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
-    """What a finished rollout adds to the statistics of its step, by its deciding attempt if it has one."""
+    """The share of a finished rollout in the statistics of its step, by its deciding attempt if it has one."""
     tally, reward = attempt.tally if attempt else Tally(), reward_of(attempt)
     algorithm, step = rollout.metadata.get("algorithm"), rollout.metadata.get("step")
     moments = Moments() if reward is None or abs(reward) > _LARGEST else Moments(count=1, mean=reward)
