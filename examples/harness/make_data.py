@@ -37,7 +37,7 @@ TOOL = "call_0"
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The messages and tools that pi sent when it had repaired a module, in the chat API's form, and its attempt's id."""
+    """The messages and tools that pi sent once it had repaired a module, as in the chat API, and the attempt's id."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]

@@ -57,7 +57,7 @@ class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Kind(Record, frozen=True, kw_only=True):
-    """The things that runs must share to be compared: agent, digests of tasks, settings of rewards, and algorithms by name."""
+    """The things that comparable runs share: agent, digests of tasks, settings of rewards, and algorithms by name."""
 
     agent: str
     train: str
