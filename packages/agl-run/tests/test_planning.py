@@ -14,7 +14,7 @@ from agl.episodes import build_episode
 from agl.schemas import Attempt, ErrorInfo, Json, ModelCall, Reward, Rollout, Sampling, Span, pack_floats, pack_ids
 from agl_run.planning.faults import Examined, faults_in, faults_of_tasks
 from agl_run.planning.observed import Observed, covered, observe
-from agl_run.planning.queueing import at_once, forecast, makespan, uncertainty_of
+from agl_run.planning.queueing import at_once, forecast, idle_share, makespan, uncertainty_of
 from agl_run.planning.silence import best_size, silent_shares
 
 WORDS = ("red", "green", "blue", "black", "white", "brown")
@@ -469,6 +469,45 @@ def test_first_step_of_a_recording_counts_for_tokens_and_not_for_time() -> None:
     assert 2.0 == step.collect_s.most
     assert 60 == pytest.approx(step.trained_tokens.mean, rel=0.1)
     assert 50.0 == forecast(cold, tasks=2, samples=2, concurrency=4).collect_s.mean
+
+
+def run_step(batch: str, *, shares_a_processor: bool, draw: random.Random) -> list[Observed]:
+    """Run 32 rollouts of random work, 8 at once: beside each other, or on one processor that all of them share."""
+    work = [draw.expovariate(1.0) for _ in range(32)]
+    places, now = 8, 0.0
+    running: dict[int, tuple[float, float]] = {}  # its beginning, and the work that is left
+    done: list[Observed] = []
+    while work or running:
+        while work and len(running) < places:
+            running[len(work)] = (now, work.pop())
+        speed = places / len(running) if shares_a_processor else 1.0
+        first = min(running, key=lambda place: running[place][1])
+        passed = running[first][1] / speed
+        now += passed
+        running = {place: (begun, left - passed * speed) for place, (begun, left) in running.items()}
+        begun, _ = running.pop(first)
+        name = f"{batch}-{first}"
+        done.append(Observed(rollout_id=name, group_id=name, batch=batch, started_at=begun, seconds=now - begun))
+    return done
+
+
+@pytest.mark.parametrize(("shares_a_processor", "idle"), [(True, (0.0, 0.35)), (False, (0.8, 1.0))])
+def test_end_of_a_step_costs_what_recorded_steps_lost_there(
+    shares_a_processor: bool, idle: tuple[float, float]
+) -> None:
+    draw = random.Random(0)
+    steps = [run_step(f"{step}", shares_a_processor=shares_a_processor, draw=draw) for step in range(60)]
+    took = fmean(max(one.started_at + one.seconds for one in step) for step in steps)
+    at_once = forecast([one for step in steps for one in step], tasks=32, samples=1, concurrency=8)
+
+    assert idle[0] <= idle_share(steps) <= idle[1]
+    assert took == pytest.approx(at_once.collect_s.mean, rel=0.06)
+
+
+def test_steps_without_a_queue_say_nothing_of_its_end() -> None:
+    step = [Observed(rollout_id=f"{n}", group_id=f"{n}", started_at=n / 10, seconds=1.0 + n) for n in range(8)]
+
+    assert 1.0 == idle_share([step]) == idle_share([])
 
 
 def test_rollouts_at_once_are_counted_while_any_runs() -> None:

@@ -2,13 +2,17 @@
 
 A step draws tasks and runs each several times, as many at once as the runner allows and in the order in which they
 were queued. The simulation draws one of the recorded steps, and its tasks and their rollouts with repetition: rollouts
-of a step are slow or fast together, because they share a server and its load. It supposes that a rollout takes as long
-beside others as it did when it was recorded.
+of a step are slow or fast together, because they share a server and its load.
+
+The last rollouts of a step run beside few others. Where all share one processor they are faster for it, and a step
+takes little more than its work at full load; where they wait for something else they are not, and the places that are
+free stay idle. The recorded steps tell which of the two it is (:func:`idle_share`).
 """
 
 import random
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
+from itertools import accumulate
 from math import sqrt
 from statistics import fmean, variance
 
@@ -20,6 +24,9 @@ _ROLLOUTS = 200_000
 """Rollouts at most in all simulated steps together."""
 
 _STEPS = 200
+
+_ORDERS = 20
+"""Orders in which the rollouts of a recorded step are queued again to see how long it would take."""
 
 
 class Spread(Record, frozen=True, kw_only=True):
@@ -81,6 +88,7 @@ def forecast(
     draw = random.Random(seed)  # a simulation
     batches = _batches(observed)
     warm = _batches(without_start(observed))
+    idle = idle_share([[one for group in groups for one in group] for groups in warm])
     count = max(10, min(_STEPS, _ROLLOUTS // max(1, tasks * samples)))
     drawn = draw.choices(batches, [sum(map(len, groups)) for groups in batches], k=count)
     steps = [[one for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)] for groups in drawn]
@@ -96,8 +104,47 @@ def forecast(
         trained_tokens=spread_of(sum(one.trained_tokens for one in step) for step in steps),
         prompt_tokens=spread_of(sum(one.prompt_tokens for one in step) for step in steps),
         response_tokens=spread_of(sum(one.response_tokens for one in step) for step in steps),
-        collect_s=spread_of(makespan(seconds, concurrency=concurrency) for seconds in times),
+        collect_s=spread_of(_seconds(durations, concurrency=concurrency, idle=idle) for durations in times),
     )
+
+
+def idle_share(batches: Sequence[Sequence[Observed]]) -> float:
+    """Return the share of the places left free at the end of a step that stay idle, from 0 to 1.
+
+    A rollout that is faster beside fewer others is among the last to run, so a recorded step ends sooner in its own
+    order than it would in another one. The share compares three times: that of its own order, that of its work spread
+    evenly over all places, and the mean of other orders. It is 1 where no step had more rollouts than places.
+    """
+    draw = random.Random(0)  # orders, of a simulation
+    lost, possible = 0.0, 0.0
+    for batch in batches:
+        durations = [one.seconds for one in sorted(batch, key=lambda one: one.started_at)]
+        places = _most_at_once(batch)
+        if len(batch) <= places:
+            continue
+        even = _even(durations, places)
+        orders = [makespan(draw.sample(durations, len(durations)), concurrency=places) for _ in range(_ORDERS)]
+        lost += makespan(durations, concurrency=places) - even
+        possible += fmean(orders) - even
+    return min(1.0, max(0.0, lost / possible)) if possible > 0 else 1.0
+
+
+def _seconds(durations: Sequence[float], *, concurrency: int, idle: float) -> float:
+    """Return the seconds of a step: between those of its work spread evenly and those of the queue."""
+    even = _even(durations, concurrency)
+    return even + idle * (makespan(durations, concurrency=concurrency) - even)
+
+
+def _even(durations: Sequence[float], places: int) -> float:
+    """Return the least time in which ``places`` do this work: all of them busy, and the longest job in one piece."""
+    return max(sum(durations) / max(1, places), max(durations, default=0.0))
+
+
+def _most_at_once(observed: Sequence[Observed]) -> int:
+    """Return how many rollouts ran at once at most."""
+    ends = [(one.started_at + one.seconds, -1) for one in observed]
+    changes = sorted([*((one.started_at, 1) for one in observed), *ends])
+    return max(accumulate(change for _, change in changes), default=0)
 
 
 def without_start(observed: Sequence[Observed]) -> list[Observed]:

@@ -16,7 +16,7 @@ from agl_run.experiment.trial import Tasks, trial
 from agl_run.planning.queueing import uncertainty_of
 from agl_run.planning.recorded import Material, find_trial, read
 
-SURE = 0.09
+SURE = 0.05
 """Half the 95 % interval of a step's tokens, as a share of them, at which a trial ends."""
 
 FIRST = 8
