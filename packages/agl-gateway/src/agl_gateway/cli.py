@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.stores import shown_url
+from agl_gateway.kept_traffic import Share
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
 from agl_gateway.spooling import left_text, spools_for
@@ -54,6 +56,35 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     show_default=True,
     metavar="DURATION",
     help="Silence after which a conversation is over.",
+)
+@click.option(
+    "--base-rate",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="SHARE",
+    help="Share of the conversations to record, chosen by their ids.",
+)
+@click.option(
+    "--reward-threshold",
+    type=float,
+    metavar="REWARD",
+    help="Keep the others too if their reward reaches this.",
+)
+@click.option(
+    "--reward-wait",
+    "reward_wait_s",
+    type=seconds_of,
+    default="1h",
+    show_default=True,
+    metavar="DURATION",
+    help="Time for that reward after a conversation's end.",
+)
+@click.option(
+    "--max-spans-per-minute",
+    default=0,
+    metavar="N",
+    help="Calls of a minute after which no further conversation is recorded; 0 for no limit.",
 )
 @click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
 @click.option(
@@ -130,7 +161,8 @@ def serve(
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
     certificate = _certificate(settings.pop("tls_cert"), settings.pop("tls_key"))
-    found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), is_shared=True, **settings)
+    share = Share(**{one.name: settings.pop(one.name) for one in fields(Share)})
+    found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), is_shared=True, share=share, **settings)
     store = build_store(manager, url)
 
     async def run() -> None:

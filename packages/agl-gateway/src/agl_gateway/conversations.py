@@ -22,6 +22,7 @@ from hashlib import blake2b
 from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
 from agl.schemas import Outcome, RetryPolicy, Rollout
+from agl_gateway.kept_traffic import KeptTraffic
 from agl_gateway.outage import Outage
 from agl_gateway.splits import CONVERSATION, placement_of
 from agl_run.commands import CONVERSATIONS
@@ -66,6 +67,7 @@ class Conversations:
         idle_s: Seconds without a call after which a conversation is over.
         clock: Returns Unix seconds, like the store's clock.
         outage: While it is on, known conversations go on, and no other can begin.
+        traffic: Says of new conversations what becomes of them.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class Conversations:
         settle: Callable[[str], Awaitable[None]],
         idle_s: float,
         outage: Outage,
+        traffic: KeptTraffic | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._outage = outage
+        self._traffic = traffic
         self._store = store
         self._enqueue = enqueue
         self._settle = settle
@@ -87,6 +91,15 @@ class Conversations:
         self._known: OrderedDict[str, Conversation] = OrderedDict()
         self._renewed: OrderedDict[str, float] = OrderedDict()
         self._in_flight: Counter[str] = Counter()
+
+    async def left_out_by(self, conversation: str, traffic: KeptTraffic) -> str:
+        """Return the setting for which a conversation is not recorded; ``""`` for one that is.
+
+        One of which some calls are recorded is recorded to its end, whatever the limit per minute.
+        """
+        rollout_id = rollout_id_of(conversation)
+        reason = traffic.left_out_by(rollout_id, is_known=rollout_id in self._known)
+        return "" if reason and await self._is_recorded(rollout_id) else reason
 
     async def open(self, conversation: str) -> Conversation:
         """Return a conversation, with the arm that its first call was placed in; create it if it is new."""
@@ -165,6 +178,12 @@ class Conversations:
             stored = await self._read(rollout_id)
         return _conversation(stored)
 
+    async def _is_recorded(self, rollout_id: str) -> bool:
+        try:
+            return bool(await self._outage.unless(lambda: self._read(rollout_id), lambda: None))
+        except NotFoundError:
+            return False
+
     async def _queue(self, rollout_id: str, conversation: str) -> Rollout:
         rollout = Rollout(
             rollout_id=rollout_id,
@@ -172,7 +191,7 @@ class Conversations:
             experiment=CONVERSATIONS,
             group_id=rollout_id,
             retry=RetryPolicy(max_losses=_LAPSES),
-            metadata={CONVERSATION: conversation},
+            metadata={CONVERSATION: conversation, **(self._traffic.marks(rollout_id) if self._traffic else {})},
         )
         return (await self._enqueue([rollout]))[0]
 

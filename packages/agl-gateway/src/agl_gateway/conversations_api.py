@@ -6,6 +6,7 @@ from agl.errors import NotFoundError
 from agl_gateway.conversation_ids import HEADER, conversation_id
 from agl_gateway.conversations import Conversations
 from agl_gateway.identity import Identities, key_of
+from agl_gateway.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.problems import Problem
 
 END = "/conversations/end"
@@ -14,12 +15,18 @@ END = "/conversations/end"
 class ConversationsApi:
     """Ends conversations, for the client's token and the admin token."""
 
-    def __init__(self, *, conversations: Conversations, identities: Identities) -> None:
+    def __init__(
+        self, *, conversations: Conversations, identities: Identities, traffic: KeptTraffic | None = None
+    ) -> None:
+        self._traffic = traffic
         self._conversations = conversations
         self._identities = identities
 
     async def end(self, request: web.BaseRequest) -> web.StreamResponse:
-        """End the conversation that the header names; idempotent. The answer's headers name its rollout."""
+        """End the conversation that the header names; idempotent. The answer's headers name its rollout.
+
+        One that is not recorded has nothing to end.
+        """
         if self._identities.verify(key_of(request.headers)).scope == "attempt":
             raise Problem(403, "an attempt's token cannot end a conversation; use AGL_CLIENT_TOKEN or the admin token")
         conversation = conversation_id(request.headers)
@@ -28,6 +35,9 @@ class ConversationsApi:
         try:
             ended = await self._conversations.end(conversation)
         except NotFoundError:
+            reason = await self._conversations.left_out_by(conversation, self._traffic) if self._traffic else ""
+            if reason:
+                return web.json_response({"status": "not recorded"}, headers={NOT_RECORDED: reason})
             raise Problem(
                 404, f"conversation {conversation!r} has no calls; send the id of its calls in the header {HEADER}"
             ) from None

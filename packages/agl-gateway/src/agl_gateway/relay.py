@@ -21,12 +21,13 @@ from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import BodyReader
 from agl_gateway.callers import HelperRules, session_of
 from agl_gateway.conversation_ids import conversation_of
-from agl_gateway.conversations import Conversation, Conversations
+from agl_gateway.conversations import Conversation, Conversations, rollout_id_of
 from agl_gateway.draws import DrawSeeds
 from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
 from agl_gateway.gate import Gate
 from agl_gateway.inflating import plain_bytes
 from agl_gateway.json_values import check_values
+from agl_gateway.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
 from agl_gateway.routing import Router, UpstreamTarget
@@ -74,11 +75,14 @@ class _Call:
     conversation: Conversation | None = None
     number: int = 0
     is_lost: bool = False
+    left_out_by: str = ""
     translation: Translation | None = None
     notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     def gateway_headers(self) -> dict[str, str]:
         """Return the headers that the gateway adds to the backend's."""
+        if self.left_out_by:
+            return {NOT_RECORDED: self.left_out_by}
         return {} if self.conversation is None else self.conversation.headers()
 
     @property
@@ -117,8 +121,10 @@ class Relay:
         seeds: DrawSeeds,
         arms: ArmRoutes | None = None,
         helpers: HelperRules | None = None,
+        traffic: KeptTraffic | None = None,
     ) -> None:
         self.router = router
+        self._traffic = traffic
         self._helpers = helpers or HelperRules()
         self.helper_calls = 0
         self._arms = arms
@@ -164,10 +170,19 @@ class Relay:
         endpoint: str,
         translation: Translation | None = None,
     ) -> web.StreamResponse:
-        """Answer one model call of a conversation; the call is in the store before the answer ends."""
+        """Answer one model call of a conversation; the call is in the store before the answer ends, or left out."""
         await self._recorder.admit()
         asked, translation = await self._read(request, dialect, translation)
         conversation = conversation_of(request.headers, asked, session=session_of(request.headers))
+        if self._traffic is not None:
+            left_out_by = await conversations.left_out_by(conversation, self._traffic)
+            if left_out_by:
+                self._traffic.calls += 1
+                context = self._context(rollout_id_of(conversation), "", request, asked)
+                call = _call(asked, endpoint, context, translation)
+                call.is_recorded, call.left_out_by = True, left_out_by
+                return await self._answer(request, call)
+            self._traffic.count()
         async with conversations.hold_open(conversation) as found:
             context = self._context(found.rollout_id, found.attempt_id, request, asked)
             call = _call(asked, endpoint, context, translation)
@@ -230,7 +245,7 @@ class Relay:
 
     async def _target(self, call: _Call, target: UpstreamTarget) -> UpstreamTarget:
         """Return the upstream of the rollout's arm; ``target`` if no split placed the rollout."""
-        if self._arms is None:
+        if self._arms is None or call.left_out_by:
             return target
         routed = await self._arms.route(target, call.context.rollout_id)
         call.arm, call.model, call.model_version = routed.arm, routed.model, routed.version
@@ -360,7 +375,7 @@ class Relay:
             await self._recorder.durable(call.number)
 
     def _record(self, call: _Call, body: bytes, *, status: int, error: str = "", is_complete: bool = True) -> None:
-        """Queue the call for the store, once: a cancelled stream gets here twice."""
+        """Queue the call for the store, once: a cancelled stream gets here twice, and what is left out never."""
         if call.is_recorded:
             return
         call.is_recorded = True

@@ -5,7 +5,7 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
@@ -24,6 +24,7 @@ from agl_gateway.draws import DrawSeeds
 from agl_gateway.feed import Feed, QueueLength
 from agl_gateway.gateway_presence import GatewayPresence
 from agl_gateway.identity import Identities, RunningAttempts
+from agl_gateway.kept_traffic import KeptTraffic, RewardSweep, Share
 from agl_gateway.metrics import SpanRate
 from agl_gateway.outage import Outage
 from agl_gateway.peers import Peers
@@ -81,6 +82,7 @@ class Settings:
             means every address, this machine's.
         is_shared: Whether other gateways may answer calls of the same attempts.
         spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
+        share: The part of the conversations that is kept.
     """
 
     host: str = "127.0.0.1"
@@ -103,6 +105,7 @@ class Settings:
     advertise: str = ""
     is_shared: bool = False
     spool_after_s: float = 0.05
+    share: Share = field(default_factory=Share)
 
 
 class GatewayService:
@@ -149,6 +152,8 @@ class GatewayService:
         self._presence = GatewayPresence(
             store, self.recorder, url=lambda: self._advertised, is_shared=settings.is_shared
         )
+        self._traffic = None if settings.share.is_all else _traffic(settings, split)
+        self._sweep = self._traffic and RewardSweep(store, self._traffic)
         self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
         self._idle_ender = self._conversations and IdleConversationEnder(
             self._conversations, idle_s=settings.conversation_idle_s
@@ -181,6 +186,7 @@ class GatewayService:
             sampling=SamplingRules(rollouts),
             seeds=DrawSeeds(rollouts),
             arms=self._arms,
+            traffic=self._traffic,
             helpers=HelperRules(
                 is_on=settings.helpers, match=settings.helper_match, max_tokens=settings.helper_max_tokens
             ),
@@ -231,6 +237,8 @@ class GatewayService:
         await self._feed.start(cursor)
         if self._idle_ender is not None:
             self._idle_ender.start()
+        if self._sweep is not None:
+            self._sweep.start()
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
@@ -262,6 +270,8 @@ class GatewayService:
             self._runner = None
         if self._idle_ender is not None:
             await self._idle_ender.stop()
+        if self._sweep is not None:
+            await self._sweep.stop()
         await self._presence.stop()
         if self._watch is not None:
             self._watch.cancel()
@@ -303,7 +313,13 @@ class GatewayService:
             hosts=(self._settings.host, *self._settings.known_hosts),
         )
         status = StatusApi(
-            store=store, access=access, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate
+            store=store,
+            access=access,
+            relay=self.relay,
+            recorder=self.recorder,
+            queue=self._queue,
+            rate=rate,
+            traffic=self._traffic,
         )
         workers = WorkersApi(identities=identities, recorder=self.recorder, peers=self.peers, bodies=self._bodies)
         return {
@@ -330,7 +346,7 @@ class GatewayService:
     def _conversation_routes(self) -> dict[str, Handle]:
         if self._conversations is None:
             return {}
-        ends = ConversationsApi(conversations=self._conversations, identities=self.identities)
+        ends = ConversationsApi(conversations=self._conversations, identities=self.identities, traffic=self._traffic)
         routes: dict[str, Handle] = {f"POST {END}": ends.end}
         if self._splitter is None:
             return routes
@@ -347,6 +363,7 @@ class GatewayService:
             settle=lambda attempt_id: self.peers.settle(attempt_id),
             idle_s=self._settings.conversation_idle_s,
             outage=self._outage,
+            traffic=self._traffic,
         )
 
     async def _check_split(self) -> None:
@@ -372,6 +389,16 @@ class GatewayService:
             f"the gateway cannot listen on {where} ({error.strerror or error}); another program, perhaps another "
             "`agl serve`, uses that port: stop it, or choose another with --port (0 takes any free one)"
         )
+
+
+def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:
+    """Return what decides which conversations are recorded; raises :class:`ConfigError` beside a split."""
+    if split is not None:
+        raise ConfigError(
+            "a split compares its arms by all of their conversations, so none may be left out: take away --split, or "
+            "--base-rate and --max-spans-per-minute"
+        )
+    return KeptTraffic(settings.share, idle_s=settings.conversation_idle_s)
 
 
 def _reachable(settings: Settings) -> str:

@@ -7,6 +7,7 @@ from aiohttp import web
 from agl.contracts import Store
 from agl.errors import StoreError
 from agl_gateway.feed import QueueLength
+from agl_gateway.kept_traffic import KeptTraffic
 from agl_gateway.metrics import SpanRate, render
 from agl_gateway.openapi import openapi_document
 from agl_gateway.problems import Problem
@@ -29,7 +30,9 @@ class StatusApi:
         recorder: Recorder,
         queue: QueueLength,
         rate: SpanRate,
+        traffic: KeptTraffic | None = None,
     ) -> None:
+        self._traffic = traffic
         self._access = access
         self._store = store
         self._relay = relay
@@ -69,6 +72,18 @@ class StatusApi:
                     {name: target.replicas.rerouted for name, target in self._relay.router.targets.items()},
                 ),
                 ("agl_helper_calls_total", "counter", "Helper calls of coding agents.", self._relay.helper_calls),
+                (
+                    "agl_calls_not_recorded_total",
+                    "counter",
+                    "Calls of conversations outside the share that is kept.",
+                    self._traffic.calls if self._traffic else 0,
+                ),
+                (
+                    "agl_conversations_removed_total",
+                    "counter",
+                    "Conversations removed because their reward did not reach the threshold.",
+                    self._traffic.removed if self._traffic else 0,
+                ),
                 ("agl_spans_total", "counter", "Spans written to the store.", self._rate.total),
                 ("agl_spans_per_second", "gauge", "Spans written, over ten seconds.", self._rate.per_second()),
                 ("agl_spans_lost_total", "counter", "Spans that the store refused.", recorder.lost),

@@ -1,0 +1,188 @@
+"""Keeps a share of the conversations that a gateway relays, for production traffic that is too much to record whole.
+
+A conversation is recorded or left out as a whole. By :attr:`Share.base_rate` its id alone decides, so every gateway of
+a store decides alike, after a restart too. With :attr:`Share.reward_threshold` the others are recorded as well, and
+removed some time after their end unless their reward has reached it. Rollouts of experiments are never left out.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from agl.contracts import RolloutQuery, Store
+from agl.errors import ConfigError, NotFoundError, StoreError
+from agl.schemas import Rollout
+from agl_run.commands import CONVERSATIONS, delete_finished, needed_experiments, rewards_of
+
+_log = logging.getLogger(__name__)
+
+MARK = "kept_by_reward"
+"""The key in a rollout's metadata that says its reward decides."""
+
+NOT_RECORDED = "x-agl-not-recorded"
+"""The header of an answer that is not recorded, with the setting that left it out."""
+
+_MINUTE_S = 60.0
+_REMEMBERED = 10_000
+_PAGE = 500
+_SWEEPS = 4
+"""Looks for conversations to remove per ``reward_wait_s``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of the conversations that is kept.
+
+    Attributes:
+        base_rate: Share of them, from 0 to 1, that is kept whatever becomes of it.
+        reward_threshold: Reward from which any other is kept too; ``None`` if none is.
+        reward_wait_s: Seconds after the end of a conversation in which its reward may arrive.
+        max_spans_per_minute: Calls of one minute after which no further conversation is recorded; 0 for no limit.
+    """
+
+    base_rate: float = 1.0
+    reward_threshold: float | None = None
+    reward_wait_s: float = 3600.0
+    max_spans_per_minute: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.base_rate <= 1.0:
+            raise ConfigError(f"--base-rate is {self.base_rate:g}; it is a share from 0 to 1, such as 0.05")
+        if self.max_spans_per_minute < 0:
+            raise ConfigError(f"--max-spans-per-minute is {self.max_spans_per_minute}; write 0 for no limit")
+        if self.reward_threshold is not None and self.reward_threshold != self.reward_threshold:
+            raise ConfigError("--reward-threshold is not a number; write one such as 0.8")
+
+    @property
+    def is_all(self) -> bool:
+        """True if every conversation is kept."""
+        return self.base_rate == 1.0 and not self.max_spans_per_minute
+
+    def holds(self, rollout_id: str) -> bool:
+        """Return true for the conversations of the base rate; the same in every process."""
+        drawn = blake2b(rollout_id.encode(), digest_size=8, person=b"agl-share").digest()
+        return int.from_bytes(drawn) < self.base_rate * 2**64
+
+
+class KeptTraffic:
+    """Decides of each conversation whether it is recorded. Used in one event loop only.
+
+    Attributes:
+        calls: Calls that were relayed and not recorded.
+        removed: Conversations that were removed because their reward did not reach the threshold.
+    """
+
+    def __init__(self, share: Share, *, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.share = share
+        self._idle_s = idle_s
+        self._clock = clock
+        self._recorded: deque[float] = deque()
+        self._over_limit: OrderedDict[str, float] = OrderedDict()
+        self.calls = 0
+        self.removed = 0
+
+    def marks(self, rollout_id: str) -> dict[str, bool]:
+        """Return what a new conversation's metadata says of it."""
+        return {} if self.share.holds(rollout_id) else {MARK: True}
+
+    def left_out_by(self, rollout_id: str, *, is_known: bool = False) -> str:
+        """Return the setting for which a conversation is not recorded; ``""`` for one that is.
+
+        Args:
+            rollout_id: Its rollout.
+            is_known: Whether calls of it are recorded already; then further ones are too.
+        """
+        if is_known:
+            return ""
+        if self.share.reward_threshold is None and not self.share.holds(rollout_id):
+            return "base_rate"
+        now, limit = self._clock(), self.share.max_spans_per_minute
+        if not limit:
+            return ""
+        while self._recorded and self._recorded[0] <= now - _MINUTE_S:
+            self._recorded.popleft()
+        since = self._over_limit.pop(rollout_id, None)
+        if len(self._recorded) >= limit or (since is not None and now - since < self._idle_s):
+            self._over_limit[rollout_id] = now
+            if len(self._over_limit) > _REMEMBERED:
+                self._over_limit.popitem(last=False)
+            return "max_spans_per_minute"
+        return ""
+
+    def count(self) -> None:
+        """Count a call that is recorded."""
+        if self.share.max_spans_per_minute:
+            self._recorded.append(self._clock())
+
+
+class RewardSweep:
+    """Removes the conversations whose reward has not reached the threshold in time, from :meth:`start` to :meth:`stop`.
+
+    What it does depends on the store alone, so several gateways may do it, and one that was killed goes on.
+    """
+
+    def __init__(self, store: Store, traffic: KeptTraffic, *, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._traffic = traffic
+        self._clock = clock
+        self._last: Rollout | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look, unless no reward decides."""
+        if self._traffic.share.reward_threshold is not None:
+            self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def remove(self) -> int:
+        """Remove what is due; returns the number of conversations.
+
+        Nothing is removed while an algorithm that runs, or can be resumed, learns from conversations.
+        """
+        if CONVERSATIONS in await needed_experiments(self._store, [CONVERSATIONS]):
+            return 0
+        count, until = 0, self._clock() - self._traffic.share.reward_wait_s
+        while page := await self._finished():
+            due = [rollout for rollout in page if rollout.finished_at <= until]
+            try:
+                count += await self._remove([rollout.rollout_id for rollout in due if rollout.metadata.get(MARK)])
+            except NotFoundError:
+                continue  # another gateway removed one meanwhile; the page is read again
+            if due:
+                self._last = due[-1]
+            if len(due) < len(page):
+                break
+        self._traffic.removed += count
+        return count
+
+    async def _finished(self) -> list[Rollout]:
+        query = RolloutQuery(experiment=CONVERSATIONS, status=("succeeded",), sort="finished_at", limit=_PAGE)
+        return await self._store.rollouts(query if self._last is None else query.next(self._last))
+
+    async def _remove(self, rollout_ids: list[str]) -> int:
+        threshold = self._traffic.share.reward_threshold
+        assert threshold is not None  # noqa: S101  # otherwise nothing starts the sweep
+        low = [
+            rollout.rollout_id
+            async for rollout, reward in rewards_of(self._store, rollout_ids)
+            if reward is None or reward < threshold
+        ]
+        return len(await delete_finished(self._store, low))
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.remove()
+            except StoreError:
+                _log.warning("conversations below the threshold could not be removed; trying again", exc_info=True)
+            await asyncio.sleep(max(1.0, self._traffic.share.reward_wait_s / _SWEEPS))
