@@ -3,8 +3,8 @@
 Each experiment trains a random Qwen2 that is served in this process, with a rate so small that the policy stays what it
 was. Experiments differ in model, tasks, group size, rollouts at once, updates, turns, tools that wait, the order in
 which tasks are drawn, and in how far tasks and rollouts differ in length. For each, ``agl plan`` runs its trial,
-``agl run`` sixteen steps, and all of these but the first are compared with the forecast: the tokens that a step
-computes and those that it trains on, and the seconds of its rollouts and updates. A bar is the number of experiments,
+``agl run`` sixteen steps, which are compared with the forecast: the tokens that a step computes and those that it
+trains on, and from the second step on the seconds of its rollouts and updates. A bar is the number of experiments,
 of 20, that keep a limit: 10 % of the tokens of a step, 25 % of its time, and 60 s for the plan.
 
 The time of a forecast is that of the load under which its trial ran. A process beside measures how much slower a fixed
@@ -204,17 +204,16 @@ def compare(case: Case, root: Path, number: int) -> Outcome:
     plan_s = time.perf_counter() - started
     with Load() as now:
         agl(folder, "run", "experiment.toml", "--quiet")
-    rollouts = told(folder, "plan", "experiment.toml", "--no-run", "--json")["algorithms"][0]["rollout"]
+    rows = rows_of(folder)
     steps: dict[int, dict[str, float]] = {}
     for metric in told(folder, "metrics", "planned", "--json", "--store", "runs.db"):
         steps.setdefault(metric["step"], {})[metric["name"]] = metric["value"]
     later = [steps[step] for step in sorted(steps) if step > 1]
-    each = case.tasks * case.group
     real_collect, real_update = (fmean(step[name] for step in later) for name in ("collect_s", "update_s"))
     collect, update = plan["step"]["collect_s"]["mean"], plan["update_s"] or 0.0
     return Outcome(
-        computed=off(plan["step"]["row_tokens"]["mean"], rollouts["row_tokens"]["mean"] * each),
-        trained=off(plan["step"]["trained_tokens"]["mean"], rollouts["trained_tokens"]["mean"] * each),
+        computed=off(plan["step"]["row_tokens"]["mean"], sum(tokens for tokens, _ in rows) / STEPS),
+        trained=off(plan["step"]["trained_tokens"]["mean"], sum(trained for _, trained in rows) / STEPS),
         collect=off(collect, real_collect),
         update=off(update, real_update),
         whole=off(collect + update, real_collect + real_update),
@@ -251,6 +250,14 @@ class Load:
             while time.thread_time() - worked < 0.04:
                 pass
             self._found.append((time.perf_counter() - began) / (time.thread_time() - worked))
+
+
+def rows_of(folder: Path) -> list[tuple[int, int]]:
+    """Return the tokens of each training row of all steps, and how many of them train."""
+    words = ("--format", "rows", "--store", "runs.db", "--experiment", "planned", "--mode", "train")
+    written = agl(folder, "export", *words)
+    rows = [json.loads(line) for line in written.splitlines()]
+    return [(len(row["ids"]), sum(row["mask"])) for row in rows]
 
 
 def off(forecast: float, real: float) -> float:
