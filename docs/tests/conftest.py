@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,12 +39,14 @@ import pytest
 from agl_run import parse_config
 
 BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 COMMAND = re.compile(r"^\$ ([^\n]+)\n((?:(?!\$ )[^\n]*\n)*)", re.MULTILINE)
 PORTS = ("8000", "4747")
 PROGRAMS = {
     "agl": [sys.executable, "-P", "-m", "agl"],
     "python": [sys.executable],
     "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+    "npm": ["npm"],
 }
 COMMAND_S = 300
 """Seconds that a command may take; most take one or two, and a busy machine may need many times that."""
@@ -59,11 +61,12 @@ MINIMAL: dict[str, Any] = {"experiment": {"agent": "agent:solve"}}
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fenced block: its language, its title if it is a file, its text, and where it stands."""
+    """One fenced block: its language, its title if it is a file, its text, its heading, and where it stands."""
 
     language: str
     title: str
     text: str
+    section: str
     where: str
 
 
@@ -74,8 +77,15 @@ def blocks_of(page: Path) -> list[Block]:
     for match in BLOCK.finditer(text):
         title = re.search(r'title="([^"]+)"', match[2])
         line = text.count("\n", 0, match.start()) + 1
+        section = ["", *HEADING.findall(text, 0, match.start())][-1]
         found.append(
-            Block(language=match[1], title=title[1] if title else "", text=match[3], where=f"{page.name}:{line}")
+            Block(
+                language=match[1],
+                title=title[1] if title else "",
+                text=match[3],
+                section=section,
+                where=f"{page.name}:{line}",
+            )
         )
     return found
 
@@ -253,9 +263,10 @@ def _run_page_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     modules, runner = set(sys.modules), PageRunner(folder)
 
-    def run(page: Path, *, is_run: bool = True) -> None:
+    def run(page: Path, *, is_run: bool = True, sections: Collection[str] = ()) -> None:
         for block in blocks_of(page):
-            (runner.run if is_run else runner.check)(block)
+            if not sections or block.section in sections:
+                (runner.run if is_run else runner.check)(block)
 
     yield run
     runner.close()

@@ -23,12 +23,16 @@ _KINDS = ("subagent_type", "agent_type", "agent_name", "agent", "subagent_name")
 
 
 class Tool:
-    """A tool as a request of any API declares it."""
+    """A tool as a request of any API declares it.
+
+    The gateway puts the namespace of a tool in front of its name where a call of responses becomes a chat completion.
+    """
 
     def __init__(self, declared: dict[str, Any], namespace: str = "") -> None:
         function: dict[str, Any] = declared.get("function") or declared
         self.name = str(function.get("name") or "")
-        self.namespace = namespace
+        before, _, self.short = self.name.rpartition("__")
+        self.namespace = namespace or before
         schema: dict[str, Any] = function.get("parameters") or function.get("input_schema") or {}
         self.properties: dict[str, Any] = schema.get("properties") or {}
         self.required: list[str] = schema.get("required") or []
@@ -37,7 +41,8 @@ class Tool:
         """Return a call with the known arguments that it has, and something valid for every other required one."""
         given = {name: value for name, value in known.items() if name in self.properties}
         rest = {name: _sample(name, self.properties.get(name) or {}) for name in self.required if name not in given}
-        return ToolCall(self.name, {**given, **rest}, self.namespace)
+        namespace = "" if self.short != self.name else self.namespace
+        return ToolCall(self.name, {**given, **rest}, namespace)
 
 
 def _sample(name: str, schema: dict[str, Any]) -> Any:
@@ -61,7 +66,7 @@ def tools_of(body: dict[str, Any]) -> list[Tool]:
 
 
 def _one_of(tools: list[Tool], names: tuple[str, ...]) -> Tool | None:
-    return next((tool for name in names for tool in tools if tool.name.lower() == name), None)
+    return next((tool for name in names for tool in tools if tool.short.lower() == name), None)
 
 
 class Brain:

@@ -15,9 +15,8 @@ _HEAD = """\
 
 A cell says yes where the harness did what the column says.
 Then each sampled token is in exactly one row, and no helper call or cut answer is in any.
-The scripted model returns its tokens in every API.
-vLLM returns none in messages, and no log-probabilities of tool calls in responses: with it the calls of Claude Code \
-and Codex are recorded, and do not train.
+Calls of messages, responses and Google's API reach the scripted model as chat completions, as those of any policy in \
+training do, whatever serves it.
 
 | Column | The harness |
 |---|---|

@@ -91,10 +91,10 @@ def stage(server: ScriptedModelServer, tmp_path: Path) -> StageFactory:
         upstreams: list[Upstream] | None = None,
         is_trained: bool = True,
         store: Store | None = None,
-        **settings: float,
+        **settings: Any,
     ) -> AsyncIterator[Stage]:
         used = store or MemoryStore()
-        gateway = EmbeddedGateway(**settings)  # type: ignore[arg-type]
+        gateway = EmbeddedGateway(**settings)
         one = Upstream(name="main_llm", base_url=server.base_url, model="scripted", is_trained=is_trained)
         url = await gateway.start(store=used, upstreams=upstreams or [one], secret=SECRET)
         try:

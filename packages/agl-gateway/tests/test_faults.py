@@ -51,7 +51,7 @@ async def test_client_retries_share_one_request_id(stage):
 
 @pytest.mark.parametrize("dialect_path", ["chat/completions", "messages"])
 async def test_stream_that_the_backend_cuts_is_cut_for_the_client_and_recorded_as_incomplete(stage, dialect_path):
-    async with stage() as it:
+    async with stage(native_apis=["messages"]) as it:
         attempt_id, token = await it.open_attempt()
         it.server.enqueue(Cut(after_chunks=3, reply=Reply(text="one two three four", chunks=4)))
         body = {"model": "main_llm", "messages": MESSAGES, "stream": True, "max_tokens": 9}

@@ -32,7 +32,7 @@ async def test_tool_calls_of_every_api_are_recorded_with_their_tokens(stage, end
     with ScriptedModelServer(flavour="every") as server:
         server.enqueue(Reply(text="let me see", tool_calls=(ADD,)))
         policy = Upstream(name="main_llm", base_url=server.base_url, model="scripted", is_trained=True)
-        async with stage(upstreams=[policy]) as it:
+        async with stage(upstreams=[policy], native_apis=[endpoint.strip("/")]) as it:
             attempt_id, token = await it.open_attempt()
             text = await post(it, f"/v1{endpoint}", token, {**BODIES[endpoint], "stream": is_streamed})
             (call,) = await it.calls(attempt_id)

@@ -16,11 +16,13 @@ BODIES = {
     "/messages": {"model": "main_llm", "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]},
 }
 
+NATIVE = ["messages", "responses"]
+
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("endpoint", BODIES)
 async def test_relay_passes_bytes_unchanged_and_records_the_answer(stage, endpoint, is_streamed):
-    async with stage() as it:
+    async with stage(native_apis=NATIVE) as it:
         attempt_id, token = await it.open_attempt()
         body = {**BODIES[endpoint], "stream": is_streamed}
         async with aiohttp.ClientSession() as session:

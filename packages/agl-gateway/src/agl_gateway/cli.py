@@ -133,6 +133,13 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     help="Mark calls without tools for at most so many tokens likewise.",
 )
 @click.option(
+    "--native-api",
+    "native_apis",
+    multiple=True,
+    type=click.Choice(["messages", "responses"]),
+    help="Pass calls of this API to policies in training as they are: their server returns token ids in it.",
+)
+@click.option(
     "--older-than",
     type=seconds_of,
     metavar="DURATION",

@@ -32,6 +32,8 @@ class EmbeddedGateway:
         spool: Folder for calls that the store does not take at once, or ``off``; by default one of this user's state
             for a store on another machine, and none for a SQLite file or memory.
         spool_after_s: Seconds that the store may take for a call before the call goes to the spool.
+        native_apis: APIs besides chat completions (``messages``, ``responses``) in which the servers of policies in
+            training return all token ids; calls of the others are translated to chat completions.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class EmbeddedGateway:
         helper_max_tokens: int = 0,
         spool: str = "",
         spool_after_s: float = 0.05,
+        native_apis: Sequence[str] = (),
     ) -> None:
         self._spool = spool
         self._settings = Settings(
@@ -59,6 +62,7 @@ class EmbeddedGateway:
             helper_match=helper_match,
             helper_max_tokens=helper_max_tokens,
             spool_after_s=spool_after_s,
+            native_apis=tuple(native_apis),
         )
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None

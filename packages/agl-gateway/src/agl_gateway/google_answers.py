@@ -7,6 +7,7 @@ import msgspec
 
 from agl.dialects import Request
 from agl.schemas import Json
+from agl_gateway.chat_answers import Pieces, error_in, usage_of
 from agl_gateway.google_requests import chat_request
 from agl_gateway.problems import google_error
 from agl_gateway.sealed import seal
@@ -25,6 +26,7 @@ class GoogleTranslation:
     """
 
     shape: Shape = "google"
+    dropped: tuple[str, ...] = ()
 
     def __init__(self, *, model: str, is_streamed: bool, is_sse: bool) -> None:
         self._model = model
@@ -44,10 +46,8 @@ class GoogleTranslation:
 
     def failure(self, body: bytes, status: int) -> bytes:
         """Return an error with the message of the policy's server."""
-        given = object_of(body)
-        error = given.get("error")
-        found = as_object(error).get("message") or error or given.get("message") or given.get("detail")
-        return google_error(status, str(found or body[:2000].decode("utf-8", "replace")))
+        message, _ = error_in(object_of(body), body)
+        return google_error(status, message)
 
     def stream(self) -> "GoogleStream":
         """Return what translates the streamed answer."""
@@ -62,46 +62,40 @@ def _whole(choice: dict[str, Any]) -> dict[str, Json]:
 
 
 def _about(given: dict[str, Any], model: str) -> dict[str, Json]:
-    usage, found = as_object(given.get("usage")), dict[str, Json]()
-    if usage:
-        prompt, said = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    found = dict[str, Json]()
+    if given.get("usage"):
+        usage = usage_of(given)
         found["usageMetadata"] = {
-            "promptTokenCount": prompt,
-            "candidatesTokenCount": said,
-            "totalTokenCount": usage.get("total_tokens") or prompt + said,
+            "promptTokenCount": usage.prompt,
+            "candidatesTokenCount": usage.answer,
+            "totalTokenCount": usage.prompt + usage.answer,
         }
     return {**found, "modelVersion": text_in(given.get("model")) or model, "responseId": text_in(given.get("id"))}
 
 
 class _Candidate:
-    """Builds the parts of one candidate from a message, or from its deltas; a tool call is a part once it is whole."""
+    """Builds the parts of one candidate from a message, or from its deltas."""
 
     def __init__(self) -> None:
+        self._pieces = Pieces()
         self._reasoning = ""
-        self._calls: dict[int, dict[str, str]] = {}
         self._has_sealed = False
 
     def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Json]]:
-        thought = text_in(delta.get("reasoning_content")) or text_in(delta.get("reasoning"))
-        self._reasoning += thought
-        if thought:
-            yield {"text": thought, "thought": True}
-        if text := text_in(delta.get("content")) or text_in(delta.get("refusal")):
-            yield {"text": text}
-        for place, part in enumerate(objects_in(delta.get("tool_calls"))):
-            at = part.get("index")
-            call = self._calls.setdefault(at if isinstance(at, int) else place, {"id": "", "name": "", "arguments": ""})
-            function = as_object(part.get("function"))
-            call["id"] = text_in(part.get("id")) or call["id"]
-            call["name"] += text_in(function.get("name"))
-            call["arguments"] += text_in(function.get("arguments"))
+        for step, piece, text in self._pieces.add(delta):
+            if step == "grown" and piece.kind == "thought":
+                self._reasoning += text
+                yield {"text": text, "thought": True}
+            elif step == "grown":
+                yield {"text": text}
 
     def end(self) -> Iterator[dict[str, Json]]:
         """Yield the calls, and a signature with the thoughts where no call can carry them."""
-        for _, call in sorted(self._calls.items()):
-            sealed = {"arguments": call["arguments"], **self._thoughts()}
-            called = {"id": call["id"], "name": call["name"], "args": object_of(call["arguments"].encode())}
-            yield {"functionCall": called, "thoughtSignature": seal(sealed)}
+        for step, call, _ in self._pieces.end():
+            if step == "closed" and call.kind == "call":
+                sealed = {"arguments": call.text, **self._thoughts()}
+                called = {"id": call.id, "name": call.name, "args": object_of(call.text.encode())}
+                yield {"functionCall": called, "thoughtSignature": seal(sealed)}
         if thoughts := self._thoughts():
             yield {"text": "", "thoughtSignature": seal(thoughts)}
 

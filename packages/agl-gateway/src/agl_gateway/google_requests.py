@@ -13,7 +13,20 @@ import msgspec
 
 from agl.dialects import Request
 from agl.schemas import Json
-from agl_gateway.problems import Problem
+from agl_gateway.chat_requests import (
+    answer_format,
+    assistant_message,
+    audio_part,
+    chat_completion,
+    fields_of,
+    file_part,
+    function_tool,
+    image_part,
+    text_part,
+    tool_call,
+    unsupported,
+    user_message,
+)
 from agl_gateway.sealed import unseal
 from agl_gateway.translation import as_object, objects_in, text_in
 
@@ -37,17 +50,13 @@ def chat_request(asked: Request, *, model: str, is_streamed: bool) -> Request:
     Raises:
         Problem: 400 for a body that is no JSON object, or asks for something that no policy's server has.
     """
-    given = asked.to_dict()
-    if given is None:
-        raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
+    given = fields_of(asked)
     if given.get("cachedContent"):
-        raise _unknown("cachedContent", "send the contents themselves")
+        raise unsupported("cachedContent", "send the contents themselves")
     given = {_camel(key): value for key, value in given.items()}
     body: dict[str, Json] = {"model": model, "messages": messages_of(given)}
     body |= _tools(given) | _generation(_camel_object(given.get("generationConfig")))
-    if is_streamed:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return Request("chat", msgspec.json.encode(body))
+    return chat_completion(body, is_streamed=is_streamed)
 
 
 def messages_of(given: dict[str, Any]) -> list[dict[str, Json]]:
@@ -91,28 +100,21 @@ class _Calls:
 
 def _assistant(parts: list[dict[str, Any]], calls: _Calls) -> dict[str, Json]:
     said = [part for part in parts if "functionCall" not in part and not part.get("thought")]
-    message: dict[str, Json] = {"role": "assistant", "content": _text(said) or None}
     sealed = [as_object(unseal(part.get("thoughtSignature"))) for part in parts]
     reasoning = next((text for one in sealed if (text := text_in(one.get("reasoning")))), "")
     reasoning = reasoning or _text([part for part in parts if part.get("thought")])
-    if reasoning:
-        message["reasoning_content"] = reasoning
     called = [
         _call(as_object(part["functionCall"]), one, calls)
         for part, one in zip(parts, sealed, strict=True)
         if "functionCall" in part
     ]
-    return {**message, "tool_calls": called} if called else message
+    return assistant_message(text=_text(said), reasoning=reasoning, calls=called)
 
 
 def _call(call: dict[str, Any], sealed: dict[str, Any], calls: _Calls) -> Json:
     exact, given = text_in(sealed.get("arguments")), as_object(call.get("args"))
     arguments = exact if exact and _parsed(exact) == given else msgspec.json.encode(given).decode()
-    return {
-        "id": calls.add(call),
-        "type": "function",
-        "function": {"name": text_in(call.get("name")), "arguments": arguments},
-    }
+    return tool_call(calls.add(call), text_in(call.get("name")), arguments)
 
 
 def _parsed(text: str) -> Any:
@@ -127,10 +129,7 @@ def _user(parts: list[dict[str, Any]], calls: _Calls) -> Iterator[dict[str, Json
         if result := as_object(part.get("functionResponse")):
             yield {"role": "tool", "tool_call_id": calls.answered(result), "content": _result(result.get("response"))}
     rest = [one for part in parts if (one := _chat_part(part)) is not None]
-    if rest and all(part["type"] == "text" for part in rest):
-        yield {"role": "user", "content": "".join(part["text"] for part in rest)}
-    elif rest:
-        yield {"role": "user", "content": rest}
+    yield from user_message(rest, between="")
 
 
 def _result(response: Any) -> str:
@@ -142,20 +141,16 @@ def _result(response: Any) -> str:
 
 def _chat_part(part: dict[str, Any]) -> dict[str, Any] | None:
     if "text" in part:
-        return {"type": "text", "text": text_in(part["text"])}
+        return text_part(text_in(part["text"]))
     if inline := _camel_object(part.get("inlineData")):
         kind, data = text_in(inline.get("mimeType")), text_in(inline.get("data"))
         if kind.startswith("audio/"):
-            return {"type": "input_audio", "input_audio": {"data": data, "format": kind.removeprefix("audio/")}}
+            return audio_part(data, kind.removeprefix("audio/"))
         url = f"data:{kind};base64,{data}"
-        return {"type": "image_url", "image_url": {"url": url}} if kind.startswith("image/") else _file(url)
+        return image_part(url) if kind.startswith("image/") else file_part(url)
     if held := _camel_object(part.get("fileData")):
-        return {"type": "image_url", "image_url": {"url": text_in(held.get("fileUri"))}}
+        return image_part(text_in(held.get("fileUri")))
     return None
-
-
-def _file(url: str) -> dict[str, Any]:
-    return {"type": "file", "file": {"file_data": url}}
 
 
 def _text(parts: list[dict[str, Any]]) -> str:
@@ -167,7 +162,7 @@ def _tools(given: dict[str, Any]) -> dict[str, Json]:
     for tool in map(_camel_object, objects_in(given.get("tools"))):
         foreign = next((key for key, value in tool.items() if key != "functionDeclarations" and value is not None), "")
         if foreign:
-            raise _unknown(f"the tool {foreign}", "declare functions only")
+            raise unsupported(f"the tool {foreign}", "declare functions only")
         declared += [_camel_object(one) for one in objects_in(tool.get("functionDeclarations"))]
     config = _camel_object(_camel_object(given.get("toolConfig")).get("functionCallingConfig"))
     allowed = config.get("allowedFunctionNames")
@@ -180,9 +175,7 @@ def _tools(given: dict[str, Any]) -> dict[str, Json]:
 
 def _function(declared: dict[str, Any]) -> Json:
     schema = declared.get("parametersJsonSchema") or _schema(declared.get("parameters"))
-    empty: dict[str, Json] = {"type": "object", "properties": {}}
-    about = {"description": declared["description"]} if declared.get("description") else {}
-    return {"type": "function", "function": {"name": declared.get("name"), **about, "parameters": schema or empty}}
+    return function_tool(declared.get("name"), description=declared.get("description"), parameters=schema)
 
 
 def _schema(schema: Any) -> Any:
@@ -207,8 +200,7 @@ def _generation(config: dict[str, Any]) -> dict[str, Json]:
     body = {ours: _whole(config[theirs]) for theirs, ours in _NUMBERS.items() if config.get(theirs) is not None}
     if config.get("responseMimeType") == "application/json":
         schema = config.get("responseJsonSchema") or _schema(config.get("responseSchema"))
-        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        body["response_format"] = named if schema else {"type": "json_object"}
+        body["response_format"] = answer_format(schema)
     return body
 
 
@@ -225,7 +217,3 @@ def _camel(key: str) -> str:
 def _camel_object(value: Any) -> dict[str, Any]:
     """Return an object with its names as the API writes them; it also reads those of Python."""
     return {_camel(key): one for key, one in as_object(value).items()}
-
-
-def _unknown(found: str, advice: str) -> Problem:
-    return Problem(400, f"the policy's server has nothing for {found}; {advice}", code="unsupported")

@@ -19,7 +19,8 @@ from agl.errors import CaptureError
 from agl.schemas import Dialect, Json
 from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import BodyReader
-from agl_gateway.callers import HelperRules, session_of
+from agl_gateway.callers import HelperRules, clean, session_of
+from agl_gateway.client_apis import CHAT, ClientApis, NotSpokenError, translation_of
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations, rollout_id_of
 from agl_gateway.draws import DrawSeeds
@@ -42,6 +43,7 @@ _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
 """Problems of a server that has not answered; another server may be asked, because sampling has no side effects."""
 
 _NOT_FOUND = 404
+_MAX_TOLD = 1000
 _FIRST_ERROR = 400
 
 _STREAM_ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
@@ -51,6 +53,10 @@ _LONGEST_MARK = max(map(len, _STREAM_ENDS))
 _END_OF_BODY_S = 1.0
 """Seconds in which the body of a stream ends after its last event."""
 
+DROPPED_HEADER = "x-agl-dropped"
+"""Response header that names what a translated request asked for in vain."""
+
+_MAX_DROPPED = 200
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
 
@@ -81,9 +87,15 @@ class _Call:
 
     def gateway_headers(self) -> dict[str, str]:
         """Return the headers that the gateway adds to the backend's."""
+        dropped = "" if self.translation is None else ", ".join(self.translation.dropped)
+        told = {DROPPED_HEADER: clean(dropped.encode("ascii", "replace").decode(), _MAX_DROPPED)} if dropped else {}
         if self.left_out_by:
-            return {NOT_RECORDED: self.left_out_by}
-        return {} if self.conversation is None else self.conversation.headers()
+            return {**told, NOT_RECORDED: self.left_out_by}
+        return told | ({} if self.conversation is None else self.conversation.headers())
+
+    def translate(self, translation: Translation) -> None:
+        """Make the call a chat completion; raises a :class:`Problem` where that cannot be."""
+        self.asked, self.translation, self.endpoint = translation.asked(self.asked), translation, CHAT
 
     @property
     def shape(self) -> Shape:
@@ -122,9 +134,11 @@ class Relay:
         arms: ArmRoutes | None = None,
         helpers: HelperRules | None = None,
         traffic: KeptTraffic | None = None,
+        apis: ClientApis | None = None,
     ) -> None:
         self.router = router
         self._traffic = traffic
+        self._apis = apis or ClientApis()
         self._helpers = helpers or HelperRules()
         self.helper_calls = 0
         self._arms = arms
@@ -139,7 +153,7 @@ class Relay:
         self._sampling = sampling
         self._seeds = seeds
         self._request_ids = RequestIds()
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
 
     async def relay(
         self,
@@ -232,11 +246,13 @@ class Relay:
             )
         chosen = self.router.choose(asked.model, dialect=asked.dialect, names=call.context.callers)
         target = call.target = await self._target(call, chosen)
+        if self._apis.is_translated(target.upstream, asked.dialect):
+            self._translate(call, target.upstream)
         gate = self.gates[target.upstream.name]
         version = await gate.enter()
         call.model_version = call.model_version or version
         try:
-            return await self._send(request, call, target)
+            return await self._send_or_translate(request, call, target)
         except asyncio.CancelledError:
             self._record(call, b"", status=call.status, error=_CLIENT_LEFT, is_complete=False)
             raise
@@ -251,6 +267,37 @@ class Relay:
         call.arm, call.model, call.model_version = routed.arm, routed.model, routed.version
         return routed.target
 
+    def _translate(self, call: _Call, upstream: Upstream) -> None:
+        """Make a call a chat completion; says once per policy what is dropped for it."""
+        translation = translation_of(call.asked.dialect)
+        if translation is None:
+            return
+        call.translate(translation)
+        for name in translation.dropped:
+            told = (upstream.name, name)
+            if told not in self._told and len(self._told) < _MAX_TOLD:
+                self._told.add(told)
+                _log.warning(
+                    "a request offers the tool %r to policy %r, whose server cannot run it; the policy is not told of "
+                    "it. Switch it off in the client, or let the client run it",
+                    clean(name, _MAX_DROPPED),
+                    upstream.name,
+                )
+
+    async def _send_or_translate(
+        self, request: web.BaseRequest, call: _Call, target: UpstreamTarget
+    ) -> web.StreamResponse:
+        """Ask the policy as the client asks; by a chat completion where its server has nothing else."""
+        asked = call.asked
+        try:
+            return await self._send(request, call, target)
+        except NotSpokenError:
+            call.asked = asked
+            self._translate(call, target.upstream)
+            reply = await self._send(request, call, target)
+            self._apis.learn(target.upstream, asked.dialect, reply.status)
+            return reply
+
     async def _send(self, request: web.BaseRequest, call: _Call, target: UpstreamTarget) -> web.StreamResponse:
         """Ask the rollout's own server, then the policy's others until one answers."""
         upstream = target.upstream
@@ -260,7 +307,7 @@ class Relay:
         headers = request_headers(request.headers, target, call.asked.dialect)
         ids = {"rollout_id": call.context.rollout_id, "attempt_id": call.context.attempt_id}
         headers |= await self._seeds.headers(call.asked, upstream, **ids)
-        query = "" if call.shape == "google" else request.query_string
+        query = request.query_string if call.shape == call.asked.dialect else ""
         *firsts, last = target.urls(call.context.rollout_id, call.endpoint, query)
         for url in firsts:
             try:
@@ -286,6 +333,7 @@ class Relay:
         try:
             call.status, call.headers = response.status, response.headers
             call.first_byte = time.perf_counter()
+            self._apis.check(call.asked.dialect, response.status)
             if response.content_type == "text/event-stream":
                 return await self._relay_stream(request, call, response)
             return await self._relay_body(call, response, url)
@@ -310,9 +358,9 @@ class Relay:
 
     def _tell_missing_path(self, upstream: Upstream, url: str) -> None:
         """Say once per policy that an address without a path, at which a server has nothing, may lack ``/v1``."""
-        if urlsplit(upstream.base_url).path.strip("/") or upstream.name in self._told:
+        if urlsplit(upstream.base_url).path.strip("/") or (upstream.name, "") in self._told:
             return
-        self._told.add(upstream.name)
+        self._told.add((upstream.name, ""))
         address = upstream.base_url.rstrip("/")
         _log.warning(
             "%s answered 404. The address of policy %r has no path, and most APIs are below /v1: try %s/v1",

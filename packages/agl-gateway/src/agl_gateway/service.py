@@ -16,6 +16,7 @@ from agl_gateway.arms import ArmRoutes, with_distinct_names
 from agl_gateway.bodies import BodyReader
 from agl_gateway.budget import ByteBudget
 from agl_gateway.callers import HelperRules
+from agl_gateway.client_apis import ClientApis
 from agl_gateway.connections import ConnectionServer
 from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
@@ -83,6 +84,8 @@ class Settings:
         is_shared: Whether other gateways may answer calls of the same attempts.
         spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
         share: The part of the conversations that is kept.
+        native_apis: APIs besides chat completions (``messages``, ``responses``) in which the servers of policies in
+            training return all token ids; calls of the others are translated.
     """
 
     host: str = "127.0.0.1"
@@ -106,6 +109,7 @@ class Settings:
     is_shared: bool = False
     spool_after_s: float = 0.05
     share: Share = field(default_factory=Share)
+    native_apis: tuple[str, ...] = ()
 
 
 class GatewayService:
@@ -190,6 +194,7 @@ class GatewayService:
             helpers=HelperRules(
                 is_on=settings.helpers, match=settings.helper_match, max_tokens=settings.helper_max_tokens
             ),
+            apis=ClientApis(settings.native_apis),
         )
         self._runner: web.ServerRunner | None = None
         self._is_running = False

@@ -13,7 +13,7 @@ import msgspec
 
 from agl.dialects import Request
 from agl_gateway.sealed import MARK, seal, unseal
-from agl_gateway.translation import EventSplitter, Shape, as_object, data_of, object_of, objects_in
+from agl_gateway.translation import EventSplitter, Shape, as_object, data_of, named_event, object_of, objects_in
 
 _INCLUDE = "reasoning.encrypted_content"
 _ITEM_EVENTS = ("response.output_item.added", "response.output_item.done")
@@ -66,6 +66,7 @@ class _Unchanged:
     """A translation that leaves all but the thoughts as they are."""
 
     content_type = "text/event-stream"
+    dropped: tuple[str, ...] = ()
 
     def asked(self, request: Request) -> Request:
         """Return the request with earlier thoughts restored."""
@@ -103,7 +104,7 @@ class SealedMessages(_Unchanged):
         blocks = objects_in(given.get("content"))
         if not any(block.get("type") == "thinking" and not block.get("signature") for block in blocks):
             return body
-        signed = [_signed(block) if block.get("type") == "thinking" else block for block in blocks]
+        signed = [signed_block(block) if block.get("type") == "thinking" else block for block in blocks]
         return msgspec.json.encode({**given, "content": signed})
 
     def stream(self) -> "_SealedStream":
@@ -116,16 +117,18 @@ def _has_thoughts(output: Any) -> bool:
 
 
 def _sealed_response(response: dict[str, Any]) -> dict[str, Any]:
-    return {**response, "output": [_sealed_item(item) for item in objects_in(response.get("output"))]}
+    return {**response, "output": [sealed_item(item) for item in objects_in(response.get("output"))]}
 
 
-def _sealed_item(item: dict[str, Any]) -> dict[str, Any]:
+def sealed_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of a response, with its thoughts in ``encrypted_content`` where it has any and no such content."""
     if item.get("type") != "reasoning" or item.get("encrypted_content") or not item.get("content"):
         return item
     return {**item, "encrypted_content": seal({"content": item["content"], "summary": item.get("summary") or []})}
 
 
-def _signed(block: dict[str, Any]) -> dict[str, Any]:
+def signed_block(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a thinking block with its thoughts in ``signature``, unless it has one."""
     return block if block.get("signature") else {**block, "signature": seal(block)}
 
 
@@ -134,7 +137,7 @@ def _responses_event(event: bytes) -> bytes:
         return event
     data = data_of(event)
     if data.get("type") in _ITEM_EVENTS:
-        data["item"] = _sealed_item(as_object(data.get("item")))
+        data["item"] = sealed_item(as_object(data.get("item")))
     elif _has_thoughts(as_object(data.get("response")).get("output")):
         data["response"] = _sealed_response(as_object(data["response"]))
     else:
@@ -170,7 +173,7 @@ class _OpenBlocks:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"event: " + str(data.get("type")).encode() + b"\ndata: " + msgspec.json.encode(data)
+    return named_event(data).removesuffix(b"\n\n")
 
 
 class _SealedStream:

@@ -29,10 +29,17 @@ class StreamTranslation(Protocol):
 
 
 class Translation(Protocol):
-    """Translates one call. ``shape`` is the client's API, ``content_type`` that of a streamed answer."""
+    """Translates one call.
+
+    Attributes:
+        shape: The client's API.
+        content_type: That of a streamed answer.
+        dropped: What the request asked for and the policy's server cannot do, once the request is translated.
+    """
 
     shape: Shape
     content_type: str
+    dropped: tuple[str, ...]
 
     def asked(self, request: Request) -> Request:
         """Return the request to send; raises a 400 :class:`agl_gateway.problems.Problem` for one that cannot be."""
@@ -71,6 +78,11 @@ def data_of(event: bytes) -> dict[str, Any]:
     """Return the JSON object of an event; an empty one for any other event."""
     data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
     return object_of(data)
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """Return an event of messages or responses, which bears the name of its type."""
+    return b"event: %b\ndata: %b\n\n" % (str(data.get("type")).encode(), msgspec.json.encode(data))
 
 
 def object_of(data: bytes) -> dict[str, Any]:
