@@ -346,6 +346,25 @@ async def test_tokens_have_the_advantage_that_a_step_reported_for_their_call(ope
     assert [None] * 30 + [-3] * 20 == [cell["tone"] for cell in span["cells"]]
 
 
+async def test_tokens_have_the_entropy_and_the_advantage_of_their_own_that_a_step_reported(opened: Open) -> None:
+    async with opened() as client:
+        writer = await data_of(client, f"/rollouts/{rollout_name(11)}/tokens?row=1")
+        part = await data_of(client, f"/rollouts/{rollout_name(11)}/tokens?row=1&start=45")
+        planner = await data_of(client, f"/rollouts/{rollout_name(11)}/tokens?row=0")
+        span = await data_of(client, f"/rollouts/{rollout_name(11)}/spans/3")
+        page = await text_of(client, f"/rollouts/{rollout_name(11)}/tokens?row=1")
+    own = writer["cells"][20:50]
+    assert [number / 8 for number in range(29)] + [None] == [cell["entropy"] for cell in own]
+    assert [0, 2, 2, 2, 2, 3] == [cell["spread"] for cell in own[:6]]
+    assert {None} == {cell["entropy"] for cell in [*writer["cells"][:20], *writer["cells"][50:]]}
+    assert 14 / 8 == writer["rows"][1]["segments"][0]["entropy"]
+    assert writer["cells"][45:] == part["cells"]
+    assert "entropy 0.125 nats, advantage 0.4167" in page
+    assert [-0.5] * 10 + [1.0] * 10 == [cell["advantage"] for cell in planner["cells"][30:]]
+    assert [-2] * 10 + [3] * 10 == [cell["tone"] for cell in planner["cells"][30:]]
+    assert planner["cells"][30:] == span["cells"][30:]
+
+
 async def test_texts_of_tokens_are_escaped(filled: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"<script>": 100, "\\u202e": 101}}}')
     store = SQLiteStore(f"sqlite:///{filled}")

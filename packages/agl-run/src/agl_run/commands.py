@@ -38,7 +38,7 @@ from agl_run.runners.refusals import KEY_ADVICE
 from agl_run.saved_training import is_saved
 from agl_run.store_contract import build_store
 from agl_run.suggestions import Suggestion, suggestions_of
-from agl_run.training_records import TrainingRecord, training_of
+from agl_run.training_records import TrainingRecord, token_values, training_of
 
 __all__ = [
     "CONVERSATIONS",
@@ -97,6 +97,7 @@ __all__ = [
     "store_option",
     "suggestions_of",
     "taking_turns",
+    "token_values",
     "training_of",
     "visible",
     "with_store",
