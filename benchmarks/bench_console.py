@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import re
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from agl import semconv
-from agl.contracts import CallUse, ExperimentRecord, Metric
+from agl.contracts import CallUse, ExperimentRecord, Metric, Moments
 from agl.schemas import (
     ModelCall,
     Outcome,
@@ -34,6 +35,7 @@ from agl.schemas import (
     to_builtins,
 )
 from agl_run import SQLiteStore
+from agl_run.commands import AgentTally, StepTally, keep_tallies
 from benchmarks._harness import Figure, table
 
 FIRST_MS = 300.0
@@ -150,6 +152,7 @@ async def fill(path: Path, rollouts: int) -> None:
                 for name, value in values.items()
             ]
         )
+    await keep_tallies(store, experiment, [tally(step) for step in range(1, steps + 1)])
     for start in range(0, rollouts, BATCH):
         await record(store, range(start, min(rollouts, start + BATCH)))
     await store.close()
@@ -161,6 +164,17 @@ def version(step: int) -> ResourceVersion:
     return ResourceVersion(
         name="style", version=f"large-1-grpo-{step}", resource=text, parent=parent, algorithm="grpo", step=step
     )
+
+
+def tally(step: int) -> StepTally:
+    """The sums of a step, as the driver keeps them."""
+    moments = Moments(count=2 * STEP, mean=0.5, squares=1.0)
+    sums = {"rollouts": STEP, "calls": 2 * STEP, "tokens": 100 * STEP, "trained": 100 * STEP, "seconds": 1.0}
+    agents = tuple(
+        AgentTally(agent=agent, reward=moments, credit=moments, advantage=moments, **sums) for agent in AGENTS
+    )
+    ends = {"reward": 0.5, "low": 0.4, "high": 0.6}
+    return StepTally(algorithm="grpo", step=step, mode="train", rollouts=STEP, agents=agents, **ends)
 
 
 async def record(store: SQLiteStore, numbers: range) -> None:
@@ -190,6 +204,7 @@ async def record(store: SQLiteStore, numbers: range) -> None:
 
 IDS = pack_ids(range(1000, 1200))
 LOGPROBS = pack_floats([-0.1] * 50)
+ENTROPIES = struct.pack("<50e", *[0.3] * 50)
 
 
 def spans(rollout_id: str, attempt_id: str, number: int) -> Iterator[Span]:
@@ -244,7 +259,13 @@ def training(number: int) -> Span:
     """The record of a step's training that ``agl why`` reads."""
     advantage = (number % GROUP) / GROUP - 0.5
     uses = [
-        CallUse(span_id=f"{2 + 3 * turn:016x}", row=turn, credit=advantage + 0.5, advantage=advantage)
+        CallUse(
+            span_id=f"{2 + 3 * turn:016x}",
+            row=turn,
+            credit=advantage + 0.5,
+            advantage=advantage,
+            tokens={"entropy": ENTROPIES},
+        )
         for turn in range(6)
     ]
     step = {"experiment": "large", "run": 1, "algorithm": "grpo", "step": number // STEP + 1}

@@ -13,6 +13,7 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, StepReport
 from agl_run import Quiet, SQLiteStore, policy
+from agl_run.commands import StepTally, read_tallies
 from agl_run.experiment.drive import Driver
 from agl_testing.commands import run_agl
 from agl_testing.model_server import ScriptedModelServer
@@ -120,6 +121,28 @@ def test_why_names_the_steps_use_of_each_call_and_the_reason_of_each_rollout_lef
     )
     assert "learner, step 1: left out before training, failed: the attempt failed" in why("00001-00003")
     assert [{}, {}] == plugin.SEEN, "observers get the report without them"
+
+
+def test_sums_of_steps_are_kept_by_agent(fit: Callable[..., Any], tmp_path: Path) -> None:
+    fit()
+    found = asyncio.run(_tallies(f"sqlite:///{tmp_path}/runs.db"))
+    assert [("learner", 1, "train", 4), ("learner", 2, "train", 4)] == [
+        (each.algorithm, each.step, each.mode, each.rollouts) for each in found
+    ]
+    for each in found:
+        (everybody,) = each.agents
+        assert (4, 4) == (everybody.rollouts, everybody.calls)
+        assert everybody.tokens > 0 < everybody.seconds
+        assert (2, 0.5) == (everybody.reward.count, everybody.reward.mean), "of four, one failed and one has none"
+
+
+async def _tallies(url: str) -> list[StepTally]:
+    store = SQLiteStore(url)
+    try:
+        (record,) = await store.experiments("told")
+        return await read_tallies(store, record)
+    finally:
+        await store.close()
 
 
 def test_step_that_was_killed_is_told_from_the_one_that_repeated_it(

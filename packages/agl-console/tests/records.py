@@ -2,11 +2,12 @@
 
 import math
 import random
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 from agl import semconv
-from agl.contracts import CallUse, ExperimentRecord, LabelMove, Metric, Presence, Store, VersionScore
+from agl.contracts import CallUse, ExperimentRecord, LabelMove, Metric, Moments, Presence, Store, VersionScore
 from agl.schemas import (
     ErrorInfo,
     JsonResource,
@@ -24,6 +25,7 @@ from agl.schemas import (
     to_builtins,
     to_json,
 )
+from agl_run.commands import AgentTally, StepTally, keep_tallies
 
 TRAINING = "agl.training"
 """The attribute of a span that says what a step made of a rollout."""
@@ -121,11 +123,19 @@ def agent(recorder: Recorder, parent: str, name: str) -> str:
     return recorder.add(f"invoke_agent {name}", parent=parent, attributes=attributes, lasts_ms=350)
 
 
+def token_numbers(row: int, reward: float) -> dict[str, bytes]:
+    """An entropy for each token of the writer's first answer, and two advantages for those of the best planner's."""
+    if row == 1:
+        return {"entropy": struct.pack("<30e", *(number / 8 for number in range(29)), math.nan)}
+    return {"advantage": struct.pack("<20e", *[-0.5] * 10, *[1.0] * 10)} if reward > 0.9 else {}
+
+
 def training(rollout_id: str, spans: Sequence[Span], *, step: int, reward: float) -> Span:
     """The uses of the calls in a step of ``grpo``: the planner's trained, the last one of the writer's did not."""
     calls = [span.span_id for span in spans if span.call is not None]
     uses = [
-        CallUse(span_id=name, row=row, credit=reward, advantage=reward - 0.5) for row, name in enumerate(calls[:-1])
+        CallUse(span_id=name, row=row, credit=reward, advantage=reward - 0.5, tokens=token_numbers(row, reward))
+        for row, name in enumerate(calls[:-1])
     ]
     uses += [CallUse(span_id=name, note="its answer was cut at a limit of tokens") for name in calls[-1:]]
     record = {"experiment": "sums", "run": 1, "algorithm": "grpo", "step": step, "calls": to_builtins(uses)}
@@ -246,6 +256,23 @@ def tried() -> bytes:
     return to_json({"time": START_NS / 1e9, **about, "scores": [first, {**other, **paired}]})
 
 
+def tallies(steps: int) -> list[StepTally]:
+    """The sums that a run kept with its steps: a planner that helps, and a writer that gets better."""
+    found: list[StepTally] = []
+    for step in range(1, steps + 1):
+        credit = Moments(count=8, mean=step / steps, squares=0.5)
+        agents = [
+            AgentTally(
+                agent="writer", rollouts=4, calls=8, tokens=160, trained=120, seconds=2.0, credit=credit, errors=1
+            ),
+            AgentTally(agent="planner", rollouts=4, calls=4, tokens=40, trained=40, seconds=0.5, reward=credit),
+        ]
+        ends = {"reward": step / steps, "low": step / steps - 0.1, "high": step / steps + 0.1}
+        found.append(StepTally(algorithm="grpo", step=step, mode="train", rollouts=4, agents=tuple(agents), **ends))
+    others = AgentTally(agent="", rollouts=9, calls=9, tokens=900)
+    return [*found, StepTally(algorithm="validate", step=0, mode="val", rollouts=9, agents=(others,))]
+
+
 async def fill(store: Store) -> None:
     """Two runs with numbers and versions, one of a long name, one that failed at its start, and rollouts."""
     await publish(store)
@@ -257,6 +284,7 @@ async def fill(store: Store) -> None:
         await store.save_state({f"experiment/{name}/1/algorithm/grpo": state}, experiment=experiment)
         await store.log_metrics(numbers(name, steps=steps, speed=speed))
     await store.save_state({"experiment/sums/1/fit": fitted(), "trial/style/1": tried()})
+    await keep_tallies(store, ExperimentRecord(name="sums"), tallies(60))
     await store.announce(Presence(experiment="sums-slow", session="s"))
     await store.save_state({}, experiment=ExperimentRecord(name="refused", agent="team:solve"))
     for number in range(12):

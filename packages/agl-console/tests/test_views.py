@@ -70,7 +70,10 @@ async def test_view_is_a_page_and_the_same_data_as_json(opened: Open, address: s
     assert isinstance(data, dict)
 
 
-async def test_runs_show_status_last_reward_and_best_version(opened: Open) -> None:
+async def test_runs_show_status_last_reward_and_best_version(opened: Open, filled: Path) -> None:
+    store = SQLiteStore(f"sqlite:///{filled}")
+    await store.announce(Presence(experiment="sums-slow", session="s"))  # on a busy machine the first sign is old
+    await store.close()
     async with opened() as client:
         runs = {run["name"]: run for run in (await data_of(client, "/"))["runs"]}
         page = await text_of(client, "/")
@@ -346,6 +349,25 @@ async def test_tokens_have_the_advantage_that_a_step_reported_for_their_call(ope
     assert [None] * 30 + [-3] * 20 == [cell["tone"] for cell in span["cells"]]
 
 
+async def test_tokens_have_the_entropy_and_the_advantage_of_their_own_that_a_step_reported(opened: Open) -> None:
+    async with opened() as client:
+        writer = await data_of(client, f"/rollouts/{rollout_name(11)}/tokens?row=1")
+        part = await data_of(client, f"/rollouts/{rollout_name(11)}/tokens?row=1&start=45")
+        planner = await data_of(client, f"/rollouts/{rollout_name(11)}/tokens?row=0")
+        span = await data_of(client, f"/rollouts/{rollout_name(11)}/spans/3")
+        page = await text_of(client, f"/rollouts/{rollout_name(11)}/tokens?row=1")
+    own = writer["cells"][20:50]
+    assert [number / 8 for number in range(29)] + [None] == [cell["entropy"] for cell in own]
+    assert [0, 2, 2, 2, 2, 3] == [cell["spread"] for cell in own[:6]]
+    assert {None} == {cell["entropy"] for cell in [*writer["cells"][:20], *writer["cells"][50:]]}
+    assert 14 / 8 == writer["rows"][1]["segments"][0]["entropy"]
+    assert writer["cells"][45:] == part["cells"]
+    assert "entropy 0.125 nats, advantage 0.4167" in page
+    assert [-0.5] * 10 + [1.0] * 10 == [cell["advantage"] for cell in planner["cells"][30:]]
+    assert [-2] * 10 + [3] * 10 == [cell["tone"] for cell in planner["cells"][30:]]
+    assert planner["cells"][30:] == span["cells"][30:]
+
+
 async def test_texts_of_tokens_are_escaped(filled: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"<script>": 100, "\\u202e": 101}}}')
     store = SQLiteStore(f"sqlite:///{filled}")
@@ -430,6 +452,41 @@ async def test_numbers_are_those_of_the_newest_run_over_the_steps_of_all_algorit
         lines = {line["algorithm"]: line for line in data["figures"][0]["series"]}
         assert ([1], [6], [0.1]) == tuple(lines["grpo"][part] for part in ("steps", "places", "values"))
         assert ([1], [1], [0.2]) == tuple(lines["older"][part] for part in ("steps", "places", "values"))
+
+
+async def test_agents_of_a_whole_run_are_summed_up_from_what_it_kept_with_its_steps(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/runs/sums/agents")
+        validated = await data_of(client, "/runs/sums/agents?mode=val")
+        page = await text_of(client, "/runs/sums/agents")
+    assert (240, 60, "train") == (data["whole_rollouts"], data["whole_steps"], data["whole_mode"])
+    writer, planner = data["whole"]
+    assert ("writer", 480, 9600, 0.75, 120.0, 60) == tuple(
+        writer[name] for name in ("agent", "calls", "tokens", "share", "seconds", "errors")
+    )
+    assert (pytest.approx(0.5083, abs=1e-3), None) == (writer["credit"], writer["reward"])
+    assert pytest.approx(0.5083, abs=1e-3) == planner["reward"]
+    assert [("", 9, 1.0)] == [(row["agent"], row["rollouts"], row["share"]) for row in validated["whole"]]
+    credit, share = data["figures"]
+    assert ["writer"] == [line["algorithm"] for line in credit["series"]]
+    assert [0.8] * 60 == share["series"][0]["values"]
+    assert "240 rollouts of 60 steps in mode train." in page
+
+
+async def test_steps_have_an_interval_over_tasks_and_tokens_that_the_run_kept(opened: Open) -> None:
+    async with opened() as client:
+        data = await data_of(client, "/runs/sums")
+        runs = {run["name"]: run for run in (await data_of(client, "/"))["runs"]}
+    table = next(table for table in data["tables"] if table["algorithm"] == "grpo")
+    newest = dict(zip(table["names"], table["rows"][0]["values"], strict=True))
+    assert 0.8 == newest["tokens_used"]
+    assert newest["tokens_per_s"] == pytest.approx(200 / newest["collect_s"])
+    sums = runs["sums"]
+    assert 15 == sums["rollouts"]
+    assert 15 * 70 == sums["tokens"]
+    assert sums["seconds"] > 0
+    assert sums["has_failures"]
+    assert (0, 0) == (runs["refused"]["rollouts"], runs["refused"]["tokens"])
 
 
 async def test_agents_have_their_credit_tokens_errors_and_hand_offs(opened: Open) -> None:

@@ -1,12 +1,17 @@
 """The output of ``agl why``."""
 
+import math
+import struct
+
 from agl import semconv
+from agl.contracts import CallUse
 from agl.episodes._forest import ForestOptions
 from agl.episodes._scores import ScoreOptions
 from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.schemas import Attempt, Reward
 from agl.tracing import make_reward_span
-from agl_run.explain import explain
+from agl_run.explain import explain, explain_training
+from agl_run.training_records import TrainingRecord
 from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
 
 
@@ -86,3 +91,12 @@ def test_explain_names_calls_that_only_one_side_saw() -> None:
     assert "unseen: Grpc (no agent) made a call that was not recorded; what is known of it is in span " in text
     assert "unattributed: OpenAI/Python 3.1" in text
     assert 'unseen_calls = "accept"' in text
+
+
+def test_training_tells_of_the_tokens_of_a_call_what_the_step_measured() -> None:
+    tokens = {"entropy": struct.pack("<3e", 0.5, 1.0, math.nan), "advantage": struct.pack("<3e", -1.0, 2.0, math.nan)}
+    use = CallUse(span_id="1" * 16, row=0, credit=1.0, advantage=0.5, tokens=tokens)
+    record = TrainingRecord(experiment="e", run=1, algorithm="ppo", step=3, calls=(use,))
+    (_, line) = explain_training(record)
+    measured = "advantage 0.5, advantage of its tokens from -1 to 2, mean entropy 0.75"
+    assert f"ppo, step 3, call {use.span_id}: row 0, credit 1, {measured}" == line

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from agl.schemas import Row
+    from agl.schemas import Row, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,7 @@ class RowSample:
     `behaviour` are the sampler's log-probabilities. `old` are the trainer's before the step's first update, where
     they were computed. `rollout` is the id whose rows share an update and one share of its gradient.
     `importance` are weights that were taken over whole rollouts, and `extras` what a loss found in its survey.
+    `parts` are the calls that sampled its trained tokens, where they are known.
     """
 
     rollout: str
@@ -58,6 +59,7 @@ class RowSample:
     old: Tensor | None = None  # [T] float32, nats
     importance: Tensor | None = None  # [T] float32
     extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # [T] each
+    parts: tuple[Segment, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -103,6 +105,7 @@ def from_row(
         advantages=advantages_T.float(),  # infinite beyond 3.4e38: the update is then skipped, and counted
         behaviour=behaviour_T,
         temperature=temperature_T,
+        parts=tuple(part for part in row.segments if part.span_id in advantages),
     )
 
 
@@ -176,6 +179,7 @@ class MicroBatch:
     rollout_M: Tensor  # int64, the number of its rollout
     extras: Mapping[str, Tensor]
     rows: tuple[int, ...]  # indices of the samples, in the order of the rows
+    samples: tuple[RowSample, ...]  # in the same order
     total: float  # the divisor of the whole update
 
     def scores(self, model: nn.Module, *, has_entropy: bool = False, has_bonus: bool = False) -> Scores:
@@ -320,6 +324,7 @@ def _collate(
         rollout_M=spread([number[sample.rollout] for sample in chosen], torch.int64),
         extras={name: flat([sample.extras[name] for sample in chosen]) for name in chosen[0].extras},
         rows=rows,
+        samples=tuple(chosen),
         total=total,
     )
 

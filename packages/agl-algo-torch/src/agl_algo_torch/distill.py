@@ -36,6 +36,7 @@ from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import prepare
 from agl_algo_torch.teachers import LocalTeacher, ServedTeacher, Teacher, load_tokenizer
+from agl_algo_torch.token_numbers import TokenNumbers, mean_advantages
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
@@ -201,7 +202,9 @@ class Distill:
         # 4. Update, make the new weights live, and save them unless that may wait.
         started = time.perf_counter()
         self._tuned.start_updates()
-        metrics |= await self._train(learner, rows)
+        tokens = TokenNumbers()
+        tokens.note_advantages(rows)
+        metrics |= await self._train(learner, rows, tokens=tokens)
         metrics["update_s"] = time.perf_counter() - started
         published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
         self._step = step
@@ -213,7 +216,7 @@ class Distill:
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=_uses(groups),
+            uses=tokens.added(_uses(groups, rows)),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -265,12 +268,18 @@ class Distill:
         metrics = {"groups": float(len(groups)), "rollouts": float(len(episodes)), "rows": float(len(rows))}
         return rows, metrics | ({"reward": mean(rewards)} if rewards else {})
 
-    async def _train(self, learner: PolicyLearner, samples: list[RowSample]) -> dict[str, float]:
+    async def _train(
+        self, learner: PolicyLearner, samples: list[RowSample], *, tokens: TokenNumbers
+    ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
         if self._updates_per_step * self._epochs > 1:
             samples = await asyncio.to_thread(self._with_old_logprobs, learner, samples)
         parts = split_updates(samples, updates=self._updates_per_step)
-        reports = [await asyncio.to_thread(self._update, learner, part) for _ in range(self._epochs) for part in parts]
+        reports = [
+            await asyncio.to_thread(self._update, learner, part, tokens=tokens)
+            for _ in range(self._epochs)
+            for part in parts
+        ]
         return averaged(reports) or {"updates_skipped": 1.0}
 
     def _with_old_logprobs(self, learner: PolicyLearner, samples: list[RowSample]) -> list[RowSample]:
@@ -278,10 +287,12 @@ class Distill:
         learner.use_threads()
         return self._objective.with_old_logprobs(samples, model=learner.loaded.model, device=learner.loaded.device)
 
-    def _update(self, learner: PolicyLearner, samples: Sequence[RowSample]) -> dict[str, float]:
+    def _update(
+        self, learner: PolicyLearner, samples: Sequence[RowSample], *, tokens: TokenNumbers | None = None
+    ) -> dict[str, float]:
         """Do one optimizer update on whole rollouts and return its metrics."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
-        loaded, tally = learner.loaded, Tally()
+        loaded, tally = learner.loaded, Tally(tokens=tokens)
         weight, total = self._objective.weights(samples)
         rows = self._objective.surveyed(samples, model=loaded.model, device=loaded.device)
         for batch in micro_batches(
@@ -318,11 +329,14 @@ def _live_rows(episode: Episode) -> list[RowSample]:
     return [row for row in rows if row.trained_tokens]
 
 
-def _uses(groups: Sequence[Sequence[Episode]]) -> dict[str, tuple[CallUse, ...]]:
-    """Return what became of every call, by rollout id."""
+def _uses(groups: Sequence[Sequence[Episode]], rows: Sequence[RowSample]) -> dict[str, tuple[CallUse, ...]]:
+    """Return what became of every call, by rollout id, with the mean advantage of its tokens."""
+    means = mean_advantages(rows)
     return {
         episode.rollout.rollout_id: call_uses(
-            episode, trained={call.span_id for call in episode.transitions if not call.reject}
+            episode,
+            trained={call.span_id for call in episode.transitions if not call.reject},
+            advantages=means[episode.rollout.rollout_id],
         )
         for group in groups
         for episode in group

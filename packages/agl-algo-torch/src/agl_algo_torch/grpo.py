@@ -45,6 +45,7 @@ from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong, prepare
 from agl_algo_torch.replay import ReplayBuffer
 from agl_algo_torch.timing import update_seconds
+from agl_algo_torch.token_numbers import TokenNumbers
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
@@ -282,7 +283,9 @@ class GRPO:
         own = tuple(dict.fromkeys(sample.rollout for sample in batch.samples))  # each id once, in order
         replayed = self._replay.take(version, own=len(own))
         self._replay.add(version, batch.samples, uses=batch.uses)
-        metrics |= await self._train(learner, batch.samples, replayed=replayed.rows, held=held)
+        tokens = TokenNumbers()
+        tokens.note_advantages(batch.samples)
+        metrics |= await self._train(learner, batch.samples, replayed=replayed.rows, held=held, tokens=tokens)
         metrics |= replayed.metrics() if self._replay.share else {}
         metrics["update_s"] = time.perf_counter() - started
 
@@ -297,7 +300,7 @@ class GRPO:
             trained=own,
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=batch.uses | collected.uses | replayed.uses(bound=self._replay.bound),
+            uses=tokens.added(batch.uses) | collected.uses | replayed.uses(bound=self._replay.bound),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -359,6 +362,7 @@ class GRPO:
         *,
         replayed: list[RowSample],
         held: Sequence[RowSample],
+        tokens: TokenNumbers,
     ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
         # With one update pi_old is pi itself (r = 1), and the forward pass of the update gives it for free.
@@ -374,7 +378,7 @@ class GRPO:
         reports: list[dict[str, float]] = []
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
-                reports.append(await asyncio.to_thread(self._update, learner, part, held=held))
+                reports.append(await asyncio.to_thread(self._update, learner, part, held=held, tokens=tokens))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
         return averaged(reports) | self._replay.truncated(replayed)
 
@@ -419,14 +423,19 @@ class GRPO:
         return self._replay.weighed(rows, objective=self._objective, model=loaded.model, device=loaded.device)
 
     def _update(
-        self, learner: PolicyLearner, samples: Sequence[RowSample], *, held: Sequence[RowSample]
+        self,
+        learner: PolicyLearner,
+        samples: Sequence[RowSample],
+        *,
+        held: Sequence[RowSample],
+        tokens: TokenNumbers | None = None,
     ) -> dict[str, float]:
         """Do one optimizer update on whole rollouts, none when no row has a gradient; returns its metrics."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
         rows, batches = self._batches(learner, samples)
         if not rows:
             return {"updates_skipped": 1.0}
-        tally = Tally()
+        tally = Tally(tokens=tokens)
         # Gradients of micro-batches add up in the parameters; the weights make the sum that of one big batch.
         for batch in batches:
             # sum_t w_t c_t loss_t / total: this batch's part of the update's loss.

@@ -32,18 +32,23 @@ if TYPE_CHECKING:
 
     from agl_algo_torch.batch import MicroBatch, RowSample
     from agl_algo_torch.scoring import Scores
+    from agl_algo_torch.token_numbers import TokenNumbers
     from agl_algo_torch.tuned_policy import TunedPolicy
     from agl_objectives.importance import Importance
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Numbers of an update's micro-batches, to log: sums over tokens, and peaks."""
+    """Numbers of an update's micro-batches, to log: sums over tokens, and peaks.
+
+    `tokens` keeps those of single tokens, where somebody wants them.
+    """
 
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     peaks: dict[str, float] = field(default_factory=lambda: {"ratio_max": 0.0, "logprob_gap": 0.0})
     weights: float = 0.0
     squares: float = 0.0
+    tokens: TokenNumbers | None = None
 
     def weigh(self, weight_M: Tensor) -> None:
         """Add the importance weights of tokens."""
@@ -175,6 +180,8 @@ class Objective:
         if scores.bonus_M is not None:
             loss = loss - self._entropy_coef * batch.mean(scores.bonus_M)
         self._note(tally, loss, scores, counts=terms.counts)
+        if tally.tokens is not None and scores.entropy_M is not None:
+            tally.tokens.note_entropies(batch, scores.entropy_M)
         _note_peaks(tally, logp_M.detach(), old_M=old_M, behaviour_M=batch.behaviour_M)
         return loss
 

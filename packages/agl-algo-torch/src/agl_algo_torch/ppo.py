@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,7 @@ from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong
+from agl_algo_torch.token_numbers import TokenNumbers, mean_advantages
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative, shares
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
@@ -294,7 +294,9 @@ class PPO:
         # 3. Update policy and critic.
         self._tuned.start_updates()
         held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
-        metrics |= await self._train(learner, critic, valued, held=held)
+        tokens = TokenNumbers()
+        tokens.note_advantages(row.sample for row in valued)
+        metrics |= await self._train(learner, critic, valued, held=held, tokens=tokens)
         metrics["update_s"] = time.perf_counter() - started
 
         # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
@@ -308,7 +310,7 @@ class PPO:
             trained=tuple(dict.fromkeys(row.sample.rollout for row in valued)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=_uses(groups, returns, rows, valued, loud=loud) | collected.uses,
+            uses=tokens.added(_uses(groups, returns, valued, loud=loud)) | collected.uses,
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -426,7 +428,13 @@ class PPO:
         return [replace(row, sample=whiten(row.sample)) for row in rows]
 
     async def _train(
-        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow], *, held: Sequence[RowSample]
+        self,
+        learner: PolicyLearner,
+        critic: CriticLearner,
+        rows: Sequence[ValuedRow],
+        *,
+        held: Sequence[RowSample],
+        tokens: TokenNumbers,
     ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
         if not rows:
@@ -437,12 +445,18 @@ class PPO:
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
                 chosen = [by_row[id(sample)] for sample in part]
-                reports.append(await asyncio.to_thread(self._update, learner, critic, chosen, held=held))
+                reports.append(await asyncio.to_thread(self._update, learner, critic, chosen, held=held, tokens=tokens))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
         return averaged(reports)
 
     def _update(
-        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow], *, held: Sequence[RowSample]
+        self,
+        learner: PolicyLearner,
+        critic: CriticLearner,
+        rows: Sequence[ValuedRow],
+        *,
+        held: Sequence[RowSample],
+        tokens: TokenNumbers | None = None,
     ) -> dict[str, float]:
         """Do one update of the critic, and one of the policy once the critic's warm-up is over; returns metrics."""
         learner.use_threads()
@@ -460,7 +474,7 @@ class PPO:
         # While V is still near 0, A is the return without a baseline, whose variance would only shake the policy.
         if self._step < self._critic_warmup:
             return report
-        model, device, tally = learner.loaded.model, learner.loaded.device, Tally()
+        model, device, tally = learner.loaded.model, learner.loaded.device, Tally(tokens=tokens)
         surveyed = self._objective.surveyed(samples, model=model, device=device)
         for batch in micro_batches(
             surveyed,
@@ -495,19 +509,12 @@ def _flat(groups: Sequence[Sequence[Episode]]) -> list[Episode]:
 def _uses(
     groups: Sequence[Sequence[Episode]],
     returns: Sequence[Mapping[str, float]],
-    rows: Sequence[RewardedRow],
     valued: Sequence[ValuedRow],
     *,
     loud: Collection[str],
 ) -> dict[str, tuple[CallUse, ...]]:
     """Return what became of every call, by rollout id: its return, and the mean advantage of its tokens."""
-    means: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for given, row in zip(rows, valued, strict=True):
-        for part in given.row.segments:
-            own_T = slice(part.start, part.stop)
-            chosen = row.sample.mask[own_T]  # [T of the call] bool
-            if bool(chosen.any()):
-                means[given.row.rollout_id][part.span_id] = float(row.sample.advantages[own_T][chosen].mean())
+    means = mean_advantages(row.sample for row in valued)
     advantages = [means[episode.rollout.rollout_id] for episode in _flat(groups)]
     return group_uses(groups, trained=advantages, loud=loud, credits=returns, advantages=advantages)
 

@@ -57,6 +57,7 @@ from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import PreparedBatch, prepare
 from agl_algo_torch.retelling import Retelling, Words
+from agl_algo_torch.token_numbers import TokenNumbers
 from agl_algo_torch.tuned_policy import (
     TunedPolicy,
     at_least_one,
@@ -260,7 +261,8 @@ class SDPO:
         started = time.perf_counter()
         samples = prepared.samples if self._grpo_coef else []
         self._tuned.start_updates()
-        metrics |= await asyncio.to_thread(self._update, learner, lessons.rows, samples)
+        tokens = TokenNumbers()
+        metrics |= await asyncio.to_thread(self._update, learner, lessons.rows, samples, tokens=tokens)
         metrics["update_s"] = time.perf_counter() - started
 
         # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
@@ -275,7 +277,7 @@ class SDPO:
             trained=tuple(dict.fromkeys(rollouts)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=_uses(groups, lessons, prepared if self._grpo_coef else None),
+            uses=tokens.added(_uses(groups, lessons, prepared if self._grpo_coef else None)),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -351,16 +353,18 @@ class SDPO:
         return replace(sample, temperature=torch.full((len(sample.ids),), call.temperature or 1.0))
 
     def _update(
-        self, learner: PolicyLearner, rows: Sequence[TaughtRow], samples: Sequence[RowSample]
+        self, learner: PolicyLearner, rows: Sequence[TaughtRow], samples: Sequence[RowSample], *, tokens: TokenNumbers
     ) -> dict[str, float]:
         """Do one optimizer update, none when nothing has a gradient; returns its metrics."""
         learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
-        metrics = self._add_divergence(learner, rows) | self._add_grpo(learner, samples)
+        metrics = self._add_divergence(learner, rows, tokens) | self._add_grpo(learner, samples, tokens)
         if not metrics:
             return {"updates_skipped": 1.0}
         return learner.apply(metrics)
 
-    def _add_divergence(self, learner: PolicyLearner, rows: Sequence[TaughtRow]) -> dict[str, float]:
+    def _add_divergence(
+        self, learner: PolicyLearner, rows: Sequence[TaughtRow], told: TokenNumbers
+    ) -> dict[str, float]:
         """Add the gradient of the divergence from the teacher; returns its mean per token and the teacher's gap."""
         policies = [row.policy for row in rows]
         weight, total = loss_weights(policies, aggregation=self._aggregation)
@@ -376,7 +380,9 @@ class SDPO:
             backward(batch.mean(apart_M))  # gradients of micro-batches add up in the parameters
             logp_M = logp_M_V.detach().gather(1, batch.targets_M[:, None])[:, 0]
             sums["divergence"] += float(apart_M.detach().sum())
-            sums["teacher_gap"] += float((teacher_M - logp_M).sum())  # log q(y) - log pi(y), below 0 where it disagrees
+            gap_M = teacher_M - logp_M  # log q(y) - log pi(y), below 0 where it disagrees
+            sums["teacher_gap"] += float(gap_M.sum())
+            told.note_gaps(batch, gap_M)
         return {name: value / tokens for name, value in sums.items()}
 
     def _batches(
@@ -424,11 +430,11 @@ class SDPO:
         # q = pi^(1 - s) pi_start^s / Z, the point between the two that a trust region of KL leads to
         return torch.lerp(logp_m_V, start_m_V, self._teacher_start).log_softmax(dim=1)
 
-    def _add_grpo(self, learner: PolicyLearner, samples: Sequence[RowSample]) -> dict[str, float]:
+    def _add_grpo(self, learner: PolicyLearner, samples: Sequence[RowSample], tokens: TokenNumbers) -> dict[str, float]:
         """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss."""
         weight, total = self._objective.weights(samples)
         kept = [index for index, sample in enumerate(samples) if self._objective.has_gradient(sample)]
-        tally = Tally()
+        tally = Tally(tokens=tokens)
         for batch in self._batches(learner, [samples[i] for i in kept], [weight[i] for i in kept], total=total):
             loss = self._objective.loss(batch, model=learner.loaded.model, tuned=self._tuned, tally=tally)
             backward(self._grpo_coef * loss)

@@ -32,6 +32,12 @@ def from_bytes(data: bytes, *, kind: str, dtype: torch.dtype) -> Tensor:
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy()).to(dtype)
 
 
+def half_bytes(values: Tensor) -> bytes:
+    """Return numbers on the CPU as packed little-endian float16, those beyond 65,504 as that."""
+    most = torch.finfo(torch.float16).max
+    return cast("Any", values.clamp(-most, most)).numpy().astype("<f2").tobytes()
+
+
 def numbers(values: Tensor) -> list[float]:
     """Return a vector of floats as Python numbers."""
     return cast("Any", values).tolist()

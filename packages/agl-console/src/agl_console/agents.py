@@ -1,7 +1,7 @@
 """The view of agents: calls, credit, trained tokens, errors and hand-offs of each agent of a run.
 
-A store keeps no such sums. They are made here of the newest rollouts, at most ``MOST`` of them, and the page says of
-how many.
+The sums over a whole run are those that the run kept with each of its steps. Who calls after whom, and what was
+recorded without a step, is added up here over the newest rollouts, at most ``MOST``, and the page says of how many.
 """
 
 from collections import Counter
@@ -16,7 +16,9 @@ from agl import semconv
 from agl.contracts import CallUse, Recording, RolloutQuery, Store
 from agl.episodes import Enclosing, chronological
 from agl.schemas import Mode, Record, RolloutStatus, Span
+from agl_console.figures import Figure, Line, thinned
 from agl_console.reading import newest_recordings, run_of, uses_of
+from agl_run.commands import AgentTally, StepTally, read_tallies
 
 LOOKED = 100
 """Rollouts that are looked through by default."""
@@ -25,6 +27,9 @@ MOST = 500
 
 SHOWN = 12
 """Agents of the matrix of hand-offs: those with the most calls."""
+
+DRAWN = 6
+"""Agents of a figure: those with the most calls, as many as there are colours."""
 
 LISTED = 100
 """Agents, and pairs of names, that a table lists at most."""
@@ -61,6 +66,30 @@ class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     errors: int
 
 
+class WholeRow(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """An agent over all steps of a run.
+
+    Attributes:
+        reward: Mean reward of the rollouts in which it made a call, and its standard deviation, ``spread``.
+        credit: Mean over its calls for which a step reported one; ``advantage`` likewise.
+        share: Its part of all trained tokens, of all sampled ones where none were trained.
+        seconds: Time in its calls.
+    """
+
+    agent: str
+    rollouts: int
+    calls: int
+    tokens: int
+    trained: int
+    share: float | None
+    seconds: float
+    reward: float | None
+    spread: float | None
+    credit: float | None
+    advantage: float | None
+    errors: int
+
+
 class Pair(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Two names and how often the one led to the other."""
 
@@ -73,6 +102,10 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The agents of a run, those with the most calls first.
 
     Attributes:
+        whole: The agents over all steps of the run in the mode that was chosen, by default ``train`` if it trains.
+        whole_rollouts: Rollouts of these steps; ``whole_steps`` the number of steps.
+        whole_mode: The mode, ``""`` for all.
+        figures: Credit and share of sampled tokens of agents over these steps.
         looked_through: Rollouts that were looked through.
         is_all: Whether these are all that fit the filters.
         names: The agents of the matrix.
@@ -83,6 +116,11 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     name: str
     filters: dict[str, str]
+    whole: list[WholeRow]
+    whole_rollouts: int
+    whole_steps: int
+    whole_mode: str
+    figures: list[Figure]
     looked_through: int
     is_all: bool
     agents: list[AgentRow]
@@ -94,7 +132,10 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsView:
     """Sum up the agents in the newest rollouts of a run; raises :class:`NotFoundError` for an unknown run."""
-    await run_of(store, name)
+    record = await run_of(store, name)
+    every = await read_tallies(store, record)
+    mode = chosen.mode or ("train" if any(each.mode == "train" for each in every) else "")
+    tallies = [each for each in every if mode in ("", each.mode)]
     query = RolloutQuery(
         experiment=name,
         mode=chosen.mode or None,
@@ -113,6 +154,11 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
     return AgentsView(
         name=name,
         filters={key: value for key, value in filters.items() if value and value != str(LOOKED)},
+        whole=_whole(tallies),
+        whole_rollouts=sum(each.rollouts for each in tallies),
+        whole_steps=len(tallies),
+        whole_mode=mode,
+        figures=_figures(name, tallies),
         looked_through=looked,
         is_all=not behind,
         agents=sums.rows(),
@@ -121,6 +167,78 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
         inside=_pairs(sums.inside),
         handoffs=_pairs(sums.handoffs),
     )
+
+
+def _whole(tallies: Sequence[StepTally]) -> list[WholeRow]:
+    """Return the sums over steps by agent, those with the most calls first."""
+    agents = _summed(tallies)
+    trained = sum(each.trained for each in agents)
+    sampled = sum(each.tokens for each in agents)
+    return [
+        WholeRow(
+            agent=each.agent,
+            rollouts=each.rollouts,
+            calls=each.calls,
+            tokens=each.tokens,
+            trained=each.trained,
+            share=each.trained / trained if trained else each.tokens / sampled if sampled else None,
+            seconds=each.seconds,
+            reward=each.reward.mean if each.reward.count else None,
+            spread=None if each.reward.variance is None else each.reward.variance**0.5,
+            credit=each.credit.mean if each.credit.count else None,
+            advantage=each.advantage.mean if each.advantage.count else None,
+            errors=each.errors,
+        )
+        for each in agents[:LISTED]
+    ]
+
+
+def _summed(tallies: Sequence[StepTally]) -> list[AgentTally]:
+    found: dict[str, AgentTally] = {}
+    for each in (agent for tally in tallies for agent in tally.agents):
+        found[each.agent] = found[each.agent].plus(each) if each.agent in found else each
+    return sorted(found.values(), key=lambda each: (-each.calls, each.agent))
+
+
+def _figures(run: str, tallies: Sequence[StepTally]) -> list[Figure]:
+    """Return the credit and the share of sampled tokens of each agent over the steps."""
+    agents = [each.agent for each in _summed(tallies)[:DRAWN]]
+    algorithms = dict.fromkeys(each.algorithm for each in tallies)
+    parts = {"credit": _credit, "share of sampled tokens": _share}
+    found: list[Figure] = []
+    for title, value in parts.items():
+        series: list[Line] = []
+        for algorithm in algorithms:
+            steps = [each for each in tallies if each.algorithm == algorithm]
+            for agent in agents:
+                points = [(each.step, value(each, agent)) for each in steps]
+                known = [(step, number) for step, number in points if number is not None]
+                shown = thinned(known)
+                label = agent or "no agent"
+                series.append(
+                    Line(
+                        run=run,
+                        algorithm=label if len(algorithms) == 1 else f"{algorithm}: {label}",
+                        steps=[step for step, _ in shown],
+                        places=[step for step, _ in shown],
+                        values=[number for _, number in shown],
+                        low=[None] * len(shown),
+                        high=[None] * len(shown),
+                    )
+                )
+        drawn = [line for line in series if len(line.steps) > 1]
+        found += [Figure(name=title, series=drawn)] if drawn else []
+    return found
+
+
+def _credit(tally: StepTally, agent: str) -> float | None:
+    own = next((each.credit for each in tally.agents if each.agent == agent), None)
+    return own.mean if own is not None and own.count else None
+
+
+def _share(tally: StepTally, agent: str) -> float | None:
+    tokens = tally.tokens
+    return sum(each.tokens for each in tally.agents if each.agent == agent) / tokens if tokens else None
 
 
 class _Sums:

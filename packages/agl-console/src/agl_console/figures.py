@@ -2,10 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from agl.contracts import Metric
 from agl.schemas import Record
-from agl_run.commands import place_of
+from agl_run.commands import StepTally, place_of
+
+T = TypeVar("T")
+
+REWARD, SPEED, USED = "reward", "tokens_per_s", "tokens_used"
+"""A metric, and two numbers that are made of what a run kept with its steps."""
 
 POINTS = 1000
 """Points of a line at most; of more, evenly spread ones are drawn, with the first and the last."""
@@ -55,9 +63,28 @@ def figure_of(name: str, metrics: Mapping[str, Sequence[Metric]]) -> Figure:
         for metric in finite:
             if metric.name == name:
                 lines.setdefault(metric.algorithm, []).append(metric)
-        series += [_line(run, algorithm, _thinned(points), ends) for algorithm, points in lines.items()]
+        series += [_line(run, algorithm, thinned(points), ends) for algorithm, points in lines.items()]
         is_thinned = is_thinned or any(len(points) > POINTS for points in lines.values())
     return Figure(name=name, series=series, is_thinned=is_thinned)
+
+
+def derived(metrics: Sequence[Metric], tallies: Sequence[StepTally]) -> list[Metric]:
+    """Return numbers of steps that no algorithm logs: the ends of the reward's interval, and how tokens were used."""
+    known = {(metric.algorithm, metric.step, metric.name): metric for metric in metrics}
+    found: list[Metric] = []
+    for tally in tallies:
+        at = tally.algorithm, tally.step
+        reward, collect_s = known.get((*at, REWARD)), known.get((*at, "collect_s"))
+        is_trained = tally.mode == "train"
+        speed = tally.tokens / collect_s.value if is_trained and collect_s and collect_s.value > 0 else None
+        used = tally.trained / tally.tokens if is_trained and tally.trained and tally.tokens else None
+        numbers = {f"{REWARD}_low": tally.low, f"{REWARD}_high": tally.high, SPEED: speed, USED: used}
+        found += [
+            replace(reward, name=part, value=value)
+            for part, value in numbers.items()
+            if reward is not None and value is not None and (*at, part) not in known
+        ]
+    return found
 
 
 def _line(run: str, algorithm: str, found: Sequence[Metric], ends: dict[tuple[str, int, str], float]) -> Line:
@@ -69,7 +96,8 @@ def _line(run: str, algorithm: str, found: Sequence[Metric], ends: dict[tuple[st
     return Line(run=run, algorithm=algorithm, steps=steps, places=places, values=values, low=low, high=high)
 
 
-def _thinned(found: Sequence[Metric]) -> Sequence[Metric]:
+def thinned(found: Sequence[T]) -> Sequence[T]:
+    """Return at most ``POINTS`` of the points of a line, evenly spread, with the first and the last."""
     if len(found) <= POINTS:
         return found
     return [found[index * (len(found) - 1) // (POINTS - 1)] for index in range(POINTS)]

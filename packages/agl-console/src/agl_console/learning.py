@@ -4,10 +4,10 @@ from collections.abc import Collection, Sequence
 
 from agl.contracts import Metric, Store, VersionScore
 from agl.schemas import Record
-from agl_console.figures import Figure, figure_of
+from agl_console.figures import Figure, derived, figure_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, status_of
-from agl_run.commands import Suggestion, load_settings, suggestions_of
+from agl_run.commands import Suggestion, load_settings, read_tallies, suggestions_of
 
 STEPS = 50
 """Steps of a table."""
@@ -16,12 +16,14 @@ FIRST = (
     *("reward", "score", "best_val_score", "kl", "entropy", "clipped", "clipped_low", "clipped_high"),
     *("truncated_share", "tokens", "staleness", "groups_silent", "groups_dropped", "rollouts_extra"),
     *("silent_share", "dropped_share"),
-    *("loss", "grad_norm", "collect_s", "update_s"),
+    *("loss", "grad_norm", "collect_s", "update_s", "tokens_per_s", "tokens_used"),
 )
 """Metrics whose figures come first, in this order: those that say whether it learns, and why it does not."""
 
 MEANINGS = {
-    "reward": "mean reward of the step's rollouts",
+    "reward": "mean reward of the step's rollouts, with its 95 % interval over tasks",
+    "tokens_per_s": "sampled tokens per second of collecting",
+    "tokens_used": "share of sampled tokens on which the step trained",
     "kl": "distance to the first policy, nats per token",
     "entropy": "spread of the policy's next token, nats",
     "clipped_low": "share of tokens clipped below",
@@ -91,7 +93,8 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows: int = STEPS) -> LearningView:
     """Read a run's numbers, with tables of ``rows`` steps; raises :class:`NotFoundError` for an unknown run."""
     record = await run_of(store, name)
-    metrics = await store.metrics(name, run=record.run)
+    logged = await store.metrics(name, run=record.run)
+    metrics = [*logged, *derived(logged, await read_tallies(store, record))]
     shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
     newest = sorted({metric.step for metric in shown}, reverse=True)
     steps = newest[:rows]
@@ -103,7 +106,7 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         live=record.live,
         best=await best_version(store, record),
         has_failures=await has_failures(store, name),
-        suggestions=suggestions_of(metrics),
+        suggestions=suggestions_of(logged),
         figures=_figures(name, metrics),
         meanings=MEANINGS,
         tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]]),

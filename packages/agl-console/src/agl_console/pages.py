@@ -90,7 +90,10 @@ def seconds(value: float | None) -> str:
         return _NONE
     if value < 1:
         return f"{value * 1000:.0f} ms"
-    return f"{value:.2f} s" if value < 60 else f"{int(value // 60)} min {value % 60:02.0f} s"
+    if value < 60:
+        return f"{value:.2f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
 
 
 def data(value: Any) -> Any:

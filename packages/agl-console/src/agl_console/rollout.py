@@ -195,7 +195,7 @@ async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilte
         reward=span.reward,
         texts=contents.of(span)[1],
         attributes=[contents.text(key, value) for key, value in sorted(span.attributes.items())],
-        cells=call_cells(span.call, trains=trains, advantage=use.advantage if use else None) if span.call else [],
+        cells=call_cells(span.call, trains=trains, use=use) if span.call else [],
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Store, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_console.figures import Figure, figure_of
-from agl_run.commands import KeptFit, load_settings, read_fits
+from agl_console.figures import REWARD, Figure, derived, figure_of
+from agl_run.commands import KeptFit, load_settings, read_fits, read_tallies
 
 PAGE = 50
 """Runs on a page."""
@@ -17,8 +17,6 @@ COMPARED = 8
 
 GONE_S = 15.0
 """Seconds without a sign of life after which a run counts as stopped; trainers give one every four."""
-
-REWARD = "reward"
 
 
 class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +38,8 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         status: ``running``, ``stopped`` (it may be resumed) or ``finished``.
         turn: Steps that all algorithms took together.
         rewards: The last reward of each algorithm, with the ends of its interval where they are known.
+        rollouts: Finished rollouts of all its runs; ``tokens`` are those that models sampled in them, and ``seconds``
+            the time from their first attempts' starts to their ends, added up.
         best: The version of a live resource with the highest measured score.
         has_failures: Whether a rollout failed.
     """
@@ -49,6 +49,9 @@ class RunRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     agent: str
     turn: int
     rewards: list["LastReward"]
+    rollouts: int
+    tokens: int
+    seconds: float
     best: VersionScore | None
     has_failures: bool
 
@@ -132,6 +135,7 @@ async def _compared(store: Store, records: Sequence[ExperimentRecord], names: Se
         raise ConfigError(f"{len(wanted)} runs are too many to tell their curves apart; choose {COMPARED} at most")
     parts = (REWARD, f"{REWARD}_low", f"{REWARD}_high")
     rewards = {name: await _metrics(store, known[name], *parts) for name in wanted}
+    rewards = {name: [*own, *derived(own, await read_tallies(store, known[name]))] for name, own in rewards.items()}
     figure = figure_of(REWARD, rewards)
     settings = {name: await load_settings(store, known[name]) for name in wanted}
     return RunsView(
@@ -152,14 +156,18 @@ async def _metrics(store: Store, record: ExperimentRecord, *names: str) -> list[
 async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]) -> RunRow:
     values = sorted((metric for metric in rewards if metric.name == REWARD), key=lambda metric: metric.step)
     last = {metric.algorithm: metric for metric in values}
+    sums = await store.statistics(record.name)
     return RunRow(
         name=record.name,
         status=await status_of(store, record),
         agent=record.agent,
         turn=record.turn,
         rewards=[LastReward(algorithm=key, step=metric.step, value=metric.value) for key, metric in last.items()],
+        rollouts=sum(each.rollouts for each in sums),
+        tokens=sum(each.response_tokens for each in sums),
+        seconds=sum(each.seconds for each in sums),
         best=await best_version(store, record),
-        has_failures=await has_failures(store, record.name),
+        has_failures=any(each.failed for each in sums),
     )
 
 

@@ -1,4 +1,4 @@
-"""The tokens of a rollout's rows, or of one call: ids, log-probabilities, and which of them train."""
+"""The tokens of a rollout's rows, or of one call: ids, log-probabilities, entropies, advantages, and which train."""
 
 import math
 from array import array
@@ -9,12 +9,16 @@ from msgspec.structs import replace
 from agl.contracts import CallUse
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Episode, ModelCall, Record, Row, unpack_floats, unpack_ids
+from agl_run.commands import token_values
 
 WINDOW = 1000
 """Tokens of a page."""
 
 _LEVELS = (-0.01, -0.1, -0.5, -1.0, -2.0, -4.0)
 """Log-probabilities that part the levels 0 (certain) to 6 (surprising), in nats."""
+
+_SPREADS = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0)
+"""Entropies that part the levels 0 (no choice) to 6 (as among 55 equal tokens or more), in nats."""
 
 
 class TokensFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +35,9 @@ class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
         logprob: Behaviour log-probability, ``None`` where the token was not sampled.
         level: 0 for a certain token up to 6 for a surprising one; ``None`` where it was not sampled.
         version: Index into ``versions`` of the weights that sampled it; ``None`` where it was not sampled.
-        advantage: That of its call, which a step reported; ``None`` without one.
+        advantage: Its own where the step reported one for every token, else that of its call; ``None`` without one.
+        entropy: That of the policy before the token in nats, which a step reported; ``None`` without one.
+        spread: 0 for an entropy near 0 up to 6 for one above 4; ``None`` without one.
         text: Its text, ``""`` where no vocabulary is known.
         tone: -3 for the lowest advantage below 0 up to 3 for the highest above, on the scale of the row.
     """
@@ -45,12 +51,15 @@ class TokenCell(Record, frozen=True, kw_only=True, omit_defaults=False):
     advantage: float | None = None
     tone: int | None = None
     text: str = ""
+    entropy: float | None = None
+    spread: int | None = None
 
 
 class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A part of a row that one call sampled; ``logprob`` is the mean of its tokens, ``None`` if it has none.
 
-    ``advantage`` is what a step reported for the call, ``None`` without a report.
+    ``advantage`` is what a step reported for the call, and ``entropy`` the mean over its tokens; ``None`` without a
+    report.
     """
 
     start: int
@@ -60,6 +69,7 @@ class SegmentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     model_version: str
     logprob: float | None
     advantage: float | None
+    entropy: float | None = None
 
 
 class RowSummary(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -124,16 +134,16 @@ def tokens_view(episode: Episode, chosen: TokensFilter, uses: Mapping[str, CallU
         rows=summaries,
         row=row.branch,
         versions=versions,
-        cells=_with_advantages(cells, summary.segments),
+        cells=_with_uses(cells, [(part.start, uses.get(part.span_id), part.stop) for part in summary.segments]),
         previous={**place, "start": str(max(0, chosen.start - WINDOW))} if chosen.start else {},
         next={**place, "start": str(stop)} if stop < total else {},
     )
 
 
-def call_cells(call: ModelCall, *, trains: bool, advantage: float | None) -> list[TokenCell]:
+def call_cells(call: ModelCall, *, trains: bool, use: CallUse | None) -> list[TokenCell]:
     """Return the last tokens of a call's prompt and the first ones of its answer, a window in all.
 
-    ``trains`` says whether the call reaches a row; ``advantage`` is what a step reported for it.
+    ``trains`` says whether the call reaches a row; ``use`` is what a step reported for it.
     """
     answer = unpack_ids(call.response_ids[: WINDOW * 4])
     prompt = unpack_ids(call.prompt_ids[-max(1, WINDOW - len(answer)) * 4 :])
@@ -146,10 +156,7 @@ def call_cells(call: ModelCall, *, trains: bool, advantage: float | None) -> lis
         mask=bytes(len(prompt)) + (b"\x01" if trains else b"\x00") * len(answer),
         start=call.prompt_len - len(prompt),
     )
-    if advantage is None:
-        return cells
-    tone = tone_of(advantage, abs(advantage))
-    return [cell if cell.version is None else replace(cell, advantage=advantage, tone=tone) for cell in cells]
+    return _with_uses(cells, [(call.prompt_len, use, call.prompt_len + call.response_len)])
 
 
 def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
@@ -163,6 +170,7 @@ def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
             model_version=segment.model_version,
             logprob=_mean(unpack_floats(row.logprobs[segment.start * 4 : segment.stop * 4])),
             advantage=uses[segment.span_id].advantage if segment.span_id in uses else None,
+            entropy=_mean(_numbers(uses.get(segment.span_id), "entropy")),
         )
         for segment in row.segments
     ]
@@ -199,19 +207,44 @@ def tone_of(advantage: float, largest: float) -> int:
     return size if advantage > 0 else -size
 
 
-def _with_advantages(cells: Sequence[TokenCell], segments: Sequence[SegmentRow]) -> list[TokenCell]:
-    """Give the sampled tokens the advantage of their call."""
-    known = [abs(segment.advantage) for segment in segments if segment.advantage is not None]
-    largest = max(filter(math.isfinite, known), default=0.0)
+def _with_uses(cells: Sequence[TokenCell], parts: Sequence[tuple[int, CallUse | None, int]]) -> list[TokenCell]:
+    """Give sampled tokens what steps reported of their calls, each with its start and its stop."""
+    known = [number for _, use, _ in parts for number in (*_own_advantages(use), use.advantage if use else None)]
+    largest = max((abs(number) for number in known if number is not None and math.isfinite(number)), default=0.0)
     found = list(cells)
     first = cells[0].position if cells else 0
-    for segment in segments:
-        if segment.advantage is None:
+    for start, use, stop in parts:
+        if use is None:
             continue
-        tone = tone_of(segment.advantage, largest)
-        for at in range(max(0, segment.start - first), min(len(found), segment.stop - first)):
-            found[at] = replace(found[at], advantage=segment.advantage, tone=tone)
+        advantages, entropies = _own_advantages(use), token_values(use, "entropy")
+        for at in range(max(0, start - first), min(len(found), stop - first)):
+            number = at + first - start
+            advantage = advantages[number] if number < len(advantages) else use.advantage
+            entropy = entropies[number] if number < len(entropies) else None
+            found[at] = _valued(found[at], advantage=_finite(advantage), entropy=_finite(entropy), largest=largest)
     return found
+
+
+def _valued(cell: TokenCell, *, advantage: float | None, entropy: float | None, largest: float) -> TokenCell:
+    return replace(
+        cell,
+        advantage=advantage,
+        tone=None if advantage is None else tone_of(advantage, largest),
+        entropy=entropy,
+        spread=None if entropy is None else sum(1 for bound in _SPREADS if entropy > bound),
+    )
+
+
+def _own_advantages(use: CallUse | None) -> list[float]:
+    return [] if use is None else token_values(use, "advantage")
+
+
+def _numbers(use: CallUse | None, name: str) -> list[float]:
+    return [] if use is None else [value for value in token_values(use, name) if math.isfinite(value)]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

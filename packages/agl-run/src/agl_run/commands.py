@@ -31,6 +31,7 @@ from agl_run.experiment.labels import labelled, move
 from agl_run.experiment.retaining import retaining, taking_turns
 from agl_run.experiment.retention import FINISHED, RetentionLimits, delete_finished, needed_experiments
 from agl_run.experiment.state import load_settings
+from agl_run.experiment.step_tallies import AgentTally, StepTally, keep_tallies, read_tallies
 from agl_run.experiment.store_url import as_url
 from agl_run.explain import explain, explain_training
 from agl_run.placeholder_key import PLACEHOLDER_KEY
@@ -38,7 +39,7 @@ from agl_run.runners.refusals import KEY_ADVICE
 from agl_run.saved_training import is_saved
 from agl_run.store_contract import build_store
 from agl_run.suggestions import Suggestion, suggestions_of
-from agl_run.training_records import TrainingRecord, training_of
+from agl_run.training_records import TrainingRecord, token_values, training_of
 
 __all__ = [
     "CONVERSATIONS",
@@ -47,12 +48,14 @@ __all__ = [
     "KEY_ADVICE",
     "LABEL",
     "PLACEHOLDER_KEY",
+    "AgentTally",
     "KeptFit",
     "KeptTrial",
     "ListedVersion",
     "ListedWorker",
     "RetentionLimits",
     "ShownMessages",
+    "StepTally",
     "Suggestion",
     "TrainingRecord",
     "TrialScore",
@@ -73,6 +76,7 @@ __all__ = [
     "is_saved",
     "json_line",
     "json_option",
+    "keep_tallies",
     "labelled",
     "labelled_texts",
     "list_versions",
@@ -88,6 +92,7 @@ __all__ = [
     "print_json",
     "print_table",
     "read_fits",
+    "read_tallies",
     "read_trials",
     "resolve_url",
     "resource_text",
@@ -97,6 +102,7 @@ __all__ = [
     "store_option",
     "suggestions_of",
     "taking_turns",
+    "token_values",
     "training_of",
     "visible",
     "with_store",

@@ -1,12 +1,14 @@
 """Explains the outcome of every recorded call in words, for ``agl why``."""
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from agl import semconv
 from agl.contracts import CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
-from agl_run.training_records import TrainingRecord
+from agl_run.training_records import TrainingRecord, token_values
 
 NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
@@ -109,8 +111,24 @@ def _use(call: CallUse, *, hides_note: bool) -> str:
     if call.row < 0:
         return ", ".join(filter(None, (f"{call.span_id}: did not train: {call.note}", credit)))
     advantage = f"advantage {_number(call.advantage)}" if call.advantage is not None else ""
-    parts = (f"{call.span_id}: row {call.row}", credit, advantage, "" if hides_note else call.note)
+    tokens = [_spread(call, "advantage"), _mean_of_tokens(call, "entropy")]
+    parts = (f"{call.span_id}: row {call.row}", credit, advantage, *tokens, "" if hides_note else call.note)
     return ", ".join(filter(None, parts))
+
+
+def _spread(call: CallUse, name: str) -> str:
+    """Say between which values the tokens of a call lie, "" where they do not differ."""
+    values = _known(call, name)
+    return f"{name} of its tokens from {_number(min(values))} to {_number(max(values))}" if values else ""
+
+
+def _mean_of_tokens(call: CallUse, name: str) -> str:
+    values = _known(call, name)
+    return f"mean {name} {_number(fmean(values))}" if values else ""
+
+
+def _known(call: CallUse, name: str) -> list[float]:
+    return [value for value in token_values(call, name) if math.isfinite(value)]
 
 
 def _is_without_ids(episode: Episode) -> bool:

@@ -6,6 +6,7 @@ record again, which the store ignores, or a newer one, which counts.
 """
 
 import hashlib
+import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +20,11 @@ from agl.schemas import Record, Span, encode
 TRAINING = "agl.training"
 """The attribute of a span that holds a :class:`TrainingRecord`."""
 
-_BATCH = 20_000
-"""Calls after which the records are sent to the store in another batch."""
+_BATCH = 8 << 20
+"""Bytes after which the records are sent to the store in another batch."""
+
+_CALL_BYTES = 400
+"""Bytes of a call without the numbers of its tokens, roughly."""
 
 
 class TrainingRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -48,13 +52,13 @@ class TrainingRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
 async def save_training(store: Store, records: Mapping[str, TrainingRecord]) -> None:
     """Append records by rollout id; leaves out rollouts that were removed meanwhile."""
     batch: list[Span] = []
-    calls = 0
+    size = 0
     for rollout_id, record in records.items():
         batch.append(_span(rollout_id, record))
-        calls += len(record.calls)
-        if calls >= _BATCH:
+        size += sum(_CALL_BYTES + sum(map(len, call.tokens.values())) for call in record.calls)
+        if size >= _BATCH:
             await _append(store, batch)
-            batch, calls = [], 0
+            batch, size = [], 0
     if batch:
         await _append(store, batch)
 
@@ -68,6 +72,13 @@ def training_of(spans: Iterable[Span]) -> list[TrainingRecord]:
         found.pop(key, None)
         found[key] = record
     return list(found.values())
+
+
+def token_values(call: CallUse, name: str) -> list[float]:
+    """Return the numbers of the tokens that a call sampled, such as ``entropy``; empty if the step reported none."""
+    packed = call.tokens.get(name, b"")
+    count = len(packed) // 2
+    return list(struct.unpack(f"<{count}e", packed[: 2 * count]))
 
 
 def _is_record(span: Span) -> bool:

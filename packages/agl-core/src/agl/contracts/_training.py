@@ -7,7 +7,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from agl.contracts._serving import Policy
 from agl.contracts._store import Store
-from agl.schemas import LLM, CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion
+from agl.schemas import LLM, CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion, Rollout
 
 
 class Credit(Protocol):
@@ -42,6 +42,9 @@ class CallUse(Record, frozen=True, kw_only=True):
         advantage: The advantage after the estimator, averaged over the call's tokens; ``None`` for an algorithm
             without advantages.
         note: The reason why the call did not train, or a remark; ``""`` if there is nothing to say.
+        tokens: Numbers of the R tokens that the call sampled, by name, each as packed little-endian float16, [R]:
+            ``entropy`` of the policy before the token in nats, and ``advantage`` where the tokens differ in it; NaN for
+            tokens without one. The driver does not read them; ``agl_run.commands.token_values`` unpacks them.
     """
 
     span_id: str
@@ -49,6 +52,7 @@ class CallUse(Record, frozen=True, kw_only=True):
     credit: float | None = None
     advantage: float | None = None
     note: str = ""
+    tokens: dict[str, bytes] = {}
 
 
 class StepReport(Record, frozen=True, kw_only=True):
@@ -89,10 +93,7 @@ class Collected(Record, frozen=True, kw_only=True):
 
     def groups(self) -> list[list[Episode]]:
         """The episodes by group id, in order of first appearance."""
-        groups: dict[str, list[Episode]] = {}
-        for episode in self.episodes:
-            groups.setdefault(episode.rollout.group_id, []).append(episode)
-        return list(groups.values())
+        return _grouped(self.episodes, lambda of: of.group_id)
 
 
 class CollectFn(Protocol):
@@ -151,12 +152,16 @@ class Recorded(Record, frozen=True, kw_only=True):
 
     def groups(self) -> list[list[Episode]]:
         """The episodes by collecting algorithm, step and group id, in order of first appearance."""
-        groups: dict[tuple[str, str, str], list[Episode]] = {}
-        for episode in self.episodes:
-            who = episode.rollout.metadata
-            key = (str(who.get("algorithm")), str(who.get("step")), episode.rollout.group_id)
-            groups.setdefault(key, []).append(episode)
-        return list(groups.values())
+        return _grouped(
+            self.episodes, lambda of: (str(of.metadata.get("algorithm")), str(of.metadata.get("step")), of.group_id)
+        )
+
+
+def _grouped(episodes: Sequence[Episode], key: Callable[[Rollout], object]) -> list[list[Episode]]:
+    groups: dict[object, list[Episode]] = {}
+    for episode in episodes:
+        groups.setdefault(key(episode.rollout), []).append(episode)
+    return list(groups.values())
 
 
 class RecordedFn(Protocol):

@@ -25,6 +25,7 @@ from agl_run.experiment.hints import proposal
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.experiment.run_view import RunView
 from agl_run.experiment.sampling import SamplingReport
+from agl_run.experiment.step_tallies import Observed, StepTallies
 from agl_run.replay.plan import REPLAY, CounterfactualCredit, ForkPlan
 from agl_run.training_records import TrainingRecord, save_training
 
@@ -148,6 +149,7 @@ class RunReports:
         sampling: Counts the training calls that ask for less than the policy's full distribution.
         patterns: Reports names of agents that matched none.
         view: Keeps the run's numbers for a display.
+        steps: Adds up the rollouts of steps.
         store_url: Where the rollouts are stored, for the commands in messages.
     """
 
@@ -156,6 +158,7 @@ class RunReports:
     sampling: SamplingReport
     patterns: PatternReport
     view: RunView
+    steps: StepTallies
     store_url: str = ""
 
 
@@ -204,6 +207,7 @@ class Collector:
         self._failures = reports.failures
         self._agreement = reports.agreement
         self._sampling = reports.sampling
+        self._steps = reports.steps
         self._store_url = reports.store_url
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
         self._log = log
@@ -234,7 +238,9 @@ class Collector:
             for position, task in enumerate(tasks)
             for sample in range(n)
         ]
-        episodes = await self.run(rollouts)
+        observed = Observed()
+        episodes = await self.run(rollouts, observed=observed)
+        self._steps.add(self._caller, episodes, observed, step=step, mode=mode)
         self._failures.add(_ended(episodes), is_validation=mode == "val")
         trains = mode == "train" and not keeps_all
         if mode != "val":
@@ -346,8 +352,11 @@ class Collector:
         words = f"{self._plan.config.experiment.seed}/{self._caller}/{place}"
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest())
 
-    async def run(self, rollouts: Sequence[Rollout]) -> list[Episode]:
-        """Enqueue rollouts, wait for all of them, and return their episodes in the given order."""
+    async def run(self, rollouts: Sequence[Rollout], *, observed: Observed | None = None) -> list[Episode]:
+        """Enqueue rollouts, wait for all of them, and return their episodes in the given order.
+
+        ``observed`` looks at the recordings of all.
+        """
         ids = [rollout.rollout_id for rollout in rollouts]
         episodes: dict[str, Episode] = {}
         with self._counted(ids), self._feed.watch(ids, on_change=self._count) as watched:
@@ -359,6 +368,8 @@ class Collector:
                 found = await read_finished(self._store, taken, kept=kept)
                 for recording in found:
                     self._sampling.add(self._caller, recording.spans)
+                    if observed is not None:
+                        observed.add(recording)
                     episodes[recording.rollout.rollout_id] = episode_of(recording, self._selection)
         return [episodes[rollout_id] for rollout_id in ids]
 

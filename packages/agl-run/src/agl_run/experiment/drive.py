@@ -41,6 +41,7 @@ from agl_run.experiment.saving import Collecting, SaveFn, deferred, saved_marks,
 from agl_run.experiment.session import Session
 from agl_run.experiment.settings import changed_settings, training_settings
 from agl_run.experiment.state import AlgorithmState
+from agl_run.experiment.step_tallies import StepTallies, keep_tallies
 from agl_run.experiment.step_watch import StepWatch
 from agl_run.experiment.validations import Validations, files_of
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
@@ -80,6 +81,7 @@ class Driver:
             sampling=SamplingReport(store_url=url),
             patterns=PatternReport(),
             view=self.view,
+            steps=StepTallies(),
             store_url=url,
         )
         self.validations = Validations(
@@ -278,6 +280,7 @@ class Driver:
     async def record(self, tasks: Sequence[Json]) -> None:
         """Run every task once and show a summary, for an experiment without an algorithm."""
         collected = await self.collector("record", None)(tasks, step=1, mode="test")
+        await keep_tallies(self.session.store, self.state, self.reports.steps.take("record", step=1, uses={}))
         rewards = [episode.reward for episode in collected.episodes if episode.reward is not None]
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
         mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
@@ -316,6 +319,8 @@ class Driver:
         reward = mean(rewards)
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
         report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
+        tallies = self.reports.steps.take(VALIDATION, step=step, uses={})
+        await keep_tallies(self.session.store, self.state, tallies)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
         if known is None:
             known = await self.validations.add(
@@ -499,7 +504,7 @@ class DrivenAlgorithm:
             await algorithm.close()
 
     async def _keep_uses(self, report: StepReport) -> None:
-        """Store what the step did with each call; before the step is saved, so that no saved step lacks it."""
+        """Store what the step did with each call, and its sums, before it is saved: no saved step lacks them."""
         driver, algorithm, step = self._driver, self._config.name, report.step
         records = {
             rollout_id: TrainingRecord(
@@ -508,6 +513,8 @@ class DrivenAlgorithm:
             for rollout_id, calls in report.uses.items()
         }
         await save_training(driver.session.store, records)
+        tallies = driver.reports.steps.take(algorithm, step=step, uses=report.uses)
+        await keep_tallies(driver.session.store, driver.state, tallies)
 
     async def _save_last(self) -> None:
         """Save the steps that wait where a run ends before its time; says how many are repeated if that fails."""

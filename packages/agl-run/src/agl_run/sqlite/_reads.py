@@ -77,8 +77,22 @@ class SQLiteReads:
             return len(self.rollouts(replace(query, after="", limit=len(query.ids))))
         if query.contains:
             return sum(1 for _ in containing(self.rollouts, replace(query, after="")))
+        if query.experiment is not None and query.group_id is None:
+            return self._summed(query)
         where, values = conditions(query, "?")
         return self._db.execute(f"SELECT count(*) FROM rollouts r WHERE {where}", values).fetchone()[0]
+
+    def _summed(self, query: RolloutQuery) -> int:
+        """Count an experiment's rollouts by its statistics; only unfinished ones are counted themselves."""
+        finished = [status for status in ("succeeded", "failed", "cancelled") if status in (query.status or STATUSES)]
+        where, values = conditions(replace(query, status=()), "?")
+        is_open, statuses = conditions(replace(query, status=query.status or STATUSES), "?")
+        modes = ", ".join(f"'{mode}'" for mode in MODES)  # each an index's range, of which the stage is the end
+        sql = (
+            f"SELECT (SELECT coalesce(sum({' + '.join(finished) or '0'}), 0) FROM statistics r WHERE {where}) "
+            f"+ (SELECT count(*) FROM rollouts r WHERE {is_open} AND r.stage = 'open' AND r.mode IN ({modes}))"
+        )
+        return self._db.execute(sql, [*values, *statuses]).fetchone()[0]
 
     def _ranges(self, query: RolloutQuery) -> Iterator[Iterator[Rollout]]:
         """Return one sorted stream for each (experiment, mode, stage) that can match, or the whole table in order."""
