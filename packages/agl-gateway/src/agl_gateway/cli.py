@@ -12,7 +12,7 @@ import click
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
-from agl.hints import did_you_mean
+from agl.hints import did_you_mean, pip_install
 from agl.stores import shown_url
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
@@ -29,7 +29,24 @@ _WAKE_S = 0.2
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 
 
-@click.command()
+class _ServeCommand(click.Command):
+    """``agl serve``, which ``--tinker`` makes ``agl tinker serve``."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if "--tinker" not in args or parent is None:
+            return super().make_context(info_name, args, parent, **extra)
+        root = parent.command
+        group = root.get_command(parent, "tinker") if isinstance(root, click.Group) else None
+        found = group.get_command(parent, "serve") if isinstance(group, click.Group) else None
+        if found is None:
+            raise ConfigError(f"agl serve --tinker comes with agl-tinker; run: {pip_install('agl-tinker[server]')}")
+        rest = [word for word in args if word != "--tinker"]
+        return found.make_context(f"{info_name} --tinker", rest, parent, **extra)
+
+
+@click.command(cls=_ServeCommand)
 @click.option("--store", "url", required=True, help="The store's URL, or a SQLite file such as runs.db.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=4747, show_default=True, help="Port to listen on; 0 takes any free one.")
@@ -108,6 +125,7 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     help="Remove rollouts that finished longer ago, such as 30d: at the start, and every hour.",
 )
 @click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, likewise.")
+@click.option("--tinker", is_flag=True, expose_value=False, help="Serve Tinker's API instead: agl tinker serve.")
 @click.pass_context
 def serve(
     ctx: click.Context,
