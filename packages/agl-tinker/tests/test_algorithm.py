@@ -101,7 +101,7 @@ async def complete_run(bench: AlgorithmBench) -> list[dict[str, float]]:
         return found
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
 def test_reward_rises(served: Served, tmp_path: Path, loss: str) -> None:
     scenario = scenario_of(served, lambda: make(steps=12, group_size=8, loss=loss, lr=0.02, updates_per_step=2))
     found = asyncio.run(complete_run(AlgorithmBench(scenario, tmp_path)))

@@ -283,6 +283,33 @@ def test_checkpoints_are_listed_and_deleted(training: tinker.TrainingClient, ser
     assert paths[1:] == [one.tinker_path for one in rest.list_checkpoints(training.model_id).result().checkpoints]
 
 
+def test_name_that_is_used_again_has_its_own_weights(training: tinker.TrainingClient, connect: Connect) -> None:
+    client, prompt = connect(), types.ModelInput.from_ints(IDS)
+    found: list[Any] = []
+    for _ in range(2):
+        path = training.save_weights_for_sampler("again").result().path
+        found.append(client.create_sampling_client(path).result().compute_logprobs(prompt).result()[1:])
+        rest = tinker.RestClient(base_url=str(client.holder.shadow_config.base_url), api_key=KEY)
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        update(training)
+    assert found[0] != pytest.approx(found[1], abs=1e-3)
+
+
+def test_more_weights_than_stay_ready(launch: Callable[..., Served], connect: Connect) -> None:
+    """Samplers are opened again as they are needed, also while others are in use."""
+    served = launch(samplers=2)
+    client, prompt = connect(served.url), types.ModelInput.from_ints(IDS)
+    training = client.create_lora_training_client(served.name, rank=2, seed=1).result()
+    samplers: list[tinker.SamplingClient] = []
+    for _ in range(4):
+        update(training)
+        samplers.append(training.save_weights_and_get_sampling_client().result())
+    first = [one.compute_logprobs(prompt).result() for one in samplers]
+    futures = [one.compute_logprobs(prompt) for one in samplers * 5]
+    assert first * 5 == [future.result() for future in futures]
+    assert 4 == len({tuple(values[1:]) for values in first})
+
+
 def test_key_is_asked_for(served: Served) -> None:
     for headers in ({}, {"X-API-Key": "tml-another-key-entirely"}):
         answer = httpx.get(f"{served.url}/api/v1/get_server_capabilities", headers=headers)

@@ -6,13 +6,13 @@ import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
-from agl.hints import did_you_mean, pip_install
+from agl.hints import did_you_mean
 from agl.stores import shown_url
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
@@ -37,13 +37,11 @@ class _ServeCommand(click.Command):
     ) -> click.Context:
         if "--tinker" not in args or parent is None:
             return super().make_context(info_name, args, parent, **extra)
-        root = parent.command
-        group = root.get_command(parent, "tinker") if isinstance(root, click.Group) else None
-        found = group.get_command(parent, "serve") if isinstance(group, click.Group) else None
-        if found is None:
-            raise ConfigError(f"agl serve --tinker comes with agl-tinker; run: {pip_install('agl-tinker[server]')}")
+        # Without agl-tinker this is a usage error that says what to install.
+        tinker = cast("click.Group", cast("click.Group", parent.command).get_command(parent, "tinker"))
+        serve = cast("click.Command", tinker.get_command(parent, "serve"))
         rest = [word for word in args if word != "--tinker"]
-        return found.make_context(f"{info_name} --tinker", rest, parent, **extra)
+        return serve.make_context(f"{info_name} --tinker", rest, parent, **extra)
 
 
 @click.command(cls=_ServeCommand)
