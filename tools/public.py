@@ -25,6 +25,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.stores",
         "agl.tracing",
     ),
+    "agl-algo-torch": ("agl_algo_torch.hosting",),
     "agl-harness": ("agl_harness",),
     "agl-objectives": (
         "agl_objectives",

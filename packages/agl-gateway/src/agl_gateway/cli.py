@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -31,7 +31,22 @@ _WAKE_S = 0.2
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 
 
-@click.command()
+class _ServeCommand(click.Command):
+    """``agl serve``, which ``--tinker`` makes ``agl tinker serve``."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if "--tinker" not in args or parent is None:
+            return super().make_context(info_name, args, parent, **extra)
+        # Without agl-tinker this is a usage error that says what to install.
+        tinker = cast("click.Group", cast("click.Group", parent.command).get_command(parent, "tinker"))
+        serve = cast("click.Command", tinker.get_command(parent, "serve"))
+        rest = [word for word in args if word != "--tinker"]
+        return serve.make_context(f"{info_name} --tinker", rest, parent, **extra)
+
+
+@click.command(cls=_ServeCommand)
 @click.option("--store", "url", required=True, help="The store's URL, or a SQLite file such as runs.db.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=4747, show_default=True, help="Port to listen on; 0 takes any free one.")
@@ -146,6 +161,7 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     help="Remove rollouts that finished longer ago, such as 30d: at the start, and every hour.",
 )
 @click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, likewise.")
+@click.option("--tinker", is_flag=True, expose_value=False, help="Serve Tinker's API instead: agl tinker serve.")
 @click.pass_context
 def serve(
     ctx: click.Context,

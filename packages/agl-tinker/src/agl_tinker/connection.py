@@ -1,0 +1,79 @@
+"""The published client of Tinker's API, with its errors as ours.
+
+Its telemetry is turned off unless the environment asks for it. Everything here may be awaited in any event loop.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import tinker
+
+from agl.errors import PolicyError
+
+T = TypeVar("T")
+LORA = "lora"
+
+
+class Connection:
+    """One session with a server. Close it.
+
+    Args:
+        base_url: The server's address.
+        key: The API key.
+        project_id: Tinker's project of the session; ``""`` for the default one.
+    """
+
+    def __init__(self, base_url: str, *, key: str, project_id: str = "") -> None:
+        os.environ.setdefault("TINKER_TELEMETRY", "0")
+        self.base_url = base_url
+        self._service = tinker.ServiceClient(base_url=base_url, api_key=key, project_id=project_id or None)
+        self._is_open = False
+
+    async def open(self) -> None:
+        """Begin the session; raises :class:`PolicyError` where the server does not."""
+        with told(f"the server at {self.base_url} does not begin a session"):
+            await asyncio.to_thread(lambda: self._service.holder)  # begins the session, and blocks
+        self._is_open = True
+
+    async def close(self) -> None:
+        """End the session; a server that does not answer is left alone. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            try:
+                await asyncio.wait_for(_awaited(self._service.close("success")), 10.0)
+            except (tinker.TinkerError, TimeoutError, RuntimeError):
+                return
+
+    async def new_model(self, base_model: str, *, rank: int, seed: int) -> tinker.TrainingClient:
+        """Return a model in training with fresh adapters; raises :class:`PolicyError` where the server refuses."""
+        with told(f"the server at {self.base_url} makes no LoRA adapters of rank {rank} for {base_model!r}"):
+            return await self._service.create_lora_training_client(base_model, rank=rank, seed=seed)
+
+    async def restored_model(self, path: str) -> tinker.TrainingClient:
+        """Return a model in training from a saved state, with its moments; raises :class:`PolicyError`."""
+        with told(f"the server at {self.base_url} does not restore the state {path!r}"):
+            return await self._service.create_training_client_from_state_with_optimizer(path)
+
+    async def sampler(self, *, base_model: str, path: str = "") -> tinker.SamplingClient:
+        """Return a client that samples from saved weights, or from the base; raises :class:`PolicyError`."""
+        with told(f"the server at {self.base_url} does not sample from {path or base_model!r}"):
+            if path:
+                return await self._service.create_sampling_client(model_path=path)
+            return await self._service.create_sampling_client(base_model=base_model)
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
+
+
+@contextmanager
+def told(text: str) -> Generator[None]:
+    """Raise what the published client raises within the block as a :class:`PolicyError` that begins with ``text``."""
+    try:
+        yield
+    except (tinker.TinkerError, ValueError, RuntimeError, AssertionError) as error:
+        cause: Any = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        raise PolicyError(f"{text}: {cause}") from error

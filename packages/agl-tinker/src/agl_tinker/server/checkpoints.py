@@ -1,0 +1,112 @@
+"""The saved weights and states of a server, in one folder, under Tinker's names for them.
+
+``tinker://RUN/weights/NAME`` is a state that training continues from, and ``tinker://RUN/sampler_weights/NAME`` weights
+to sample from. Both outlive the server. A folder is written under another name and renamed, so one that is there is
+whole. Weights that were saved without a name belong to a sampling client; the newest of a run are kept.
+"""
+
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from agl_tinker.server.problems import RefusedError
+
+Kind = Literal["weights", "sampler_weights"]
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", re.ASCII)
+_RUN = re.compile(r"[A-Za-z0-9-]+:train:[0-9]+", re.ASCII)
+UNNAMED = "unnamed-"
+_KEPT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A saved state, or saved weights."""
+
+    run: str
+    kind: Kind
+    name: str
+    folder: Path
+
+    @property
+    def path(self) -> str:
+        """Tinker's name for it."""
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @property
+    def created(self) -> float:
+        """Unix seconds."""
+        return self.folder.stat().st_mtime
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+
+
+class Checkpoints:
+    """The checkpoints below a folder, which is made."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def new(self, run: str, kind: Kind, name: str, *, overwrite: bool = False) -> Checkpoint:
+        """Return the place of a checkpoint that is to be written.
+
+        Raises :class:`RefusedError` for a name that is none, or that is taken.
+        """
+        if not _NAME.fullmatch(name) or name.startswith(UNNAMED):
+            raise RefusedError(
+                f"The name {name[:200]!r} cannot be given to a checkpoint; use up to 128 letters, digits, '.', '_' and "
+                f"'-', not '.' or {UNNAMED!r} at the beginning."
+            )
+        found = self._at(run, kind, name)
+        if found.folder.exists() and not overwrite:
+            raise RefusedError(f"The checkpoint {found.path} exists; save under another name.")
+        return found
+
+    def unnamed(self, run: str, number: int) -> Checkpoint:
+        """Return the place of weights for a sampling client, and remove the oldest beyond those that are kept."""
+        folder = self._at(run, "sampler_weights", UNNAMED).folder.parent
+        old = sorted(folder.glob(f"{UNNAMED}*"), key=lambda path: path.stat().st_mtime)
+        for path in old[: max(0, len(old) - _KEPT + 1)]:
+            shutil.rmtree(path, ignore_errors=True)
+        return self._at(run, "sampler_weights", f"{UNNAMED}{number:06d}-{time.time_ns():x}")
+
+    def find(self, path: str, kind: Kind) -> Checkpoint:
+        """Return the checkpoint of a kind at ``tinker://...``; raises :class:`RefusedError` where there is none."""
+        run, _, rest = path.removeprefix("tinker://").partition("/")
+        found_kind, _, name = rest.partition("/")
+        is_path = path.startswith("tinker://") and _RUN.fullmatch(run) and _NAME.fullmatch(name)
+        if not is_path or found_kind not in ("weights", "sampler_weights"):
+            raise RefusedError(f"{path[:200]!r} is no path of a checkpoint; it is tinker://RUN/{kind}/NAME.")
+        if found_kind != kind:
+            use = "training continues from weights" if kind == "weights" else "one samples from sampler_weights"
+            raise RefusedError(f"{path!r} holds {found_kind}, and {use}: save them, and give that path.")
+        found = self._at(run, kind, name)
+        if not found.folder.is_dir():
+            raise RefusedError(f"There is no checkpoint {path!r} on this server.", status=404)
+        return found
+
+    def of(self, run: str) -> list[Checkpoint]:
+        """Return the named checkpoints of a run, oldest first."""
+        if not _RUN.fullmatch(run):
+            return []
+        kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
+        found = [
+            self._at(run, kind, place.name)
+            for kind in kinds
+            for place in self._at(run, kind, UNNAMED).folder.parent.glob("[!.]*")
+            if not place.name.startswith(UNNAMED)
+        ]
+        return sorted(found, key=lambda one: one.created)
+
+    def remove(self, one: Checkpoint) -> None:
+        """Remove a checkpoint."""
+        shutil.rmtree(one.folder, ignore_errors=True)
+
+    def _at(self, run: str, kind: Kind, name: str) -> Checkpoint:
+        return Checkpoint(run=run, kind=kind, name=name, folder=self._root / run.replace(":", "_") / kind / name)

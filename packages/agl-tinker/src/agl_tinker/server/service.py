@@ -1,0 +1,291 @@
+"""The state of a server between requests: sessions, models in training, samplers, and the queue of training.
+
+Training requests of all clients go through one thread, in the order in which they arrive, because one pass fills the
+machine. Sampling runs beside it. What is in memory is lost with the process: models in training, and results that
+nobody fetched. Checkpoints stay, and so do sampling sessions, whose ids name their weights.
+"""
+
+import asyncio
+import base64
+import re
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from tinker import types
+
+from agl_algo_torch.hosting import AdamStep, Adapter, HostedModel, Trainee
+from agl_tinker.server.checkpoints import Checkpoint, Checkpoints
+from agl_tinker.server.losses import make_loss
+from agl_tinker.server.problems import RefusedError, not_offered
+from agl_tinker.server.promises import Promises, Result
+from agl_tinker.server.samplers import Samplers
+from agl_tinker.server.wire import config_of, read_sampling, rows_of, sampling_output, training_output
+
+T = TypeVar("T")
+_SESSION = re.compile(r"[A-Za-z0-9-]{1,64}", re.ASCII)
+_MOST_RANK = 512
+
+
+@dataclass(kw_only=True)
+class TrainingRun:
+    """A model in training."""
+
+    run: str
+    trainee: Trainee
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    unnamed: int = 0
+
+
+class TinkerService:
+    """All that requests share. Used in one event loop; :meth:`close` it.
+
+    Args:
+        model: The base model.
+        name: The name by which clients know it.
+        folder: Where checkpoints are kept.
+        threads: CPU threads of torch; 0 leaves them.
+        samplers: Sets of weights that stay ready for sampling.
+        most_models: Models that may be in training at once.
+    """
+
+    def __init__(
+        self, model: HostedModel, *, name: str, folder: Path, threads: int, samplers: int, most_models: int
+    ) -> None:
+        self.model, self.name = model, name
+        self.checkpoints = Checkpoints(folder)
+        self.promises = Promises()
+        self._samplers = Samplers(model, most=samplers)
+        self._runs: dict[str, TrainingRun] = {}
+        self._most_models, self._threads = most_models, threads
+        self._trainer = ThreadPoolExecutor(1, thread_name_prefix="agl-tinker-training")
+
+    async def close(self) -> None:
+        """Stop all work and release everything."""
+        await self.promises.close()
+        await self._samplers.close()
+        self._trainer.shutdown(wait=True, cancel_futures=True)
+        self._runs.clear()
+
+    def new_session(self) -> str:
+        """Return the id of a new session."""
+        return uuid.uuid4().hex
+
+    def run_of(self, run: str) -> TrainingRun:
+        """Return a model in training; raises :class:`RefusedError` where there is none."""
+        if run not in self._runs:
+            last = [one.path for one in self.checkpoints.of(run) if one.kind == "weights"][-1:]
+            again = f"continue from its last state, {last[0]}" if last else "create a training client again"
+            raise RefusedError(
+                f"The model {run[:200]!r} is not in training here. It may have been before this server was started; "
+                f"{again}.",
+                status=404,
+            )
+        self._runs[run] = self._runs.pop(run)  # the most recently used one is last
+        return self._runs[run]
+
+    def create_model(self, body: types.CreateModelRequest) -> str:
+        """Begin to make a model; returns the id of the promise."""
+        run = _run_id(body.session_id, body.model_seq_id)
+        return self._promise(f"{run}:create", lambda: self._created(run, body))
+
+    async def _created(self, run: str, body: types.CreateModelRequest) -> Result:
+        self._require_base(body.base_model)
+        lora = body.lora_config
+        if lora is None:
+            raise not_offered("Training of all weights, without a lora_config,")
+        if body.optimizer_config.type != "adamw":
+            raise not_offered(f"The optimizer {body.optimizer_config.type!r}")
+        if not 1 <= lora.rank <= _MOST_RANK:
+            raise RefusedError(
+                f"The LoRA rank {lora.rank} is not offered by this server; give one of 1 to {_MOST_RANK}."
+            )
+        adapter = Adapter(
+            rank=lora.rank,
+            attention=lora.train_attn,
+            mlp=lora.train_mlp,
+            head=lora.train_unembed,
+            seed=lora.seed if lora.seed is not None else uuid.uuid4().int % 2**31,
+        )
+        await self._add(run, lambda: self.model.trainee(adapter), body.user_metadata)
+        return {"type": "create_model", "model_id": run}
+
+    def load_weights(self, body: types.LoadWeightsRequest) -> str:
+        """Begin to make a model from a saved state, or to load one into a model; returns the id of the promise."""
+        if body.model_id is not None:
+            found = self.run_of(body.model_id)
+            return self._promise(f"{found.run}:{body.seq_id}", lambda: self._loaded(found, body))
+        if body.session_id is None or body.model_seq_id is None:
+            raise RefusedError("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
+        run = _run_id(body.session_id, body.model_seq_id)
+        return self._promise(f"{run}:create", lambda: self._restored(run, body))
+
+    async def _restored(self, run: str, body: types.LoadWeightsRequest) -> Result:
+        if body.base_model is not None:
+            self._require_base(body.base_model)
+        found = self.checkpoints.find(body.path, "weights")
+        await self._add(run, lambda: self.model.restored(found.folder, moments=body.optimizer), body.user_metadata)
+        return {"type": "load_weights", "path": body.path, "model_id": run}
+
+    async def _loaded(self, found: TrainingRun, body: types.LoadWeightsRequest) -> Result:
+        state = self.checkpoints.find(body.path, "weights")
+        await self._train(lambda: found.trainee.load(state.folder, moments=body.optimizer))
+        return {"type": "load_weights", "path": body.path, "model_id": found.run}
+
+    def forward_backward(self, message: Any) -> str:
+        """Begin a forward pass, with a backward pass unless the request is for a forward pass alone."""
+        found = self.run_of(message.model_id)
+        # Read at once, so that a row that cannot be trained on is refused before anything runs.
+        loss = make_loss(message.loss_fn, config_of(message))
+        rows = rows_of(message, vocab_size=self.model.vocab_size, context_length=self.model.context_length)
+        is_forward = bool(message.forward_only)
+
+        async def work() -> Result:
+            def passes() -> bytes:
+                return training_output(*found.trainee.run(rows, loss, has_gradient=not is_forward))
+
+            return await self._train(passes)
+
+        return self._promise(f"{found.run}:{message.seq_id}", work)
+
+    def optim_step(self, body: types.OptimStepRequest) -> str:
+        """Begin an update."""
+        found, params = self.run_of(body.model_id), body.optim_params
+        if not isinstance(params, types.AdamParams):
+            raise not_offered(f"The optimizer {params.type!r}")
+        if not (params.learning_rate >= 0 and 0 <= params.beta1 < 1 and 0 <= params.beta2 < 1 and params.eps >= 0):
+            raise RefusedError(f"AdamParams are out of range: {params}.")
+        settings = AdamStep(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+            max_grad_norm=max(0.0, params.grad_clip_norm),
+        )
+
+        async def work() -> Result:
+            norm = await self._train(lambda: found.trainee.step(settings))
+            return {"type": "optim_step", "metrics": {"grad_norm:mean": norm}}
+
+        return self._promise(f"{found.run}:{body.seq_id}", work)
+
+    def save_weights(self, body: types.SaveWeightsRequest) -> str:
+        """Begin to save a state that training continues from."""
+        found = self.run_of(body.model_id)
+
+        async def work() -> Result:
+            name = body.path or f"state-{body.seq_id}"
+            place = self.checkpoints.new(found.run, "weights", name, overwrite=body.overwrite)
+            await self._train(lambda: found.trainee.save(place.folder))
+            return {"type": "save_weights", "path": place.path}
+
+        return self._promise(f"{found.run}:{body.seq_id}", work)
+
+    def save_for_sampler(self, body: types.SaveWeightsForSamplerRequest) -> str:
+        """Begin to save weights to sample from, under a name or for one sampling client."""
+        found = self.run_of(body.model_id)
+        if body.kind != "snapshot":
+            raise not_offered(f"A sampling client of the kind {body.kind!r}")
+
+        async def work() -> Result:
+            if body.path:
+                place = self.checkpoints.new(found.run, "sampler_weights", body.path)
+            else:
+                found.unnamed += 1
+                place = self.checkpoints.unnamed(found.run, found.unnamed)
+            await self._train(lambda: found.trainee.save_adapter(place.folder))
+            answer: dict[str, Any] = {"type": "save_weights_for_sampler", "path": place.path}
+            return answer if body.path else answer | {"path": None, "sampling_session_id": _sampler_id(place.path)}
+
+        return self._promise(f"{found.run}:{body.seq_id}", work)
+
+    def sampling_session(self, *, base_model: str | None, model_path: str | None) -> str:
+        """Return the id of a sampling session; raises :class:`RefusedError` for weights that are not here."""
+        if model_path is not None:
+            return _sampler_id(self.checkpoints.find(model_path, "sampler_weights").path)
+        self._require_base(base_model or "")
+        return _sampler_id("")
+
+    def weights_of(self, sampler_id: str) -> Checkpoint | None:
+        """Return the weights of a sampling session, ``None`` for the base model's."""
+        path = _sampled_path(sampler_id)
+        return self.checkpoints.find(path, "sampler_weights") if path else None
+
+    def sample(self, body: types.SampleRequest) -> tuple[str, list[str]]:
+        """Begin to sample; returns the id of the promise and those of the sequences."""
+        session = body.sampling_session_id or self.sampling_session(
+            base_model=body.base_model, model_path=body.model_path
+        )
+        found = self.weights_of(session)
+        wanted = read_sampling(
+            body,
+            vocab_size=self.model.vocab_size,
+            context_length=self.model.context_length,
+            stop_ids=self.model.stop_ids,
+        )
+
+        async def work() -> Result:
+            async with self._samplers.using(found.folder if found is not None else None) as sampler:
+                samples = await asyncio.wrap_future(sampler.sample(wanted))
+                scores = await asyncio.wrap_future(sampler.score(wanted.prompt_ids)) if body.prompt_logprobs else None
+            return sampling_output(
+                samples, prompt=scores, last=body.prompt_logprobs_last_n, alternatives=wanted.top_logprobs
+            )
+
+        unique = uuid.uuid4().hex if body.seq_id is None else str(body.seq_id)
+        promise = self._promise(f"{session}:sample:{unique}", work)
+        return promise, [f"{promise}:{place}" for place in range(body.num_samples)]
+
+    def _promise(self, request_id: str, work: Callable[[], Any]) -> str:
+        if not self.promises.has(request_id):
+            self.promises.make(request_id, work())
+        return request_id
+
+    async def _add(self, run: str, make: Callable[[], Trainee], metadata: dict[str, Any] | None) -> None:
+        if len(self._runs) >= self._most_models:
+            self._runs.pop(
+                next(iter(self._runs))
+            )  # that of the client that was silent longest; it is told how to go on
+        self._runs[run] = TrainingRun(run=run, trainee=await self._train(make), metadata=metadata or {})
+
+    async def _train(self, work: Callable[[], T]) -> T:
+        def on_its_thread() -> T:
+            if self._threads:
+                torch.set_num_threads(self._threads)
+            return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._trainer, on_its_thread)
+
+    def _require_base(self, name: str) -> None:
+        if name != self.name:
+            raise RefusedError(
+                f"The base model {name[:200]!r} is not offered by this server; it has {self.name!r}.", status=404
+            )
+
+
+def _run_id(session: str, number: int) -> str:
+    if not _SESSION.fullmatch(session) or number < 0:
+        raise RefusedError(f"There is no session {session[:200]!r} here; create one first.", status=404)
+    return f"{session}:train:{number}"
+
+
+def _sampler_id(path: str) -> str:
+    """Return an id that names the weights, so that a server that was started again knows the session."""
+    return f"{uuid.uuid4().hex}-{base64.urlsafe_b64encode(path.encode()).decode().rstrip('=')}"
+
+
+def _sampled_path(sampler_id: str) -> str:
+    """Return the path of a session's weights, ``""`` for the base model."""
+    unique, _, coded = sampler_id.partition("-")
+    try:
+        if len(unique) != 32:
+            raise ValueError("no session")
+        return base64.b64decode(coded + "=" * (-len(coded) % 4), altchars=b"-_", validate=True).decode()
+    except ValueError as error:
+        raise RefusedError(
+            f"There is no sampling session {sampler_id[:200]!r} here; create one first.", status=404
+        ) from error

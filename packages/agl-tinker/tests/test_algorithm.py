@@ -1,0 +1,254 @@
+"""The algorithm and the policy over a server of ours, through the published client."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl.contracts import POLICY_KEY_ENV
+from agl.errors import ConfigError
+from agl.schemas import CallCredit, Episode, ResourceVersion, Row, Segment, Transition, Weights, pack_floats, pack_ids
+from agl_objectives.estimating import call_advantages as theirs
+from agl_objectives.registry import find_estimator
+from agl_testing.conformance.algorithm import AlgorithmConformance
+from agl_testing.conformance.bench import AlgorithmBench, AlgorithmScenario, RolloutOrder
+from agl_tinker.advantages import ESTIMATORS, call_advantages
+from agl_tinker.algorithm import Tinker
+from agl_tinker.datums import TrainedRow, split_rows, token_weights
+from agl_tinker.policy import TinkerPolicy
+
+from .world import KEY, Served, complete
+
+TOKENS = 4
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv(POLICY_KEY_ENV, "key-of-the-policies")
+    return
+
+
+async def play(order: RolloutOrder) -> Episode:
+    """Ask the policy for a few tokens, and reward those of the lower half of the vocabulary."""
+    llm = order.llms["llm"]
+    answer = await complete(llm.endpoint, model=llm.model, prompt=[10, 20, 30], max_tokens=TOKENS, seed=order.seed)
+    choice = answer["choices"][0]
+    ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    rollout, prompt = order.rollout, choice["prompt_token_ids"]
+    whole = [*prompt, *ids]
+    span = f"{rollout.rollout_id}/call"
+    row = Row(
+        rollout_id=rollout.rollout_id,
+        attempt_id=rollout.attempt_id,
+        group_id=rollout.group_id,
+        branch=0,
+        ids=pack_ids(whole),
+        mask=bytes([0] * len(prompt) + [1] * len(ids)),
+        logprobs=pack_floats([0.0] * len(prompt) + logprobs),
+        segments=(Segment(start=len(prompt), stop=len(whole), span_id=span),),
+    )
+    call = Transition(
+        rollout_id=rollout.rollout_id,
+        attempt_id=rollout.attempt_id,
+        span_id=span,
+        branch=0,
+        start=len(prompt),
+        model_version=answer["model_version"],
+    )
+    reward = sum(token < 128 for token in ids) / len(ids)
+    return Episode(rollout=rollout, attempt=None, reward=reward, transitions=(call,), rows=(row,))
+
+
+def make(**settings: Any) -> Tinker:
+    small = {"steps": 3, "tasks_per_step": 2, "group_size": 4, "lora_rank": 4, "lr": 0.01}
+    return Tinker(**{**small, **settings})
+
+
+def scenario_of(served: Served, make: Callable[[], Tinker] = make, **more: Any) -> AlgorithmScenario:
+    return AlgorithmScenario(
+        make=make,
+        play=play,
+        tunes=("llm",),
+        policies=lambda _: {"llm": TinkerPolicy(name="llm", model=served.name, base_url=served.url)},
+        **more,
+    )
+
+
+class TestTinker(AlgorithmConformance):
+    @pytest.fixture
+    def scenario(self, served: Served) -> AlgorithmScenario:
+        return scenario_of(served, make_longer=lambda: make(steps=5))
+
+
+async def complete_run(bench: AlgorithmBench) -> list[dict[str, float]]:
+    async with bench:
+        algorithm = bench.scenario.make()
+        await algorithm.setup(bench.context())
+        found: list[dict[str, float]] = []
+        is_finished = False
+        while not is_finished:
+            report = await algorithm.step()
+            found.append(report.metrics)
+            is_finished = report.is_finished
+        await algorithm.close()
+        return found
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+def test_reward_rises(served: Served, tmp_path: Path, loss: str) -> None:
+    scenario = scenario_of(served, lambda: make(steps=12, group_size=8, loss=loss, lr=0.02, updates_per_step=2))
+    found = asyncio.run(complete_run(AlgorithmBench(scenario, tmp_path)))
+    first, last = (sum(metrics["reward"] for metrics in part) / 2 for part in (found[:2], found[-2:]))
+    assert last > first + 0.2, [metrics["reward"] for metrics in found]
+    assert found[0]["logprob_gap"] < 5.0  # of the second update, which follows the first
+    assert all(metrics["tokens"] == 16 * TOKENS for metrics in found)
+
+
+def test_sampler_and_trainer_agree_about_fresh_tokens(served: Served, tmp_path: Path) -> None:
+    found = asyncio.run(complete_run(AlgorithmBench(scenario_of(served), tmp_path)))
+    assert max(metrics["logprob_gap"] for metrics in found) < 1e-3
+
+
+def test_server_that_lost_the_model_gets_the_last_state(launch: Callable[..., Served], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first = launch(folder=folder)
+    port = int(first.url.rpartition(":")[2])
+    bench = AlgorithmBench(scenario_of(first), tmp_path / "bench")
+
+    async def body() -> list[str]:
+        said: list[str] = []
+        async with bench:
+            algorithm = make()
+            context = bench.context()
+            await algorithm.setup(replace(context, say=said.append))
+            await algorithm.step()
+            await asyncio.to_thread(first.stop)
+            second = await asyncio.to_thread(lambda: launch(folder=folder, port=port))
+            assert first.url == second.url
+            report = await algorithm.step()
+            assert 2 == report.step
+            assert report.published
+            await algorithm.close()
+        return said
+
+    said = asyncio.run(body())
+    assert any("going on from the last saved state" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"model": "other/model"}, "has no base model 'other/model'; it has"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "taken from NO_SUCH_KEY, which is not set"),
+        ({"base_url": "http://127.0.0.1:9"}, "does not answer"),
+        ({"base_url": "ftp://x"}, "is no URL"),
+        ({"modle": "x"}, "tinker does not know ['modle']; did you mean 'model'"),
+        ({"max_tokens": -1}, "are numbers of tokens"),
+        ({"tool_parser": "none-such"}, "of the wrong kind"),
+    ],
+)
+def test_policy_refuses(served: Served, settings: dict[str, Any], part: str) -> None:
+    given = {"model": served.name, "base_url": served.url, **settings}
+    with pytest.raises(ConfigError) as caught:
+        TinkerPolicy(name="llm", **given)
+    assert part in str(caught.value)
+
+
+def test_policy_refuses_a_wrong_key(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-of-somebody-else")
+    with pytest.raises(ConfigError, match="refuses the key in TINKER_API_KEY"):
+        TinkerPolicy(name="llm", model=served.name, base_url=served.url)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"lora_rank": 4096}, "makes no LoRA adapters of rank 4096"),
+        ({"loss_params": {"clip": 1.0}}, "does not take the loss_fn_config ['clip']"),
+    ],
+)
+def test_setup_refuses_what_the_server_lacks(
+    served: Served, tmp_path: Path, settings: dict[str, Any], part: str
+) -> None:
+    async def body() -> None:
+        bench = AlgorithmBench(scenario_of(served), tmp_path)
+        async with bench:
+            await make(**settings).setup(bench.context())
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(body())
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"loss": "pppo"}, "loss = 'pppo', which is unknown; did you mean 'ppo'"),
+        ({"estimator": "gae"}, "use one of grpo, dr_grpo, rloo"),
+        ({"group_size": 1}, "group_size is 1; give 2 or more"),
+        ({"lora_rank": 0}, "each must be at least 1"),
+        ({"lr": 0.0}, "lr must be above 0"),
+    ],
+)
+def test_parameters_are_refused_at_once(settings: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**settings)
+    assert part in str(caught.value)
+
+
+def test_policy_loads_weights_of_its_server_alone(served: Served) -> None:
+    async def body() -> None:
+        policy = TinkerPolicy(name="llm", model=served.name, base_url=served.url)
+        await policy.start()
+        try:
+            other = ResourceVersion(name="llm", version="v1", resource=Weights(uri="/elsewhere"))
+            await policy.load(other)
+        finally:
+            await policy.stop()
+            await policy.stop()
+
+    with pytest.raises(ConfigError, match="can load weights that are on its server"):
+        asyncio.run(body())
+
+
+@given(
+    rewards=st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=4), min_size=1, max_size=8),
+    tasks=st.integers(1, 3),
+    name=st.sampled_from(sorted(ESTIMATORS)),
+)
+@settings(max_examples=60)
+def test_advantages_are_those_of_agl_objectives(rewards: list[list[float]], tasks: int, name: str) -> None:
+    credits = [
+        [
+            CallCredit(span_id=f"{place}/{call}", value=value, baseline=f"b{call % 2}", is_advantage=call == 3)
+            for call, value in enumerate(values)
+        ]
+        for place, values in enumerate(rewards)
+    ]
+    groups = [place % tasks for place in range(len(rewards))]
+    expected = theirs(credits, groups=groups, tokens={}, estimator=find_estimator(name, None).call)
+    found = call_advantages(credits, groups=groups, estimator=name)
+    for one, other in zip(expected, found, strict=True):
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
+
+
+def test_weights_add_up_over_tokens_or_rollouts() -> None:
+    rng = random.Random(0)
+    rows = [
+        TrainedRow(rollout=f"r{n // 2}", ids=[1] * 9, logprobs=[0.0] * 9, advantages=[1.0] * 9, trained=trained)
+        for n, trained in enumerate([rng.sample(range(1, 9), k) for k in (1, 2, 3, 4, 5, 6)])
+    ]
+    for kind in ("token", "sequence"):
+        weights = token_weights(rows, kind)
+        assert 1.0 == pytest.approx(sum(w * len(row.trained) for w, row in zip(weights, rows, strict=True)))
+    shares = token_weights(rows, "sequence")
+    assert 1 / 3 == pytest.approx(shares[0] * 1 + shares[1] * 2)
+    assert [1.0] * 6 == token_weights(rows, "sum")
+    assert [["r0", "r0"], ["r1", "r1"], ["r2", "r2"]] == [[row.rollout for row in p] for p in split_rows(rows, 5)]
