@@ -82,6 +82,10 @@ PLUGINS = {
         "opentelemetry-exporter-otlp-proto-common>=1.38,<2",
         "zstandard>=0.23,<1",
     ],
+    "agl-export": [
+        *("-e", "packages/agl-import", "-e", "packages/agl-otlp"),
+        *("atif==1.8.0", "pyarrow>=26,<27"),
+    ],
     "agl-deploy": [
         *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
         *(

@@ -25,6 +25,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.stores",
         "agl.tracing",
     ),
+    "agl-export": ("agl_export.trl",),
     "agl-harness": ("agl_harness",),
     "agl-objectives": (
         "agl_objectives",
@@ -46,6 +47,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_run",
         "agl_run.algorithms",
         "agl_run.commands",
+        "agl_run.exports",
         "agl_run.lightning",
         "agl_run.programs",
         "agl_run.replay",
