@@ -12,10 +12,10 @@ import pytest
 
 import agl
 from agl.errors import ConfigError
-from agl.schemas import ModelCall, Reward, pack_floats, pack_ids
+from agl.schemas import LLM, ModelCall, Reward, pack_floats, pack_ids
 from agl.tracing import make_reward_span
 from agl_export.trl import LiveRollouts, RecordedRollouts, prompt_of, reward
-from agl_run import SQLiteStore
+from agl_run import Quiet, SQLiteStore
 
 from .worlds import START_NS, call_span, recording_of, replaced
 
@@ -81,7 +81,7 @@ def test_prompt_that_no_task_has_is_refused(tmp_path: Path) -> None:
 
 def test_rollout_with_several_rows_is_refused_or_the_others_counted(tmp_path: Path) -> None:
     url = filled(tmp_path, tasks=1, runs=1, branches=2)
-    with pytest.raises(ConfigError, match='rollout ro-000 has 2 rows, .* pass rows="longest"'):
+    with pytest.raises(ConfigError, match=r'rollout ro-000 has 2 rows, .* pass rows="longest"'):
         RecordedRollouts(url)
     rollouts = RecordedRollouts(url, rows="longest")
     assert [7] == rollouts(["add 3"], None)["prompt_ids"][0][2:]
@@ -197,9 +197,10 @@ def test_trainer_of_trl_takes_a_step_on_rollouts_that_agl_runs(
 ) -> None:
     pytest.importorskip("trl", reason="TRL is not installed; nox -s trl installs it")
     monkeypatch.chdir(tmp_path)
-    runs = agl.Trainer(policy=agl.schemas.LLM(endpoint=model_url, model="tiny"), store=f"sqlite:///{tmp_path}/live.db")
+    llm = LLM(endpoint=model_url, model="tiny")
+    runs = agl.Trainer(initial_resources={"main": llm}, store=f"sqlite:///{tmp_path}/live.db", progress=Quiet())
     rollouts = LiveRollouts(runs, ask)
-    has_changed, trainer = trained(tmp_path, rollouts, [{"prompt": "add 3"}])
+    has_changed, _ = trained(tmp_path, rollouts, [{"prompt": "add 3"}])
     assert has_changed
     assert 4 == _Model.requests
     assert [1] == [count for what, count, _ in rollouts.losses.listed() if what.startswith("rollouts without a row")]

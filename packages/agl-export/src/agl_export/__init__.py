@@ -1,1 +1,3 @@
-"""Recorded runs in the formats of other trainers and tools."""
+"""agl_export: writes recorded runs in the formats of other trainers and tools; its plugin adds to ``agl export``."""
+
+__all__: list[str] = []

@@ -11,6 +11,7 @@ from agl import PluginManager
 from agl.contracts import CommandEntry, RolloutQuery, Store
 from agl.episodes import build_episode
 from agl.errors import UnknownComponentError
+from agl.hints import closest
 from agl.stores import read_recordings
 from agl_run.cli.context import manager_of
 from agl_run.cli.export_target import target_of, tell_losses
@@ -44,8 +45,9 @@ class FormatName(click.ParamType[str]):
         try:
             manager.command(f"{_BELOW} {given}")
         except UnknownComponentError as error:
-            _, has_advice, advice = str(error).partition("; run: ")
-            more = f"; run: {advice}" if has_advice and "did you mean" not in str(error) else ""
+            near = closest(given.lower(), names)
+            own = "" if "available: " in str(error) or "did you mean" in str(error) else f"; {error}"
+            more = f"; did you mean {near!r}?" if near else own
             self.fail(f"{given!r} is not one of {', '.join(map(repr, names))}{more}", param, ctx)
         return given
 
