@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 
 from agl.contracts import Recording
-from agl.schemas import Episode, unpack_floats, unpack_ids
+from agl.schemas import Episode, ModelCall, pack_floats, pack_ids, unpack_floats, unpack_ids
 
 from .conftest import episode_of, export, imported
-from .worlds import recordings
+from .worlds import call_span, recording_of, recordings, replaced
 
 LEFT_OUT = {"error", "incomplete", "not_final", "late"}
 FEW = settings(max_examples=25, deadline=None)
@@ -130,3 +130,29 @@ def test_datums_of_tinker_are_the_rows_of_agl(recording: Recording) -> None:
         for ids, mask, logprobs, segments in rows_of(episode)
     ]
     assert expected == found
+
+
+@pytest.mark.parametrize("form", ["atif", "langfuse", "otlp"])
+def test_calls_without_times_keep_the_order_in_which_they_were_recorded(form: str, folder: Path) -> None:
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    spans = []
+    for number, messages in enumerate(([asked], [{**asked, "content": "other"}], [asked, said, asked]), start=1):
+        call = ModelCall(
+            request_id=f"r{number}",
+            dialect="chat",
+            model="small",
+            prompt_ids=pack_ids([number]),
+            response_ids=pack_ids([9]),
+            logprobs=pack_floats([-1.0]),
+            request={"messages": messages},
+            response={"choices": [{"index": 0, "message": said}]},
+        )
+        span = call_span(f"{number:016x}", call, parent="", at_ns=0)
+        spans.append(replaced(span, sequence=number, start_ns=0, end_ns=0))
+    before = recording_of(spans)
+    path = folder / f"untimed-{form}.jsonl"
+    path.write_bytes(export(form, [before]).data)
+    (after,) = imported(path)
+
+    assert rows_of(episode_of(before)) == rows_of(after)
+    assert [1, 2, 3] == [unpack_ids(row.ids)[0] for row in after.rows]
