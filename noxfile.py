@@ -82,6 +82,10 @@ PLUGINS = {
         "opentelemetry-exporter-otlp-proto-common>=1.38,<2",
         "zstandard>=0.23,<1",
     ],
+    "agl-export": [
+        *("-e", "packages/agl-import", "-e", "packages/agl-otlp"),
+        *("atif==1.8.0", "pyarrow>=26,<27"),
+    ],
     "agl-deploy": [
         *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
         *(
@@ -133,6 +137,10 @@ VERL = [
     "peft==0.21.2",
 ]
 """VERL with what it needs, pinned: left to itself pip tries releases for many minutes."""
+
+
+TRL = ["trl==1.16.0", "tinker==0.38.0"]
+"""Trainers to which runs are exported; with VERL's pins of torch and transformers."""
 
 
 def look_where_pip_looks() -> None:
@@ -466,6 +474,14 @@ def docs(session: nox.Session) -> None:
     extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
     needs = [*ours(*LIGHT, *PLUGINS, "agl-tinker"), *TEST_TOOLS, *extras, *PLUGINS["agl-archive"]]
     pytest(session, environment(session, needs), "docs")
+
+
+@nox.session
+def trl(session: nox.Session) -> None:
+    """A step of TRL's trainer on rollouts of agl, and the published readers of Tinker and VERL; needs 2 GB."""
+    others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-export"]]
+    tools = environment(session, [*ours(*LIGHT, "agl-export"), *TEST_TOOLS, *others])
+    pytest(session, tools, *(f"packages/agl-export/tests/test_{name}.py" for name in ("trl", "readers")))
 
 
 @nox.session

@@ -26,6 +26,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.tracing",
     ),
     "agl-algo-torch": ("agl_algo_torch.hosting",),
+    "agl-export": ("agl_export.trl",),
     "agl-harness": ("agl_harness",),
     "agl-objectives": (
         "agl_objectives",
@@ -47,6 +48,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_run",
         "agl_run.algorithms",
         "agl_run.commands",
+        "agl_run.exports",
         "agl_run.lightning",
         "agl_run.programs",
         "agl_run.replay",

@@ -112,6 +112,7 @@ class CommandEntry(Entry, frozen=True, kw_only=True):
 
     Attributes:
         parent: The command of ``agl`` below which this one hangs, such as ``resources``; ``""`` for ``agl`` itself.
+            Below ``export`` it is a format, and the factory builds an ``agl_run.exports.ExportWriter``.
     """
 
     parent: str = ""

@@ -162,8 +162,12 @@ class Run:
         start_ns: int = 0,
         end_ns: int = 0,
         about: Mapping[str, Json] | None = None,
+        sequence: int = 0,
     ) -> None:
-        """Add a model call; one without token ids is counted."""
+        """Add a model call; one without token ids is counted.
+
+        ``sequence`` is its position among the spans of the run; 0 if only the order in which calls are added is known.
+        """
         self.calls += 1
         if call.ids_missing and not call.error:
             self.lost[NO_IDS] += 1
@@ -179,12 +183,22 @@ class Run:
             end_ns=max(start_ns, end_ns),
             about=known,
         )
-        self._keep(key, parent, replace(spans[0], span_id=""))
+        self._keep(key, parent, replace(spans[0], span_id="", sequence=sequence))
 
-    def add_reward(self, key: str, reward: Reward, *, about: str = "", at_ns: int = 0) -> None:
+    def add_reward(self, key: str, reward: Reward, *, about: str = "", at_ns: int = 0, is_late: bool = False) -> None:
         """Add a reward; ``about`` is the key of the span that it is about, ``""`` for the run."""
         span = make_reward_span("", "", reward)
-        self._rewards.append((key, about, replace(span, start_ns=at_ns, end_ns=at_ns)))
+        self._rewards.append((key, about, replace(span, start_ns=at_ns, end_ns=at_ns, is_late=is_late)))
+
+    def _in_order(self) -> list[tuple[str, str, Span]]:
+        """Return the spans as they were added, but calls in the order of their sequence where all of them have one."""
+        places = [place for place, (_, _, span) in enumerate(self._spans) if span.call is not None]
+        calls = [self._spans[place] for place in places]
+        found = list(self._spans)
+        if all(span.sequence for _, _, span in calls):
+            for place, own in zip(places, sorted(calls, key=lambda each: each[2].sequence), strict=True):
+                found[place] = own
+        return [(key, parent, replace(span, sequence=0)) for key, parent, span in found]
 
     def _keep(self, key: str, parent: str, span: Span) -> None:
         self._spans.append((key, parent, span))
@@ -250,7 +264,7 @@ class Run:
             end_ns=end_ns,
             status="error" if failed else "ok",
         )
-        every = [("", "", root), *self._spans, *self._rewards]
+        every = [("", "", root), *self._in_order(), *self._rewards]
         known = {key for key, _, _ in every}
         placed = ((key, parent if parent in known else "", span) for key, parent, span in every)
         spans = [_placed(each, rollout_id, attempt_id) for each in placed]

@@ -22,6 +22,7 @@ _NO_CALLS = "traces without a model call: left out"
 _NO_MESSAGES = "model calls without messages: the exporter was told to leave contents out"
 
 Kind = Literal["internal", "server", "client", "producer", "consumer"]
+KINDS: tuple[Kind, ...] = ("internal", "server", "client", "producer", "consumer")
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -32,12 +33,16 @@ class Scored(msgspec.Struct, frozen=True):
         reward: The reward, whose scope follows from what it is about.
         about: The id, or another name, of the span that it is about; ``""`` for the run.
         at_ns: Unix nanoseconds.
+        is_late: Whether it came when the attempt was decided.
+        is_exact: Whether its scope is known, because agl wrote it.
     """
 
     key: str
     reward: Reward
     about: str = ""
     at_ns: int = 0
+    is_late: bool = False
+    is_exact: bool = False
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -139,15 +144,20 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
     for part in parts:
         run.lost.update(part.lost)
         for scored in part.rewards:
-            about = known.get(scored.about, "")
-            about = about if about in calls else ""
-            reward = msgspec.structs.replace(scored.reward, scope="turn" if about else "rollout")
-            run.add_reward(scored.key, reward, about=about, at_ns=scored.at_ns)
+            _add_reward(run, scored, about=known.get(scored.about, ""), calls=calls)
     if tops and tops[0].status == "error":
         kind = as_text(tops[0].attributes.get(semconv.ERROR_TYPE)) or "error"
         run.error = ErrorInfo(type=kind, message=tops[0].message)
     run.lost[_NO_CALLS] += int(not run.calls)
     return run
+
+
+def _add_reward(run: Run, scored: Scored, *, about: str, calls: set[str]) -> None:
+    reward = scored.reward
+    if not scored.is_exact:
+        about = about if about in calls else ""
+        reward = msgspec.structs.replace(reward, scope="turn" if about else "rollout")
+    run.add_reward(scored.key, reward, about=about, at_ns=scored.at_ns, is_late=scored.is_late)
 
 
 def _innermost(spans: list[Part]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Registers the exporter and the command of this distribution."""
+"""Registers the exporter, the command and the format of this distribution."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,13 @@ def agl_exporters() -> Iterable[ExporterEntry]:
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Register ``agl otlp``."""
+    """Register ``agl otlp``, and ``otlp`` as a format of ``agl export``."""
     yield CommandEntry(
         name="otlp", factory="agl_otlp.command:otlp", summary="send recorded rollouts to a tracing backend"
+    )
+    yield CommandEntry(
+        name="otlp",
+        parent="export",
+        factory="agl_otlp.writer:OtlpWriter",
+        summary="requests of OTLP with contents and token ids, as JSON lines or .pb",
     )

@@ -18,17 +18,22 @@ MAX_BYTES = 2 << 20
 
 
 def requests_of(
-    recordings: Sequence[Recording], *, has_contents: bool, service: str = ""
+    recordings: Sequence[Recording], *, has_contents: bool, has_records: bool = False, service: str = ""
 ) -> Iterator[ExportTraceServiceRequest]:
     """Make the requests that send ``recordings``, grouped by experiment.
 
     Args:
         recordings: Finished rollouts with all of their spans.
         has_contents: Whether messages, tasks and other texts are included.
+        has_records: Whether calls and rewards have all of their fields, token ids included.
         service: The name of the service; by default the name of the experiment.
     """
     for experiment, own in groupby(recordings, key=lambda recording: recording.rollout.experiment):
-        spans = (span for recording in own for span in spans_of(recording, has_contents=has_contents))
+        spans = (
+            span
+            for recording in own
+            for span in spans_of(recording, has_contents=has_contents, has_records=has_records)
+        )
         for batch in _batches(spans):
             yield _request(batch, experiment=experiment, service=service or experiment or "agl")
 

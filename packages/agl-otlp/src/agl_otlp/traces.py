@@ -5,19 +5,25 @@ one of the same id in another store gets others. Recorded ids are the attribute 
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+import msgspec
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from agl import semconv
 from agl.contracts import Recording
 from agl.episodes import build_episode
-from agl.schemas import Attempt, ErrorInfo, Json, Reward, Span, SpanEvent, Transition
+from agl.schemas import Attempt, ErrorInfo, Json, Reward, Span, SpanEvent, Transition, to_json
 from agl_otlp.calls import call_attributes
 from agl_otlp.contents import allowed, allowed_events
 from agl_otlp.values import as_text, key_values
+from agl_run.exports import call_record
+
+CALL_RECORD, REWARD_RECORD = "agl.call", "agl.reward_record"
+"""Attributes that hold whole records as JSON."""
 
 _KINDS = {
     "internal": OtlpSpan.SPAN_KIND_INTERNAL,
@@ -30,18 +36,24 @@ _STATUSES = {"unset": Status.STATUS_CODE_UNSET, "ok": Status.STATUS_CODE_OK, "er
 _OUTCOMES = {"succeeded": "ok", "failed": "error", "timeout": "error", "lost": "error"}
 
 
-def spans_of(recording: Recording, *, has_contents: bool) -> Iterator[OtlpSpan]:
-    """Convert a finished rollout with all of its spans, the rollout's own first."""
-    return _Trace(recording, has_contents=has_contents).spans()
+def spans_of(recording: Recording, *, has_contents: bool, has_records: bool = False) -> Iterator[OtlpSpan]:
+    """Convert a finished rollout with all of its spans, the rollout's own first.
+
+    Args:
+        recording: The rollout.
+        has_contents: Whether messages, tasks and other texts are included.
+        has_records: Whether calls and rewards have all of their fields, token ids included, as attributes with JSON.
+    """
+    return _Trace(recording, has_contents=has_contents, has_records=has_records).spans()
 
 
 class _Trace:
     """Converts one rollout."""
 
-    def __init__(self, recording: Recording, *, has_contents: bool) -> None:
+    def __init__(self, recording: Recording, *, has_contents: bool, has_records: bool) -> None:
         rollout = recording.rollout
         deciding = next((a for a in recording.attempts if a.attempt_id == rollout.attempt_id), None)
-        self._recording, self._has_contents = recording, has_contents
+        self._recording, self._has_contents, self._has_records = recording, has_contents, has_records
         self._key = f"{rollout.rollout_id}@{rollout.created_at!r}"
         self._deciding = deciding
         self._episode = build_episode(rollout, deciding, recording.spans)
@@ -144,8 +156,12 @@ class _Trace:
     def _payload(self, span: Span, seen: Transition | None) -> Mapping[str, Json]:
         if span.call is not None:
             made = call_attributes(span.call, seen, has_contents=self._has_contents)
-            return {name: value for name, value in made.items() if value not in (None, "", [])}
-        return _reward(span.reward) if span.reward is not None else {}
+            record = {CALL_RECORD: _as_json(call_record(span.call))} if self._has_records else {}
+            return {**{name: value for name, value in made.items() if value not in (None, "", [])}, **record}
+        if span.reward is None:
+            return {}
+        record = {REWARD_RECORD: _as_json(span.reward)} if self._has_records else {}
+        return {**_reward(span.reward), **record}
 
     def _parent(self, span: Span) -> bytes:
         """Return the framework's span that a call carried, the recorded parent, or the attempt's own span."""
@@ -198,6 +214,13 @@ class _Trace:
 
     def _id(self, key: str) -> bytes:
         return _digest(f"{self._key} {key}", size=8)
+
+
+def _as_json(record: Json) -> str:
+    try:
+        return to_json(record).decode()
+    except (UnicodeEncodeError, OverflowError):
+        return json.dumps(msgspec.to_builtins(record))
 
 
 def _key_of(span: Span) -> str:

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from agl.errors import DatasetError
 from agl.schemas import Json, ModelCall, pack_floats, pack_ids
+from agl_import.own import own_call, own_reward
 from agl_import.runs import CHANGED_TEXT, IDS_MISSING, Run
 from agl_import.source import read_lines
-from agl_import.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of
+from agl_import.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 
 _VERSION = re.compile(r"ATIF-v1\.([0-8])")
 _MERGED = "steps that stand for several model calls: without token ids"
@@ -67,6 +70,7 @@ class _Trajectory:
         parent: str = "",
         depth: int = 0,
         at_ns: int = 0,
+        calls: dict[str, str] | None = None,
     ) -> None:
         self._run, self._document, self._path, self._place = run, document, path, place
         self._prefix, self._parent, self._depth = prefix, parent, depth
@@ -77,6 +81,8 @@ class _Trajectory:
         }
         self._added: set[str] = set()
         self._at_ns = at_ns
+        self._calls: dict[str, str] = {} if calls is None else calls
+        """Keys of calls by the span ids that agl wrote."""
 
     def add(self) -> None:
         """Add the trajectory and what is below it."""
@@ -84,14 +90,18 @@ class _Trajectory:
         times = [found for step in steps if (found := ns_of(step.get("timestamp")))]
         start_ns, end_ns = min(times, default=self._at_ns), max(times, default=self._at_ns)
         self._at_ns = start_ns
-        name = as_text(self._agent.get("name")) or "agent"
+        given = self._agent.get("name")
+        name = given if isinstance(given, str) else "agent"
         agent = f"{self._prefix}agent"
         self._run.add_agent(agent, name, parent=self._parent, start_ns=start_ns, end_ns=end_ns)
         for number, step in enumerate(steps):
             self._at_ns = ns_of(step.get("timestamp")) or self._at_ns
             self._step(number, step)
-        for key in self._embedded.keys() - self._added:
-            self._below(self._embedded[key], self._path, self._place, key=f"embedded {key}", parent=agent)
+        for key in [key for key in self._embedded if key not in self._added]:
+            parent = "" if "agl" in as_dict(self._embedded[key].get("extra")) else agent
+            self._below(self._embedded[key], self._path, self._place, key=f"embedded {key}", parent=parent)
+        for number, record in enumerate(dicts_in(_own(self._document).get("rewards"))):
+            self._add_reward(number, record)
 
     def _step(self, number: int, step: dict[str, Any]) -> None:
         role = _ROLES.get(as_text(step.get("source")))
@@ -129,14 +139,34 @@ class _Trajectory:
             response={**response, **({"usage": counts} if counts else {})},
             **tokens,
         )
+        about = _own(step)
+        own = own_call(self._place, about, request=call.request, response=call.response)
+        if own is not None:
+            missing = {"ids_missing": own.ids_missing} if own.ids_missing else {}
+            call = msgspec.structs.replace(own, dialect="chat", **{**tokens, **missing})
+        key = f"{self._prefix}call {number}"
+        self._calls[as_text(about.get("span_id"))] = key
+        start_ns = whole_ns(about.get("start_ns")) or self._at_ns
         cost, effort = number_of(metrics.get("cost_usd")), step.get("reasoning_effort")
         self._run.add_call(
-            f"{self._prefix}call {number}",
+            key,
             call,
             parent=f"{self._prefix}agent",
-            start_ns=self._at_ns,
-            end_ns=self._at_ns,
+            start_ns=start_ns,
+            end_ns=whole_ns(about.get("end_ns")) or start_ns,
             about={"agl.cost_usd": cost, "agl.reasoning_effort": effort},
+            sequence=whole_ns(about.get("sequence")),
+        )
+
+    def _add_reward(self, number: int, record: dict[str, Any]) -> None:
+        """Add a reward that ``agl export`` wrote."""
+        target = as_text(record.get("call"))
+        self._run.add_reward(
+            f"reward {number}",
+            own_reward(self._place, record),
+            about=self._calls.get(target, ""),
+            at_ns=whole_ns(record.get("at_ns")),
+            is_late=record.get("is_late") is True,
         )
 
     def _tokens(self, number: int, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -208,8 +238,14 @@ class _Trajectory:
             parent=parent,
             depth=self._depth + 1,
             at_ns=self._at_ns,
+            calls=self._calls,
         )
         below.add()
+
+
+def _own(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``agl export`` wrote beside the fields of the format."""
+    return as_dict(as_dict(record.get("extra")).get("agl"))
 
 
 def _message(role: str, step: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Json]:

@@ -14,19 +14,22 @@ from typing import Any
 import msgspec
 
 from agl.errors import DatasetError
-from agl.schemas import Json, Reward, RewardSource
+from agl.schemas import Json, Reward, RewardSource, SpanStatus
+from agl_import.own import own_call, own_reward
 from agl_import.readers.langfuse_attributes import COUNTS
 from agl_import.readers.payloads import call_of, parsed, token_counts
 from agl_import.runs import CHANGED_TEXT, Run
 from agl_import.source import Line, read_lines
-from agl_import.traces import Part, Scored, agent_attributes, runs_of, tool_attributes
-from agl_import.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of
+from agl_import.traces import KINDS, Kind, Part, Scored, agent_attributes, runs_of, tool_attributes
+from agl_import.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 
 _NO_NUMBER = "scores that are no number: their words are kept as feedback, without a value"
 _NO_TRACE = "scores of sessions or of data sets, which are about no trace: left out"
 _SOURCES: dict[str, RewardSource] = {"ANNOTATION": "human", "EVAL": "evaluator", "API": "evaluator"}
 _EVENT = re.compile(r"(trace|span|generation|event|score|observation|agent|tool|chain)-(create|update)|sdk-log")
 _TIMES = ("startTime", "timestamp")
+_KINDS: dict[Json, Kind] = {kind: kind for kind in KINDS}
+_STATUS: dict[Json, SpanStatus] = {"ok": "ok", "error": "error"}
 
 
 def fits(record: Json) -> bool:
@@ -115,7 +118,7 @@ def _record(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
             part.stands_for = as_text(record["traceName"])
         yield trace, part
     else:
-        yield _score(record, as_text(record.get("traceId")))
+        yield _score(place, record, as_text(record.get("traceId")))
 
 
 def _trace(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
@@ -126,7 +129,11 @@ def _trace(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
     name = as_text(record.get("name"))
     fields = {key: value for key, value in record.items() if key not in ("observations", "scores", "trace")}
     start_ns = ns_of(record.get("timestamp"))
-    yield own, Part(id=own, name=name, stands_for=name, start_ns=start_ns, end_ns=start_ns, fields=fields)
+    is_own = bool(_own(record))
+    stands_for = "" if is_own else name
+    part = Part(id=own, name=name, stands_for=stands_for, start_ns=start_ns, end_ns=start_ns, fields=fields)
+    part.is_left_out = is_own
+    yield own, part
     for observation in as_list(record.get("observations")):
         if not isinstance(observation, dict):
             raise DatasetError(
@@ -138,7 +145,7 @@ def _trace(place: str, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
         part.parent = part.parent or own
         yield own, part
     for score in dicts_in(record.get("scores")):
-        yield _score(_camel(score), own)
+        yield _score(place, _camel(score), own)
 
 
 def _observation(place: str, record: dict[str, Any], trace: str) -> tuple[str, Part]:
@@ -179,10 +186,26 @@ def _observation(place: str, record: dict[str, Any], trace: str) -> tuple[str, P
         case _:
             given = {"langfuse.observation.input": asked, "langfuse.observation.output": answered}
             part.attributes = {key: json_text(value) for key, value in given.items() if value is not None}
+    if about := _own(record):
+        part.name, part.attributes = as_text(about.get("name")) or name, as_dict(about.get("attributes"))
+        part.kind, part.status = _KINDS.get(about.get("kind"), "internal"), _STATUS.get(about.get("status"), "unset")
+        part.start_ns, part.end_ns = whole_ns(about.get("start_ns")), whole_ns(about.get("end_ns"))
+        part.call = own_call(place, about, request=record.get("input"), response=record.get("output")) or part.call
     return trace, part
 
 
-def _score(record: dict[str, Any], trace: str) -> tuple[str, Part]:
+def _score(place: str, record: dict[str, Any], trace: str) -> tuple[str, Part]:
+    about = _own(record)
+    if trace and about.get("reward"):
+        scored = Scored(
+            f"score {record.get('id')}",
+            own_reward(place, about["reward"]),
+            about=as_text(record.get("observationId")),
+            at_ns=whole_ns(about.get("at_ns")),
+            is_late=about.get("is_late") is True,
+            is_exact=True,
+        )
+        return trace, Part(rewards=[scored])
     value, words = number_of(record.get("value")), as_text(record.get("stringValue"))
     comment = as_text(record.get("comment"))
     reward = Reward(
@@ -202,6 +225,11 @@ def _score(record: dict[str, Any], trace: str) -> tuple[str, Part]:
     if not trace:
         return "", Part(lost=[_NO_TRACE])
     return trace, Part(rewards=[scored], lost=[_NO_NUMBER] if value is None else [])
+
+
+def _own(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``agl export`` wrote into the metadata."""
+    return as_dict(as_dict(record.get("metadata")).get("agl"))
 
 
 def _is_observation(fields: dict[str, Any]) -> bool:

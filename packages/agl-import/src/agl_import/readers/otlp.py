@@ -13,7 +13,9 @@ from typing import Any
 from agl import semconv
 from agl.errors import DatasetError
 from agl.schemas import Json, Reward, RewardSource, SpanEvent, SpanStatus
+from agl_import.own import own_call, own_reward
 from agl_import.readers import genai, langfuse_attributes, openinference
+from agl_import.readers.payloads import parsed
 from agl_import.runs import CHANGED_TEXT, Run
 from agl_import.source import Line, read_lines
 from agl_import.traces import Kind, Part, Scored, runs_of
@@ -30,6 +32,9 @@ _SOURCES: dict[str, RewardSource] = {
     "hook": "hook",
     "human": "human",
 }
+_CALL, _REWARD = "agl.call", "agl.reward_record"
+"""Attributes in which ``agl export`` writes whole records, as JSON."""
+
 _EVALUATION_EVENT = "gen_ai.evaluation.result"
 
 
@@ -63,10 +68,10 @@ def _spans_in(line: Line) -> Iterator[tuple[str, Part]]:
                         f"{line.place} has a span without a traceId of 32 and a spanId of 16 hexadecimal digits; write "
                         "the file with an exporter of OTLP"
                     )
-                yield trace, _part(own, span)
+                yield trace, _part(line.place, own, span)
 
 
-def _part(own: str, span: dict[str, Any]) -> Part:
+def _part(place: str, own: str, span: dict[str, Any]) -> Part:
     name, status = as_text(span.get("name")), as_dict(span.get("status"))
     given = _attributes(span.get("attributes"))
     attributes = langfuse_attributes.as_genai(openinference.as_genai(given, name), name)
@@ -92,10 +97,26 @@ def _part(own: str, span: dict[str, Any]) -> Part:
     if genai.is_call(attributes):
         error = (part.message or "error") if part.status == "error" else ""
         part.call = genai.call_of(own, attributes, error=error)
+        record = parsed(attributes.pop(_CALL, None))
+        about, made = {"call": record}, part.call
+        part.call = own_call(place, about, request=made.request, response=made.response) or made
         part.attributes = attributes
     elif semconv.EVALUATION_NAME in attributes:
         about = as_text(attributes.get("agl.reward.span_id"))
-        part.rewards = [*part.rewards, Scored(own, _reward(attributes), about=about, at_ns=part.start_ns)]
+        record = parsed(attributes.pop(_REWARD, None))
+        if record:
+            scope = as_dict(record).get("scope")
+            scored = Scored(
+                own,
+                own_reward(place, record),
+                about=about or (part.parent if scope == "span" else ""),
+                at_ns=part.start_ns,
+                is_late=attributes.get("agl.is_late") is True,
+                is_exact=True,
+            )
+        else:
+            scored = Scored(own, _reward(attributes), about=about, at_ns=part.start_ns)
+        part.rewards = [*part.rewards, scored]
         part.fields, part.is_left_out = attributes, True
     else:
         part.attributes = {key: value for key, value in attributes.items() if key not in genai.MESSAGES}

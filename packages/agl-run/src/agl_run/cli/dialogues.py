@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from agl.dialects import call_messages
-from agl.schemas import Episode, ModelCall, Span
+from agl.schemas import Episode, Span
+from agl_run.chat_tools import chat_tools
 from agl_run.comparable import comparable
 
 _LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
@@ -29,15 +30,6 @@ def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
         tools = chat_tools(call)
         kept.append((messages, {"messages": messages, **({"tools": tools} if tools else {}), **about}))
     return [line for _, line in kept]
-
-
-def chat_tools(call: ModelCall) -> list[Any]:
-    """Return the tools of a request of any dialect in chat's form, without those that only a server runs."""
-    found = call.request.get("tools") if _is_object(call.request) else None
-    given = [tool for tool in found if _is_object(tool)] if isinstance(found, list) else []  # pyright: ignore[reportUnknownVariableType]  # any JSON
-    if call.dialect == "chat":
-        return given
-    return [_function(tool) for tool in given if "name" in tool]
 
 
 def begins_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -74,12 +66,6 @@ def _parsed(call: Any) -> Any:
     except (TypeError, ValueError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"name": tool["name"], "description": tool.get("description", "")}
-    fields["parameters"] = tool.get("parameters") or tool.get("input_schema") or {"type": "object"}
-    return {"type": "function", "function": fields}
 
 
 def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:

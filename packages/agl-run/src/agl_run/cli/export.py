@@ -2,9 +2,7 @@
 
 import pprint
 import re
-import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +25,8 @@ from agl.stores import read_recordings
 from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dialogues import dialogues
+from agl_run.cli.export_formats import ExportCommand, FormatName, export_with_plugin
+from agl_run.cli.export_target import STDOUT, target_of
 from agl_run.cli.lineage import resource_text, shown
 from agl_run.cli.models import copy_model
 from agl_run.cli.opening import store_option, with_store
@@ -34,24 +34,28 @@ from agl_run.cli.preferences import ExportedRollout, pairs, recorded
 from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, span_options
 from agl_run.cli.span_reader import CHOSEN_PAGE, SpanReader
 
+FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model")
 
-@click.command()
+
+@click.command(cls=ExportCommand)
 @click.argument("rollout_ids", nargs=-1, metavar="[IDS]...", shell_complete=complete_rollout)
 @click.option(
     "--format",
     "form",
-    type=click.Choice(("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model")),
+    type=FormatName(FORMATS),
+    metavar="FORMAT",
     default="messages",
     show_default=True,
     help="messages: OpenAI chat dialogues, as fine-tuning reads them; dpo: of each task the best run against the worst "
     "one, as pairs of chat messages; transitions: one model call a line; "
     "rows: one training row a line; spans: everything, as recorded. "
-    "Of a resource: text, json, or python for a constant; model: the files of trained weights.",
+    "Of a resource: text, json, or python for a constant; model: the files of trained weights. Plugins add others, "
+    "such as those of agl-export for other trainers and tools: --help lists them at its end.",
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write, by default stdout; for a model, the directory to make.",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="File to write, by default or with - stdout; for a model, the directory to make.",
 )
 @click.option(
     "--min-reward", type=float, help="Only rollouts with at least this reward; for dpo, only best runs with it."
@@ -92,7 +96,12 @@ def export(
     async def work(store: Store) -> int:
         count = 0
         await check_experiment(store, experiment)
-        with _target(output) as target:
+        if form not in FORMATS:
+            named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
+            return await export_with_plugin(
+                manager, store, named, form=form, output=output, agents=agents, min_reward=min_reward
+            )
+        with target_of(output) as target:
             named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
             if chosen is not None:
                 return await _write_spans(store, named, chosen, target)
@@ -107,7 +116,8 @@ def export(
         return count
 
     count = with_store(manager, store_url, work)
-    click.echo(f"{count} lines of {form} written to {output or 'stdout'}", err=True)
+    unit = "lines" if form in FORMATS else "records"
+    click.echo(f"{count} {unit} of {form} written to {_shown(output)}", err=True)
 
 
 def _export_resources(
@@ -126,10 +136,14 @@ def _export_resources(
             raise ConfigError(f"--format model writes one directory, and {len(versions)} resources are named; name one")
         click.echo(copy_model(versions[0], output), err=True)
         return
-    with _target(output) as target:
+    with target_of(output) as target:
         for version in versions:
             target.write(_OF_RESOURCES[form](version).encode() + b"\n")
-    click.echo(", ".join(f"{v.name}@{v.version}" for v in versions) + f" written to {output or 'stdout'}", err=True)
+    click.echo(", ".join(f"{v.name}@{v.version}" for v in versions) + f" written to {_shown(output)}", err=True)
+
+
+def _shown(output: Path | None) -> str:
+    return "stdout" if output is None or output == STDOUT else str(output)
 
 
 def _as_python(version: ResourceVersion) -> str:
@@ -146,20 +160,6 @@ _OF_RESOURCES: dict[str, Callable[[ResourceVersion], str]] = {
     "json": lambda version: to_json(version).decode(),
     "python": _as_python,
 }
-
-
-@contextmanager
-def _target(output: Path | None) -> Generator[BinaryIO]:
-    if output is None:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    try:
-        file = output.open("wb")
-    except OSError as error:
-        raise ConfigError(f"cannot write {str(output)!r}: {error.strerror}; pass another --output") from error
-    with file:
-        yield file
 
 
 async def _write_spans(store: Store, query: RolloutQuery, spans: SpanQuery, target: BinaryIO) -> int:
