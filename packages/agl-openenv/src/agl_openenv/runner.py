@@ -79,14 +79,18 @@ class OpenEnvRunner:
     async def start(self) -> None:
         """Start the server, if it is started here."""
         self._client = aiohttp.ClientSession(trust_env=False)
-        if self._settings.url:
-            self._server = RemoteServer(self._settings.url)
-        else:
-            self._server = StartedServer(
-                self._settings.command, folder=self._folder, start_s=self._settings.start_s, client=self._client
-            )
-            await self._server.url()
-        await self._runner.start()
+        try:
+            if self._settings.url:
+                self._server = RemoteServer(self._settings.url)
+            else:
+                self._server = StartedServer(
+                    self._settings.command, folder=self._folder, start_s=self._settings.start_s, client=self._client
+                )
+                await self._server.url()
+            await self._runner.start()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def execute(self, claim: Claim) -> Outcome:
         """Run one attempt in a session of its own.
