@@ -107,6 +107,13 @@ PLUGINS = {
 }
 """Packages that need no agent framework and no torch, with what their tests need besides."""
 
+ENVIRONMENTS = {
+    "verifiers-oldest": ["agl-verifiers", "verifiers[rg]==0.3.1"],
+    "verifiers-newest": ["agl-verifiers", "verifiers>=0.4,<0.5"],
+    "openenv": ["agl-openenv", "openenv>=0.10,<0.11", "openai>=3,<4"],
+}
+"""Packages for environments of other libraries, each with a release of that library."""
+
 PLOT = "matplotlib>=3.9,<4"
 FITTED = ("optuna>=5,<6", "scikit-learn>=1.7,<2")
 """The extra ``suggest`` of agl-run."""
@@ -335,6 +342,17 @@ def plugin(session: nox.Session, package: str) -> None:
     """A package that needs no framework."""
     tools = environment(session, [*ours(*LIGHT, package), *TEST_TOOLS, *PLUGINS[package]])
     pytest(session, tools, f"packages/{package}/tests")
+
+
+@nox.session
+@nox.parametrize("name", [nox.param(name, id=name) for name in ENVIRONMENTS])
+def outside(session: nox.Session, name: str) -> None:
+    """A package for environments of another library with one release of it: tests; with the newest also types."""
+    package, *needs = ENVIRONMENTS[name]
+    tools = environment(session, [*ours(*LIGHT, package), *TEST_TOOLS, *needs])
+    pytest(session, tools, f"packages/{package}/tests")
+    if not name.endswith("oldest"):
+        check_types(session, tools, f"packages/{package}/src")
 
 
 def needs_of(name: str) -> list[str]:
@@ -600,6 +618,7 @@ EVERYTHING = [
     *("integration", "docs", "site", "wheels"),
     *(f"adapter({package}-{versions})" for package in ADAPTERS for versions in ("oldest", "newest")),
     *(f"plugin({package})" for package in PLUGINS),
+    *(f"outside({name})" for name in ENVIRONMENTS),
     *(f"example({name})" for name in EXAMPLES),
 ]
 """The sessions that ``tests`` runs."""

@@ -44,6 +44,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.trial",
         "agl_objectives.uses",
     ),
+    "agl-openenv": ("agl_openenv",),
     "agl-run": (
         "agl_run",
         "agl_run.algorithms",

@@ -1,7 +1,7 @@
 """Makes a plan from a configuration, with every check that needs no rollout."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.exporting import check_different
 from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
-from agl_run.experiment.harnesses import HARNESS, agent_of, with_harness
+from agl_run.experiment.harnesses import HARNESS, agent_of, with_runner
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import MAX_NAME, NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.retention import limits_of
 from agl_run.experiment.roles import check_patterns
 from agl_run.experiment.sampling import check_rules
+from agl_run.experiment.sources import tasks_of
 from agl_run.experiment.store_url import check_store_url
 from agl_run.experiment.tables import Tasks
 from agl_run.experiment.work_folder import work_folder
@@ -48,16 +49,20 @@ def make_plan(
         ConfigError: A setting is wrong; names the next step.
         PluginError: A component is unknown or broken.
     """
-    config = with_harness(_with_targets(config, manager))
     section = config.experiment
-    spec = agent_of(section, folder) if agent is None else AgentSpec.of(agent, folder=str(folder))
+    spec = agent_of(section, folder, manager, given=agent)
+    config = with_runner(_with_targets(config, manager), spec)
+    _check_agents_runner(config, spec, manager)
+    train, val = section.train if train is None else train, section.val if val is None else val
+    if isinstance(train, str) and isinstance(val, str) and not (train or val):
+        train, val = tasks_of(spec, manager)
     plan = Plan(
         config=config,
         folder=folder,
         manager=manager,
         agent=spec,
-        train=as_tasks(section.train if train is None else train, folder=folder, name="train"),
-        val=as_tasks(section.val if val is None else val, folder=folder, name="val"),
+        train=as_tasks(train, folder=folder, name="train"),
+        val=as_tasks(val, folder=folder, name="val"),
         resources={name: _resource(name, given) for name, given in config.resource.items()},
         store=store,
         rewards=rewards or {},
@@ -71,6 +76,18 @@ def make_plan(
     _check_agent(plan)
     check_known(plan)  # behind the agent, whose module may hold rewards and is imported with placeholders for keys
     return plan
+
+
+def _check_agents_runner(config: ExperimentConfig, agent: AgentSpec, manager: PluginManager) -> None:
+    """Refuse an agent that a runner brings with another runner, and one that the runner does not have."""
+    if not agent.source:
+        return
+    if config.runner.use != agent.source:
+        raise ConfigError(
+            f"runner.use is {config.runner.use!r}, and the agent {agent.identity!r} comes with the runner "
+            f"{agent.source!r}; remove [runner] use"
+        )
+    manager.resolve(manager.runner(agent.source)).check(agent)
 
 
 def _with_targets(config: ExperimentConfig, manager: PluginManager) -> ExperimentConfig:
@@ -373,10 +390,10 @@ def _tunable(plan: Plan) -> list[str]:
 
 
 def _check_agent(plan: Plan) -> None:
-    if plan.agent.is_program:
+    if not plan.agent.is_imported:
         return
     loaded = load_agent(plan.agent)
-    known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources}
+    known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources, *_provided(plan)}
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
             near = did_you_mean(parameter, known)
@@ -384,3 +401,8 @@ def _check_agent(plan: Plan) -> None:
                 f"the agent needs the resource {parameter!r}, which the experiment lacks{f'; {near}' if near else '.'} "
                 f"Add [policy.{parameter}] or [resource.{parameter}]; there are {_tunable(plan)}"
             )
+
+
+def _provided(plan: Plan) -> Sequence[str]:
+    """Return the names of the agent's parameters that its runner fills, which declares them as ``provides``."""
+    return getattr(plan.manager.resolve(plan.manager.runner(plan.config.runner.use)), "provides", ())

@@ -135,7 +135,9 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     """``[experiment]``: the agent, its tasks and the store.
 
     Attributes:
-        agent: ``module:attribute``, or a command as a list of words.
+        agent: ``module:attribute``, a command as a list of words, or ``RUNNER:NAME`` for an agent that a runner brings,
+            such as ``verifiers:NAME``.
+        agent_args: Arguments of an agent that a runner brings.
         harness: Coding harness to run instead of an agent: a name that ``agl harness list`` shows, or a TOML file.
         workspace: Folder that a harness gets a copy of in every rollout, or ``git:FOLDER@REVISION``; fields of the task
             stand in braces, and a task's own ``workspace`` comes first.
@@ -164,6 +166,7 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     agent: str | tuple[str, ...] = ""
+    agent_args: dict[str, Json] = {}
     harness: str = ""
     workspace: str = ""
     name: str = "experiment"

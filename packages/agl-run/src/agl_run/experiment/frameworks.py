@@ -79,7 +79,7 @@ def _version(distribution: str) -> str:
 
 def _imports(plan: Plan, framework: str) -> bool:
     """Return true if the loaded agent has imported a framework, or does so in one of its functions."""
-    if plan.agent.is_program or not (framework in sys.modules or framework in _named_in_source(plan)):
+    if not plan.agent.is_imported or not (framework in sys.modules or framework in _named_in_source(plan)):
         return False
     spec, folder = find_spec(framework), plan.folder.absolute()
     own = (folder / f"{framework}.py", folder / framework / "__init__.py")

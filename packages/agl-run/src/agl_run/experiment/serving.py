@@ -89,6 +89,9 @@ def settings_of(plan: Plan) -> dict[str, Json]:
         "reward": [{"use": item.use, "params": item.params} for item in config.reward],
     }
     agent: Json = list(plan.agent.command) or plan.agent.path or plan.agent.harness
+    if plan.agent.source:
+        agent = plan.agent.identity
+        settings["experiment.agent_args"] = dict(plan.agent.args)
     return {**settings, "experiment.agent": agent} if agent else settings
 
 

@@ -10,7 +10,7 @@ from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
 from agl_run.experiment.address import is_loopback
 from agl_run.experiment.config import ExperimentConfig
-from agl_run.experiment.harnesses import agent_of, with_harness
+from agl_run.experiment.harnesses import agent_of, with_runner
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import Plan, load_agent
 from agl_run.experiment.serving import Serving, settings_of
@@ -39,13 +39,14 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
         ConfigError: The agent cannot be loaded.
         PluginError: The runner, a tracer or a reward is not installed.
     """
-    config = with_harness(config)
     section = config.experiment
+    agent = agent_of(section, folder, manager)
+    config = with_runner(config, agent)
     plan = Plan(
         config=config,
         folder=folder,
         manager=manager,
-        agent=agent_of(section, folder),
+        agent=agent,
         train=(),
         val=(),
         resources={},
@@ -57,7 +58,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
         manager.tracer(name)
     if plan.agent.command and config.runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
-    if not plan.agent.is_program:
+    if plan.agent.is_imported:
         load_agent(plan.agent)
     check_known(plan)
     return plan

@@ -3,13 +3,13 @@
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from agl import LitAgent
 from agl.errors import ConfigError
-from agl.schemas import LLM, Mode, NamedResources, PromptTemplate, Rollout
+from agl.schemas import LLM, Json, Mode, NamedResources, PromptTemplate, Rollout
 from agl_run.importing import import_attribute
 
 BUILT_IN_PARAMETERS = ("task", "resources", "rollout", "llm", "prompt_template")
@@ -24,7 +24,7 @@ _METHODS: dict[Mode, Sequence[str]] = {"train": _TRAINS, "val": _VALIDATES, "tes
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
-    """An agent by import path, by object, as a command, or as a coding harness; exactly one is set.
+    """An agent by import path, by object, as a command, as a coding harness, or by a runner's name for it.
 
     Attributes:
         path: ``"module:attribute"``; importable in a child process.
@@ -32,6 +32,10 @@ class AgentSpec:
         command: Program and arguments; ``{task}`` in an argument is replaced by a file with the task's JSON.
         harness: Name or file of a coding harness, which the runner ``harness`` runs.
         workspace: The folder or git tree that a harness gets a copy of.
+        source: The runner that brings the agent, as in ``agent = "SOURCE:NAME"``; see
+            :class:`agl_run.programs.AgentSource`.
+        name: The agent's name there.
+        args: The agent's arguments there.
         folder: First entry of ``sys.path`` when importing ``path``; a command's working directory; the base of a
             harness's files; ``""`` for the current directory.
     """
@@ -41,6 +45,9 @@ class AgentSpec:
     command: tuple[str, ...] = ()
     harness: str = ""
     workspace: str = ""
+    source: str = ""
+    name: str = ""
+    args: Mapping[str, Json] = field(default_factory=dict[str, Json])
     folder: str = ""
 
     @classmethod
@@ -66,6 +73,8 @@ class AgentSpec:
         """
         if self.is_program:
             return f"harness {self.harness}" if self.harness else " ".join(self.command)
+        if self.source:
+            return f"{self.source}:{self.name}"
         module, _, name = (self.path or _path_of(self.target)).partition(":")
         return f"{module.rpartition('.')[2]}:{name}"
 
@@ -73,6 +82,11 @@ class AgentSpec:
     def is_program(self) -> bool:
         """True if the agent is a program of its own, and nothing to import."""
         return bool(self.command or self.harness)
+
+    @property
+    def is_imported(self) -> bool:
+        """True if the agent is an object, or a path to import."""
+        return not (self.is_program or self.source)
 
     def load(self) -> "LoadedAgent":
         """Import the agent, and make an instance if it is a class."""
