@@ -25,7 +25,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.stores",
         "agl.tracing",
     ),
-    "agl-harness": ("agl_harness",),
+    "agl-harness": ("agl_harness", "agl_harness.conformance"),
     "agl-objectives": (
         "agl_objectives",
         "agl_objectives.aggregation",

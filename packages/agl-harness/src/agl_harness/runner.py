@@ -39,7 +39,17 @@ from agl_harness.backends import build_sandboxes
 from agl_harness.installing import Program, require
 from agl_harness.local import LocalSandbox, LocalSandboxes
 from agl_harness.placing import Layout, fill, layout_of
-from agl_harness.sandbox import HOME, TEMPORARY, WORKSPACE, Finished, Limits, Sandbox, SandboxError, TaskSandboxes
+from agl_harness.sandbox import (
+    HOME,
+    TEMPORARY,
+    WORKSPACE,
+    Finished,
+    Limits,
+    ManagedSandboxes,
+    Sandbox,
+    SandboxError,
+    TaskSandboxes,
+)
 from agl_harness.settings import HarnessSettings, bytes_of
 from agl_harness.table import Launch, Model, find, own_files
 from agl_harness.table import fill as fill_launch
@@ -125,7 +135,9 @@ class HarnessRunner:
         return [*self._settings.hidden, *([tasks] if tasks else [])]
 
     async def start(self) -> None:
-        """Remove what killed runners left behind."""
+        """Start the backend, and remove what killed runners left behind."""
+        if isinstance(self._sandboxes, ManagedSandboxes):
+            await self._sandboxes.start()
         if isinstance(self._sandboxes, LocalSandboxes):
             await asyncio.to_thread(self._sandboxes.remove_abandoned)
 
@@ -287,6 +299,8 @@ class HarnessRunner:
         """End and remove every sandbox."""
         left, self._open = list(self._open.values()), {}
         await asyncio.gather(*(sandbox.close() for sandbox in left))
+        if isinstance(self._sandboxes, ManagedSandboxes):
+            await self._sandboxes.close()
 
 
 class Place(Record, frozen=True, kw_only=True):

@@ -179,6 +179,19 @@ class TaskSandboxes(Protocol):
         ...
 
 
+@runtime_checkable
+class ManagedSandboxes(Protocol):
+    """A backend with something of its own to start and to end, such as a connection."""
+
+    async def start(self) -> None:
+        """Start it before the first sandbox; raises :class:`agl.errors.ConfigError` if it cannot work here."""
+        ...
+
+    async def close(self) -> None:
+        """End it, and the sandboxes that are left."""
+        ...
+
+
 def checked_path(path: str) -> PurePosixPath:
     """Return a path relative to a sandbox's root; raises :class:`PathError` if it leads out of there."""
     found = PurePosixPath(path)
