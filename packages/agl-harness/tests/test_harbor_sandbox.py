@@ -121,8 +121,10 @@ def _programs(text: str) -> list[int]:
 @needs_harbor
 def test_task_that_harbor_makes_is_graded(tmp_path: Path) -> None:
     harbor = str(Path(PYTHON).parent / "harbor")
-    words = ["init", "--task", "acme/made", "--verifier-mode", "shared", "--no-pytest", "--output-dir", str(tmp_path)]
+    words = ["init", "--task", "acme/made", "--no-pytest", "--output-dir", str(tmp_path)]
     subprocess.run([harbor, *words], check=True, capture_output=True)
+    config = tmp_path / "made" / "task.toml"
+    config.write_text(config.read_text().replace("artifacts = []", 'artifacts = ["/app/hi.txt"]'))
     for name, text in {
         "instruction.md": "Write hi into hi.txt.\n",
         "solution/solve.sh": "\necho hi > /app/hi.txt\n",

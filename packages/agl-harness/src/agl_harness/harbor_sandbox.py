@@ -287,6 +287,7 @@ class _Server:
                 env=dict(os.environ),
             )
         except OSError as error:
+            folder.cleanup()
             raise ConfigError(f"the Python {python!r} of the sandbox 'harbor' cannot be started: {error}") from error
         assert process.stdout is not None  # noqa: S101  # started with pipes
         try:
@@ -298,6 +299,7 @@ class _Server:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            folder.cleanup()
             raise ConfigError(
                 f"the Python {python!r} has no working harbor, as it says on standard error; run: {python} -m pip "
                 "install 'harbor>=0.18'"
