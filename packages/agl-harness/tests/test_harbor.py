@@ -1,6 +1,7 @@
 """Harbor task folders: what comes into the sandbox, the hidden tests and their reward, and what is refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,7 +132,7 @@ def test_neither_tests_nor_solution_reach_the_harness_and_what_it_plants_does_no
     task: Path, project: Path, model: ScriptedModelServer
 ) -> None:
     plants = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; : > /tests/test.sh; : > /tests/expected"
-    looks = f"find / -name solve.sh -o -path '*{task.name}/tests*' 2>/dev/null; ls /tests; ls {task} 2>&1"
+    looks = f"find {project.parent} /app /tests /logs -name solve.sh -o -name test.sh; ls /tests; ls {task} 2>&1"
     (task / "tests" / "expected").unlink()
     model.enqueue(*asks(looks, f"{plants}; echo 'print(3)' > calc.py"))
     episode = only(dev(project, model, file=FILE))
@@ -139,35 +140,40 @@ def test_neither_tests_nor_solution_reach_the_harness_and_what_it_plants_does_no
     assert "" == model.calls[1].json["messages"][-1]["content"]
 
 
-@needs_bubblewrap
-@pytest.mark.parametrize(
-    ("script", "value", "feedback"),
-    [
-        ("echo 0.25 > reward.txt", 0.25, ""),
-        ('echo \'{"reward": 0.5, "style": 1}\' > reward.json; echo 1 > reward.txt', 0.5, ""),
-        ('echo \'{"goal": 1, "style": 0.5}\' > reward.json', 0.75, ""),
-        ("echo nan > reward.txt", 0.0, "wrote no number"),
-        ("echo 1e999 > reward.txt", 0.0, "wrote no number"),
-        ("echo '{\"reward\": 1e999}' > reward.json", 0.0, "wrote no number"),
-        ('echo \'{"reward": "1"}\' > reward.json', 0.0, "wrote no number"),
-        ("echo done > reward.txt", 0.0, "wrote no number"),
-        (": > reward.txt", 0.0, "wrote no number"),
-        ("head -c 100000 /dev/zero > reward.txt", 0.0, "wrote no number"),
-        ("ln -s /etc/hostname reward.txt; mkfifo reward.json", 0.0, "wrote no reward"),
-        ("exit 7", 0.0, "wrote no reward (exit status 7)"),
-        ("(setsid sleep 600 &); echo 1 > reward.txt", 1.0, ""),
-        ("sleep 600", 0.0, "stopped at 2 s"),
-    ],
+WRITTEN = (
+    ("echo 0.25 > reward.txt", 0.25, ""),
+    ('echo \'{"reward": 0.5, "style": 1}\' > reward.json; echo 1 > reward.txt', 0.5, ""),
+    ('echo \'{"goal": 1, "style": 0.5}\' > reward.json', 0.75, ""),
+    ("echo nan > reward.txt", 0.0, "wrote no number"),
+    ("echo 1e999 > reward.txt", 0.0, "wrote no number"),
+    ("echo '{\"reward\": 1e999}' > reward.json", 0.0, "wrote no number"),
+    ('echo \'{"reward": "1"}\' > reward.json', 0.0, "wrote no number"),
+    ("echo done > reward.txt", 0.0, "wrote no number"),
+    (": > reward.txt", 0.0, "wrote no number"),
+    ("head -c 100000 /dev/zero > reward.txt", 0.0, "wrote no number"),
+    ("ln -s /etc/hostname reward.txt; mkfifo reward.json", 0.0, "wrote no reward"),
+    ("exit 7", 0.0, "wrote no reward (exit status 7)"),
+    ("(setsid sleep 600 &); echo 1 > reward.txt", 1.0, ""),
+    ("sleep 600", 0.0, "stopped at 2 s"),
 )
-def test_reward_is_what_the_tests_write(
-    task: Path, project: Path, model: ScriptedModelServer, script: str, value: float, feedback: str
-) -> None:
-    (task / "tests" / "test.sh").write_text(f"cd /logs/verifier\n{script}\n")
-    if "stopped" in feedback:
-        (task / "task.toml").write_text(CONFIG.replace("timeout_sec = 60", "timeout_sec = 2", 1))
-    (reward,) = only(dev(project, model, file=FILE)).rewards
-    assert value == reward.value
-    assert feedback in reward.feedback
+"""Ends of test scripts, the reward that each gives, and a part of its feedback."""
+
+
+@needs_bubblewrap
+def test_reward_is_what_the_tests_write(task: Path, project: Path, model: ScriptedModelServer) -> None:
+    for number, (script, _, feedback) in enumerate(WRITTEN):
+        place = project / "tasks" / f"case-{number:02}"
+        shutil.copytree(task, place)
+        (place / "tests" / "test.sh").write_text(f"cd /logs/verifier\n{script}\n")
+        if "stopped" in feedback:
+            (place / "task.toml").write_text(CONFIG.replace("timeout_sec = 60", "timeout_sec = 2", 1))
+    file = FILE.replace("harbor:tasks", "harbor:tasks/case-*")
+    found = {item.rollout.task["name"]: item.rewards[0] for item in dev(project, model, file=file, tasks=99).episodes}
+    rewards = [found[name] for name in sorted(found)]
+    assert [(script, value) for script, value, _ in WRITTEN] == [
+        (script, reward.value) for (script, _, _), reward in zip(WRITTEN, rewards, strict=True)
+    ]
+    assert [] == [reward for (_, _, part), reward in zip(WRITTEN, rewards, strict=True) if part not in reward.feedback]
 
 
 @needs_bubblewrap
