@@ -466,6 +466,15 @@ def harness(session: nox.Session) -> None:
 
 
 @nox.session
+def sandboxes(session: nox.Session) -> None:
+    """The sandboxes of Ray and of Harbor, with the packages themselves; not part of ``tests``. Needs Python 3.12."""
+    needs = [*PLUGINS["agl-harness"], "ray==2.60.0", "harbor>=0.18,<1"]
+    tools = environment(session, [*ours(*LIGHT, "agl-harness"), *TEST_TOOLS, *needs], python=python_of("3.12"))
+    files = [f"packages/agl-harness/tests/test_{name}_sandbox.py" for name in ("ray", "harbor")]
+    pytest(session, tools, *files)
+
+
+@nox.session
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")

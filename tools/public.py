@@ -27,7 +27,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "agl-algo-torch": ("agl_algo_torch.hosting",),
     "agl-export": ("agl_export.trl",),
-    "agl-harness": ("agl_harness",),
+    "agl-harness": ("agl_harness", "agl_harness.conformance"),
     "agl-objectives": (
         "agl_objectives",
         "agl_objectives.aggregation",

@@ -11,6 +11,7 @@ import pytest
 
 from agl.errors import ConfigError
 from agl_harness import Limits, PathError, SandboxError
+from agl_harness.conformance import SandboxConformance
 from agl_harness.isolation import bubblewrap, find_isolation
 from agl_harness.local import LocalSandbox, LocalSandboxes
 from agl_testing.waiting import wait_until
@@ -32,6 +33,12 @@ def sandboxes(request: pytest.FixtureRequest, tmp_path: Path) -> LocalSandboxes:
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "answer").write_text("42")
     return LocalSandboxes(base=tmp_path / "boxes", hidden=[tmp_path / "secret"], isolation=request.param)
+
+
+class TestConformance(SandboxConformance):
+    @pytest.fixture(params=KINDS)
+    def sandboxes(self, request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+        return LocalSandboxes(base=tmp_path / "boxes", isolation=request.param)
 
 
 def run(sandboxes: LocalSandboxes, script: str, **options: Any) -> Any:

@@ -5,10 +5,13 @@ from agl_harness.sandbox import (
     CopyableSandbox,
     Finished,
     Limits,
+    ManagedSandboxes,
     PathError,
+    Purpose,
     Sandbox,
     SandboxError,
     Sandboxes,
+    TaskSandboxes,
 )
 from agl_harness.table import Checked, Harness, Launch, Model, fill, find, load_file, load_table
 
@@ -22,11 +25,14 @@ __all__ = [
     "Harness",
     "Launch",
     "Limits",
+    "ManagedSandboxes",
     "Model",
     "PathError",
+    "Purpose",
     "Sandbox",
     "SandboxError",
     "Sandboxes",
+    "TaskSandboxes",
     "fill",
     "find",
     "load_file",

@@ -1,6 +1,6 @@
 """Finds the backend of sandboxes that an experiment names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,7 +17,13 @@ GROUP = "agl_sandboxes"
 
 
 def build_sandboxes(
-    name: str, *, base: Path, hidden: Sequence[Path], isolation: Kind, readable: Sequence[Path] = ()
+    name: str,
+    *,
+    base: Path,
+    hidden: Sequence[Path],
+    isolation: Kind,
+    readable: Sequence[Path] = (),
+    params: Mapping[str, Any] | None = None,
 ) -> Sandboxes:
     """Build the backend of a name.
 
@@ -27,15 +33,22 @@ def build_sandboxes(
         hidden: Folders that nothing in a sandbox may see.
         readable: Files and folders within those that it may read nevertheless.
         isolation: For ``local``.
+        params: Further arguments of the backend.
 
     Raises:
-        ConfigError: There is no such backend, or it cannot be imported.
+        ConfigError: There is no such backend, it cannot be imported, or it does not take an argument.
     """
     if name == "local":
+        if params:
+            raise ConfigError(f'sandbox_params has {sorted(params)}, and sandbox = "local" takes none; remove them')
         return LocalSandboxes(base=base, hidden=hidden, readable=readable, isolation=isolation)
     if isolation != "auto":
         raise ConfigError(f'isolation is for sandbox = "local", and it is {name!r}; remove isolation')
-    return _factory(name)(base=base, hidden=tuple(hidden), readable=tuple(readable))
+    factory = _factory(name)
+    try:
+        return factory(base=base, hidden=tuple(hidden), readable=tuple(readable), **(params or {}))
+    except TypeError as error:
+        raise ConfigError(f"the sandbox {name!r} does not take sandbox_params: {error}; correct them") from error
 
 
 def _factory(name: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """``agl harness``: lists, installs, checks and runs coding harnesses."""
 
+import asyncio
 import shutil
 import sys
 import tempfile
@@ -12,7 +13,9 @@ from agl.errors import ConfigError
 from agl_harness.examining import examine
 from agl_harness.installing import Program, install, locate, require, version_of
 from agl_harness.isolation import find_isolation
+from agl_harness.oracle import solve_all
 from agl_harness.table import SITUATIONS, Harness, find, load_table
+from agl_harness.task_folder import LACKS, Lack
 from agl_run.commands import exec_command, json_option, print_json, print_table, visible
 
 
@@ -79,6 +82,30 @@ def run(
     words = ("--harness", name, "--folder", str(folder), "--model", model, "--task", task)
     command = (sys.executable, "-m", "agl_harness.launch", *words)
     ctx.invoke(exec_command, url=url, upstream=upstream, timeout_s=timeout_s, command=command)
+
+
+@harness.command("oracle")
+@click.option(
+    "--without",
+    metavar="KIND",
+    multiple=True,
+    type=click.Choice(LACKS),
+    help="What the sandbox need not give; repeatable.",
+)
+@click.argument("tasks")
+@json_option
+def oracle(tasks: str, without: Sequence[Lack], as_json: bool) -> None:
+    """Run the solutions of Harbor tasks, and print the reward that their tests give each.
+
+    TASKS is a task folder, a folder of them, or a pattern for them. The exit status is 1 if a reward is below 1.
+    """
+    verdicts = asyncio.run(solve_all(tasks, without=without))
+    if as_json:
+        print_json(verdicts)
+    else:
+        for found in verdicts:
+            click.echo(visible(f"{found.name}: {found.problem or f'{found.reward:g}'}"))
+    sys.exit(any(found.problem or found.reward < 1 for found in verdicts))
 
 
 @harness.command("doctor")

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,8 @@ from agl.hints import pip_install
 
 Kind = Literal["auto", "bwrap", "none"]
 
-_PLAIN = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp")  # of its own
+_WHOLE = ("--ro-bind", "/", "/")
+_PLAIN = ("--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp")  # of its own
 _APART = ("--die-with-parent", "--unshare-user-try", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
 _PROGRAM_FOLDERS = ("bin", "sbin", ".bin", "shims", "Scripts")
 _LINKED = ("python", "python3", "node", "git")
@@ -66,6 +67,7 @@ class Isolation:
         readable: Sequence[Path],
         mark: Path,
         limits: str,
+        places: Mapping[str, Path] | None = None,
     ) -> list[str]:
         """Return the command that runs ``words``.
 
@@ -77,6 +79,7 @@ class Isolation:
             readable: Folders within these that it may read nevertheless.
             mark: A file that exists once the command runs.
             limits: Shell commands that set its limits.
+            places: Writable files and folders by the absolute path at which it finds them.
         """
         script = f'{_STARTED}{limits}exec "$@"'
         if not self.program:
@@ -84,8 +87,40 @@ class Isolation:
         binds = [option for path in hidden if path.is_dir() for option in ("--tmpfs", str(path))]
         binds += [option for path in readable if path.exists() for option in ("--ro-bind", str(path), str(path))]
         binds += [option for path in writable for option in ("--bind", str(path), str(path))]
-        apart = [*_APART, "--cap-drop", "ALL", *_PLAIN, *binds, "--chdir", str(folder)]
+        root, closing = _opened(places, hidden) if places else ([*_WHOLE, *_PLAIN], [])
+        inner = sorted((places or {}).items(), key=lambda item: item[0].count("/"))
+        binds += [option for path, source in inner for option in ("--bind", str(source), path)]
+        apart = [*_APART, "--cap-drop", "ALL", *root, *binds, *closing, "--chdir", str(folder)]
         return [self.program, *apart, "--", "/bin/sh", "-c", script, "sh", str(mark), *words]
+
+
+def _opened(places: Mapping[str, Path], hidden: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """Return options for this machine's files, read-only, among which new files and folders can be mounted.
+
+    The root, and each folder in which a place is missing, is one in memory with what the machine's has in it. The
+    second options make these read-only, once everything is mounted.
+    """
+    options = [*_contents(Path("/")), *_PLAIN]
+    made = [Path("/")]
+    in_memory = (_TMP, Path("/dev"), *hidden)
+    for place in map(Path, sorted(places)):
+        above = next(path for path in place.parents if path.exists())
+        if place.exists() or above in made or any(above.is_relative_to(path) for path in in_memory):
+            continue
+        made.append(above)
+        options += ["--tmpfs", str(above), *_contents(above)]
+    return options, [option for path in reversed(made) for option in ("--remount-ro", str(path))]
+
+
+def _contents(folder: Path) -> list[str]:
+    """Return options that bind what a folder holds, but for what bubblewrap makes itself."""
+    options: list[str] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink():
+            options += ["--symlink", str(path.readlink()), str(path)]
+        elif str(path) not in ("/dev", "/proc", "/tmp"):  # of its own
+            options += ["--ro-bind-try", str(path), str(path)]
+    return options
 
 
 def find_isolation(kind: Kind) -> Isolation:
@@ -124,7 +159,7 @@ def _try(program: str) -> str:
     """Run a command within bubblewrap; returns why that fails, ``""`` if it works."""
     try:
         done = subprocess.run(
-            [program, *_APART, *_PLAIN, "--", "/bin/sh", "-c", "exit 0"],
+            [program, *_APART, *_WHOLE, *_PLAIN, "--", "/bin/sh", "-c", "exit 0"],
             capture_output=True,
             timeout=_TRY_S,
             check=False,

@@ -6,15 +6,20 @@ A folder without a lock is one that was kept for people to look at.
 
 import asyncio
 import logging
+import math
 import os
+import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+import msgspec
 from filelock import FileLock, Timeout
 
+from agl.errors import ConfigError
+from agl.hints import pip_install
 from agl.schemas import new_span_id
 from agl_harness.isolation import Isolation, Kind, View, find_isolation
 from agl_harness.sandbox import (
@@ -25,6 +30,7 @@ from agl_harness.sandbox import (
     Finished,
     Limits,
     PathError,
+    Purpose,
     Sandbox,
     SandboxError,
     checked_path,
@@ -44,6 +50,15 @@ _THREADS = 16
 """Threads per process that the system's own limit, a backstop to ours, allows for."""
 
 _MARK = ".agl-started"
+_PLACES = "places.json"
+
+
+def no_places(reason: str) -> str:
+    """Word the error for a task whose absolute paths need bubblewrap, which does not work."""
+    return (
+        "a Harbor task names absolute paths, such as /app and /tests, and this machine cannot make them, because "
+        f"{reason}; run: {pip_install('agl-harness[sandbox]')}, allow user namespaces, or use another sandbox"
+    )
 
 
 class LocalSandboxes:
@@ -55,6 +70,8 @@ class LocalSandboxes:
         readable: Files and folders within those that it may read nevertheless.
         isolation: ``bwrap``, ``none`` for plain processes, or ``auto`` for bubblewrap where it works.
     """
+
+    has_images = False
 
     def __init__(
         self, *, base: Path, hidden: Sequence[Path] = (), readable: Sequence[Path] = (), isolation: Kind = "auto"
@@ -85,13 +102,24 @@ class LocalSandboxes:
             raise SandboxError(f"the sandbox {root} cannot be made: {error}") from error
         return LocalSandbox(root, isolation=isolation, view=self._view, lock=lock)
 
+    async def create_for(
+        self, name: str, *, task: Path, places: Mapping[str, str], purpose: Purpose = "agent"
+    ) -> "LocalSandbox":
+        """Make an empty sandbox for a task, whose own folder nothing in it sees."""
+        isolation = await asyncio.to_thread(lambda: self.isolation)
+        if not isolation.program:
+            raise ConfigError(no_places(isolation.reason))
+        sandbox = await self.create(name)
+        return await sandbox.placed(places, hidden=(task.absolute(), task.resolve()))
+
     async def attach(self, address: str) -> "LocalSandbox":
         """Return the sandbox in a folder."""
         isolation = await asyncio.to_thread(lambda: self.isolation)
         root = Path(address)
         if not (root / WORKSPACE).is_dir():
             raise SandboxError(f"the sandbox {address} is gone")
-        return LocalSandbox(root, isolation=isolation, view=self._view, lock=None)
+        sandbox = LocalSandbox(root, isolation=isolation, view=self._view, lock=None)
+        return sandbox.with_places()
 
     def remove_abandoned(self) -> None:
         """Remove the sandboxes whose owners were killed."""
@@ -119,6 +147,8 @@ class LocalSandbox:
 
     def __init__(self, root: Path, *, isolation: Isolation, view: View, lock: FileLock | None) -> None:
         self._root = root
+        self._places: dict[str, str] = {}
+        self._hidden: tuple[Path, ...] = ()
         self._isolation = isolation
         self._view = view
         self._lock = lock
@@ -153,10 +183,11 @@ class LocalSandbox:
         mark = self._root / TEMPORARY / _MARK
         mark.unlink(missing_ok=True)
         command = self._isolation.wrap(
-            [program or words[0], *words[1:]],
-            folder=place,
+            [*_on_cpus(limits.cpus), program or words[0], *words[1:]],
+            folder=Path(self._seen(folder)),
             writable=[self._root / name for name in (WORKSPACE, HOME, TEMPORARY)],
-            hidden=self._view.hidden,
+            places={path: found for name, path in self._places.items() if (found := self._place(name)).exists()},
+            hidden=(*self._view.hidden, *self._hidden),
             readable=self._view.programs(environment.get("PATH", "")),
             mark=mark,
             limits=_system_limits(limits, is_apart=bool(self._isolation.program)),
@@ -202,8 +233,12 @@ class LocalSandbox:
         root = self._root.with_name(f"{self._root.name}-{new_span_id()}")
         lock = await self._disk(_make, root)
         copy = LocalSandbox(root, isolation=self._isolation, view=self._view, lock=lock)
+        copied = [WORKSPACE, *([HOME, *self._places, _PLACES] if self._places else ())]
         try:
-            await copy.upload(self._root / WORKSPACE, WORKSPACE)
+            for name in dict.fromkeys(copied):
+                if (self._root / name).exists():
+                    await copy.upload(self._root / name, name)
+            copy.with_places()
         except BaseException:
             await copy.close()
             raise
@@ -220,6 +255,27 @@ class LocalSandbox:
         await self._end()
         await asyncio.to_thread(_remove, self._root / TEMPORARY)
         self._give_up_lock()
+
+    async def placed(self, places: Mapping[str, str], *, hidden: Sequence[Path]) -> "LocalSandbox":
+        """Let programs find folders at absolute paths too; kept in a file, which they do not reach."""
+        given = msgspec.json.encode({"places": places, "hidden": [str(path) for path in hidden]})
+        await self.write(_PLACES, given)
+        return self.with_places()
+
+    def with_places(self) -> "LocalSandbox":
+        """Read the places of a sandbox for a task; an ordinary one has none."""
+        with suppress(FileNotFoundError):
+            given = msgspec.json.decode((self._root / _PLACES).read_bytes())
+            self._places = given["places"]
+            self._hidden = tuple(map(Path, given["hidden"]))
+        return self
+
+    def _seen(self, path: str) -> PurePosixPath:
+        """Return the absolute path at which programs know a folder."""
+        for name, place in self._places.items():
+            if PurePosixPath(path).is_relative_to(name):
+                return PurePosixPath(place, PurePosixPath(path).relative_to(name))
+        return PurePosixPath(self._place(path))
 
     async def _end(self) -> None:
         await asyncio.gather(*(kept.kill() for kept in list(self._running)))
@@ -248,6 +304,17 @@ class LocalSandbox:
         if not place.resolve().is_relative_to(self._root.resolve()):
             raise PathError(f"the path {path!r} leads out of the sandbox by a link; remove that link")
         return place
+
+
+def _on_cpus(number: float) -> list[str]:
+    """Return the words before a command that keep it on some of this machine's CPUs, chosen at random."""
+    if not number or not hasattr(os, "sched_getaffinity"):
+        return []
+    known = sorted(os.sched_getaffinity(0))
+    program = shutil.which("taskset", path=os.defpath)
+    if program is None or math.ceil(number) >= len(known):
+        return []
+    return [program, "-c", ",".join(map(str, random.sample(known, math.ceil(number))))]
 
 
 async def _watch(kept: KeptProcess, stdin: bytes, limits: Limits) -> Finished:

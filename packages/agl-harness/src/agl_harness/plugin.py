@@ -26,10 +26,16 @@ def agl_runners() -> Iterable[RunnerEntry]:
 
 @hookimpl
 def agl_rewards() -> Iterable[RewardEntry]:
-    """Register the reward that runs tests."""
+    """Register the rewards that run tests."""
     yield RewardEntry(
         name="tests",
         factory="agl_harness.testing:WorkspaceTests",
         summary="share of the tests that pass in a coding harness's workspace",
+        takes_setup=True,
+    )
+    yield RewardEntry(
+        name="harbor",
+        factory="agl_harness.grading:HarborTests",
+        summary="reward that a Harbor task's own tests write",
         takes_setup=True,
     )

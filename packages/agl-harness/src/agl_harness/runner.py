@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from agl.schemas import (
     NamedResources,
     Outcome,
     PromptTemplate,
+    Record,
     Rollout,
     Span,
     new_span_id,
@@ -37,16 +38,33 @@ from agl.tracing import redact
 from agl_harness.backends import build_sandboxes
 from agl_harness.installing import Program, require
 from agl_harness.local import LocalSandbox, LocalSandboxes
-from agl_harness.sandbox import HOME, TEMPORARY, WORKSPACE, Finished, Limits, Sandbox, SandboxError
+from agl_harness.placing import Layout, fill, layout_of
+from agl_harness.sandbox import (
+    HOME,
+    TEMPORARY,
+    WORKSPACE,
+    Finished,
+    Limits,
+    ManagedSandboxes,
+    Sandbox,
+    SandboxError,
+    TaskSandboxes,
+)
 from agl_harness.settings import HarnessSettings, bytes_of
-from agl_harness.table import Launch, Model, fill, find, own_files
-from agl_harness.workspace import fields_of, files_of, fill_workspace, source_of
+from agl_harness.table import Launch, Model, find, own_files
+from agl_harness.table import fill as fill_launch
+from agl_harness.task_checks import check_tasks
+from agl_harness.task_folder import PREFIX, TaskFolder, filled_variables, load_task
+from agl_harness.workspace import fields_of, files_of, fill_workspace, source_of, task_folder_of
 from agl_run import AgentSpec, RunSetup
 from agl_run.programs import describe_error, issue_token
 from agl_run.tokens import AttemptTokens
 
 WORKSPACE_ATTRIBUTE = "agl.workspace"
 """Attribute of an attempt's root span: the address of its sandbox, by which rewards find it."""
+
+SANDBOX_ATTRIBUTE = "agl.sandbox"
+"""Attribute of an attempt's root span: the name of its sandbox's backend."""
 
 HARNESS_ATTRIBUTE = "agl.harness"
 """Attribute of an attempt's root span: the harness's name and the version in the table."""
@@ -84,25 +102,42 @@ class HarnessRunner:
         self._settings = _settings(params)
         self._folder = Path(agent.folder or ".").absolute()
         self._harness = find(agent.harness, folder=self._folder)
-        self._program = require(self._harness)
         self._limits = Limits(memory=bytes_of(self._settings.memory), processes=self._settings.processes)
         self._tokens = AttemptTokens(setup.secret)
         self._open: dict[str, Sandbox] = {}
         self._sandboxes = build_sandboxes(
             self._settings.sandbox,
             base=(setup.workdir or self._folder / "runs").absolute() / "workspaces",
-            hidden=[self._folder, Path.home(), *(self._folder / name for name in self._settings.hidden)],
+            hidden=[self._folder, Path.home(), *(self._folder / name for name in self._hidden())],
             readable=[*own_files(self._harness), *(self._folder / name for name in self._settings.readable)],
             isolation=self._settings.isolation,
+            params=self._settings.sandbox_params,
         )
+        has_own = isinstance(self._sandboxes, TaskSandboxes) and self._sandboxes.has_images
+        self._program = None if has_own else require(self._harness)
 
     @staticmethod
-    def check(agent: AgentSpec) -> None:
-        """Raise :class:`ConfigError` for a harness that does not exist, before anything is started."""
-        find(agent.harness, folder=Path(agent.folder or ".").absolute())
+    def check(agent: AgentSpec, tasks: Sequence[Json] = (), params: Mapping[str, Any] | None = None) -> None:
+        """Check a harness and its tasks before anything is started.
+
+        Raises:
+            ConfigError: There is no such harness, or a Harbor task cannot be run, or asks for what the sandbox lacks.
+        """
+        folder = Path(agent.folder or ".").absolute()
+        find(agent.harness, folder=folder)
+        found = (task_folder_of(agent.workspace, task, folder=folder) for task in tasks if _is_of_harbor(agent, task))
+        check_tasks([place for place in found if place is not None], settings=_settings(dict(params or {})))
+
+    def _hidden(self) -> list[str]:
+        """Return further folders that no sandbox sees: the tasks of Harbor, wherever they are."""
+        workspace = self._setup.agent.workspace
+        tasks = workspace.removeprefix(PREFIX).partition("{")[0] if workspace.startswith(PREFIX) else ""
+        return [*self._settings.hidden, *([tasks] if tasks else [])]
 
     async def start(self) -> None:
-        """Remove what killed runners left behind."""
+        """Start the backend, and remove what killed runners left behind."""
+        if isinstance(self._sandboxes, ManagedSandboxes):
+            await self._sandboxes.start()
         if isinstance(self._sandboxes, LocalSandboxes):
             await asyncio.to_thread(self._sandboxes.remove_abandoned)
 
@@ -113,38 +148,72 @@ class HarnessRunner:
             SandboxError: The sandbox could not be made, or went away.
         """
         root = _root(claim)
-        sandbox = await self._sandboxes.create(claim.attempt.attempt_id)
-        self._open[claim.attempt.attempt_id] = sandbox
+        sandbox: Sandbox | None = None
         try:
-            launch = await self._prepare(claim, sandbox)
+            place = self._place(claim)
+            sandbox = await self._create(claim, place)
+            self._open[claim.attempt.attempt_id] = sandbox
+            launch = await self._prepare(claim, sandbox, place)
+            limits = self._limits_of(claim, place)
             finished = await sandbox.exec(
-                [self._program.path, *launch.words[1:]],
-                environment=self._environment(sandbox, launch, root),
+                [self._program.path if self._program else launch.words[0], *launch.words[1:]],
+                environment=self._environment(sandbox, launch, root, place),
                 stdin=launch.stdin,
-                limits=msgspec.structs.replace(self._limits, seconds=claim.rollout.retry.timeout_s),
+                folder=place.layout.folder if place else WORKSPACE,
+                limits=limits,
             )
         except SandboxError:
             raise
         except (ConfigError, RunError, OSError) as error:
             return self._outcome(root, sandbox, "failed", describe_error(error), "")
-        status, error = self._judged(finished, claim)
+        status, error = self._judged(finished, limits)
         return self._outcome(root, sandbox, status, error, redact(finished.output))
 
-    async def _prepare(self, claim: Claim, sandbox: Sandbox) -> Launch:
+    def _place(self, claim: Claim) -> "Place | None":
+        """Return the Harbor task of an attempt; ``None`` for a task of another kind."""
+        folder = task_folder_of(self._setup.agent.workspace, claim.rollout.task, folder=self._folder)
+        if folder is None:
+            return None
+        task = load_task(folder)
+        return Place(task=task, layout=layout_of(task))
+
+    async def _create(self, claim: Claim, place: "Place | None") -> Sandbox:
+        name = claim.attempt.attempt_id
+        if place is None:
+            return await self._sandboxes.create(name)
+        if not isinstance(self._sandboxes, TaskSandboxes):
+            raise ConfigError(f"the sandbox {self._settings.sandbox!r} makes none for Harbor tasks; use another one")
+        return await self._sandboxes.create_for(name, task=place.task.folder, places=place.layout.places)
+
+    def _limits_of(self, claim: Claim, place: "Place | None") -> Limits:
+        """Return the narrower of the experiment's limits and the task's."""
+        seconds = [claim.rollout.retry.timeout_s, place.task.agent_s if place else None]
+        memory = [self._limits.memory, place.task.memory if place else 0]
+        return msgspec.structs.replace(
+            self._limits,
+            seconds=min((value for value in seconds if value is not None), default=None),
+            memory=min((value for value in memory if value), default=0),
+            cpus=place.task.cpus if place else 0,
+        )
+
+    async def _prepare(self, claim: Claim, sandbox: Sandbox, place: "Place | None") -> Launch:
         """Fill the workspace and the home folder, and return what starts the harness."""
         rollout = claim.rollout
-        await fill_workspace(
-            sandbox,
-            source_of(self._setup.agent.workspace, rollout.task, folder=self._folder),
-            files_of(rollout.visible_task),
-        )
+        workspace = Path(sandbox.root / WORKSPACE)
+        if place is None:
+            source = source_of(self._setup.agent.workspace, rollout.task, folder=self._folder)
+            await fill_workspace(sandbox, source, files_of(rollout.visible_task))
+        else:
+            workspace = Path(place.task.workdir)
+            if self._program is not None:
+                await fill(sandbox, place.layout)
         resources = await self._setup.resources(rollout)
-        launch = fill(
+        launch = fill_launch(
             self._harness,
             model=self._model(resources, rollout, claim.attempt),
             prompt=prompt_of(rollout.visible_task, resources, key=self._settings.prompt),
             home=Path(sandbox.root / HOME),
-            workspace=Path(sandbox.root / WORKSPACE),
+            workspace=workspace,
             arguments=self._settings.arguments,
         )
         for path, text in launch.files.items():
@@ -167,18 +236,21 @@ class HarnessRunner:
             output=self._settings.output,
         )
 
-    def _environment(self, sandbox: Sandbox, launch: Launch, root: Span) -> dict[str, str]:
+    def _environment(self, sandbox: Sandbox, launch: Launch, root: Span, place: "Place | None") -> dict[str, str]:
+        task = place.task if place else None
         return {
             **base_environment(sandbox, self._program),
+            **(task.image.variables if task else {}),
+            **(filled_variables(task.environment, self._settings.environment) if task else {}),
             "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",
             **launch.environment,
             **self._settings.environment,
         }
 
-    def _judged(self, finished: Finished, claim: Claim) -> tuple[AttemptStatus, ErrorInfo | None]:
+    def _judged(self, finished: Finished, limits: Limits) -> tuple[AttemptStatus, ErrorInfo | None]:
         name = self._harness.label
         if finished.exceeded == "seconds":
-            text = f"{name} ran longer than {claim.rollout.retry.timeout_s:g} s and was stopped"
+            text = f"{name} ran longer than {limits.seconds:g} s and was stopped"
             return "timeout", ErrorInfo(type="TimeoutError", message=text)
         if finished.exceeded:
             text = f"{name} used {finished.detail} and was stopped; raise {finished.exceeded} in the runner's params"
@@ -191,9 +263,9 @@ class HarnessRunner:
         return "failed", ErrorInfo(type="ProcessExit", message=text, traceback=complaints)
 
     def _outcome(
-        self, root: Span, sandbox: Sandbox, status: AttemptStatus, error: ErrorInfo | None, output: str
+        self, root: Span, sandbox: Sandbox | None, status: AttemptStatus, error: ErrorInfo | None, output: str
     ) -> Outcome:
-        if error is not None and self._settings.keep != "never":
+        if error is not None and sandbox is not None and self._settings.keep != "never":
             kept = f"{error.message}. Its workspace is kept in {sandbox.address}"
             error = msgspec.structs.replace(error, message=kept)
         closed = msgspec.structs.replace(
@@ -203,7 +275,8 @@ class HarnessRunner:
             status_message="" if error is None else error.message,
             attributes={
                 semconv.OUTPUT: output,
-                WORKSPACE_ATTRIBUTE: sandbox.address,
+                **({WORKSPACE_ATTRIBUTE: sandbox.address} if sandbox is not None else {}),
+                SANDBOX_ATTRIBUTE: self._settings.sandbox,
                 HARNESS_ATTRIBUTE: f"{self._harness.name} {self._harness.pin}".strip(),
             },
         )
@@ -226,6 +299,19 @@ class HarnessRunner:
         """End and remove every sandbox."""
         left, self._open = list(self._open.values()), {}
         await asyncio.gather(*(sandbox.close() for sandbox in left))
+        if isinstance(self._sandboxes, ManagedSandboxes):
+            await self._sandboxes.close()
+
+
+class Place(Record, frozen=True, kw_only=True):
+    """A Harbor task, and the layout of its sandbox."""
+
+    task: TaskFolder
+    layout: Layout
+
+
+def _is_of_harbor(agent: AgentSpec, task: Json) -> bool:
+    return str(fields_of(task).get("workspace") or agent.workspace).startswith(PREFIX)
 
 
 def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[str, str]:

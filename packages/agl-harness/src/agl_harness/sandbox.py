@@ -32,11 +32,13 @@ class Limits(Record, frozen=True, kw_only=True):
         seconds: Time; ``None`` for no limit.
         memory: Bytes of memory in use; 0 for no limit.
         processes: Number of processes; 0 for no limit.
+        cpus: Number of CPUs that it runs on, of which part of one counts as one; 0 for all.
     """
 
     seconds: float | None = None
     memory: int = 0
     processes: int = 0
+    cpus: float = 0
 
 
 NO_LIMITS = Limits()
@@ -145,6 +147,48 @@ class Sandboxes(Protocol):
 
     async def attach(self, address: str) -> Sandbox:
         """Return the sandbox of an address; raises :class:`SandboxError` if it is gone."""
+        ...
+
+
+Purpose = Literal["agent", "tests"]
+"""The use of a sandbox for a task: for the agent, or for tests that run apart from it."""
+
+
+@runtime_checkable
+class TaskSandboxes(Protocol):
+    """A backend that makes sandboxes for Harbor tasks, whose programs find folders at absolute paths."""
+
+    has_images: bool
+    """True if it builds the task's image, with the image's own programs; else it is of the machine that it runs on."""
+
+    async def create_for(
+        self, name: str, *, task: Path, places: Mapping[str, str], purpose: Purpose = "agent"
+    ) -> Sandbox:
+        """Make a sandbox for a task; without images its places are empty.
+
+        Args:
+            name: Unique among those of its backend.
+            task: The task's folder.
+            places: Absolute paths at which programs find the sandbox's folders and files, by their path in it.
+            purpose: Whether the agent works in it, or only the tests.
+
+        Raises:
+            ConfigError: It cannot be made on this machine.
+            SandboxError: It cannot be made now.
+        """
+        ...
+
+
+@runtime_checkable
+class ManagedSandboxes(Protocol):
+    """A backend with something of its own to start and to end, such as a connection."""
+
+    async def start(self) -> None:
+        """Start it before the first sandbox; raises :class:`agl.errors.ConfigError` if it cannot work here."""
+        ...
+
+    async def close(self) -> None:
+        """End it, and the sandboxes that are left."""
         ...
 
 

@@ -4,8 +4,9 @@ import re
 from typing import Literal
 
 from agl.errors import ConfigError
-from agl.schemas import Record
+from agl.schemas import Json, Record
 from agl_harness.isolation import Kind
+from agl_harness.task_folder import Lack
 from agl_harness.usage import IS_KNOWN
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
@@ -29,6 +30,9 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
             ``always``.
         keep_at_most: Number of workspaces that stay; the oldest go first.
         sandbox: ``local``, the name of a backend in the entry-point group ``agl_sandboxes``, or ``module:attribute``.
+        sandbox_params: Parameters of that backend.
+        without: What Harbor tasks may ask for and the sandbox need not give, such as ``build`` for what a Dockerfile
+            installs; see :data:`agl_harness.task_folder.LACKS`.
         isolation: For ``local``: ``auto`` keeps rollouts apart with bubblewrap where it works, ``bwrap`` refuses to go
             without, ``none`` does not.
         hidden: Folders, relative to the experiment file, that the harness finds empty, besides that of the experiment
@@ -47,6 +51,8 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
     keep: Literal["failed", "never", "always"] = "failed"
     keep_at_most: int = 20
     sandbox: str = "local"
+    sandbox_params: dict[str, Json] = {}
+    without: tuple[Lack, ...] = ()
     isolation: Kind = "auto"
     hidden: tuple[str, ...] = ()
     readable: tuple[str, ...] = ()

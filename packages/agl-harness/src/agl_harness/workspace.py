@@ -16,6 +16,7 @@ from typing import Any, cast
 from agl.errors import ConfigError, RunError
 from agl.schemas import Json, Record
 from agl_harness.sandbox import WORKSPACE, Sandbox, SandboxError
+from agl_harness.task_folder import PREFIX
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 _GIT = "git:"
@@ -29,10 +30,12 @@ class Source(Record, frozen=True, kw_only=True):
     Attributes:
         folder: A folder.
         revision: Revision of the git tree in that folder; ``""`` to copy the folder as it is.
+        is_task: True for the folder of a Harbor task, which is no workspace itself, but says how to make one.
     """
 
     folder: str
     revision: str = ""
+    is_task: bool = False
 
 
 def filled(template: str, task: Json) -> str:
@@ -78,20 +81,36 @@ def source_of(template: str, task: Json, *, folder: Path) -> Source | None:
     Raises:
         ConfigError: There is no such folder.
     """
-    own = fields_of(task).get("workspace")
-    if isinstance(own, str) and own:
-        name = filled("{workspace}", {"workspace": own})
-    elif template:
-        name = filled(template, task)
-    else:
+    name = _name(template, task)
+    if not name:
         return None
+    if name.startswith(PREFIX):
+        return Source(folder=str(_folder(folder / name.removeprefix(PREFIX)).resolve()), is_task=True)
     path, _, revision = name.removeprefix(_GIT).rpartition("@") if name.startswith(_GIT) else (name, "", "")
     if name.startswith(_GIT) and not path:
         path, revision = name.removeprefix(_GIT), "HEAD"
-    place = folder / path
+    return Source(folder=str(_folder(folder / path).resolve()), revision=revision)
+
+
+def task_folder_of(template: str, task: Json, *, folder: Path) -> Path | None:
+    """Return the folder of a task that is one of Harbor's; ``None`` for any other; see :func:`source_of`."""
+    source = source_of(template, task, folder=folder)
+    return Path(source.folder) if source is not None and source.is_task else None
+
+
+def _name(template: str, task: Json) -> str:
+    """Return the name of a task's workspace: its own, which stays below the experiment's folder, or the common one."""
+    own = fields_of(task).get("workspace")
+    if not isinstance(own, str) or not own:
+        return filled(template, task) if template else ""
+    kind = next((kind for kind in (_GIT, PREFIX) if own.startswith(kind)), "")
+    return kind + filled("{workspace}", {"workspace": own.removeprefix(kind)})
+
+
+def _folder(place: Path) -> Path:
     if not place.is_dir():
         raise ConfigError(f"the workspace {str(place)!r} is no folder; name one relative to the experiment file")
-    return Source(folder=str(place.resolve()), revision=revision)
+    return place
 
 
 async def fill_workspace(sandbox: Sandbox, source: Source | None, files: Mapping[str, str]) -> None:

@@ -222,7 +222,7 @@ def _check_components(plan: Plan) -> None:
     config, manager = plan.config, plan.manager
     runner = manager.runner(config.runner.use)
     if plan.agent.harness and (check := getattr(manager.resolve(runner), "check", None)):
-        check(plan.agent)
+        check(plan.agent, [*plan.train, *plan.val], plan.config.runner.params)
     for credit in (config.credit, *(algorithm.credit for algorithm in config.algorithm if algorithm.credit)):
         manager.credit(credit.use)
     for name in config.tracers:

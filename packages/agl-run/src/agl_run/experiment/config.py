@@ -143,7 +143,8 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
             stand in braces, and a task's own ``workspace`` comes first.
         name: Name of the experiment; its rollouts, states and metrics carry it.
         store: URL.
-        train: JSON-lines, CSV or Parquet file of training tasks, or a file with one JSON array of them.
+        train: JSON-lines, CSV or Parquet file of training tasks, a file with one JSON array of them, or tasks that a
+            package reads, such as ``harbor:FOLDER``.
         val: The same for validation tasks.
         seed: Of everything random.
         hidden: Keys of a task that only reward emitters see.

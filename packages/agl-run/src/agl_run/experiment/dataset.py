@@ -10,6 +10,7 @@ from agl.errors import DatasetError
 from agl.hints import did_you_mean
 from agl.schemas import Json
 from agl_run.experiment.tables import Tasks, is_table_file, read_table, rows_of
+from agl_run.experiment.task_sources import read_source
 
 _SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 
@@ -81,9 +82,12 @@ def _refuse_a_mixture(tasks: Mapping[str, Json], path: Path) -> None:
 
 
 def as_tasks(data: Tasks | None, *, folder: Path, name: str) -> list[Json]:
-    """Read tasks from a path, from a data frame, or from any iterable of JSON values."""
+    """Read tasks from a path, a package's ``KIND:NAME``, a data frame, or any iterable of JSON values."""
     if data is None or (isinstance(data, str) and not data):
         return []
+    tasks = read_source(data, folder=folder) if isinstance(data, str) else None
+    if tasks is not None:
+        return tasks
     if isinstance(data, str | Path):
         return load_dataset(folder / data)
     return _as_json(rows_of(data, name=name), name=name)
