@@ -605,3 +605,43 @@ async def test_frozen_model_is_asked_as_the_client_asks_unless_its_server_has_on
 def test_unknown_native_api_is_refused():
     with pytest.raises(ConfigError, match="messages"):
         ClientApis(["mesages"])
+
+
+async def test_compaction_is_a_summary_by_the_policy_and_goes_on_from_it(stage):
+    said: list[Any] = [
+        {"role": "user", "content": "count to three"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": [{"type": "input_text", "text": "go on"}]},
+    ]
+    async with stage() as it:
+        attempt_id, token = await it.open_attempt()
+        async with it.openai(token) as client:
+            shorter = await client.responses.compact(model="main_llm", input=said, instructions="count")
+            kept = [item.model_dump(exclude_none=True, warnings=False) for item in shorter.output]
+            await client.responses.create(model="main_llm", input=kept)
+        summarized, after = await it.calls(attempt_id)
+    assert ("response.compaction", ["message", "message", "compaction"]) == (
+        shorter.object,
+        [item.type for item in shorter.output],
+    )
+    assert (summarized.prompt_len, summarized.response_len) == (
+        shorter.usage.input_tokens,
+        shorter.usage.output_tokens,
+    )
+    *before, asked = summarized.request["messages"]
+    assert ["system", "user", "assistant", "user"] == [message["role"] for message in before]
+    assert "Summarize this conversation" in asked["content"]
+    assert ["count to three", "go on", HELLO] == [_plain(message) for message in after.request["messages"]]
+
+
+async def test_nothing_to_compact_is_refused(stage):
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        async with it.openai(token) as client:
+            with pytest.raises(openai.BadRequestError, match="nothing to compact"):
+                await client.responses.compact(model="main_llm", input=[])
+
+
+def _plain(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

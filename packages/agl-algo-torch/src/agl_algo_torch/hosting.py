@@ -366,6 +366,7 @@ class Trainee:
             rollout_M=row_N,
             extras={},
             rows=tuple(places),
+            samples=(),
             total=1.0,
         )
 

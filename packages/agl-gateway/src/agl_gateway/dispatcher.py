@@ -14,7 +14,7 @@ from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.problems import Problem, problem_response
 from agl_gateway.quotas import Quotas
 from agl_gateway.relay import Relay
-from agl_gateway.side_calls import SIDE_CALLS, SideCalls
+from agl_gateway.side_calls import COMPACT, SIDE_CALLS, SideCalls
 from agl_gateway.translation import Shape
 from agl_run.tokens import AttemptToken
 
@@ -105,7 +105,11 @@ class Dispatcher:
         if google is not None and google.method == COUNT_TOKENS:
             return await self._side_calls.count_google(request)
         if endpoint in SIDE_CALLS:
-            return await self._side_calls.answer(request, endpoint, rollout_id=claim.rollout_id)
+            if endpoint == COMPACT and not is_conversation:
+                await self._quotas.add_call(claim)
+            return await self._side_calls.answer(
+                request, endpoint, rollout_id=claim.rollout_id, attempt_id=claim.attempt_id
+            )
         translation = None if google is None else google.translation(request.query.get("alt", ""))
         endpoint = endpoint if google is None else "/chat/completions"
         dialect = dialect_of(endpoint)

@@ -155,14 +155,15 @@ class RewardSweep:
         while page := await self._finished():
             due = [rollout for rollout in page if rollout.finished_at <= until]
             try:
-                count += await self._remove([rollout.rollout_id for rollout in due if rollout.metadata.get(MARK)])
+                removed = await self._remove([rollout.rollout_id for rollout in due if rollout.metadata.get(MARK)])
             except NotFoundError:
                 continue  # another gateway removed one meanwhile; the page is read again
+            count += removed
+            self._traffic.removed += removed
             if due:
                 self._last = due[-1]
             if len(due) < len(page):
                 break
-        self._traffic.removed += count
         return count
 
     async def _finished(self) -> list[Rollout]:

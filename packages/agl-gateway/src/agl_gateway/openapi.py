@@ -22,7 +22,7 @@ _MODEL_PATHS = {
     "/v1beta/models/{model}:countTokens": "The tokens of a request to Google's API, estimated; not recorded.",
     "/v1/messages/count_tokens": "The tokens of an Anthropic request, by its server or estimated; not recorded.",
     "/v1/responses/input_tokens": "The tokens of a request for a response, likewise.",
-    "/v1/responses/compact": "OpenAI's compaction of a conversation, relayed and not recorded.",
+    "/v1/responses/compact": "OpenAI's compaction of a conversation: the server's own, or a summary by the policy.",
 }
 
 _SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}

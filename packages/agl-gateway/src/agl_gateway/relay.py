@@ -21,6 +21,7 @@ from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import BodyReader
 from agl_gateway.callers import HelperRules, clean, session_of
 from agl_gateway.client_apis import CHAT, ClientApis, NotSpokenError, translation_of
+from agl_gateway.compaction import CompactionTranslation
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations, rollout_id_of
 from agl_gateway.draws import DrawSeeds
@@ -174,6 +175,20 @@ class Relay:
         asked, translation = await self._read(request, dialect, translation)
         context = self._context(rollout_id, attempt_id, request, asked)
         return await self._answer(request, _call(asked, endpoint, context, translation))
+
+    def speaks(self, upstream: Upstream, dialect: Dialect) -> bool:
+        """Return true if a policy's server is asked in this API."""
+        return not self._apis.is_translated(upstream, dialect)
+
+    async def compact(
+        self, request: web.BaseRequest, asked: Request, *, rollout_id: str, attempt_id: str
+    ) -> web.StreamResponse:
+        """Answer a request for a compaction with a summary by the policy, as a call of an attempt."""
+        await self._recorder.admit()
+        translation = CompactionTranslation()
+        chat = translation.asked(asked)
+        context = self._context(rollout_id, attempt_id, request, chat)
+        return await self._answer(request, _call(chat, CHAT, context, translation))
 
     async def converse(
         self,

@@ -99,7 +99,7 @@ class _Writer:
         """Return a response that is complete, or was cut for the reason that it then names."""
         cut = _INCOMPLETE.get(reason, "")
         response = self.response(given, status="incomplete" if cut else "completed", output=output)
-        return {**response, "incomplete_details": {"reason": cut} if cut else None, "usage": _usage(usage)}
+        return {**response, "incomplete_details": {"reason": cut} if cut else None, "usage": usage_of_response(usage)}
 
     def item(self, piece: Piece, index: int, given: dict[str, Any]) -> Item:
         """Return a whole item."""
@@ -133,7 +133,8 @@ def _text_part(text: str) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(usage: Usage) -> dict[str, Json]:
+def usage_of_response(usage: Usage) -> dict[str, Json]:
+    """Return the usage as a response has it."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},

@@ -32,7 +32,6 @@ from agl_gateway.chat_requests import (
     user_message,
 )
 from agl_gateway.messages_requests import SAME
-from agl_gateway.sealed import unseal
 from agl_gateway.translation import as_object, objects_in, text_in
 
 INPUT = "input"
@@ -178,7 +177,7 @@ def _call(item: dict[str, Any]) -> Json:
 
 
 def _summary(item: dict[str, Any]) -> str:
-    summary = as_object(unseal(item.get("encrypted_content"))).get("summary")
+    summary = item.get("summary")  # restored from its sealed content
     if not isinstance(summary, str):
         raise unsupported("a compaction of another server", "start a new conversation")
     return summary

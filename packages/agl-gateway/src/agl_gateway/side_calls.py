@@ -1,8 +1,8 @@
-"""Answers what clients ask beside model calls: counts of tokens, and a conversation made shorter by its server.
+"""Answers what clients ask beside model calls: counts of tokens, and a conversation made shorter.
 
-None of these samples from the policy, so none of them is recorded. The policy's own server answers where it can. Where
-it cannot count, the gateway estimates: coding agents ask before every turn how much room is left, and stop or fill
-their log with errors where nobody answers.
+The policy's own server answers where it can, and nothing is recorded. Where it cannot count, the gateway estimates:
+coding agents ask before every turn how much room is left, and stop or fill their log with errors where nobody answers.
+Where it cannot make a conversation shorter, the policy is asked for a summary, by a call that is recorded.
 """
 
 from typing import cast
@@ -19,12 +19,14 @@ from agl_gateway.relay import Relay
 from agl_gateway.routing import UpstreamTarget
 from agl_gateway.upstream_client import open_upstream, problem_of, reply_headers, request_headers
 
+COMPACT = "/responses/compact"
+
 SIDE_CALLS: dict[str, Dialect] = {
     "/messages/count_tokens": "messages",
     "/responses/input_tokens": "responses",
-    "/responses/compact": "responses",
+    COMPACT: "responses",
 }
-"""Endpoints that belong to a model API and sample nothing, with the API that they belong to."""
+"""Endpoints that belong to a model API beside its calls, with the API that they belong to."""
 
 ESTIMATED_HEADER = "x-agl-estimated"
 """Response header of a count that the gateway estimated."""
@@ -58,8 +60,17 @@ class SideCalls:
         self._bodies = bodies
         self._max_body = max_body
 
-    async def answer(self, request: web.BaseRequest, endpoint: str, *, rollout_id: str = "") -> web.Response:
+    async def answer(
+        self, request: web.BaseRequest, endpoint: str, *, rollout_id: str, attempt_id: str
+    ) -> web.StreamResponse:
         """Answer one request; the caller has verified its token.
+
+        Args:
+            request: The request.
+            endpoint: One of :data:`SIDE_CALLS`.
+            rollout_id: The rollout that it comes from, like ``attempt_id``; ``""`` in a conversation, for which no
+                summary is written.
+            attempt_id: The attempt.
 
         Raises:
             Problem: 400 for a body that is no JSON object, 404 for an unknown model, 502 or 504 where a server that
@@ -72,14 +83,22 @@ class SideCalls:
         if not asked.is_object:
             raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
         target = self._relay.router.choose(asked.model, dialect=dialect)
-        is_count = endpoint != "/responses/compact"
+        is_count = endpoint != COMPACT
+        if not is_count and attempt_id and not self._relay.speaks(target.upstream, dialect):
+            return await self._relay.compact(request, asked, rollout_id=rollout_id, attempt_id=attempt_id)
         try:
             reply = await self._ask(request, asked, endpoint, target, rollout_id=rollout_id)
         except Problem:
             if not is_count:
                 raise
             return _estimated(asked)
-        return _estimated(asked) if is_count and reply.status in _ABSENT else reply
+        if reply.status not in _ABSENT:
+            return reply
+        if is_count:
+            return _estimated(asked)
+        if not attempt_id:
+            return reply
+        return await self._relay.compact(request, asked, rollout_id=rollout_id, attempt_id=attempt_id)
 
     async def count_google(self, request: web.BaseRequest) -> web.Response:
         """Answer Google's ``countTokens`` with an estimate; the caller has verified its token.

@@ -7,7 +7,6 @@ that is repeated after a crash collects the same rollouts and replaces its recor
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +18,7 @@ from agl.schemas import Episode, Mode, Record
 from agl_run.comparison import interval
 from agl_run.experiment.state import run_key
 from agl_run.explain import tokens_of
+from agl_run.means import mean
 
 MOST_AGENTS = 64
 """Agents of a record; those with the fewest calls are left out."""
@@ -186,7 +186,7 @@ def _tally(
             by_task.setdefault(seen.task, []).append(seen.reward)
         for share in _shares(seen, {use.span_id: use for use in uses.get(seen.rollout_id, ())}):
             agents[share.agent] = agents[share.agent].plus(share) if share.agent in agents else share
-    means = [fmean(rewards) for rewards in by_task.values()]
+    means = [mean(rewards) for rewards in by_task.values()]
     low, high = interval(means) if len(means) > 1 else (None, None)
     kept = sorted(agents.values(), key=lambda each: (-each.calls, each.agent))[:MOST_AGENTS]
     return StepTally(
@@ -194,7 +194,7 @@ def _tally(
         step=step,
         mode=mode,
         rollouts=len(rollouts),
-        reward=fmean(means) if means else None,
+        reward=mean(means) if means else None,
         low=low,
         high=high,
         agents=tuple(kept),
