@@ -468,6 +468,8 @@ def harness(session: nox.Session) -> None:
 @nox.session
 def sandboxes(session: nox.Session) -> None:
     """The sandboxes of Ray and of Harbor, with the packages themselves; not part of ``tests``. Needs Python 3.12."""
+    if not found(["3.12"]):
+        session.skip("Harbor needs Python 3.12, and no python3.12 on the PATH runs")
     needs = [*PLUGINS["agl-harness"], "ray==2.60.0", "harbor>=0.18,<1"]
     tools = environment(session, [*ours(*LIGHT, "agl-harness"), *TEST_TOOLS, *needs], python=python_of("3.12"))
     files = [f"packages/agl-harness/tests/test_{name}_sandbox.py" for name in ("ray", "harbor")]
