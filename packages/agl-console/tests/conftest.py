@@ -58,9 +58,9 @@ def opened(filled: Path) -> Open:
     """Opens a console over the filled store, or over another one."""
 
     @asynccontextmanager
-    async def use(store: Store | None = None, *, password: str = "") -> AsyncIterator[TestClient]:
+    async def use(store: Store | None = None, *, password: str = "", **given: Any) -> AsyncIterator[TestClient]:
         own = store or SQLiteStore(f"sqlite:///{filled}")
-        app = make_app(own, name="sqlite:///runs.db", hosts=("console.example",), password=password)
+        app = make_app(own, name="sqlite:///runs.db", hosts=("console.example",), password=password, **given)
         async with TestClient(TestServer(app)) as client:
             yield client
         if store is None:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -93,6 +94,7 @@ def test_run_is_exported_as_one_file_that_refers_to_nothing(recorded: Path) -> N
         (("export", "halves", "--output", "missing/run.html"), "pass another --output"),
         (("nothing.db",), "there is no store 'nothing.db'"),
         (("--json", "/rollouts?step=x"), "wrong parameter"),
+        (("--token-file", "token"), "add --actions"),
         (("--host", "0.0.0.0"), "set AGL_CONSOLE_PASSWORD"),
     ],
 )
@@ -108,3 +110,27 @@ def test_port_that_is_taken_is_named(recorded: Path) -> None:
         port = said.partition("127.0.0.1:")[2].partition("/")[0]
         with pytest.raises(AssertionError, match=f"cannot listen on 127.0.0.1 port {port}"):
             run_agl("console", "--port", port, folder=recorded)
+
+
+def test_console_with_actions_names_the_place_of_its_token_and_logs_who_signs_in(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AGL_TOKEN", raising=False)
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "agl", "console", "--actions", "--token-file", str(tmp_path / "token")]
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(command, cwd=recorded, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[2]
+        said = process.stdout.readline()
+        assert f"to act, sign in at {address}sign-in with the admin token in {tmp_path / 'token'}\n" == said
+        token = (tmp_path / "token").read_text().strip()
+        body = urlencode({"token": token, "next": "/versions"}).encode()
+        with urlopen(Request(f"{address}sign-in", data=body, headers={"Origin": address.rstrip("/")})) as answer:
+            assert f"{address}versions" == answer.url
+        process.terminate()
+        assert 0 == process.wait(60)
+    assert re.fullmatch(r"\S+Z somebody signed in from 127\.0\.0\.1\n", log.read_text())
+    assert token not in log.read_text() + said

@@ -45,10 +45,12 @@ async def test_password_is_asked_for_and_compared(opened: Open) -> None:
         assert 200 == (await client.get("/", headers=basic("me:long enough"))).status
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-async def test_console_only_reads(opened: Open, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "status"), [("POST", 403), ("PUT", 405), ("DELETE", 405), ("PATCH", 405), ("OPTIONS", 405)]
+)
+async def test_console_only_reads(opened: Open, method: str, status: int) -> None:
     async with opened() as client:
-        assert 405 == (await client.request(method, "/rollouts")).status
+        assert status == (await client.request(method, "/rollouts")).status
 
 
 @pytest.mark.parametrize("address", ["/", "/nothing", "/?format=json", "/static/console.js"])

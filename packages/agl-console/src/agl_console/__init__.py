@@ -1,3 +1,3 @@
-"""A web console over a store of any kind: runs, agents, groups, rollouts, tokens and versions, for reading only."""
+"""A web console over a store of any kind: runs, agents, rollouts, tokens and versions, and actions on them."""
 
 __all__: list[str] = []

@@ -7,6 +7,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -17,6 +18,7 @@ from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.stores import TableStore, shown_url
+from agl_console.access import Access, admin_token_of
 from agl_console.guard import checked_password
 from agl_console.learning import LearningFilter, learning_view
 from agl_console.pages import Pages
@@ -55,6 +57,12 @@ class _Console(click.Group):
     type=click.Path(path_type=Path),
     help="A model's tokenizer.json, or its folder: tokens are shown with their texts.",
 )
+@click.option("--actions", "acts", is_flag=True, help="Let who knows the admin token promote, cancel, retry and rate.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="With --actions: file with the admin token, made if missing.",
+)
 @click.option("--json", "address", metavar="ADDRESS", help="Print a view, such as /rollouts?status=failed.")
 @pass_manager
 @click.pass_context
@@ -67,11 +75,14 @@ def console(
     hosts: tuple[str, ...],
     opens: bool,
     tokenizer: Path | None,
+    acts: bool,
+    token_file: Path | None,
     address: str | None,
 ) -> None:
     """Look at the runs of STORE in a browser: a URL or a SQLite file; by default $AGL_STORE, or the only runs/*.db.
 
-    The console reads only. It answers to this machine alone; with another --host it asks for the password in
+    The console reads only, unless --actions lets a person act who signs in with the admin token: $AGL_TOKEN, or
+    else that in --token-file. It answers to this machine alone; with another --host it asks for the password in
     $AGL_CONSOLE_PASSWORD.
     """
     store_url = store_url or os.environ.get("AGL_STORE")
@@ -83,11 +94,29 @@ def console(
         with_store(manager, store_url, lambda store: _print(store, address, vocabulary))
         return
     password = checked_password(host, os.environ.get(PASSWORD_ENV, ""))
+    if token_file is not None and not acts:
+        raise ConfigError("--token-file is the token for actions, which this console does not offer; add --actions")
+    token, source = admin_token_of(token_file) if acts else ("", "")
 
     async def serve(store: Store) -> None:
         own = store.backend.shown_url if isinstance(store, TableStore) else shown_url(as_url(store_url or ""))
-        app = make_app(store, name=own, hosts=(host, *hosts), password=password, vocabulary=vocabulary)
-        await _serve(app, host, port, on_ready=webbrowser.open if opens else lambda _: True)
+        app = make_app(
+            store,
+            name=own,
+            hosts=(host, *hosts),
+            password=password,
+            vocabulary=vocabulary,
+            access=Access(token) if acts else None,
+            audit=_log,
+        )
+
+        def on_ready(address: str) -> None:
+            if acts:
+                click.echo(f"to act, sign in at {address}sign-in with the admin token in {source}")
+            if opens:
+                webbrowser.open(address)
+
+        await _serve(app, host, port, on_ready=on_ready)
 
     with_store(manager, store_url, serve)
 
@@ -112,12 +141,17 @@ def export(ctx: click.Context, manager: PluginManager, run: str, output: Path | 
     click.echo(f"{run} in {path}")
 
 
+def _log(line: str) -> None:
+    """Write a line of the log of actions to standard error, with the time in UTC."""
+    click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}", err=True)
+
+
 async def _print(store: Store, address: str, vocabulary: Vocabulary | None) -> None:
     parts = urlsplit(address)
     print_json((await read_view(store, parts.path, parse_qs(parts.query), vocabulary)).data)
 
 
-async def _serve(app: web.Application, host: str, port: int, *, on_ready: Callable[[str], bool]) -> None:
+async def _serve(app: web.Application, host: str, port: int, *, on_ready: Callable[[str], None]) -> None:
     """Serve until an interrupt."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,7 +17,7 @@ HEADERS = {
     "object-src 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with no-referrer browsers send forms with the origin "null"
     "X-Content-Type-Options": "nosniff",
 }
 """Headers of every answer: nothing is loaded from elsewhere, and no other page may embed or read it."""

@@ -6,9 +6,11 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from agl.errors import AglError, ConfigError, NotFoundError
 from agl.schemas import Record, to_builtins
 from agl_console.views import View
 from agl_run.commands import visible
@@ -37,9 +39,13 @@ class Pages:
         self._templates.globals["link"] = link
         self._store = store
 
-    def view(self, view: View, here: str) -> str:
-        """Render a view; ``here`` is the path and query of its address."""
-        return self._templates.get_template(view.template).render(view=view.data, here=here, store=self._store)
+    def view(self, view: View, here: str, visitor: str = "") -> str:
+        """Render a view; ``here`` is the path and query of its address.
+
+        ``visitor`` is ``signed`` for a person who may act, ``guest`` for one who may sign in, and empty on a console
+        that only reads.
+        """
+        return self._render(view.template, view=view.data, here=here, visitor=visitor)
 
     def export(self, view: Record, written_at: float) -> str:
         """Render a run's numbers as a file that needs no other; ``written_at`` is in Unix seconds."""
@@ -47,9 +53,45 @@ class Pages:
         template = self._templates.get_template("export.html")
         return template.render(view=view, written_at=written_at, style=style, script=script)
 
-    def error(self, title: str, message: str) -> str:
+    def error(self, title: str, message: str, visitor: str = "") -> str:
         """Render a page that says why there is no view, and what to do."""
-        return self._templates.get_template("error.html").render(title=title, message=message, store=self._store)
+        return self._render("error.html", title=title, message=message, visitor=visitor)
+
+    def sign_in(self, **given: Any) -> str:
+        """Render the form for the admin token; ``then`` is the address to go on to."""
+        return self._render("sign_in.html", **given)
+
+    def action_fields(self, **given: Any) -> str:
+        """Render the form for the fields of an action."""
+        return self._render("action_fields.html", **given)
+
+    def action(self, **given: Any) -> str:
+        """Render the page that says what an action will do, with the form that confirms it."""
+        return self._render("action.html", **given)
+
+    def action_done(self, **given: Any) -> str:
+        """Render what an action did."""
+        return self._render("action_done.html", **given)
+
+    def _render(self, template: str, **given: Any) -> str:
+        return self._templates.get_template(template).render(store=self._store, **given)
+
+
+def page_response(text: str, *, status: int = 200) -> web.Response:
+    """Answer with a page, which no cache keeps."""
+    body = text.encode("utf-8", "replace")
+    return web.Response(
+        status=status, body=body, content_type="text/html", charset="utf-8", headers={"Cache-Control": "no-store"}
+    )
+
+
+def status_of(error: AglError) -> tuple[int, str]:
+    """Return the status and the title of the answer to an error."""
+    if isinstance(error, NotFoundError):
+        return 404, "Not found"
+    if isinstance(error, ConfigError):
+        return 400, "This address has no view"
+    return 503, "The store did not answer"
 
 
 def _static(*names: str) -> Markup:

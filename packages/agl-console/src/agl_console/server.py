@@ -1,4 +1,4 @@
-"""Serves the views of a store over HTTP, for reading only."""
+"""Serves the views of a store over HTTP, and the actions where it is told who may act."""
 
 import asyncio
 from collections.abc import Collection
@@ -8,10 +8,12 @@ from pathlib import Path
 from aiohttp import web
 
 from agl.contracts import Store
-from agl.errors import AglError, ConfigError, NotFoundError
+from agl.errors import AglError
 from agl.schemas import to_json
+from agl_console.access import Access
+from agl_console.acting import Actions, Audit
 from agl_console.guard import Guard, add_headers
-from agl_console.pages import Pages
+from agl_console.pages import Pages, page_response, status_of
 from agl_console.views import read_view
 from agl_console.vocabulary import Vocabulary
 
@@ -26,29 +28,42 @@ _JSON = "application/json"
 
 
 def make_app(
-    store: Store, *, name: str, hosts: Collection[str] = (), password: str = "", vocabulary: Vocabulary | None = None
+    store: Store,
+    *,
+    name: str,
+    hosts: Collection[str] = (),
+    password: str = "",
+    vocabulary: Vocabulary | None = None,
+    access: Access | None = None,
+    audit: Audit | None = None,
 ) -> web.Application:
     """Make the console's application, which leaves ``store`` open.
 
     Args:
-        store: The store to read.
+        store: The store to read, and to act on.
         name: The store's address for people.
         hosts: Further host names by which the console is addressed.
         password: Asked for at every request; empty to ask for none.
         vocabulary: The texts of tokens, ``None`` to show ids only.
+        access: Knows who may act; ``None`` for a console that only reads.
+        audit: Takes a line for each action, by default the log ``agl_console``.
     """
     app = web.Application(middlewares=[Guard(hosts=hosts, password=password).middleware()])
-    console = _Console(store, Pages(name), vocabulary)
+    pages = Pages(name)
+    actions = Actions(store, pages, access, audit)
+    console = _Console(store, pages, actions, vocabulary)
     app.router.add_static("/static", Path(str(files("agl_console"))) / "static")
     app.router.add_get("/changes", console.changes)
+    actions.add_to(app)
     app.router.add_get("/{path:.*}", console.view)
     app.on_response_prepare.append(add_headers)
     return app
 
 
 class _Console:
-    def __init__(self, store: Store, pages: Pages, vocabulary: Vocabulary | None) -> None:
+    def __init__(self, store: Store, pages: Pages, actions: Actions, vocabulary: Vocabulary | None) -> None:
         self._store = store
+        self._actions = actions
         self._vocabulary = vocabulary
         self._pages = pages
         self._feeds = 0
@@ -60,10 +75,10 @@ class _Console:
         try:
             view = await read_view(self._store, request.rel_url.raw_path, query, self._vocabulary)
         except AglError as error:
-            return self._error(error, is_json=is_json)
+            return self._error(request, error, is_json=is_json)
         if is_json:
             return web.Response(body=to_json(view.data), content_type=_JSON)
-        return _page(self._pages.view(view, request.raw_path))
+        return page_response(self._pages.view(view, request.raw_path, self._actions.visitor(request)))
 
     async def changes(self, request: web.Request) -> web.StreamResponse:
         """Send an event soon after something in the store changed, by the store's feed, until the client leaves."""
@@ -87,23 +102,8 @@ class _Console:
             await response.write(f"data: {cursor}\n\n".encode() if changes else b":\n\n")
             await asyncio.sleep(_PAUSE_S)
 
-    def _error(self, error: AglError, *, is_json: bool) -> web.Response:
-        status, title = _status(error)
+    def _error(self, request: web.Request, error: AglError, *, is_json: bool) -> web.Response:
+        status, title = status_of(error)
         if is_json:
             return web.Response(status=status, body=to_json({"error": str(error)}), content_type=_JSON)
-        return _page(self._pages.error(title, str(error)), status=status)
-
-
-def _status(error: AglError) -> tuple[int, str]:
-    if isinstance(error, NotFoundError):
-        return 404, "Not found"
-    if isinstance(error, ConfigError):
-        return 400, "This address has no view"
-    return 503, "The store did not answer"
-
-
-def _page(text: str, *, status: int = 200) -> web.Response:
-    body = text.encode("utf-8", "replace")
-    return web.Response(
-        status=status, body=body, content_type="text/html", charset="utf-8", headers={"Cache-Control": "no-store"}
-    )
+        return page_response(self._pages.error(title, str(error), self._actions.visitor(request)), status=status)

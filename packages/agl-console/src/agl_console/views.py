@@ -66,47 +66,47 @@ def _with_texts(data: Record, vocabulary: Vocabulary) -> Record:
 
 
 async def _runs(store: Store, _names: Sequence[str], query: Query) -> Record:
-    return await runs_view(store, _parsed(query, RunsFilter, several=("compare",)))
+    return await runs_view(store, parsed(query, RunsFilter, several=("compare",)))
 
 
 async def _learning(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await learning_view(store, names[0], _parsed(query, LearningFilter))
+    return await learning_view(store, names[0], parsed(query, LearningFilter))
 
 
 async def _agents(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await agents_view(store, names[0], _parsed(query, AgentsFilter))
+    return await agents_view(store, names[0], parsed(query, AgentsFilter))
 
 
 async def _system(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await system_view(store, names[0], _parsed(query, SystemFilter))
+    return await system_view(store, names[0], parsed(query, SystemFilter))
 
 
 async def _rollouts(store: Store, _names: Sequence[str], query: Query) -> Record:
-    return await rollouts_view(store, _parsed(query, RolloutsFilter))
+    return await rollouts_view(store, parsed(query, RolloutsFilter))
 
 
 async def _rollout(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await rollout_view(store, names[0], _parsed(query, RolloutFilter))
+    return await rollout_view(store, names[0], parsed(query, RolloutFilter))
 
 
 async def _tokens(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await rollout_tokens_view(store, names[0], _parsed(query, TokensFilter))
+    return await rollout_tokens_view(store, names[0], parsed(query, TokensFilter))
 
 
 async def _span(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await span_view(store, names[0], int(names[1]), _parsed(query, RolloutFilter))
+    return await span_view(store, names[0], int(names[1]), parsed(query, RolloutFilter))
 
 
 async def _group(store: Store, _names: Sequence[str], query: Query) -> Record:
-    return await group_view(store, _parsed(query, GroupFilter))
+    return await group_view(store, parsed(query, GroupFilter))
 
 
 async def _resources(store: Store, _names: Sequence[str], query: Query) -> Record:
-    return await resources_view(store, _parsed(query, ResourcesFilter))
+    return await resources_view(store, parsed(query, ResourcesFilter))
 
 
 async def _versions(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await versions_view(store, names[0], _parsed(query, VersionsFilter))
+    return await versions_view(store, names[0], parsed(query, VersionsFilter))
 
 
 _VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query], Awaitable[Record]]], ...] = (
@@ -124,8 +124,12 @@ _VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query]
 )
 
 
-def _parsed(query: Query, kind: type[F], *, several: Sequence[str] = ()) -> F:
-    """Convert the parameters; empty ones, as forms send them, count as absent."""
+def parsed(query: Query, kind: type[F], *, several: Sequence[str] = ()) -> F:
+    """Convert the parameters of an address or a form; empty ones, as forms send them, count as absent.
+
+    Raises:
+        ConfigError: A parameter is unknown or has an impossible value.
+    """
     given: dict[str, Any] = {}
     for name, values in query.items():
         found = [value for value in values if value]

@@ -27,7 +27,7 @@ from agl_run.experiment.hints import command
 from agl_run.experiment.kept_fits import KeptFit, read_fits
 from agl_run.experiment.kept_trials import KeptTrial, TrialScore, read_trials
 from agl_run.experiment.labels import NAME as LABEL
-from agl_run.experiment.labels import labelled, move
+from agl_run.experiment.labels import labelled, move, move_back
 from agl_run.experiment.retaining import retaining, taking_turns
 from agl_run.experiment.retention import FINISHED, RetentionLimits, delete_finished, needed_experiments
 from agl_run.experiment.state import load_settings
@@ -85,6 +85,7 @@ __all__ = [
     "make_query",
     "manager_of",
     "move",
+    "move_back",
     "needed_experiments",
     "pages",
     "pass_manager",

@@ -1,0 +1,153 @@
+"""Lets a person act who knows the admin token: sign-in with limited tries, sessions, and proofs for forms.
+
+Everything here lives as long as the process; a restart signs everybody out and makes every open form worthless.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from agl.errors import ConfigError
+from agl.schemas import to_json
+from agl_run import state_dir
+
+TOKEN_ENV = "AGL_TOKEN"
+
+TRIES = 10
+"""Wrong tokens within ``TRIES_S`` seconds, after which nobody can sign in until these have passed."""
+
+TRIES_S = 60.0
+
+SESSIONS = 32
+"""Sessions at a time; one more ends the oldest."""
+
+SESSION_S = 12 * 3600.0
+
+_LEAST = 16
+"""Characters of a token at least."""
+
+
+def admin_token_of(path: Path | None) -> tuple[str, str]:
+    """Return the admin token and its source in words: ``AGL_TOKEN``, else a file, made with mode 0600 on first use.
+
+    Args:
+        path: By default ``console-token`` in the folder of this user's state.
+
+    Raises:
+        ConfigError: The token is too short, others can read the file, or it cannot be made or read.
+    """
+    given = os.environ.get(TOKEN_ENV, "")
+    path = path or state_dir() / "console-token"
+    token, source = (given, f"the environment variable {TOKEN_ENV}") if given else (_kept(path), str(path))
+    if len(token) < _LEAST:
+        advice = "set it to more random ones" if given else "delete the file to get a new one"
+        raise ConfigError(f"the admin token in {source} has fewer than {_LEAST} characters; {advice}")
+    return token, source
+
+
+def _kept(path: Path) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            if path.stat().st_mode & 0o077:
+                raise ConfigError(
+                    f"others can read the admin token in {path}; delete the file to get a new one"
+                ) from None
+        else:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(f"agl_console_{secrets.token_urlsafe(32)}\n")
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the admin token's file {path} cannot be made or read ({error}); choose another with --token-file, "
+            f"or set {TOKEN_ENV}"
+        ) from error
+
+
+def is_own(request: web.Request) -> bool:
+    """Return true for a request that a page of this console sent, by the headers that scripts cannot set.
+
+    A request without any of them is not, so programs that send forms are refused too.
+    """
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    if site not in (None, "same-origin"):
+        return False
+    if origin is None:
+        return site is not None
+    try:
+        found = urlsplit(origin)
+    except ValueError:
+        return False
+    return found.scheme in ("http", "https") and found.netloc.lower() == request.headers.get("Host", "").lower()
+
+
+class Session:
+    """A signed-in browser.
+
+    Attributes:
+        name: Its short name in the log, which opens nothing.
+    """
+
+    def __init__(self, ends_at: float) -> None:
+        self.ends_at = ends_at
+        self.name = secrets.token_hex(4)
+        self._key = secrets.token_bytes(32)
+
+    def proof(self, action: str, fields: Mapping[str, str]) -> str:
+        """Return what only this session's own form carries, for exactly these fields."""
+        return hmac.digest(self._key, to_json([action, sorted(fields.items())]), hashlib.sha256).hex()
+
+    def is_proven(self, action: str, fields: Mapping[str, str], proof: str) -> bool:
+        """Return true for the proof of these fields."""
+        return hmac.compare_digest(self.proof(action, fields).encode(), proof.encode("utf-8", "replace"))
+
+
+class Access:
+    """The sessions of one process.
+
+    Args:
+        token: The admin token.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, token: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.cookie = f"agl-console-{secrets.token_hex(4)}"  # cookies of one host's ports share a jar
+        self._token = token.encode()
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._wrong: list[float] = []
+
+    def sign_in(self, token: str) -> str | None:
+        """Open a session and return its cookie's value; ``None`` for a wrong token."""
+        if not hmac.compare_digest(token.strip().encode("utf-8", "replace"), self._token):
+            self._wrong.append(self._clock())
+            return None
+        while len(self._sessions) >= SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        secret = secrets.token_urlsafe(32)
+        self._sessions[secret] = Session(self._clock() + SESSION_S)
+        return secret
+
+    def sign_out(self, request: web.Request) -> None:
+        """End the session of a request, if it has one."""
+        self._sessions.pop(request.cookies.get(self.cookie, ""), None)
+
+    def wait_s(self) -> float:
+        """Return the seconds until a token may be tried again, 0.0 for now."""
+        now = self._clock()
+        self._wrong = [at for at in self._wrong if at > now - TRIES_S]
+        return self._wrong[-TRIES] + TRIES_S - now if len(self._wrong) >= TRIES else 0.0
+
+    def session(self, request: web.Request) -> Session | None:
+        """Return the session of a request, ``None`` for a stranger."""
+        session = self._sessions.get(request.cookies.get(self.cookie, ""))
+        return session if session is not None and session.ends_at > self._clock() else None

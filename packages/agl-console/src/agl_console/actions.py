@@ -1,0 +1,332 @@
+"""The actions of the console: what each needs, what it will do in words, and what it did.
+
+Every action goes through the store's contract or the code behind the command line. ``describe`` refuses what is
+impossible before anything is confirmed, and ``perform`` checks again, because the store may have changed in between.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import msgspec
+
+from agl.contracts import Store
+from agl.errors import ConfigError, NotFoundError
+from agl.schemas import Record, Reward, Rollout, Span
+from agl_console.reading import episode_of, rollout_of
+from agl_run.commands import LABEL, is_counted, labelled, list_versions, move, move_back, visible
+
+Text = Annotated[str, msgspec.Meta(max_length=10_000)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Field(NamedTuple):
+    """A field that a person fills in; ``lines`` above 1 make it a text of several lines."""
+
+    name: str
+    label: str
+    default: str = ""
+    is_needed: bool = False
+    lines: int = 1
+
+
+class Done(NamedTuple):
+    """An outcome in words, and the parts of the address of the page that shows it."""
+
+    text: str
+    address: tuple[str, ...]
+
+
+class Action(Protocol):
+    """One thing that a person may do; the fields of the class are those of its form."""
+
+    def back(self) -> tuple[str, ...]:
+        """Return the parts of the address of the page that offers the action."""
+        ...
+
+    async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
+        """Return what will happen, in sentences, and the state that this relies on, which ``perform`` gets back.
+
+        Raises:
+            AglError: It is impossible; the message says why, and what to do.
+        """
+        ...
+
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:
+        """Act once; ``key``, 16 hex digits, is the same when a form is sent again. Raises as :meth:`describe`."""
+        ...
+
+
+class Promote(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Points a label at a version, as ``agl resources promote``."""
+
+    name: Name
+    version: Name
+    label: Name = "production"
+    reason: Text = ""
+
+    def back(self) -> tuple[str, ...]:
+        """Return the page of the resource."""
+        return ("versions", self.name)
+
+    async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
+        """Name the version that the label leaves, and the one that it will point at."""
+        present = await self._present(store)
+        if present == self.version:
+            raise ConfigError(f"the label {self.label!r} of {self.name!r} points at {self.version!r} already")
+        now = f"points at the version {present}" if present else "does not exist yet"
+        lines = [
+            f"The label {self.label} of {self.name} {now}; it will point at the version {self.version}.",
+            "Programs that read the label get that version from their next look on. The move is kept, and can be "
+            "rolled back.",
+        ]
+        return lines, {"seen": present}
+
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a label moves once anyway
+        """Move the label, unless somebody moved it after the question."""
+        present = await self._present(store)
+        if present != self.version:
+            _check_unmoved(self.name, self.label, present, seen)
+            await move(store, self.name, self.label, self.version, reason=self.reason)
+        return Done(f"{self.name}: {self.label} is now {self.version}", ("versions", self.name))
+
+    async def _present(self, store: Store) -> str:
+        if not LABEL.fullmatch(self.label):
+            raise ConfigError(f"the label {self.label!r} may hold letters, digits, '_', '.' and '-' only")
+        listed = {item.version.version: item for item in await list_versions(store, self.name, has_candidates=True)}
+        if self.version not in listed:
+            raise NotFoundError("version", f"{self.name}@{self.version}", f"see /versions/{self.name}")
+        if not listed[self.version].is_saved:
+            raise ConfigError(
+                f"{self.name}@{self.version} was served from memory and never written, because save_every lets steps "
+                "wait; choose a version that is saved, or set save_every = 1"
+            )
+        present = await labelled(store, self.name, self.label)
+        return "" if present is None else present.version
+
+
+class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Points a label back at its previous version, as ``agl resources rollback``."""
+
+    name: Name
+    label: Name
+
+    def back(self) -> tuple[str, ...]:
+        """Return the page of the resource."""
+        return ("versions", self.name)
+
+    async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
+        """Name the version that the label leaves, and the one to which it goes back."""
+        present, previous = await self._path(store)
+        lines = [
+            f"The label {self.label} of {self.name} points at the version {present}; it will point at the version "
+            f"{previous} again.",
+            "Programs that read the label get that version from their next look on. The version that it leaves stays.",
+        ]
+        return lines, {"seen": present}
+
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # ``seen`` stops a repetition
+        """Move the label back, unless somebody moved it after the question."""
+        present, _ = await self._path(store)
+        _check_unmoved(self.name, self.label, present, seen)
+        made = await move_back(store, self.name, self.label)
+        return Done(f"{self.name}: {self.label} is now {made.version} ({made.reason})", ("versions", self.name))
+
+    async def _path(self, store: Store) -> tuple[str, str]:
+        """Return the version that the label points at, and the one before."""
+        path: list[str] = []
+        for made in await store.label_moves(self.name, self.label):
+            if made.is_back:
+                path.pop()
+            else:
+                path.append(made.version)
+        if not path:
+            raise NotFoundError("label", f"{self.name}/{self.label}", f"see /versions/{self.name}")
+        if len(path) == 1:
+            raise ConfigError(
+                f"the label {self.label!r} of {self.name!r} pointed at nothing before {path[-1]!r}; promote a version"
+            )
+        return path[-1], path[-2]
+
+
+class Cancel(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cancels a rollout that is queued or runs."""
+
+    rollout: Name
+
+    def back(self) -> tuple[str, ...]:
+        """Return the page of the rollout."""
+        return ("rollouts", self.rollout)
+
+    async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
+        """Say what becomes of the rollout and its worker."""
+        rollout, _ = await rollout_of(store, self.rollout)
+        if rollout.is_finished:
+            raise ConfigError(f"the rollout {self.rollout} is {rollout.status} already; nothing is left to cancel")
+        doing = "is queued, and no worker will take it" if rollout.status == "queued" else "runs; its worker stops it"
+        lines = [
+            f"The rollout {self.rollout} {_of(rollout)} {doing}. It will be cancelled for good.",
+            "A step that waits for it goes on without it. What it recorded so far stays.",
+        ]
+        return lines, {"seen": rollout.status}
+
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # the store cancels once
+        """Cancel the rollout, unless it has finished meanwhile."""
+        (rollout,) = await store.cancel([self.rollout])
+        if rollout.status != "cancelled":
+            raise ConfigError(f"the rollout {self.rollout} was not cancelled: it is {rollout.status} by now")
+        return Done(f"the rollout {self.rollout} is cancelled", ("rollouts", self.rollout))
+
+
+class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Queues the task of a finished rollout anew; what is finished never changes."""
+
+    rollout: Name
+
+    def back(self) -> tuple[str, ...]:
+        """Return the page of the rollout."""
+        return ("rollouts", self.rollout)
+
+    async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
+        """Say what the new rollout has in common with the old one, and what nothing does with it."""
+        rollout = await self._checked(store)
+        pinned = ", ".join(f"{name}@{version}" for name, version in sorted(rollout.resources.items()))
+        lines = [
+            f"The task of the rollout {self.rollout} {_of(rollout)} is queued again, as a new rollout"
+            f"{f' with the same versions: {pinned}' if pinned else ''}. The old rollout stays as it is.",
+            "The next free worker of the experiment runs it, which may be when the experiment is resumed. It has the "
+            "mode test and no step, so no step trains on it; comparisons of versions count it.",
+        ]
+        return lines, {"seen": rollout.status}
+
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # a finished one stays so
+        """Queue a rollout whose id follows from ``key``."""
+        old = await self._checked(store)
+        again = Rollout(
+            rollout_id=f"retry-{key}",  # not the old id's beginning, by which steps find their rollouts
+            task=old.task,
+            experiment=old.experiment,
+            mode="test",
+            resources=old.resources,
+            retry=old.retry,
+            hidden=old.hidden,
+            metadata={"retry_of": old.rollout_id},
+        )
+        (queued,) = await store.enqueue([again])
+        return Done(f"the task of {self.rollout} is {queued.status} as {queued.rollout_id}", self._page(queued))
+
+    def _page(self, rollout: Rollout) -> tuple[str, ...]:
+        return ("rollouts", rollout.rollout_id)
+
+    async def _checked(self, store: Store) -> Rollout:
+        rollout, _ = await rollout_of(store, self.rollout)
+        if not rollout.is_finished:
+            raise ConfigError(
+                f"the rollout {self.rollout} is {rollout.status}; it can be run again once it is finished"
+            )
+        runs = await store.experiments(rollout.experiment) if rollout.experiment else []
+        if not runs or runs[0].status != "running":
+            known = f"the experiment {rollout.experiment} is not running" if runs else "no experiment asked for it"
+            raise ConfigError(
+                f"no worker would take the rollout {self.rollout} again: {known}. Run the agent on the task with "
+                "`agl dev`, or the experiment again with `agl run`"
+            )
+        return rollout
+
+
+class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Adds a person's reward to a rollout that is over."""
+
+    rollout: Name
+    value: float
+    name: Name = ""
+    comment: Text = ""
+
+    def back(self) -> tuple[str, ...]:
+        """Return the page of the rollout."""
+        return ("rollouts", self.rollout)
+
+    async def describe(self, store: Store) -> tuple[list[str], dict[str, str]]:
+        """Repeat the reward, and say what it changes."""
+        rollout = await self._checked(store)
+        named = f" named {self.name}" if self.name else ""
+        said = f", with the comment “{self.comment}”" if self.comment else ""
+        lines = [
+            f"The rollout {self.rollout} {_of(rollout)} gets the reward {self.value:g}{named} by a person{said}.",
+            "Its status stays. A step that has trained on it does not train again; later steps, comparisons and "
+            "reports count the reward. It cannot be taken back.",
+        ]
+        return lines, {"seen": ""}
+
+    async def perform(self, store: Store, *, seen: str, key: str) -> Done:  # the span's id is the key
+        """Append a span with the reward, whose id is ``key``."""
+        rollout = await self._checked(store)
+        now = time.time_ns()
+        span = Span(
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt_id or "",
+            span_id=key,
+            name=f"evaluate {self.name}".rstrip(),
+            start_ns=now,
+            end_ns=now,
+            reward=Reward(value=self.value, name=self.name, source="human", feedback=self.comment),
+        )
+        await store.append_spans([span])
+        rollout, attempts = await rollout_of(store, self.rollout)
+        episode, _ = await episode_of(store, rollout, attempts)
+        decides = "no reward decides" if episode.reward is None else f"the reward that decides is {episode.reward:g}"
+        return Done(f"{self.rollout} has the reward {self.value:g}; {decides}", ("rollouts", self.rollout))
+
+    async def _checked(self, store: Store) -> Rollout:
+        if not math.isfinite(self.value):
+            raise ConfigError(f"a reward is a finite number, such as 0.5, and not {self.value}")
+        rollout, _ = await rollout_of(store, self.rollout)
+        if not is_counted(rollout):
+            raise ConfigError(f"the rollout {self.rollout} is {rollout.status}; it can be rated once it is finished")
+        return rollout
+
+
+class Kind(NamedTuple):
+    """An action's title, the word on its button, its class, and the fields that a person fills in."""
+
+    title: str
+    button: str
+    form: type[Any]
+    fields: Sequence[Field] = ()
+
+
+KINDS: dict[str, Kind] = {
+    "promote": Kind(
+        "Promote a version",
+        "Promote",
+        Promote,
+        (Field("label", "Label", "production", is_needed=True), Field("reason", "Reason, for the history")),
+    ),
+    "rollback": Kind("Roll a label back", "Roll back", Rollback),
+    "cancel": Kind("Cancel a rollout", "Cancel the rollout", Cancel),
+    "retry": Kind("Run a task again", "Queue it again", Retry),
+    "rate": Kind(
+        "Add a reward",
+        "Add the reward",
+        Rate,
+        (
+            Field("value", "Reward, a number", is_needed=True),
+            Field("name", "Name; empty for the unnamed one"),
+            Field("comment", "Comment", lines=3),
+        ),
+    ),
+}
+"""The actions by their names in addresses."""
+
+
+def _check_unmoved(name: str, label: str, present: str, seen: str) -> None:
+    if present != seen:
+        raise ConfigError(
+            f"the label {label!r} of {name!r} has moved since the question: it points at {present or 'nothing'!r} and "
+            f"not at {seen or 'nothing'!r}; look at /versions/{name} and decide again"
+        )
+
+
+def _of(rollout: Rollout) -> str:
+    return f"of {visible(rollout.experiment)}" if rollout.experiment else "of no experiment"
