@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
-from agl.schemas import Json, PromptTemplate, ResourceVersion, Reward, Rollout, Weights
+from agl.schemas import Json, PromptTemplate, ResourceVersion, Reward, Rollout, Weights, to_json
 from agl.stores import MemoryStore
 from agl_console.rewards import FIGURES, ROWS
 from agl_console.rollout import SPANS
@@ -124,6 +124,41 @@ async def test_compared_runs_share_a_figure_and_show_the_settings_that_differ(op
     lines = {(line["run"], line["algorithm"]) for line in data["figures"][0]["series"]}
     assert {(run, algorithm) for run in ("sums", "sums-slow") for algorithm in ("grpo", "validate")} == lines
     assert [{"name": "grpo.lr", "values": ["0.05", "0.02"]}] == data["differences"]
+
+
+def validated(experiment: str, rewards: Sequence[float], *, tasks: str = "t") -> dict[str, bytes]:
+    """The state that keeps a validation of a run."""
+    kept = {"turn": 1, "versions": {}, "rewards": list(rewards), "tasks": tasks}
+    return {f"experiment/{experiment}/1/validation/00000001": to_json(kept)}
+
+
+async def test_compared_runs_say_which_is_better_with_the_interval(opened: Open) -> None:
+    store = MemoryStore()
+    rewards = [0.1 * number for number in range(8)]
+    states = {
+        **validated("a", rewards),
+        **validated("b<i>", [reward + 0.1 + 0.01 * (-1) ** place for place, reward in enumerate(rewards)]),
+        **validated("c", rewards[::-1], tasks="others"),
+    }
+    for name in ("a", "b<i>", "c", "d"):
+        await store.save_state(states, experiment=ExperimentRecord(name=name))
+    address = "/?compare=a&compare=b%3Ci%3E&compare=c&compare=d"
+    async with opened(store) as client:
+        data, page = await data_of(client, address), await text_of(client, address)
+        alone = await data_of(client, "/?compare=a")
+    better, unclear, missing = data["against_first"]
+    assert ("b<i>", "a", "better", True, 8) == tuple(
+        better[name] for name in ("run", "baseline", "verdict", "is_paired", "tasks")
+    )
+    assert 0.1 == pytest.approx(better["difference"])
+    assert 0.09 < better["low"] < 0.1 < better["high"] < 0.11
+    assert (
+        "<li>b&lt;i&gt; is better than a by 0.1, 95 % interval 0.0911 to 0.109, paired by 8 validation tasks." in page
+    )
+    assert (False, "unclear") == (unclear["is_paired"], unclear["verdict"])
+    assert unclear["low"] < 0 < unclear["high"]
+    assert (None, "d cannot be compared with a: d has no validation") == (missing["difference"], missing["words"])
+    assert [] == alone["against_first"]
 
 
 async def test_learning_draws_intervals_and_pages_back_through_steps(opened: Open) -> None:

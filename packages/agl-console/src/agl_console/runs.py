@@ -7,7 +7,7 @@ from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Store, Version
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, derived, figure_of
-from agl_run.commands import KeptFit, load_settings, read_fits, read_tallies
+from agl_run.commands import KeptFit, RunDifference, compare_runs, load_settings, read_fits, read_tallies
 
 PAGE = 50
 """Runs on a page."""
@@ -76,6 +76,7 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         figures: The rewards of the runs that are compared, in one figure.
+        against_first: The newest validation of each run but the first one against that of the first.
         differences: The settings in which they differ.
         fits: What a model said about the parameters of runs on this page, by ``agl suggest --next``, newest first.
         next: The query of the next page, empty on the last.
@@ -84,6 +85,7 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     runs: list[RunRow]
     compared: list[str]
     figures: list[Figure]
+    against_first: list[RunDifference]
     differences: list[Difference]
     fits: list[KeptFit]
     next: dict[str, str]
@@ -98,7 +100,7 @@ async def runs_view(store: Store, chosen: RunsFilter) -> RunsView:
     rows = [await _row(store, record, await _metrics(store, record, REWARD)) for record in page[:PAGE]]
     following = {"after": page[PAGE - 1].name} if len(page) > PAGE else {}
     fits = await read_fits(store, page[:PAGE])
-    return RunsView(runs=rows, compared=[], figures=[], differences=[], fits=fits, next=following)
+    return RunsView(runs=rows, compared=[], figures=[], against_first=[], differences=[], fits=fits, next=following)
 
 
 async def status_of(store: Store, record: ExperimentRecord) -> str:
@@ -142,6 +144,7 @@ async def _compared(store: Store, records: Sequence[ExperimentRecord], names: Se
         runs=[await _row(store, known[name], rewards[name]) for name in wanted],
         compared=wanted,
         figures=[figure] if figure.series else [],
+        against_first=await compare_runs(store, [known[name] for name in wanted]),
         differences=_differences([settings[name] for name in wanted]),
         fits=await read_fits(store, [known[name] for name in wanted]),
         next={},

@@ -30,6 +30,7 @@ from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
 from agl_run.experiment.retaining import retaining, taking_turns
 from agl_run.experiment.retention import FINISHED, RetentionLimits, delete_finished, needed_experiments
+from agl_run.experiment.run_differences import RunDifference, compare_runs
 from agl_run.experiment.state import load_settings
 from agl_run.experiment.step_tallies import AgentTally, StepTally, keep_tallies, read_tallies
 from agl_run.experiment.store_url import as_url
@@ -54,6 +55,7 @@ __all__ = [
     "ListedVersion",
     "ListedWorker",
     "RetentionLimits",
+    "RunDifference",
     "ShownMessages",
     "StepTally",
     "Suggestion",
@@ -63,6 +65,7 @@ __all__ = [
     "build_store",
     "check_experiment",
     "command",
+    "compare_runs",
     "delete_finished",
     "diff_versions",
     "exec_command",
