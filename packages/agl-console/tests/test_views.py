@@ -175,6 +175,48 @@ async def test_learning_draws_intervals_and_pages_back_through_steps(opened: Ope
     assert {} == second["next"]
 
 
+def rewarded(experiment: str, algorithm: str, values: Sequence[float]) -> list[Metric]:
+    place = {"experiment": experiment, "algorithm": algorithm, "name": "reward"}
+    return [Metric(step=n, experiment_step=2 * n, value=value, **place) for n, value in enumerate(values, 1)]
+
+
+async def test_steps_to_a_reward_are_counted_in_a_run_and_beside_others(opened: Open) -> None:
+    store = MemoryStore()
+    curves = {("a", "grpo"): [0.1, 0.85, 0.5, 0.95, 1.0], ("a", "ppo"): [0.2, 0.3], ("b", "grpo"): [0.9, 0.1]}
+    for name in ("a", "b"):
+        await store.save_state({}, experiment=ExperimentRecord(name=name))
+    for (name, algorithm), values in curves.items():
+        await store.log_metrics(rewarded(name, algorithm, values))
+    async with opened(store) as client:
+        goals = [(await data_of(client, f"/runs/a{query}"))["goal"] for query in ("", "?goal=0.8")]
+        beside = (await data_of(client, "/?compare=a&compare=b&goal=0.9"))["goal"]
+        page = await text_of(client, "/runs/a?goal=0.8")
+        listed = (await data_of(client, "/"))["goal"]
+        refused = await client.get("/runs/a?goal=nan")
+    best, given = goals
+    assert (0.9, False) == (best["reward"], best["is_given"])
+    first, second = (tuple(each[part] for part in ("step", "place", "value")) for each in best["reached"])
+    assert ((4, 8, 0.95), (None, None, 0.3)) == (first, second)
+    assert [2, None] == [each["step"] for each in given["reached"]]
+    found = {(each["run"], each["algorithm"]): each["step"] for each in beside["reached"]}
+    assert {("a", "grpo"): 4, ("a", "ppo"): None, ("b", "grpo"): 1} == found
+    assert "Steps to a reward of 0.8" in page
+    assert 'href="/rollouts?experiment=a&amp;algorithm=grpo&amp;step=2">2</a>' in page
+    assert "not reached" in page
+    assert listed is None
+    assert 400 == refused.status
+
+
+async def test_goal_below_zero_is_a_tenth_below_the_best_reward(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="a"))
+    await store.log_metrics(rewarded("a", "grpo", [-5.0, -2.1, -2.0]))
+    async with opened(store) as client:
+        goal = (await data_of(client, "/runs/a"))["goal"]
+    assert -2.2 == pytest.approx(goal["reward"])
+    assert 2 == goal["reached"][0]["step"]
+
+
 async def test_learning_says_what_to_change_with_its_evidence(opened: Open) -> None:
     store = MemoryStore()
     await store.save_state({}, experiment=ExperimentRecord(name="cut"))
