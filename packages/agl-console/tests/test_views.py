@@ -729,6 +729,29 @@ async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> 
     assert "<b>1</b> of 1 processes alive" in page
 
 
+async def test_system_shows_alerts_of_the_newest_run_the_newest_first(opened: Open) -> None:
+    def alert(run: int, time: float, kind: str, **found: Json) -> dict[str, bytes]:
+        common: dict[str, Json] = {"algorithm": "grpo", "step": 12}
+        kept = to_json({"kind": kind, "time": time, "found": {**common, **found}})
+        return {f"experiment/calc/{run}/alerts/{found['rule']}/{time}": kept}
+
+    store = MemoryStore()
+    silent = {"rule": "silent-groups", "evidence": f"80% taught nothing {HOSTILE}", "change": "easier tasks"}
+    fallen = {"rule": "collapse", "evidence": "the validation reward has fallen", "change": ""}
+    states = alert(2, 100.0, "suggestion", **silent) | alert(2, 200.0, "collapse", **fallen)
+    older = alert(1, 50.0, "suggestion", rule="older", evidence="of the run before", change="")
+    await store.save_state({**states, **older}, experiment=ExperimentRecord(name="calc", run=2))
+    async with opened(store) as client:
+        data, page = await data_of(client, "/runs/calc/system"), await text_of(client, "/runs/calc/system")
+    assert ["collapse", "silent-groups"] == [each["found"]["rule"] for each in data["alerts"]]
+    assert [200.0, 100.0] == [each["time"] for each in data["alerts"]]
+    assert "step 12: the validation reward has fallen." in page
+    assert "To change that: easier tasks" in page
+    assert 1 == page.count("To change that")
+    assert "of the run before" not in page
+    assert HOSTILE not in page
+
+
 async def test_run_that_failed_at_its_start_says_what_is_missing(opened: Open) -> None:
     async with opened() as client:
         assert "No numbers are logged yet" in await text_of(client, "/runs/refused")

@@ -22,6 +22,7 @@ from agl_run.cli.workers import ListedWorker, list_workers
 from agl_run.comparison import interval
 from agl_run.control_characters import visible
 from agl_run.conversations import ShownMessages, labelled_texts
+from agl_run.experiment.alerts import Alert, read_alerts
 from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command
 from agl_run.experiment.kept_fits import KeptFit, read_fits
@@ -50,6 +51,7 @@ __all__ = [
     "LABEL",
     "PLACEHOLDER_KEY",
     "AgentTally",
+    "Alert",
     "KeptFit",
     "KeptTrial",
     "ListedVersion",
@@ -94,6 +96,7 @@ __all__ = [
     "place_of",
     "print_json",
     "print_table",
+    "read_alerts",
     "read_fits",
     "read_tallies",
     "read_trials",
