@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -23,7 +24,7 @@ from agl_console.vocabulary import Vocabulary
 from agl_run import SQLiteStore
 
 from .conftest import Open
-from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name
+from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name, team
 
 FIRST = rollout_name(0)
 VIEWS = (
@@ -750,6 +751,39 @@ async def test_system_shows_alerts_of_the_newest_run_the_newest_first(opened: Op
     assert 1 == page.count("To change that")
     assert "of the run before" not in page
     assert HOSTILE not in page
+
+
+def without_ids(recorder: Recorder, **_: Any) -> None:
+    recorder.add("chat small", call=call(1, prompt=[], answer=[], version="v1", **WORDS))
+
+
+async def test_rollouts_are_filtered_by_the_reason_that_leaves_a_call_out(opened: Open) -> None:
+    store = MemoryStore()
+    for number in range(230):
+        spans = without_ids if number in (3, 228) else team
+        await record(store, f"r-{number:03d}", experiment="ids", spans=spans)
+    address = "/rollouts?experiment=ids&reject=missing_token_ids"
+    async with opened(store) as client:
+        first = await data_of(client, address)
+        second = await data_of(client, "/rollouts?" + urlencode(first["next"]))
+        of_step = await data_of(client, f"{address}&algorithm=grpo&step=1")
+        other = await data_of(client, "/rollouts?experiment=ids&reject=late")
+        page = await text_of(client, address)
+        wrong = await client.get("/rollouts?reject=nothing")
+        answer = await wrong.text()
+    assert (["r-228"], 200) == ([row["rollout_id"] for row in first["rollouts"]], first["looked_through"])
+    assert "missing_token_ids" == first["next"]["reject"]
+    assert (["r-003"], 30, {}) == (
+        [row["rollout_id"] for row in second["rollouts"]],
+        second["looked_through"],
+        second["next"],
+    )
+    assert ["r-228"] == [row["rollout_id"] for row in of_step["rollouts"]]
+    assert [] == other["rollouts"]
+    assert "<option selected>missing_token_ids</option>" in page
+    assert "200 rollouts looked through" in page
+    assert 400 == wrong.status
+    assert "nothing" in answer
 
 
 async def test_run_that_failed_at_its_start_says_what_is_missing(opened: Open) -> None:
