@@ -5,13 +5,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
-from agl.schemas import Json, PromptTemplate, ResourceVersion, Reward, Rollout, Weights
+from agl.schemas import Json, PromptTemplate, ResourceVersion, Reward, Rollout, Weights, to_json
 from agl.stores import MemoryStore
 from agl_console.rewards import FIGURES, ROWS
 from agl_console.rollout import SPANS
@@ -23,7 +24,7 @@ from agl_console.vocabulary import Vocabulary
 from agl_run import SQLiteStore
 
 from .conftest import Open
-from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name
+from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name, team
 
 FIRST = rollout_name(0)
 VIEWS = (
@@ -126,6 +127,41 @@ async def test_compared_runs_share_a_figure_and_show_the_settings_that_differ(op
     assert [{"name": "grpo.lr", "values": ["0.05", "0.02"]}] == data["differences"]
 
 
+def validated(experiment: str, rewards: Sequence[float], *, tasks: str = "t") -> dict[str, bytes]:
+    """The state that keeps a validation of a run."""
+    kept = {"turn": 1, "versions": {}, "rewards": list(rewards), "tasks": tasks}
+    return {f"experiment/{experiment}/1/validation/00000001": to_json(kept)}
+
+
+async def test_compared_runs_say_which_is_better_with_the_interval(opened: Open) -> None:
+    store = MemoryStore()
+    rewards = [0.1 * number for number in range(8)]
+    states = {
+        **validated("a", rewards),
+        **validated("b<i>", [reward + 0.1 + 0.01 * (-1) ** place for place, reward in enumerate(rewards)]),
+        **validated("c", rewards[::-1], tasks="others"),
+    }
+    for name in ("a", "b<i>", "c", "d"):
+        await store.save_state(states, experiment=ExperimentRecord(name=name))
+    address = "/?compare=a&compare=b%3Ci%3E&compare=c&compare=d"
+    async with opened(store) as client:
+        data, page = await data_of(client, address), await text_of(client, address)
+        alone = await data_of(client, "/?compare=a")
+    better, unclear, missing = data["against_first"]
+    assert ("b<i>", "a", "better", True, 8) == tuple(
+        better[name] for name in ("run", "baseline", "verdict", "is_paired", "tasks")
+    )
+    assert 0.1 == pytest.approx(better["difference"])
+    assert 0.09 < better["low"] < 0.1 < better["high"] < 0.11
+    assert (
+        "<li>b&lt;i&gt; is better than a by 0.1, 95 % interval 0.0911 to 0.109, paired by 8 validation tasks." in page
+    )
+    assert (False, "unclear") == (unclear["is_paired"], unclear["verdict"])
+    assert unclear["low"] < 0 < unclear["high"]
+    assert (None, "d cannot be compared with a: d has no validation") == (missing["difference"], missing["words"])
+    assert [] == alone["against_first"]
+
+
 async def test_learning_draws_intervals_and_pages_back_through_steps(opened: Open) -> None:
     async with opened() as client:
         first = await data_of(client, "/runs/sums")
@@ -138,6 +174,48 @@ async def test_learning_draws_intervals_and_pages_back_through_steps(opened: Ope
     steps = [row["step"] for page in (first, second) for row in page["tables"][0]["rows"]]
     assert list(range(60, 0, -1)) == steps
     assert {} == second["next"]
+
+
+def rewarded(experiment: str, algorithm: str, values: Sequence[float]) -> list[Metric]:
+    place = {"experiment": experiment, "algorithm": algorithm, "name": "reward"}
+    return [Metric(step=n, experiment_step=2 * n, value=value, **place) for n, value in enumerate(values, 1)]
+
+
+async def test_steps_to_a_reward_are_counted_in_a_run_and_beside_others(opened: Open) -> None:
+    store = MemoryStore()
+    curves = {("a", "grpo"): [0.1, 0.85, 0.5, 0.95, 1.0], ("a", "ppo"): [0.2, 0.3], ("b", "grpo"): [0.9, 0.1]}
+    for name in ("a", "b"):
+        await store.save_state({}, experiment=ExperimentRecord(name=name))
+    for (name, algorithm), values in curves.items():
+        await store.log_metrics(rewarded(name, algorithm, values))
+    async with opened(store) as client:
+        goals = [(await data_of(client, f"/runs/a{query}"))["goal"] for query in ("", "?goal=0.8")]
+        beside = (await data_of(client, "/?compare=a&compare=b&goal=0.9"))["goal"]
+        page = await text_of(client, "/runs/a?goal=0.8")
+        listed = (await data_of(client, "/"))["goal"]
+        refused = await client.get("/runs/a?goal=nan")
+    best, given = goals
+    assert (0.9, False) == (best["reward"], best["is_given"])
+    first, second = (tuple(each[part] for part in ("step", "place", "value")) for each in best["reached"])
+    assert ((4, 8, 0.95), (None, None, 0.3)) == (first, second)
+    assert [2, None] == [each["step"] for each in given["reached"]]
+    found = {(each["run"], each["algorithm"]): each["step"] for each in beside["reached"]}
+    assert {("a", "grpo"): 4, ("a", "ppo"): None, ("b", "grpo"): 1} == found
+    assert "Steps to a reward of 0.8" in page
+    assert 'href="/rollouts?experiment=a&amp;algorithm=grpo&amp;step=2">2</a>' in page
+    assert "not reached" in page
+    assert listed is None
+    assert 400 == refused.status
+
+
+async def test_goal_below_zero_is_a_tenth_below_the_best_reward(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="a"))
+    await store.log_metrics(rewarded("a", "grpo", [-5.0, -2.1, -2.0]))
+    async with opened(store) as client:
+        goal = (await data_of(client, "/runs/a"))["goal"]
+    assert -2.2 == pytest.approx(goal["reward"])
+    assert 2 == goal["reached"][0]["step"]
 
 
 async def test_learning_says_what_to_change_with_its_evidence(opened: Open) -> None:
@@ -650,6 +728,62 @@ async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> 
     assert [("trainer", "busy", 1)] == [(one["role"], one["state"], one["attempts"]) for one in data["workers"]]
     assert (1, 3, 70) == (data["looked_through"], *(sum(bar[n] for bar in data["rates"]) for n in ("calls", "tokens")))
     assert "<b>1</b> of 1 processes alive" in page
+
+
+async def test_system_shows_alerts_of_the_newest_run_the_newest_first(opened: Open) -> None:
+    def alert(run: int, time: float, kind: str, **found: Json) -> dict[str, bytes]:
+        common: dict[str, Json] = {"algorithm": "grpo", "step": 12}
+        kept = to_json({"kind": kind, "time": time, "found": {**common, **found}})
+        return {f"experiment/calc/{run}/alerts/{found['rule']}/{time}": kept}
+
+    store = MemoryStore()
+    silent = {"rule": "silent-groups", "evidence": f"80% taught nothing {HOSTILE}", "change": "easier tasks"}
+    fallen = {"rule": "collapse", "evidence": "the validation reward has fallen", "change": ""}
+    states = alert(2, 100.0, "suggestion", **silent) | alert(2, 200.0, "collapse", **fallen)
+    older = alert(1, 50.0, "suggestion", rule="older", evidence="of the run before", change="")
+    await store.save_state({**states, **older}, experiment=ExperimentRecord(name="calc", run=2))
+    async with opened(store) as client:
+        data, page = await data_of(client, "/runs/calc/system"), await text_of(client, "/runs/calc/system")
+    assert ["collapse", "silent-groups"] == [each["found"]["rule"] for each in data["alerts"]]
+    assert [200.0, 100.0] == [each["time"] for each in data["alerts"]]
+    assert "step 12: the validation reward has fallen." in page
+    assert "To change that: easier tasks" in page
+    assert 1 == page.count("To change that")
+    assert "of the run before" not in page
+    assert HOSTILE not in page
+
+
+def without_ids(recorder: Recorder, **_: Any) -> None:
+    recorder.add("chat small", call=call(1, prompt=[], answer=[], version="v1", **WORDS))
+
+
+async def test_rollouts_are_filtered_by_the_reason_that_leaves_a_call_out(opened: Open) -> None:
+    store = MemoryStore()
+    for number in range(230):
+        spans = without_ids if number in (3, 228) else team
+        await record(store, f"r-{number:03d}", experiment="ids", spans=spans)
+    address = "/rollouts?experiment=ids&reject=missing_token_ids"
+    async with opened(store) as client:
+        first = await data_of(client, address)
+        second = await data_of(client, "/rollouts?" + urlencode(first["next"]))
+        of_step = await data_of(client, f"{address}&algorithm=grpo&step=1")
+        other = await data_of(client, "/rollouts?experiment=ids&reject=late")
+        page = await text_of(client, address)
+        wrong = await client.get("/rollouts?reject=nothing")
+        answer = await wrong.text()
+    assert (["r-228"], 200) == ([row["rollout_id"] for row in first["rollouts"]], first["looked_through"])
+    assert "missing_token_ids" == first["next"]["reject"]
+    assert (["r-003"], 30, {}) == (
+        [row["rollout_id"] for row in second["rollouts"]],
+        second["looked_through"],
+        second["next"],
+    )
+    assert ["r-228"] == [row["rollout_id"] for row in of_step["rollouts"]]
+    assert [] == other["rollouts"]
+    assert "<option selected>missing_token_ids</option>" in page
+    assert "200 rollouts looked through" in page
+    assert 400 == wrong.status
+    assert "nothing" in answer
 
 
 async def test_run_that_failed_at_its_start_says_what_is_missing(opened: Open) -> None:

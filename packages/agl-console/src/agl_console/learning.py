@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from agl.contracts import Metric, Store, VersionScore
 from agl.schemas import Record
 from agl_console.figures import Figure, derived, figure_of
+from agl_console.goals import Goal, goal_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, status_of
 from agl_run.commands import Suggestion, load_settings, read_tallies, suggestions_of
@@ -46,9 +47,11 @@ class LearningFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         before: The tables show steps below this one; ``None`` for the newest.
+        goal: The reward to which steps are counted; ``None`` for nine tenths of the run's best one.
     """
 
     before: int | None = None
+    goal: float | None = None
 
 
 class StepTable(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -71,6 +74,7 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         suggestions: What ``agl suggest`` says of the run.
+        goal: The steps to a reward; ``None`` where none is logged.
         meanings: Explanations of metrics by name.
         next: The query of the page with older steps, empty if there are none.
     """
@@ -83,6 +87,7 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     best: VersionScore | None
     has_failures: bool
     suggestions: list[Suggestion]
+    goal: Goal | None
     figures: list[Figure]
     meanings: dict[str, str]
     tables: list[StepTable]
@@ -107,12 +112,18 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows
         best=await best_version(store, record),
         has_failures=await has_failures(store, name),
         suggestions=suggestions_of(logged),
+        goal=goal_of({name: logged}, chosen.goal),
         figures=_figures(name, metrics),
         meanings=MEANINGS,
         tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]]),
         settings=await load_settings(store, record),
-        next={"before": str(steps[-1])} if len(newest) > rows else {},
+        next=_next(chosen, steps[-1]) if len(newest) > rows else {},
     )
+
+
+def _next(chosen: LearningFilter, before: int) -> dict[str, str]:
+    """Return the query of the page with older steps."""
+    return {"before": str(before), **({} if chosen.goal is None else {"goal": repr(chosen.goal)})}
 
 
 def _figures(run: str, metrics: Sequence[Metric]) -> list[Figure]:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
+from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Mode, Record, RolloutStatus, to_json
 from agl.stores import reward_of
@@ -27,6 +28,9 @@ SCANNED = 400
 """Rollouts that are looked through for one page."""
 
 _CHUNK = 200
+_PAGES_WITH_SPANS, _CHUNK_WITH_SPANS, _BYTES_WITH_SPANS = 4, 50, 2 << 20
+"""Pages that are looked through where calls have to be read, and the rollouts and bytes of each at most."""
+
 _MODES: tuple[Mode, ...] = ("test", "train", "val")
 """In the order of the ids of a step."""
 
@@ -37,6 +41,21 @@ _TASK = 160
 Positive = Annotated[int, msgspec.Meta(ge=0)]
 
 
+Reject = Literal[
+    "",
+    "error",
+    "incomplete",
+    "superseded",
+    "missing_token_ids",
+    "length_mismatch",
+    "empty_response",
+    "non_token_input",
+    "late",
+    "not_final",
+]
+"""The reasons of :attr:`agl.schemas.Transition.reject` that follow from what was recorded, whoever trains on it."""
+
+
 class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The address's query.
 
@@ -45,6 +64,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         low: Rewards from here on; ``high`` rewards below.
         reward: ``none`` for the rollouts without a reward.
         agent: An agent, node or role that made a call.
+        reject: The reason why one of its calls can train nobody.
         after: The last id of the page before; ``at`` its time of creation.
     """
 
@@ -59,6 +79,7 @@ class RolloutsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     low: float | None = None
     high: float | None = None
     reward: Literal["", "none"] = ""
+    reject: Reject = ""
     after: str = ""
     at: float = 0.0
 
@@ -162,12 +183,13 @@ class _Seen(Record, frozen=True, kw_only=True):
     """Rollouts of which those that fit all filters but that on rewards are kept, each with its reward.
 
     Attributes:
-        count: Rollouts that were looked at; ``last`` the last of them.
+        count: Rollouts that were looked at, in ``pages`` requests; ``last`` the last of them.
         is_end: Whether there are no more of them.
     """
 
     fitting: list[tuple[Recording, float | None]]
     count: int
+    pages: int
     last: Recording | None
     is_end: bool
 
@@ -175,9 +197,9 @@ class _Seen(Record, frozen=True, kw_only=True):
 async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
     """Look through the rollouts, the newest first, until a page is full."""
     query = _query(chosen)
-    seen = _Seen(fitting=[], count=0, last=None, is_end=False)
-    while seen.count < SCANNED and sum(chosen.admits(reward) for _, reward in seen.fitting) <= PAGE:
-        page = await store.recordings(query, spans="none")
+    seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=False)
+    while not _is_enough(seen, chosen) and sum(chosen.admits(reward) for _, reward in seen.fitting) <= PAGE:
+        page = await _page(store, query, chosen)
         if not page:
             return replace(seen, is_end=True)
         seen = await _with(seen, store, page, chosen)
@@ -190,28 +212,51 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
     records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
     if not records or chosen.step is None:
         return None
-    seen = _Seen(fitting=[], count=0, last=None, is_end=True)
+    seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=True)
     for mode in (chosen.mode,) if chosen.mode else _MODES:
         prefix = id_prefix(chosen.experiment, records[0].run, chosen.algorithm, mode, step=chosen.step)
         start = {"after": max(prefix, chosen.after), "after_value": ""}
         query = replace(_query(chosen), mode=mode, sort="rollout_id", is_newest_first=False, **start)
-        while page := await store.recordings(query, spans="none"):
+        while page := await _page(store, query, chosen):
             own = [recording for recording in page if recording.rollout.rollout_id.startswith(prefix)]
             seen = await _with(seen, store, own, chosen)
             if len(own) < len(page):
                 break
-            if seen.count >= SCANNED:
+            if _is_enough(seen, chosen):
                 return replace(seen, is_end=False)
             query = query.next(page[-1].rollout)
     return seen if seen.count else None
 
 
+async def _page(store: Store, query: RolloutQuery, chosen: RolloutsFilter) -> list[Recording]:
+    """Read the next rollouts, with their spans if the filter is about calls."""
+    if not chosen.reject:
+        return await store.recordings(query, spans="none")
+    return await store.recordings(replace(query, limit=_CHUNK_WITH_SPANS), spans="all", max_bytes=_BYTES_WITH_SPANS)
+
+
+def _is_enough(seen: _Seen, chosen: RolloutsFilter) -> bool:
+    """Return true if one page of the view may look no further."""
+    return seen.pages >= _PAGES_WITH_SPANS if chosen.reject else seen.count >= SCANNED
+
+
+def _has_reject(recording: Recording, reason: Reject) -> bool:
+    """Return true if a call was left out for the reason; of a huge rollout the first spans count."""
+    deciding = [each for each in recording.attempts if each.attempt_id == recording.rollout.attempt_id]
+    episode = build_episode(recording.rollout, deciding[0] if deciding else None, recording.spans)
+    return any(call.reject == reason for call in episode.transitions)
+
+
 async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
     """Add a page of rollouts that were looked at."""
-    fitting = await _with_agent(store, [one for one in page if _is_of_step(one, chosen)], chosen.agent)
+    found = [one for one in page if _is_of_step(one, chosen)]
+    if chosen.reject:
+        found = [replace(one, spans=[]) for one in found if _has_reject(one, chosen.reject)]
+    fitting = await _with_agent(store, found, chosen.agent)
     rewards = [(recording, _reward(recording)) for recording in fitting]
     last = page[-1] if page else seen.last
-    return _Seen(fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last, is_end=seen.is_end)
+    fitting_so_far = [*seen.fitting, *rewards]
+    return replace(seen, fitting=fitting_so_far, count=seen.count + len(page), pages=seen.pages + 1, last=last)
 
 
 def _reward(recording: Recording) -> float | None:
@@ -255,7 +300,20 @@ async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> S
 
 def _filters(chosen: RolloutsFilter) -> dict[str, str]:
     """Return the filters that are set, without the place of the page, as an address carries them."""
-    fields = ("experiment", "status", "mode", "group", "text", "algorithm", "step", "agent", "low", "high", "reward")
+    fields = (
+        "experiment",
+        "status",
+        "mode",
+        "group",
+        "text",
+        "algorithm",
+        "step",
+        "agent",
+        "low",
+        "high",
+        "reward",
+        "reject",
+    )
     values = {name: getattr(chosen, name) for name in fields}
     return {name: str(value) for name, value in values.items() if value not in ("", None)}
 

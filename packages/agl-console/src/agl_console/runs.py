@@ -7,7 +7,8 @@ from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Store, Version
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, derived, figure_of
-from agl_run.commands import KeptFit, load_settings, read_fits, read_tallies
+from agl_console.goals import Goal, goal_of
+from agl_run.commands import KeptFit, RunDifference, compare_runs, load_settings, read_fits, read_tallies
 
 PAGE = 50
 """Runs on a page."""
@@ -24,10 +25,12 @@ class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         compare: Names of the runs to compare; empty to list all.
+        goal: The reward to which the steps of compared runs are counted; ``None`` for nine tenths of the best one.
         after: The last name of the page before.
     """
 
     compare: tuple[str, ...] = ()
+    goal: float | None = None
     after: str = ""
 
 
@@ -76,6 +79,8 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         figures: The rewards of the runs that are compared, in one figure.
+        against_first: The newest validation of each run but the first one against that of the first.
+        goal: The steps of the compared runs to a reward; ``None`` where none is logged.
         differences: The settings in which they differ.
         fits: What a model said about the parameters of runs on this page, by ``agl suggest --next``, newest first.
         next: The query of the next page, empty on the last.
@@ -84,6 +89,8 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     runs: list[RunRow]
     compared: list[str]
     figures: list[Figure]
+    against_first: list[RunDifference]
+    goal: Goal | None
     differences: list[Difference]
     fits: list[KeptFit]
     next: dict[str, str]
@@ -93,12 +100,14 @@ async def runs_view(store: Store, chosen: RunsFilter) -> RunsView:
     """Read a page of runs, or the runs to compare; raises :class:`ConfigError` for unknown or too many names."""
     records = sorted(await store.experiments(), key=lambda record: record.name)
     if chosen.compare:
-        return await _compared(store, records, chosen.compare)
+        return await _compared(store, records, chosen.compare, goal=chosen.goal)
     page = [record for record in records if record.name > chosen.after][: PAGE + 1]
     rows = [await _row(store, record, await _metrics(store, record, REWARD)) for record in page[:PAGE]]
     following = {"after": page[PAGE - 1].name} if len(page) > PAGE else {}
     fits = await read_fits(store, page[:PAGE])
-    return RunsView(runs=rows, compared=[], figures=[], differences=[], fits=fits, next=following)
+    return RunsView(
+        runs=rows, compared=[], figures=[], against_first=[], goal=None, differences=[], fits=fits, next=following
+    )
 
 
 async def status_of(store: Store, record: ExperimentRecord) -> str:
@@ -125,7 +134,9 @@ async def has_failures(store: Store, experiment: str) -> bool:
     return bool(await store.rollouts(RolloutQuery(experiment=experiment, status=("failed",), limit=1)))
 
 
-async def _compared(store: Store, records: Sequence[ExperimentRecord], names: Sequence[str]) -> RunsView:
+async def _compared(
+    store: Store, records: Sequence[ExperimentRecord], names: Sequence[str], *, goal: float | None
+) -> RunsView:
     known = {record.name: record for record in records}
     wanted = list(dict.fromkeys(names))
     unknown = [name for name in wanted if name not in known]
@@ -142,6 +153,8 @@ async def _compared(store: Store, records: Sequence[ExperimentRecord], names: Se
         runs=[await _row(store, known[name], rewards[name]) for name in wanted],
         compared=wanted,
         figures=[figure] if figure.series else [],
+        against_first=await compare_runs(store, [known[name] for name in wanted]),
+        goal=goal_of(rewards, goal),
         differences=_differences([settings[name] for name in wanted]),
         fits=await read_fits(store, [known[name] for name in wanted]),
         next={},

@@ -1,4 +1,4 @@
-"""The view of a run's machinery: how long the parts of its steps took, its workers, leases and queue, and its calls.
+"""The view of a run's machinery: times of the parts of its steps, workers, leases, queue, calls and alerts.
 
 Everything comes from what was recorded. The time between the numbers of two steps that no metric accounts for is called
 the rest. Calls per second are those of the newest rollouts, because a store keeps no sums over all.
@@ -13,13 +13,16 @@ from msgspec.structs import replace
 from agl.contracts import Metric, RolloutQuery, SpanQuery, Store
 from agl.schemas import Record, RolloutStatus
 from agl_console.reading import newest_recordings, run_of
-from agl_run.commands import ListedWorker, list_workers, place_of
+from agl_run.commands import Alert, ListedWorker, list_workers, place_of, read_alerts
 
 STEPS = 25
 """Steps of a page."""
 
 LOOKED = 100
 """Finished rollouts whose calls are counted."""
+
+ALERTS = 100
+"""Alerts that are listed: the newest."""
 
 LEASES = 50
 """Running attempts that are listed."""
@@ -98,6 +101,7 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The machinery of a run.
 
     Attributes:
+        alerts: What rules found in the run and what it did about a collapse, the newest first.
         longest: Seconds of the time axis: of the longest step, the rest of which counts up to three times its parts.
         queued: Queued rollouts, ``COUNTED`` for this many or more; ``running`` likewise.
         looked_through: Finished rollouts whose calls ``rates`` counts.
@@ -105,6 +109,7 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """
 
     name: str
+    alerts: list[Alert]
     steps: list[StepTimes]
     longest: float
     workers: list[ListedWorker]
@@ -126,6 +131,7 @@ async def system_view(store: Store, name: str, chosen: SystemFilter) -> SystemVi
     looked, rates = await _rates(store, name)
     return SystemView(
         name=name,
+        alerts=(await read_alerts(store, name, record.run))[::-1][:ALERTS],
         steps=behind[:STEPS],
         longest=max((_length(step) for step in behind[:STEPS]), default=0.0),
         workers=await list_workers(store, name),

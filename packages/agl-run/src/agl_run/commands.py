@@ -22,6 +22,7 @@ from agl_run.cli.workers import ListedWorker, list_workers
 from agl_run.comparison import interval
 from agl_run.control_characters import visible
 from agl_run.conversations import ShownMessages, labelled_texts
+from agl_run.experiment.alerts import Alert, read_alerts
 from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command
 from agl_run.experiment.kept_fits import KeptFit, read_fits
@@ -30,6 +31,7 @@ from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move, move_back
 from agl_run.experiment.retaining import retaining, taking_turns
 from agl_run.experiment.retention import FINISHED, RetentionLimits, delete_finished, needed_experiments
+from agl_run.experiment.run_differences import RunDifference, compare_runs
 from agl_run.experiment.state import load_settings
 from agl_run.experiment.step_tallies import AgentTally, StepTally, keep_tallies, read_tallies
 from agl_run.experiment.store_url import as_url
@@ -49,11 +51,13 @@ __all__ = [
     "LABEL",
     "PLACEHOLDER_KEY",
     "AgentTally",
+    "Alert",
     "KeptFit",
     "KeptTrial",
     "ListedVersion",
     "ListedWorker",
     "RetentionLimits",
+    "RunDifference",
     "ShownMessages",
     "StepTally",
     "Suggestion",
@@ -63,6 +67,7 @@ __all__ = [
     "build_store",
     "check_experiment",
     "command",
+    "compare_runs",
     "delete_finished",
     "diff_versions",
     "exec_command",
@@ -92,6 +97,7 @@ __all__ = [
     "place_of",
     "print_json",
     "print_table",
+    "read_alerts",
     "read_fits",
     "read_tallies",
     "read_trials",

@@ -16,6 +16,9 @@ from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_run.means import clamped, mean, scaled
 
+FEWEST_ALIKE = 6
+"""Tasks from which on differences that are all alike, whose interval has no width, are no chance: 2 / 2 ** 6 < 0.05."""
+
 
 class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The rewards of a new version against those of an old one.

@@ -15,7 +15,7 @@ from agl.dialects import call_messages
 from agl.schemas import Json, Record, to_json
 from agl_run.cli.output import echo, print_table, short
 from agl_run.cli.try_candidates import Contender
-from agl_run.comparison import Comparison, compare_tasks, interval
+from agl_run.comparison import FEWEST_ALIKE, Comparison, compare_tasks, interval
 from agl_run.conversations import labelled_texts
 from agl_run.experiment.failures import MOST_FREQUENT, error_of
 from agl_run.experiment.kept_trials import TrialScore
@@ -25,9 +25,6 @@ from agl_run.runners.repeats import kind_of
 
 LISTED = 20
 """Tasks that the table has, unless all are asked for."""
-
-_FEWEST_ALIKE = 6
-"""Tasks from which on differences that are all alike, whose interval has no width, are no chance: 2 / 2 ** 6 < 0.05."""
 
 _POWER = 0.8
 """Probability that the proposed number of tasks shows a difference of the size that was seen."""
@@ -304,8 +301,8 @@ def _verdict(
     """Return the verdict, and the number of tasks that a difference of this size needs if it is not clear."""
     spread, mean = variance(differences), comparison.difference
     if spread == 0:
-        is_clear = mean != 0 and len(differences) >= _FEWEST_ALIKE
-        needed = None if is_clear or mean == 0 else _FEWEST_ALIKE
+        is_clear = mean != 0 and len(differences) >= FEWEST_ALIKE
+        needed = None if is_clear or mean == 0 else FEWEST_ALIKE
     else:
         is_clear = comparison.low > 0 or comparison.high < 0
         normal = NormalDist()
