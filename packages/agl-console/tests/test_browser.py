@@ -15,7 +15,7 @@ from agl_run import SQLiteStore
 from agl_testing.commands import run_agl
 
 from .conftest import run_apart
-from .records import HOSTILE, rollout_name
+from .records import HOSTILE, LONG_NAME, rollout_name
 from .test_views import VIEWS
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -24,6 +24,7 @@ axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-p
 BROWSER = os.environ.get("AGL_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome") or ""
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium is installed: apt-get install chromium")
 
+TOKEN = "an-admin-token-of-the-tests"
 FIRST = rollout_name(0)
 BROWSED = (*(view for view in VIEWS if "grpo-long" not in view), "/nothing")
 SERIOUS = ("serious", "critical")
@@ -40,6 +41,26 @@ def address(filled: Path) -> Iterator[str]:
         yield said.split()[2].removesuffix("/")
         process.terminate()
         assert 0 == process.wait(60)
+
+
+@pytest.fixture
+def acting(tmp_path: Path) -> Iterator[str]:
+    """``agl console --actions`` over a store with one rollout that is queued."""
+
+    async def add() -> None:
+        store = SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
+        await store.enqueue([Rollout(rollout_id="waits", task=HOSTILE, experiment=LONG_NAME)])
+        await store.close()
+
+    run_apart(add())
+    command = [sys.executable, "-m", "agl", "console", "runs.db", "--actions"]
+    environment = {**os.environ, "AGL_TOKEN": TOKEN}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[2].removesuffix("/")
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +199,44 @@ def test_page_shows_a_new_rollout_without_a_reload_and_keeps_the_filter_being_wr
         shown.page.get_by_role("link", name="just-now").wait_for(timeout=60_000)
         assert "half-written" == shown.page.get_by_label("Text in id or task").input_value()
         assert [] == shown.errors
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_keyboard_alone_signs_in_and_cancels_a_rollout(browser: Any, acting: str, tmp_path: Path, scheme: str) -> None:
+    rules = Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
+    with Page(browser, width=360, scheme=scheme) as shown:
+
+        def check() -> None:
+            shown.page.evaluate(rules)
+            found = shown.page.evaluate("axe.run()")["violations"]
+            assert [] == [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in SERIOUS]
+            assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360
+
+        def press(name: str) -> None:
+            focused = "[document.activeElement.innerText, document.activeElement.getAttribute('name')]"
+            for _ in range(40):
+                if name in shown.page.evaluate(focused):
+                    return
+                shown.page.keyboard.press("Tab")
+            raise AssertionError(f"the Tab key does not reach {name}")
+
+        shown.page.set_default_timeout(20_000)
+        shown.page.goto(acting + "/rollouts/waits")
+        press("Cancel it …")
+        shown.page.keyboard.press("Enter")
+        shown.page.wait_for_url("**/sign-in?*")
+        press("token")
+        check()
+        shown.page.keyboard.type(TOKEN)
+        shown.page.keyboard.press("Enter")
+        shown.page.wait_for_url("**/actions/cancel?rollout=waits")
+        check()
+        press("Cancel the rollout")
+        shown.page.keyboard.press("Enter")
+        shown.page.get_by_role("status").wait_for()
+        assert "the rollout waits is cancelled" in shown.page.inner_text("main")
+        check()
+        shown.page.goto(acting + "/actions/rate?rollout=waits")
+        check()
+        assert [] == shown.errors
+    assert "cancelled" in run_agl("show", "waits", "--store", "sqlite:///runs.db", folder=tmp_path)

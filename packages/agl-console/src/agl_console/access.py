@@ -58,7 +58,7 @@ def _kept(path: Path) -> str:
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            if path.stat().st_mode & 0o077:
+            if path.is_file() and path.stat().st_mode & 0o077:
                 raise ConfigError(
                     f"others can read the admin token in {path}; delete the file to get a new one"
                 ) from None

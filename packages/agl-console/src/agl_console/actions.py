@@ -214,10 +214,9 @@ class Retry(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
             metadata={"retry_of": old.rollout_id},
         )
         (queued,) = await store.enqueue([again])
-        return Done(f"the task of {self.rollout} is {queued.status} as {queued.rollout_id}", self._page(queued))
-
-    def _page(self, rollout: Rollout) -> tuple[str, ...]:
-        return ("rollouts", rollout.rollout_id)
+        return Done(
+            f"the task of {self.rollout} is {queued.status} as {queued.rollout_id}", ("rollouts", queued.rollout_id)
+        )
 
     async def _checked(self, store: Store) -> Rollout:
         rollout, _ = await rollout_of(store, self.rollout)
