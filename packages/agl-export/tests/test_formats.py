@@ -1,4 +1,4 @@
-"""What each format holds, and what it says that it does not."""
+"""Each format holds what it can, and names the rest."""
 
 import io
 import json

@@ -185,7 +185,7 @@ def as_stream(chunks: Sequence[dict[str, Any]], *, is_whole: bool = True) -> byt
 
 
 def translated(dialect: Any, asked: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What translates a call, and the chat completion that it asks for."""
+    """Return the translation of a call, and the chat completion that it asks for."""
     translation = translation_of(dialect)
     assert translation is not None
     return translation, translation.asked(Request(dialect, msgspec.json.encode(asked))).to_dict() or {}
@@ -267,7 +267,7 @@ def message_of(text: str, thoughts: str, calls: Sequence[tuple[str, str]]) -> di
 @settings(max_examples=60)
 @given(ANSWERS, st.integers(1, 40))
 def test_answers_come_back_as_the_very_message(answer: Any, step: int):
-    """What a client without a memory sends back is the message that the server wrote, streamed or not."""
+    """A client without a memory sends back the message that the server wrote, streamed or not."""
     message = message_of(*answer)
     body = msgspec.json.encode({"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
     user = {"role": "user", "content": "go on"}

@@ -30,7 +30,7 @@ class Piece:
 
 
 Change: TypeAlias = tuple[Step, Piece, str]
-"""What happened to a piece, and the text by which it has grown."""
+"""A step in the life of a piece (opened, grown, closed), with the text by which it has grown."""
 
 
 class Pieces:

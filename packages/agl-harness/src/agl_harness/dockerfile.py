@@ -36,7 +36,7 @@ class Copying(Record, frozen=True, kw_only=True):
 
 
 class Image(Record, frozen=True, kw_only=True):
-    """What a Dockerfile says of its last stage.
+    """The settings of the last stage of a Dockerfile.
 
     Attributes:
         base: The image that it begins with.

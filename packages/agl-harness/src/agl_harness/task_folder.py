@@ -27,7 +27,7 @@ MAX_TEXT = 1 << 20
 """Bytes of an instruction, a ``task.toml`` or a Dockerfile at most."""
 
 Lack = Literal["build", "image", "services", "network", "gpus", "user", "mcp", "healthcheck", "collect", "variables"]
-"""What a task may ask for that a sandbox without images does not give."""
+"""Parts of a task that only a sandbox with images can give."""
 
 _MEANINGS: dict[Lack, str] = {
     "build": "its Dockerfile installs or downloads something",

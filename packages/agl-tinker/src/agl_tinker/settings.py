@@ -58,7 +58,7 @@ def read_settings(name: str, values: Mapping[str, Any]) -> TinkerSettings:
 
 
 class ServerModel(Record, frozen=True, kw_only=True):
-    """What a server says about the base model.
+    """The facts that a server gives about the base model.
 
     Attributes:
         context_length: Most tokens of a prompt and its answer; 0 if unknown.

@@ -95,7 +95,7 @@ class StepTally(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Observed:
-    """What recordings tell of their calls beyond their episodes: seconds, tokens, and the errors of agents."""
+    """Seconds, tokens and errors of calls, which recordings hold and episodes do not."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str], float] = {}
