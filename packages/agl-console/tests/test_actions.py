@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient
+from aiohttp import web
+from aiohttp.test_utils import TestClient, make_mocked_request
 
 from agl.contracts import ExperimentRecord, RolloutQuery
 from agl.errors import ConfigError
@@ -20,6 +21,7 @@ from agl_console.access import SESSION_S, TRIES, TRIES_S, Access, admin_token_of
 from agl_console.actions import KINDS
 from agl_run import SQLiteStore
 from agl_run.commands import move
+from agl_run.tokens import KeyFile
 
 from .conftest import Open
 
@@ -328,13 +330,41 @@ def test_token_is_made_kept_and_private(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("AGL_TOKEN", raising=False)
     path = tmp_path / "state" / "token"
     token, source = admin_token_of(path)
-    assert (token, str(path)) == admin_token_of(path) == (token, source)
+    again, _ = admin_token_of(path)
+    assert str(path) == source
+    assert callable(token)
+    assert callable(again)
+    assert token() == again()
     assert 0o600 == path.stat().st_mode & 0o777
     os.chmod(path, 0o644)
-    with pytest.raises(ConfigError, match="others can read"):
+    with pytest.raises(ConfigError, match="can be read by other users"):
         admin_token_of(path)
     monkeypatch.setenv("AGL_TOKEN", TOKEN)
     assert (TOKEN, "the environment variable AGL_TOKEN") == admin_token_of(path)
     monkeypatch.setenv("AGL_TOKEN", "short")
     with pytest.raises(ConfigError, match="fewer than 16"):
         admin_token_of(path)
+
+
+def test_session_ends_with_the_token_that_opened_it(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    old, new = f"{TOKEN}-old", f"{TOKEN}-new"
+
+    def write(*tokens: str) -> None:
+        path.with_name("draft").write_text("\n".join(tokens))
+        path.with_name("draft").chmod(0o600)
+        path.with_name("draft").replace(path)
+
+    write(old)
+    access = Access(KeyFile(path, purpose="admin token"))
+
+    def request(secret: str | None) -> web.Request:
+        return make_mocked_request("GET", "/", headers={"Cookie": f"{access.cookie}={secret}"})
+
+    write(new, old)
+    sessions = {token: request(access.sign_in(token)) for token in (old, new)}
+    assert access.session(sessions[old]) is not None
+    write(new)
+    assert access.session(sessions[old]) is None
+    assert access.session(sessions[new]) is not None
+    assert access.sign_in(old) is None

@@ -19,7 +19,7 @@ from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.spooling import spools_for
 from agl_gateway.tls import Certificate
-from agl_run.tokens import AttemptTokens
+from agl_run.tokens import AttemptTokens, Secret
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 TEST_LIMIT_S = 240.0
@@ -91,12 +91,13 @@ def stage(server: ScriptedModelServer, tmp_path: Path) -> StageFactory:
         upstreams: list[Upstream] | None = None,
         is_trained: bool = True,
         store: Store | None = None,
+        secret: Secret = SECRET,
         **settings: Any,
     ) -> AsyncIterator[Stage]:
         used = store or MemoryStore()
         gateway = EmbeddedGateway(**settings)
         one = Upstream(name="main_llm", base_url=server.base_url, model="scripted", is_trained=is_trained)
-        url = await gateway.start(store=used, upstreams=upstreams or [one], secret=SECRET)
+        url = await gateway.start(store=used, upstreams=upstreams or [one], secret=secret)
         try:
             yield Stage(gateway=gateway, store=used, server=server, url=url)
         finally:

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,8 +18,10 @@ from aiohttp import web
 from agl.errors import ConfigError
 from agl.schemas import to_json
 from agl_run import state_dir
+from agl_run.tokens import KeyFile, Keys
 
 TOKEN_ENV = "AGL_TOKEN"
+TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
 
 TRIES = 10
 """Wrong tokens within ``TRIES_S`` seconds, after which nobody can sign in until these have passed."""
@@ -34,39 +37,37 @@ _LEAST = 16
 """Characters of a token at least."""
 
 
-def admin_token_of(path: Path | None) -> tuple[str, str]:
+def admin_token_of(path: Path | None) -> tuple[str | Keys, str]:
     """Return the admin token and its source in words: ``AGL_TOKEN``, else a file, made with mode 0600 on first use.
 
+    The file may hold several tokens, one a line, and is read again when it changes.
+
     Args:
-        path: By default ``console-token`` in the folder of this user's state.
+        path: By default that of ``AGL_TOKEN_FILE``, else ``console-token`` in the folder of this user's state.
 
     Raises:
         ConfigError: The token is too short, others can read the file, or it cannot be made or read.
     """
     given = os.environ.get(TOKEN_ENV, "")
-    path = path or state_dir() / "console-token"
-    token, source = (given, f"the environment variable {TOKEN_ENV}") if given else (_kept(path), str(path))
-    if len(token) < _LEAST:
-        advice = "set it to more random ones" if given else "delete the file to get a new one"
-        raise ConfigError(f"the admin token in {source} has fewer than {_LEAST} characters; {advice}")
-    return token, source
+    if not given:
+        named = os.environ.get(TOKEN_FILE_ENV, "")
+        path = path or (Path(named) if named else state_dir() / "console-token")
+        return _kept(path, is_own=not named), str(path)
+    source = f"the environment variable {TOKEN_ENV}"
+    if len(given) < _LEAST:
+        raise ConfigError(f"the admin token in {source} has fewer than {_LEAST} characters; set it to more random ones")
+    return given, source
 
 
-def _kept(path: Path) -> str:
+def _kept(path: Path, *, is_own: bool) -> Keys:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
+        with suppress(FileExistsError):
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            if path.is_file() and path.stat().st_mode & 0o077:
-                raise ConfigError(
-                    f"others can read the admin token in {path}; delete the file to get a new one"
-                ) from None
-        else:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(f"agl_console_{secrets.token_urlsafe(32)}\n")
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return KeyFile(path, purpose="admin token", is_own=is_own)
+    except OSError as error:
         raise ConfigError(
             f"the admin token's file {path} cannot be made or read ({error}); choose another with --token-file, "
             f"or set {TOKEN_ENV}"
@@ -95,10 +96,12 @@ class Session:
 
     Attributes:
         name: Its short name in the log, which opens nothing.
+        token: The admin token that opened it; the session ends when that is no longer one.
     """
 
-    def __init__(self, ends_at: float) -> None:
+    def __init__(self, ends_at: float, token: bytes) -> None:
         self.ends_at = ends_at
+        self.token = token
         self.name = secrets.token_hex(4)
         self._key = secrets.token_bytes(32)
 
@@ -115,26 +118,27 @@ class Access:
     """The sessions of one process.
 
     Args:
-        token: The admin token.
+        token: The admin token, or a function that returns those of now, one a line.
         clock: Seconds that only grow.
     """
 
-    def __init__(self, token: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, token: str | Keys, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.cookie = f"agl-console-{secrets.token_hex(4)}"  # cookies of one host's ports share a jar
-        self._token = token.encode()
+        self._token = token
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._wrong: list[float] = []
 
     def sign_in(self, token: str) -> str | None:
         """Open a session and return its cookie's value; ``None`` for a wrong token."""
-        if not hmac.compare_digest(token.strip().encode("utf-8", "replace"), self._token):
+        given = token.strip().encode("utf-8", "replace")
+        if not any([hmac.compare_digest(given, known) for known in self._tokens()]):
             self._wrong.append(self._clock())
             return None
         while len(self._sessions) >= SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         secret = secrets.token_urlsafe(32)
-        self._sessions[secret] = Session(self._clock() + SESSION_S)
+        self._sessions[secret] = Session(self._clock() + SESSION_S, given)
         return secret
 
     def sign_out(self, request: web.Request) -> None:
@@ -150,4 +154,9 @@ class Access:
     def session(self, request: web.Request) -> Session | None:
         """Return the session of a request, ``None`` for a stranger."""
         session = self._sessions.get(request.cookies.get(self.cookie, ""))
-        return session if session is not None and session.ends_at > self._clock() else None
+        is_open = session is not None and session.ends_at > self._clock() and session.token in self._tokens()
+        return session if is_open else None
+
+    def _tokens(self) -> list[bytes]:
+        token = self._token
+        return token().splitlines() if callable(token) else [token.encode()]

@@ -19,14 +19,17 @@ from agl_gateway.kept_traffic import Share
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
 from agl_gateway.spooling import left_text, spools_for
-from agl_gateway.tls import Certificate
-from agl_run import load_secret, state_dir
+from agl_gateway.tls import certificate_of
+from agl_run import signing_keys, state_dir
 from agl_run.commands import RetentionLimits, as_url, build_store, command, manager_of, retaining, seconds_of
-from agl_run.tokens import AttemptTokens
+from agl_run.tokens import AttemptTokens, KeyFile, Keys
 
 _ENV = "AGL_TOKEN"
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
 _MIN_KEY = 16
+_FILE = "_FILE"
+"""Ends the name of a variable that names a file with the token, instead of holding it."""
+
 _WAKE_S = 0.2
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 
@@ -182,8 +185,8 @@ def serve(
     parsed = [parse_upstream(text) for text in upstreams]
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
-    tokens = AttemptTokens(load_secret())
-    certificate = _certificate(settings.pop("tls_cert"), settings.pop("tls_key"))
+    tokens = AttemptTokens(signing_keys())
+    certificate = certificate_of(settings.pop("tls_cert"), settings.pop("tls_key"))
     share = Share(**{one.name: settings.pop(one.name) for one in fields(Share)})
     found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), is_shared=True, share=share, **settings)
     store = build_store(manager, url)
@@ -233,45 +236,43 @@ def parse_upstream(text: str) -> Upstream:
     )
 
 
-def admin_key_of(token_file: Path | None) -> tuple[str, str]:
+def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
     """Return the admin token and its source in words: the environment, else a file that only this user can read.
 
-    An existing file is kept, so clients survive a restart.
+    An existing file is kept, so clients survive a restart. A file may hold several tokens, one a line, and is read
+    again when it changes.
     """
     if given := os.environ.get(_ENV, ""):
         return given, f"the environment variable {_ENV}"
-    path = token_file or state_dir() / "serve-token"
+    named = os.environ.get(_ENV + _FILE, "")
+    path = token_file or (Path(named) if named else state_dir() / "serve-token")
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(f"agl_admin_{secrets.token_urlsafe(32)}\n")
-        token = path.read_text(encoding="utf-8").strip()
+        return KeyFile(path, purpose="admin token"), str(path)
     except OSError as error:
         raise ConfigError(
             f"the admin token's file {path} cannot be made or read ({error}); choose another with --token-file, "
             f"or set {_ENV}"
         ) from error
-    if len(token) < _MIN_KEY:
-        raise ConfigError(
-            f"the admin token in {path} is shorter than {_MIN_KEY} characters; delete the file to get a new one"
-        )
-    return token, str(path)
 
 
-def client_key_of() -> str:
-    """Return the key of conversation clients from the environment; ``""`` if it is not set."""
-    key = os.environ.get(_CLIENT_ENV, "")
+def client_key_of() -> str | Keys:
+    """Return the keys of conversation clients from the environment or its file; ``""`` if neither is set."""
+    key, named = os.environ.get(_CLIENT_ENV, ""), os.environ.get(_CLIENT_ENV + _FILE, "")
     if key and len(key) < _MIN_KEY:
         raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
-    return key
-
-
-def _certificate(cert: Path | None, key: Path | None) -> Certificate | None:
-    if cert is None and key is not None:
-        raise ConfigError(f"--tls-key {key} needs the certificate that it belongs to; name it with --tls-cert")
-    return None if cert is None else Certificate(cert, key)
+    if key or not named:
+        return key
+    try:
+        return KeyFile(Path(named), purpose="client token")
+    except OSError as error:
+        raise ConfigError(
+            f"the client token's file {named}, from {_CLIENT_ENV}{_FILE}, cannot be read: {error}"
+        ) from error
 
 
 def _idle(seconds: float) -> float:

@@ -3,10 +3,12 @@
 import asyncio
 import io
 import os
+import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import aiohttp
 import msgspec
@@ -30,8 +32,8 @@ from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span,
 from agl.stores import without_credentials
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
-from agl_run import SECRET_ENV, load_secret
-from agl_run.tokens import AdminKey
+from agl_run import SECRET_ENV, client_context, is_secret_given, refusal_of, signing_keys
+from agl_run.tokens import AdminKey, KeyFile
 
 _RETRY_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 _RESTART_DELAYS_S = (4.0, 8.0, 16.0)
@@ -52,9 +54,11 @@ class HttpStore:
     never answered, for half a minute to one that did and may be restarting.
 
     Args:
-        url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``.
-        token: The admin token; by default the URL's, else the environment's ``AGL_TOKEN``. Without any of them the
-            store signs one with the environment's ``AGL_SECRET``, which every gateway with the same secret accepts.
+        url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``. With ``https``,
+            ``?ca=FILE`` names the authorities to trust; by default those of ``AGL_CA_FILE``, else the system's.
+        token: The admin token; by default the URL's, else the environment's ``AGL_TOKEN``, else the first line of the
+            file that ``AGL_TOKEN_FILE`` names, which is read again when it changes. Without any of them the store
+            signs one with the environment's ``AGL_SECRET``, which every gateway with the same secret accepts.
 
     Raises:
         ConfigError: The URL is invalid, or there is no token.
@@ -66,15 +70,15 @@ class HttpStore:
             raise ConfigError(
                 f"the store's URL {without_credentials(url)!r} is not an http(s) URL; write http://HOST:PORT"
             )
-        given = unquote(parts.password or parts.username or "")
-        self._token = token or given or os.environ.get("AGL_TOKEN", "")
-        self._own_key = AdminKey(load_secret()) if not self._token and SECRET_ENV in os.environ else None
-        self._url = without_credentials(url).rstrip("/")
-        if not self._token and self._own_key is None:
+        self._url = without_credentials(parts._replace(query="").geturl()).rstrip("/")
+        self._ca, self._context = _trust_of(parts)
+        found = _key_of(token or unquote(parts.password or parts.username or ""))
+        if found is None:
             raise ConfigError(
                 f"the store at {self._url} needs a token; set AGL_TOKEN to the token in `agl serve`'s token file, "
                 f"or {SECRET_ENV} to the secret that it runs with"
             )
+        self._key = found
         self._thread = LoopThread("agl-http-store")
         self._session: aiohttp.ClientSession | None = None
         self._abandoned: dict[tuple[str | None, int], list[str]] = {}
@@ -301,7 +305,10 @@ class HttpStore:
             try:
                 status, answer = await self._post(method.name, body)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                if delay_s is None or self._is_closed or isinstance(error, aiohttp.InvalidURL):
+                is_final = isinstance(error, aiohttp.InvalidURL) or (
+                    not self._has_answered and refusal_of(error, self._ca)
+                )
+                if delay_s is None or self._is_closed or is_final:
                     raise self._unreachable(method.name, error) from error
                 await asyncio.sleep(delay_s)
                 continue
@@ -313,7 +320,7 @@ class HttpStore:
         session = self._session
         if session is None:
             session = self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, ssl=self._context or True),
                 timeout=aiohttp.ClientTimeout(total=_REPLY_S, sock_connect=_CONNECT_S),
                 headers={"content-type": _MSGPACK},
             )
@@ -321,9 +328,6 @@ class HttpStore:
         data = io.BytesIO(body) if len(body) > _LARGE_BYTES else body
         async with session.post(f"{self._url}/store/{name}", data=data, headers=headers) as reply:
             return reply.status, await reply.read()
-
-    def _key(self) -> str:
-        return self._token or (self._own_key() if self._own_key is not None else "")
 
     def _result(self, name: str, status: int, answer: bytes) -> Any:
         try:
@@ -341,7 +345,7 @@ class HttpStore:
     def _refused(self, fault: Fault) -> TokenError:
         """Return the error for a token that the server does not accept, with the way to a good one."""
         reason = fault.message.split(". ")[0]
-        if self._own_key is not None:
+        if isinstance(self._key, AdminKey):
             return TokenError(
                 f"the store {self._url} refuses the token signed with this machine's {SECRET_ENV}: {reason}. Set "
                 f"{SECRET_ENV} to the secret that it runs with, or AGL_TOKEN to the token in `agl serve`'s token file"
@@ -355,7 +359,42 @@ class HttpStore:
     def _unreachable(self, name: str, error: Exception) -> StoreError:
         if self._is_closed:
             return StoreError(f"the store {self._url} was closed while {name!r} waited")
+        if refusal := refusal_of(error, self._ca):
+            return StoreError(f"the store {self._url} cannot be reached: {refusal}")
         return StoreError(
             f"the store {self._url} cannot be reached ({error or type(error).__name__}) for {name!r}; "
             "check that `agl serve` runs there and that the port is open"
         )
+
+
+def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:
+    """Return the URL's file of authorities, and what checks the server's certificate: ``None`` without TLS.
+
+    Raises:
+        ConfigError: The file cannot be used, or the URL has settings that mean nothing.
+    """
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    ca = given.pop("ca", "")
+    if given or (ca and parts.scheme == "http"):
+        wrong = f"has the setting {next(iter(given))!r}" if given else "names authorities with ca, and has no TLS"
+        raise ConfigError(
+            f"the store's URL {without_credentials(parts._replace(query='').geturl())!r} {wrong}; write "
+            "https://HOST:PORT?ca=FILE, or leave the part after ? away"
+        )
+    return ca, client_context(ca) if parts.scheme == "https" else None
+
+
+def _key_of(given: str) -> Callable[[], str] | None:
+    """Return what tells the key to send now; ``None`` if neither ``given`` nor the environment has one."""
+    named = os.environ.get("AGL_TOKEN_FILE", "")
+    if token := given or os.environ.get("AGL_TOKEN", ""):
+        return lambda: token
+    if named:
+        try:
+            keys = KeyFile(Path(named), purpose="admin token")
+        except OSError as error:
+            raise ConfigError(
+                f"the admin token's file {named}, from AGL_TOKEN_FILE, cannot be read: {error}"
+            ) from error
+        return lambda: keys().splitlines()[0].decode("utf-8", "replace")
+    return AdminKey(signing_keys()) if is_secret_given() else None

@@ -26,13 +26,24 @@ from agl.stores import shown_url
 from agl_gateway.gateway_presence import GATEWAYS, gateways_of
 from agl_gateway.spool_file import SpoolReport, spools_in
 from agl_gateway.spooling import default_folder
-from agl_run import SECRET_ENV, ExperimentConfig, load_config, load_secret, state_dir
+from agl_run import (
+    SECRET_ENV,
+    SECRET_FILE_ENV,
+    ExperimentConfig,
+    client_context,
+    is_secret_given,
+    load_config,
+    refusal_of,
+    signing_keys,
+    state_dir,
+)
 from agl_run.commands import as_url, build_store, resolve_url
-from agl_run.tokens import AdminKey
+from agl_run.tokens import AdminKey, KeyFile
 
 State = Literal["ok", "warning", "wrong"]
 
 TOKEN_ENV = "AGL_TOKEN"
+TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
 
 _CLOCK_S = 5.0
 """Seconds by which clocks may differ: leases and tokens last a minute and longer."""
@@ -66,6 +77,7 @@ class Patient:
     Attributes:
         store_url: Its store; ``""`` for none.
         gateway_url: The gateway to ask; ``""`` for none.
+        ca: The file with the authorities of its certificate; ``""`` for that of ``AGL_CA_FILE``, else the system's.
         spool: The folder of the spools on this machine.
         ports: Addresses at which parts of it listen, or will.
         keys: Environment variables that its experiment names.
@@ -73,6 +85,7 @@ class Patient:
 
     store_url: str = ""
     gateway_url: str = ""
+    ca: str = ""
     spool: Path = field(default_factory=default_folder)
     ports: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     keys: list[str] = field(default_factory=list[str])
@@ -87,8 +100,8 @@ def patient_of(target: str) -> Patient:
     if target.endswith(".toml"):
         return _of_experiment(load_config(Path(target)), Path(target).parent)
     url = resolve_url(target or None)
-    is_served = urlsplit(url).scheme in ("http", "https")
-    return Patient(store_url=url, gateway_url=url if is_served else "")
+    gateway_url, ca = _served_at(url)
+    return Patient(store_url=url, gateway_url=gateway_url, ca=ca)
 
 
 async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
@@ -96,7 +109,7 @@ async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
     found = [*versions(manager), *secrets(patient.keys), *ports(patient.ports), *disks(patient), *spools(patient.spool)]
     found += list(transport(patient.gateway_url, patient.store_url))
     if patient.gateway_url:
-        found += [finding async for finding in _gateway(patient.gateway_url)]
+        found += [finding async for finding in _gateway(patient.gateway_url, patient.ca)]
     if patient.store_url:
         found += [finding async for finding in _store(patient.store_url, manager)]
     return found
@@ -124,15 +137,24 @@ def versions(manager: PluginManager) -> Iterator[Finding]:
 def secrets(keys: Sequence[str]) -> Iterator[Finding]:
     """Look at the signing key, the admin token and the keys of the experiment; no value is ever shown."""
     try:
-        secret = load_secret().decode("utf-8", "replace") if _has_secret() else ""
+        found = signing_keys()().splitlines() if _has_secret() else []
     except ConfigError as error:
         yield Finding(check="signing key", state="wrong", text=str(error))
     else:
-        where = SECRET_ENV if SECRET_ENV in os.environ else "the key in this user's state folder"
-        absent = Finding(check="signing key", state="ok", text="there is none yet; the first run makes it")
-        yield _strength("signing key", secret, where=where) if secret else absent
-    if token := os.environ.get(TOKEN_ENV, ""):
-        yield _strength("admin token", token, where=TOKEN_ENV)
+        given = [name for name in (SECRET_ENV, SECRET_FILE_ENV) if name in os.environ]
+        where = given[0] if given else "the key in this user's state folder"
+        if not found:
+            yield Finding(check="signing key", state="ok", text="there is none yet; the first run makes it")
+        yield from _strengths("signing key", found, where=where)
+    try:
+        yield from _strengths("admin token", _admin_tokens(), where=TOKEN_ENV)
+    except (ConfigError, OSError) as error:
+        yield Finding(
+            check="admin token",
+            state="wrong",
+            text=str(error),
+            advice=f"write a token into it, or unset {TOKEN_FILE_ENV}",
+        )
     for name in keys:
         is_set = bool(os.environ.get(name))
         yield Finding(
@@ -203,27 +225,32 @@ def transport(*urls: str) -> Iterator[Finding]:
             yield Finding(check="encryption", state="ok", text=f"{shown_url(url)} uses {parts.scheme}")
 
 
-async def _gateway(url: str) -> AsyncIterator[Finding]:
+async def _gateway(url: str, ca: str) -> AsyncIterator[Finding]:
     """Ask a gateway who it is, with the token that workers and commands send."""
     check = f"gateway {url}"
-    token = os.environ.get(TOKEN_ENV, "")
     try:
-        token = token or (AdminKey(load_secret())() if _has_secret() else "")
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
+        tokens = [token.decode("utf-8", "replace") for token in _admin_tokens()]
+        token = tokens[0] if tokens else AdminKey(signing_keys())() if _has_secret() else ""
+        context = client_context(ca) if url.startswith("https:") else True
+    except (ConfigError, OSError) as error:
+        yield Finding(check=check, state="wrong", text=f"was not asked: {error}")
+        return
+    try:
+        connector = aiohttp.TCPConnector(ssl=context)
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             before = time.time()
             async with session.get(f"{url}/identity", headers={"authorization": f"Bearer {token}"}) as answer:
                 status, told = answer.status, await _json(answer)
             after = time.time()
             async with session.get(f"{url}/healthz") as answer:
                 health = await _json(answer)
-    except ConfigError:  # the finding about the signing key says it
-        return
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         yield Finding(
             check=check,
             state="wrong",
             text=f"does not answer ({error or type(error).__name__})",
-            advice=_unreachable(error),
+            advice=_unreachable(error, ca),
         )
         return
     if status != 200:
@@ -317,7 +344,9 @@ def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
     params: dict[str, Any] = dict(config.gateway.params)
     spool = params.get("spool")
     port = params.get("port")
-    patient = Patient(store_url=store, gateway_url=store if urlsplit(store).scheme in ("http", "https") else "")
+    gateway_url, ca = _served_at(store)
+    ca = ca or (str(folder / config.gateway.ca) if config.gateway.ca else "")
+    patient = Patient(store_url=store, gateway_url=gateway_url, ca=ca)
     if isinstance(port, int) and port:
         patient.ports.append((str(params.get("host", "127.0.0.1")), port))
     if isinstance(spool, str) and spool not in ("", "off"):
@@ -327,8 +356,31 @@ def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
     return patient
 
 
+def _served_at(url: str) -> tuple[str, str]:
+    """Return the address of a served store and the authorities that its URL names; both ``""`` for other stores."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https"):
+        return "", ""
+    return parts._replace(query="").geturl(), parse_qs(parts.query).get("ca", [""])[0]
+
+
 def _has_secret() -> bool:
-    return SECRET_ENV in os.environ or (state_dir() / "secret").exists()
+    return is_secret_given() or (state_dir() / "secret").exists()
+
+
+def _admin_tokens() -> list[bytes]:
+    """Return the admin tokens of the environment or its file; raises what :class:`KeyFile` raises."""
+    if token := os.environ.get(TOKEN_ENV, ""):
+        return [token.encode()]
+    named = os.environ.get(TOKEN_FILE_ENV, "")
+    return KeyFile(Path(named), purpose="admin token")().splitlines() if named else []
+
+
+def _strengths(check: str, keys: Sequence[bytes], *, where: str) -> Iterator[Finding]:
+    """Look at each key; several are told apart by their lines."""
+    for number, key in enumerate(keys, 1):
+        name = f"{check} of line {number}" if len(keys) > 1 else check
+        yield _strength(name, key.decode("utf-8", "replace"), where=where)
 
 
 def _strength(check: str, value: str, *, where: str) -> Finding:
@@ -397,12 +449,8 @@ def _is_local(host: str) -> bool:
         return host in _LOCAL
 
 
-def _unreachable(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientSSLError):
-        return (
-            "its certificate is not trusted here: set SSL_CERT_FILE to the authority's file, or correct the host name"
-        )
-    return "start it, or correct the address; look at firewalls between this machine and it"
+def _unreachable(error: BaseException, ca: str) -> str:
+    return refusal_of(error, ca) or "start it, or correct the address; look at firewalls between this machine and it"
 
 
 async def _json(answer: aiohttp.ClientResponse) -> dict[str, Any]:

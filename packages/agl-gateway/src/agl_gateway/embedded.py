@@ -11,7 +11,8 @@ from agl_gateway.loop_thread import LoopThread
 from agl_gateway.routing import Router
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.spooling import left_text, spools_for
-from agl_run.tokens import AttemptTokens
+from agl_gateway.tls import certificate_of
+from agl_run.tokens import AttemptTokens, Secret
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +35,11 @@ class EmbeddedGateway:
         spool_after_s: Seconds that the store may take for a call before the call goes to the spool.
         native_apis: APIs besides chat completions (``messages``, ``responses``) in which the servers of policies in
             training return all token ids; calls of the others are translated to chat completions.
+        tls_cert: Certificate's chain in PEM: it listens with TLS alone. Read again when the file changes.
+        tls_key: Its private key in PEM, unless it is in the same file.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
         *,
         host: str = "127.0.0.1",
@@ -50,8 +53,11 @@ class EmbeddedGateway:
         spool: str = "",
         spool_after_s: float = 0.05,
         native_apis: Sequence[str] = (),
+        tls_cert: str = "",
+        tls_key: str = "",
     ) -> None:
         self._spool = spool
+        self._certificate = certificate_of(tls_cert, tls_key)
         self._settings = Settings(
             host=host,
             port=port,
@@ -67,7 +73,7 @@ class EmbeddedGateway:
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None
 
-    async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: bytes) -> str:
+    async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: Secret) -> str:
         """Listen; returns the base URL without ``/v1``."""
         if self._thread.is_running:
             raise CaptureError("this gateway is already running; stop it first, or create another one")
@@ -111,7 +117,12 @@ class EmbeddedGateway:
         Router(with_distinct_names(upstreams))  # refuses what cannot be served before anything is opened
         spools = await spools_for(store, self._spool, shown=repr(store))
         self._service = GatewayService(
-            store=store, upstreams=upstreams, tokens=tokens, settings=self._settings, spools=spools
+            store=store,
+            upstreams=upstreams,
+            tokens=tokens,
+            settings=self._settings,
+            certificate=self._certificate,
+            spools=spools,
         )
         return await self._service.start()
 

@@ -12,11 +12,14 @@ from agl.schemas import Span
 from agl_gateway.outage import Outage
 from agl_gateway.problems import Problem
 from agl_run.commands import KEY_ADVICE, PLACEHOLDER_KEY
-from agl_run.tokens import AttemptToken, AttemptTokens
+from agl_run.tokens import AttemptToken, AttemptTokens, Keys
 
 _log = logging.getLogger(__name__)
 
 _CACHE_SIZE = 10_000
+
+_LOOK_S = 1.0
+"""Seconds for which a verified token is accepted without a look at the files of keys."""
 
 _FROM_PYTHON = f"Where agl runs the agent from Python: {KEY_ADVICE}"
 _PLACEHOLDER = (
@@ -39,21 +42,27 @@ def key_of(headers: Mapping[str, str]) -> str:
 class Identities:
     """Verifies tokens and caches valid ones, because a signature check costs more than a lookup.
 
+    When keys change, the cache is emptied within a second.
+
     Args:
         tokens: Verifies signed tokens.
-        admin_key: A further key that counts as an admin token; ``""`` for none.
-        client_key: A key that allows conversations and nothing else; ``""`` for none.
+        admin_key: Further keys that count as an admin token; ``""`` for none.
+        client_key: Keys that allow conversations and nothing else; ``""`` for none.
     """
 
-    def __init__(self, tokens: AttemptTokens, *, admin_key: str = "", client_key: str = "") -> None:
+    def __init__(self, tokens: AttemptTokens, *, admin_key: str | Keys = "", client_key: str | Keys = "") -> None:
         self._tokens = tokens
-        self._keys = {_ADMIN: admin_key.encode(), _CLIENT: client_key.encode()}
+        self._keys = {_ADMIN: _keys_of(admin_key), _CLIENT: _keys_of(client_key)}
         self._known: OrderedDict[str, AttemptToken] = OrderedDict()
         self._has_warned = False
+        self._seen: object = None
+        self._look_at = 0.0
 
     def verify(self, key: str) -> AttemptToken:
         """Return the claim of ``key``; raises a 401 :class:`Problem` that names the fault."""
         now = time.time()
+        if time.monotonic() >= self._look_at:
+            self._look()
         claim = self._known.get(key)
         if claim is not None and now < claim.expires_at:
             return claim
@@ -64,11 +73,8 @@ class Identities:
                 "or the base URL that carries it",
                 code="invalid_api_key",
             )
-        for claim, known in self._keys.items():
-            if known and hmac.compare_digest(key.encode("utf-8", "replace"), known):
-                return claim
         try:
-            claim = self._tokens.verify(key, now=now)
+            claim = self._whose(key) or self._tokens.verify(key, now=now)
         except TokenError as error:
             self._known.pop(key, None)
             raise self._refusal(key, error) from None
@@ -76,6 +82,21 @@ class Identities:
         if len(self._known) > _CACHE_SIZE:
             self._known.popitem(last=False)
         return claim
+
+    def _whose(self, key: str) -> AttemptToken | None:
+        given = key.encode("utf-8", "replace")
+        for claim, keys in self._keys.items():
+            if any(hmac.compare_digest(given, known) for known in keys().splitlines()):
+                return claim
+        return None
+
+    def _look(self) -> None:
+        """Forget verified tokens if any key is another one than before."""
+        self._look_at = time.monotonic() + _LOOK_S
+        found = (self._tokens.changes(), *(keys() for keys in self._keys.values()))
+        if found != self._seen:
+            self._known.clear()
+        self._seen = found
 
     def _refusal(self, key: str, error: TokenError) -> Problem:
         """Return the answer to an invalid key; logs the first placeholder, because few agents show an answer's body."""
@@ -86,6 +107,14 @@ class Identities:
             self._has_warned = True
             _log.warning("An agent's model call was refused: %s", _PLACEHOLDER)
         return Problem(401, _PLACEHOLDER, code="invalid_api_key")
+
+
+def _keys_of(given: str | Keys) -> Keys:
+    """Return a function for keys that stay."""
+    if callable(given):
+        return given
+    fixed = given.encode()
+    return lambda: fixed
 
 
 class RunningAttempts:

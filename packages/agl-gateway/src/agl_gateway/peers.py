@@ -6,15 +6,17 @@ what waits in its memory and spool. So it asks the others on the same store, whi
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable
 
 import aiohttp
 
 from agl.contracts import Store
-from agl.errors import CaptureError, StoreError
+from agl.errors import CaptureError, ConfigError, StoreError
 from agl_gateway.gateway_presence import BEAT_S, GatewayRecord, gateways_of
 from agl_gateway.recorder import Recorder
+from agl_run import client_context, refusal_of
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class Peers:
         self._is_shared = is_shared
         self._known: list[GatewayRecord] = []
         self._looked_at = float("-inf")
+        self._context: ssl.SSLContext | None = None
 
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store, whichever gateway answered it.
@@ -100,7 +103,15 @@ class Peers:
         headers = {"authorization": f"Bearer {self._admin_key()}", PEER_HEADER: "1"}
         body = {"attempt_id": attempt_id}
         try:
-            async with self._session.post(f"{peer.url}/settle", json=body, headers=headers, timeout=_TIMEOUT) as answer:
+            async with self._session.post(
+                f"{peer.url}/settle", json=body, headers=headers, timeout=_TIMEOUT, ssl=self._trust(peer.url)
+            ) as answer:
                 return answer.status, await answer.text()
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            return 0, str(error) or type(error).__name__
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ConfigError) as error:
+            return 0, refusal_of(error) or str(error) or type(error).__name__
+
+    def _trust(self, url: str) -> ssl.SSLContext | bool:
+        """Return what checks the certificate of another gateway, made once it is needed."""
+        if url.startswith("https:") and self._context is None:
+            self._context = client_context()
+        return self._context or True

@@ -47,7 +47,7 @@ from agl_gateway.tls import Certificate
 from agl_gateway.traces_api import TracesApi
 from agl_gateway.upstream_client import make_session
 from agl_gateway.workers_api import WorkersApi
-from agl_run.tokens import AttemptTokens
+from agl_run.tokens import AttemptTokens, Keys
 
 _SHUTDOWN_S = 2.0
 _PEER_KEY_S = 600.0
@@ -116,8 +116,8 @@ class GatewayService:
     """A gateway with all of its parts. Construct and use it in one event loop.
 
     Args:
-        admin_key: A key that counts as an admin token.
-        client_key: A key that allows conversations and nothing else; it turns conversations on.
+        admin_key: A key that counts as an admin token, or a function that returns such keys, one a line.
+        client_key: A key that allows conversations and nothing else, or several likewise; it turns conversations on.
         arms: Whether calls of rollouts that a split placed go to the version of their arm.
         split: Places rollouts that are queued here, and conversations, in arms; turns both on.
         certificate: Makes it listen with TLS alone.
@@ -132,8 +132,8 @@ class GatewayService:
         upstreams: Sequence[Upstream],
         tokens: AttemptTokens,
         settings: Settings,
-        admin_key: str = "",
-        client_key: str = "",
+        admin_key: str | Keys = "",
+        client_key: str | Keys = "",
         arms: bool = False,
         split: Split | None = None,
         certificate: Certificate | None = None,

@@ -1,6 +1,7 @@
 """The certificate of a gateway that listens with TLS, read again when its files change.
 
-Clients trust the system's authorities, or those in the file that ``SSL_CERT_FILE`` names, which Python's ``ssl`` reads.
+Clients of agl trust the system's authorities, or those in the file that ``AGL_CA_FILE`` names; see
+:func:`agl_run.client_context`.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class Certificate:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
                 f"the certificate {cert} cannot be used ({error}); name a chain in PEM with --tls-cert and its private "
-                "key with --tls-key"
+                "key with --tls-key, or with tls_cert and tls_key in the params of [gateway]"
             ) from error
 
     async def watch(self) -> None:
@@ -65,3 +66,13 @@ class Certificate:
     def _state(self) -> tuple[tuple[int, int, int], ...]:
         files = [file for file in (self._cert, self._key) if file is not None and file.exists()]
         return tuple((found.st_ino, found.st_mtime_ns, found.st_size) for found in (file.stat() for file in files))
+
+
+def certificate_of(cert: str | Path | None, key: str | Path | None) -> Certificate | None:
+    """Return the certificate that two settings name, ``None`` without one; raises :class:`ConfigError`."""
+    if key and not cert:
+        raise ConfigError(
+            f"the private key {key} needs the certificate that it belongs to; name it with --tls-cert, or as tls_cert "
+            "in the params of [gateway]"
+        )
+    return Certificate(Path(cert), Path(key) if key else None) if cert else None

@@ -30,11 +30,21 @@ if TYPE_CHECKING:
     from agl_run.runners.local import AsyncRunner
     from agl_run.runners.setup import RunSetup
     from agl_run.runners.worker import Worker, WorkerSetup
-    from agl_run.secret import SECRET_ENV, load_secret, state_dir
+    from agl_run.secret import (
+        SECRET_ENV,
+        SECRET_FILE_ENV,
+        is_secret_given,
+        load_secret,
+        signing_keys,
+        state_dir,
+    )
     from agl_run.sqlite import SQLiteStore
+    from agl_run.trust import CA_ENV, client_context, refusal_of
 
 __all__ = [
+    "CA_ENV",
     "SECRET_ENV",
+    "SECRET_FILE_ENV",
     "Agent",
     "AgentSpec",
     "AsyncRunner",
@@ -61,14 +71,18 @@ __all__ = [
     "Worker",
     "WorkerSetup",
     "check_better",
+    "client_context",
     "compare",
     "interval",
+    "is_secret_given",
     "load_config",
     "load_secret",
     "parse_config",
     "policy",
+    "refusal_of",
     "run_attempt",
     "runner",
+    "signing_keys",
     "state_dir",
 ]
 
@@ -97,8 +111,16 @@ _HOMES = {
     "agl_run.runners.local": ("AsyncRunner",),
     "agl_run.runners.setup": ("RunSetup",),
     "agl_run.runners.worker": ("Worker", "WorkerSetup"),
-    "agl_run.secret": ("SECRET_ENV", "load_secret", "state_dir"),
+    "agl_run.secret": (
+        "SECRET_ENV",
+        "SECRET_FILE_ENV",
+        "is_secret_given",
+        "load_secret",
+        "signing_keys",
+        "state_dir",
+    ),
     "agl_run.sqlite": ("SQLiteStore",),
+    "agl_run.trust": ("CA_ENV", "client_context", "refusal_of"),
 }
 
 

@@ -1,4 +1,7 @@
-"""The key that signs attempt tokens, from the environment or else from a file that only its user can read."""
+"""The key that signs attempt tokens, from the environment or else from a file that only its user can read.
+
+A file may hold several keys, which rotate without a restart; see :mod:`agl_run.key_file`.
+"""
 
 import os
 import secrets
@@ -9,34 +12,67 @@ from pathlib import Path
 from platformdirs import user_state_path
 
 from agl.errors import ConfigError
-from agl_run.tokens import check_secret
+from agl_run.key_file import KeyFile, Keys, joined_keys
 
 SECRET_ENV = "AGL_SECRET"
 """The environment variable that holds the signing key."""
 
+SECRET_FILE_ENV = "AGL_SECRET_FILE"
+"""The environment variable that names a file with signing keys, one a line."""
+
+_PURPOSE = "signing key"
+
 
 def load_secret(path: Path | None = None) -> bytes:
-    """The signing key: ``AGL_SECRET`` if set, else the content of ``path``, made on first use with mode 0600.
+    """The key that signs now: the first one of :func:`signing_keys`.
+
+    Args:
+        path: As for :func:`signing_keys`.
+
+    Raises:
+        ConfigError: As for :func:`signing_keys`.
+    """
+    return signing_keys(path)().splitlines()[0]
+
+
+def signing_keys(path: Path | None = None) -> Keys:
+    """The signing keys, as :class:`~agl_run.tokens.AttemptTokens` takes them, read again when their file changes.
+
+    They come from ``AGL_SECRET`` if it is set, where they stay as they are, else from the file that
+    ``AGL_SECRET_FILE`` names, else from ``path``, which is made on first use with mode 0600.
 
     Args:
         path: By default ``secret`` in :func:`state_dir`, or in the place of an earlier release.
 
     Raises:
-        ConfigError: It is too short, others can read the file, or the file cannot be made.
+        ConfigError: A key is too short, others can read the file, it cannot be read or made, or both variables are set.
     """
-    given = os.environ.get(SECRET_ENV)
+    given, named = os.environ.get(SECRET_ENV), os.environ.get(SECRET_FILE_ENV)
+    if given is not None and named:
+        raise ConfigError(
+            f"{SECRET_ENV} and {SECRET_FILE_ENV} are both set; unset one of them: the first holds the key and stays as "
+            "it is, the second names a file that is read again when it changes"
+        )
     if given is not None:
-        return check_secret(given.encode(), source=f"the environment variable {SECRET_ENV}")
+        keys = joined_keys(given.encode(), source=f"the environment variable {SECRET_ENV}")
+        return lambda: keys
+    if named:
+        return _named(Path(named))
     path = path or _usual_path()
     try:
         if not path.exists():
             _create(path)
-        return _read(path)
+        return KeyFile(path, purpose=_PURPOSE, is_own=True)
     except OSError as error:
         raise ConfigError(
             f"the signing key {path} cannot be read or made ({error}). "
             f"Set {SECRET_ENV} to 32 random characters, or make the folder writable."
         ) from error
+
+
+def is_secret_given() -> bool:
+    """Return true if the environment holds the signing key or names its file."""
+    return SECRET_ENV in os.environ or bool(os.environ.get(SECRET_FILE_ENV))
 
 
 def state_dir() -> Path:
@@ -70,7 +106,11 @@ def _publish(draft: Path, path: Path) -> None:
         place(draft, path)
 
 
-def _read(path: Path) -> bytes:
-    if sys.platform != "win32" and path.stat().st_mode & 0o077:
-        raise ConfigError(f"the signing key {path} can be read by other users. Run: chmod 600 {path}")
-    return check_secret(path.read_bytes().strip(), source=f"the signing key {path}")
+def _named(path: Path) -> Keys:
+    try:
+        return KeyFile(path, purpose=_PURPOSE)
+    except OSError as error:
+        raise ConfigError(
+            f"the signing key {path}, which {SECRET_FILE_ENV} names, cannot be read ({error}); write a key of 32 "
+            "random characters into it, or correct the variable"
+        ) from error

@@ -15,13 +15,14 @@ from typing import Literal
 import msgspec
 
 from agl.errors import ConfigError, TokenError
+from agl_run.key_file import LEAST, KeyFile, Keys
 
-__all__ = ["AdminKey", "AttemptToken", "AttemptTokens", "check_secret"]
+__all__ = ["AdminKey", "AttemptToken", "AttemptTokens", "KeyFile", "Keys", "Secret", "check_secret"]
 
 PREFIX = "agl_"
 TokenScope = Literal["attempt", "admin", "client"]
-
-_MIN_SECRET_BYTES = 16
+Secret = bytes | Keys
+"""One key that stays, or a function that returns the keys as they are now, one a line."""
 
 _MAX_LENGTH = 1024
 _ADMIN_S = 3600.0
@@ -32,9 +33,9 @@ _NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set
 
 def check_secret(secret: bytes, *, source: str) -> bytes:
     """``secret`` itself; raises :class:`ConfigError` when it is too short to sign with."""
-    if len(secret) < _MIN_SECRET_BYTES:
+    if len(secret) < LEAST:
         raise ConfigError(
-            f"{source} has {len(secret)} bytes, at least {_MIN_SECRET_BYTES} are needed. "
+            f"{source} has {len(secret)} bytes, at least {LEAST} are needed. "
             'Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
         )
     return secret
@@ -60,17 +61,29 @@ _DECODER = msgspec.json.Decoder(AttemptToken)
 
 
 class AttemptTokens:
-    """Issues and verifies tokens with one secret of at least 16 bytes; processes that share it trust each other."""
+    """Issues tokens with a secret's first key and verifies them with all; processes that share it trust each other.
 
-    def __init__(self, secret: bytes) -> None:
-        checked = check_secret(secret, source="the secret given to AttemptTokens")
-        self._keyed = hmac.new(checked, digestmod="sha256")
+    Args:
+        secret: A key of at least 16 bytes, or a function that returns the keys as they are now, one a line.
+    """
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._found = b""
+        self._keyed: list[hmac.HMAC] = []
+        self._changes = 0
+        self._current()
+
+    def changes(self) -> int:
+        """Look at the keys, and return a number that is another one after each change of them."""
+        self._current()
+        return self._changes
 
     def issue(self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt") -> str:
         """A token valid until ``expires_at`` (Unix seconds); one of scope ``admin`` names no attempt (``""``)."""
         claim = AttemptToken(rollout_id=rollout_id, attempt_id=attempt_id, expires_at=expires_at, scope=scope)
         payload = _encode(msgspec.json.encode(claim))
-        return f"{PREFIX}{payload}.{self._sign(payload)}"
+        return f"{PREFIX}{payload}.{_signature(self._current()[0], payload)}"
 
     def verify(self, token: str, *, now: float) -> AttemptToken:
         """Check a token's signature and time against ``now`` (Unix seconds), and return its claims.
@@ -80,7 +93,9 @@ class AttemptTokens:
                 never holds the token.
         """
         payload, signature = _split(token)
-        if not hmac.compare_digest(self._sign(payload).encode(), signature.encode()):
+        if not any(
+            hmac.compare_digest(_signature(keyed, payload).encode(), signature.encode()) for keyed in self._current()
+        ):
             raise TokenError(f"the token's signature does not match: it was forged, or signed by another run. {_NEXT}")
         claim = _read(payload)
         if now >= claim.expires_at:
@@ -88,31 +103,44 @@ class AttemptTokens:
             raise TokenError(f"the token of attempt {claim.attempt_id!r} expired {late:.0f} s ago. {_NEXT}")
         return claim
 
-    def _sign(self, payload: str) -> str:
-        signing = self._keyed.copy()  # hmac.digest releases the interpreter's lock and waits to get it back
-        signing.update(payload.encode())
-        return _encode(signing.digest())
+    def _current(self) -> list[hmac.HMAC]:
+        secret = self._secret
+        found = secret if isinstance(secret, bytes) else secret()
+        if found != self._found or not found:
+            keys = [found] if isinstance(secret, bytes) else found.splitlines()
+            source = "the secret given to AttemptTokens"
+            self._keyed = [hmac.new(check_secret(key, source=source), digestmod="sha256") for key in keys]
+            self._found = found
+            self._changes += 1
+        return self._keyed
 
 
 class AdminKey:
     """An admin token that is renewed when half of its time is over; every gateway with the same secret accepts it.
 
-    ``clock`` returns Unix seconds.
+    It is signed anew when the secret's keys change. ``clock`` returns Unix seconds.
     """
 
-    def __init__(self, secret: bytes, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, secret: Secret, *, clock: Callable[[], float] = time.time) -> None:
         self._tokens = AttemptTokens(secret)
         self._clock = clock
         self._key = ""
         self._until = 0.0
+        self._changes = 0
 
     def __call__(self) -> str:
         """The key to send now."""
-        now = self._clock()
-        if now >= self._until - _ADMIN_S / 2:
-            self._until = now + _ADMIN_S
+        now, changes = self._clock(), self._tokens.changes()
+        if changes != self._changes or now >= self._until - _ADMIN_S / 2:
+            self._until, self._changes = now + _ADMIN_S, changes
             self._key = self._tokens.issue("", "", expires_at=self._until, scope="admin")
         return self._key
+
+
+def _signature(keyed: hmac.HMAC, payload: str) -> str:
+    signing = keyed.copy()  # hmac.digest releases the interpreter's lock and waits to get it back
+    signing.update(payload.encode())
+    return _encode(signing.digest())
 
 
 def _split(token: str) -> tuple[str, str]:

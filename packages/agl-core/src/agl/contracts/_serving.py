@@ -1,6 +1,6 @@
 """Contracts of serving: policies serve models, and the gateway records the calls that agents make to them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from agl.contracts._store import Store
@@ -70,8 +70,11 @@ class Policy(Protocol):
 class Gateway(Protocol):
     """The capture proxy. It runs its own event loop, which a blocking agent cannot block."""
 
-    async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: bytes) -> str:
-        """Listen; returns the base URL without ``/v1``, such as ``http://127.0.0.1:4747``."""
+    async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: bytes | Callable[[], bytes]) -> str:
+        """Listen; returns the base URL without ``/v1``, such as ``http://127.0.0.1:4747``.
+
+        ``secret`` is the key that signs attempt tokens, or returns the keys of now, one a line: the first one signs.
+        """
         ...
 
     async def stop(self) -> None:

@@ -1,6 +1,7 @@
 """``agl worker``: run rollouts of a running experiment, on this machine or another."""
 
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
@@ -20,7 +21,9 @@ from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker
 from agl_run.experiment.store_url import as_url, located
 from agl_run.experiment.worker_admission import make_worker_plan
+from agl_run.experiment.worker_setup import ca_of
 from agl_run.store_contract import build_store
+from agl_run.trust import CA_ENV
 
 _SQLITE = "sqlite:///"
 
@@ -50,6 +53,8 @@ def worker(
     if gateway_url and not gateway_url.startswith(("http://", "https://")):
         raise ConfigError(f"--gateway {gateway_url!r} is no URL; write http://HOST:PORT")
     plan = make_worker_plan(config, folder=file.absolute().parent, manager=plugins)
+    if ca := ca_of(plan):
+        os.environ.setdefault(CA_ENV, str(ca))  # its store is mostly that which the gateway serves
     at_once = concurrency or config.runner.concurrency or RunnerConfig().concurrency
     tell = _tell_json if as_json else _tell_nothing if quiet else _tell_text
 

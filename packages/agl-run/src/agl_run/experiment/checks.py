@@ -241,8 +241,8 @@ def _check_components(plan: Plan) -> None:
     check_different(plan)
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
-    if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise):
-        raise ConfigError('gateway.params and gateway.advertise are ignored with use = "none"; remove them')
+    if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise or config.gateway.ca):
+        raise ConfigError('gateway.params, gateway.advertise and gateway.ca are ignored with use = "none"; remove them')
     if plan.store is None:
         check_store_url(config.experiment.store, plan.folder)
         manager.store_entry(config.experiment.store.partition("://")[0])

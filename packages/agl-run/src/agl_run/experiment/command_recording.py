@@ -37,7 +37,7 @@ from agl_run.runners.liveness import worker_name
 from agl_run.runners.setup import client_environment
 from agl_run.runners.spool import Spool
 from agl_run.runners.tokens import issue_token
-from agl_run.secret import load_secret
+from agl_run.secret import signing_keys
 from agl_run.store_contract import build_store
 from agl_run.tokens import AttemptTokens
 
@@ -221,7 +221,7 @@ async def _capture(
         return None, spool.environment()
     gateway: Gateway = manager.build(entry)
     stack.push_async_callback(gateway.stop)
-    secret = load_secret()
+    secret = signing_keys()
     key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else ""
     target = Upstream(name="upstream", base_url=upstream, aliases=("*",), api_key_env=key)
     url = await gateway.start(store=store, upstreams=[target], secret=secret)

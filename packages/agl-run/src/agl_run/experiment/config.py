@@ -106,11 +106,14 @@ class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         use: ``auto``, ``none``, or a plugin's.
         advertise: Host name or URL by which other machines reach it; by default the address that it listens at.
+        ca: File with the authorities of its certificate, in PEM, for workers and agents; by default that of
+            ``AGL_CA_FILE``, else the system's.
         params: Further arguments of the gateway.
     """
 
     use: str = "auto"
     advertise: str = ""
+    ca: str = ""
     params: dict[str, Json] = {}
 
 

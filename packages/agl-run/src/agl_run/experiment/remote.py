@@ -28,11 +28,11 @@ from agl_run.experiment.worker_admission import (
     try_gateway,
     unreachable_policies,
 )
-from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
+from agl_run.experiment.worker_setup import WorkerContext, ca_of, make_tracers, worker_setup
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
 from agl_run.runners.worker import Worker, WorkerSetup
-from agl_run.secret import load_secret
+from agl_run.secret import signing_keys
 
 _LOG = logging.getLogger("agl_run.experiment")
 
@@ -145,7 +145,7 @@ class RemoteWorker:
 
     def _gateway_of(self, serving: Serving) -> RemoteGateway | None:
         url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
-        return RemoteGateway(url, secret=load_secret()) if url else None
+        return RemoteGateway(url, secret=signing_keys(), ca=ca_of(self._plan)) if url else None
 
     async def _join_problem(self, serving: Serving, gateway: RemoteGateway | None) -> JoinProblem | None:
         found = differences(serving, self._plan) or check_direct_calls(serving)

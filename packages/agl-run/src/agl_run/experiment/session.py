@@ -35,10 +35,13 @@ from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_
 from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
 from agl_run.runners.worker import Worker
-from agl_run.secret import load_secret
+from agl_run.secret import signing_keys
 from agl_run.store_contract import build_store, checked_store
 
 _LOG = logging.getLogger("agl_run.experiment")
+
+_FILES = ("tls_cert", "tls_key")
+"""Parameters of a gateway that name files from the experiment's folder."""
 
 
 class Session:
@@ -230,11 +233,14 @@ class Session:
                 raise
             _LOG.info("agl-gateway is not installed; model calls are recorded in the agent's process")
             return
-        gateway: Gateway = manager.build(entry, **config.params)
+        own = {name: str(self.plan.folder / str(config.params[name])) for name in _FILES if name in config.params}
+        gateway: Gateway = manager.build(entry, **{**config.params, **own})
         self._stack.push_async_callback(gateway.stop)
-        url = await gateway.start(store=self.store, upstreams=upstreams, secret=load_secret())
-        self._gateway, self._gateway_url = gateway, local_url(url)
+        url = await gateway.start(store=self.store, upstreams=upstreams, secret=signing_keys())
         self._advertised_url = advertised_url(url, config.advertise)
+        # a certificate carries the name that others use
+        own_url = self._advertised_url if url.startswith("https:") else local_url(url)
+        self._gateway, self._gateway_url = gateway, own_url
 
     def _agent_llms(self) -> dict[str, LLM]:
         """Return the policies as agents call them; behind a gateway, those that share a model use their own names."""

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agl.contracts import Runner, Store, Tracer, Upstream
 from agl.errors import RunError
@@ -12,7 +13,7 @@ from agl_run.experiment.own_rewards import named
 from agl_run.experiment.plan import Plan
 from agl_run.runners.setup import RunSetup, SettlingGateway, environment
 from agl_run.runners.worker import WorkerSetup
-from agl_run.secret import load_secret
+from agl_run.secret import signing_keys
 
 ALWAYS_ON = ("otel", "own-spans", "wire", "unrecorded")
 """Tracers that no experiment has to name."""
@@ -63,7 +64,7 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
     setup = RunSetup(
         agent=plan.agent,
         store=context.store,
-        secret=load_secret(),
+        secret=signing_keys(),
         resources=context.resources,
         gateway_url=context.gateway_url,
         gateway=context.gateway,
@@ -72,6 +73,7 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
         plugins=manager.worker_env(),
         concurrency=context.concurrency,
         workdir=plan.workdir,
+        ca=ca_of(plan),
     )
     runner: Runner = (
         manager.build(manager.runner(config.use), setup=setup, **config.params) if context.concurrency else NoRunner()
@@ -86,6 +88,12 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
         gateway=context.gateway,
         requires_calls=context.requires_calls,
     )
+
+
+def ca_of(plan: Plan) -> Path | None:
+    """Return the file of ``[gateway] ca``, which is named from the experiment's folder."""
+    ca = plan.config.gateway.ca
+    return plan.folder / ca if ca else None
 
 
 def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:

@@ -7,6 +7,7 @@ Speaks HTTP with the standard library, one request at a time, without a proxy.
 import asyncio
 import http.client
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +17,8 @@ from agl.contracts import Runner
 from agl.errors import CaptureError, GatewayLostError
 from agl.schemas import Claim, Outcome
 from agl_run.runners.lasting import LastingRunner
-from agl_run.tokens import AdminKey
+from agl_run.tokens import AdminKey, Secret
+from agl_run.trust import client_context, refusal_of
 
 TIMEOUT_S = 10.0
 """Seconds that one request may take."""
@@ -34,7 +36,8 @@ class RemoteGateway:
 
     Args:
         url: The address as this machine reaches it.
-        secret: The key that signs attempt tokens, equal on both machines.
+        secret: The keys that sign attempt tokens, equal on both machines.
+        ca: File with the authorities of its certificate; see :func:`~agl_run.trust.client_context`.
         patience_s: Seconds without an answer after which the gateway counts as gone.
 
     Attributes:
@@ -42,8 +45,10 @@ class RemoteGateway:
         lost: Set once the gateway is gone, or another one answers in its place.
     """
 
-    def __init__(self, url: str, *, secret: bytes, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str, *, secret: Secret, ca: Path | None = None, patience_s: float = PATIENCE_S) -> None:
         self.url = url
+        self._ca = ca
+        self._context = client_context(ca) if url.startswith("https:") else None
         self.lost = asyncio.Event()
         self.is_refused = False
         self._patience_s = patience_s
@@ -137,7 +142,7 @@ class RemoteGateway:
         try:
             status, answer = await asyncio.to_thread(self._request, method, path, body)
         except (OSError, http.client.HTTPException) as error:
-            return 0, f"{type(error).__name__}: {error}"
+            return 0, refusal_of(error, self._ca) or f"{type(error).__name__}: {error}"
         try:
             data: Any = msgspec.json.decode(answer)
             is_fine = status in (200, 202)
@@ -148,8 +153,12 @@ class RemoteGateway:
 
     def _request(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
         parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        host, port, context = parts.hostname or "", parts.port, self._context
+        connection = (
+            http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
+            if context
+            else http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+        )
         headers = {"authorization": f"Bearer {self._key()}", "content-type": "application/json"}
         try:
             connection.request(

@@ -11,10 +11,15 @@ from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
 from agl.schemas import NamedResources, Rollout
 from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.agent import AgentSpec
-from agl_run.secret import SECRET_ENV
+from agl_run.secret import SECRET_ENV, SECRET_FILE_ENV
+from agl_run.tokens import Secret
+from agl_run.trust import trust_variables
 
 ADMIN_TOKEN_ENV = "AGL_TOKEN"
 """Variable with the admin token of a served store; in a command's process, with the attempt's token."""
+
+TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
+"""Variable with the name of a file that holds the admin token of a served store."""
 
 
 class SettlingGateway(Protocol):
@@ -36,7 +41,7 @@ class RunSetup:
     Attributes:
         agent: The agent to run.
         store: Where spans go while an attempt runs.
-        secret: Key that signs attempt tokens; never stored.
+        secret: Signs attempt tokens; never stored.
         resources: Returns the resources of a rollout, with pinned versions applied.
         gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
         gateway: The gateway, local or remote, so that an attempt ends only after its calls are in the store.
@@ -45,11 +50,12 @@ class RunSetup:
         plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
         concurrency: Attempts at once.
         workdir: Where the experiment keeps its files; ``None`` for none.
+        ca: File with the authorities of the gateway's certificate; ``None`` for that of ``AGL_CA_FILE``, if it is set.
     """
 
     agent: AgentSpec
     store: Store
-    secret: bytes
+    secret: Secret
     resources: Callable[[Rollout], Awaitable[NamedResources]]
     gateway_url: str = ""
     gateway: SettlingGateway | None = None
@@ -58,6 +64,7 @@ class RunSetup:
     plugins: dict[str, str] = field(default_factory=dict[str, str])
     concurrency: int = 8
     workdir: Path | None = None
+    ca: Path | None = None
 
     @property
     def base_url(self) -> str:
@@ -67,14 +74,18 @@ class RunSetup:
         return self.upstreams[0].base_url if self.upstreams else ""
 
     def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
-        """Return the variables that point OpenAI's and Anthropic's clients at the model; empty without one."""
-        return client_environment(self.base_url, token) if self.base_url else {}
+        """Return the variables that point OpenAI's and Anthropic's clients at the model; empty without one.
+
+        With a gateway that has a certificate they also make clients trust its authority.
+        """
+        trust = trust_variables(self.ca) if self.gateway_url.startswith("https:") else {}
+        return {**client_environment(self.base_url, token), **trust} if self.base_url else {}
 
 
 def environment_for_agents(setup: RunSetup) -> dict[str, str]:
     """Return this process's environment without the keys of the store, and without those that a gateway holds."""
     held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
-    hidden = {SECRET_ENV, ADMIN_TOKEN_ENV, POLICY_KEY_ENV, *held}
+    hidden = {SECRET_ENV, SECRET_FILE_ENV, ADMIN_TOKEN_ENV, TOKEN_FILE_ENV, POLICY_KEY_ENV, *held}
     return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
