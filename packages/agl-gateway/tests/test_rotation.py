@@ -66,6 +66,7 @@ async def test_signing_key_rotates_under_load(stage: StageFactory, tmp_path: Pat
         it.tokens = AttemptTokens(signing_keys())  # another process has its own
         remote, store = RemoteGateway(it.url, secret=signing_keys()), HttpStore(it.url)
         _, old = await it.open_attempt()
+        assert not await _is_refused(it, old)  # and so it is among the verified tokens
         agents = Agents(it)
         async with asyncio.TaskGroup() as group:
             for _ in range(4):

@@ -90,7 +90,10 @@ def test_good_plan_is_accepted() -> None:
         ({"schedule": {"every": 4}}, "schedule.every is ignored in mode 'sequential'"),
         ({"runner": {"concurrency": -1}}, "must be at least 1, or 0 to leave"),
         ({"runner": {"timeout_s": 0.0}}, "above 0 seconds"),
-        ({"gateway": {"use": "none", "params": {"port": 1}}}, "gateway.params, gateway.advertise and gateway.ca are ignored"),
+        (
+            {"gateway": {"use": "none", "params": {"port": 1}}},
+            "gateway.params, gateway.advertise and gateway.ca are ignored",
+        ),
         ({"algorithm": [{"use": "weights-toy", "tunes": "mian"}]}, "tunes 'mian'.*did you mean 'main'"),
         (
             {"algorithm": [{"use": "weights-toy"}], "policy": {"main": {"use": "trainable"}, "b": {"use": "openai"}}},
