@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import LLM, ResourceVersion, Weights
+from agl_algo_verl.rows import RowSample
+from agl_algo_verl.settings import read_settings
+from agl_algo_verl.worker import VerlWorker
+from agl_run.commands import token_values
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import World, good_tokens, scenario
+from .world import World, config, good_tokens, scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +120,41 @@ def test_rows_that_are_too_long_are_counted_and_not_trained(model_dir: Path, tmp
     report = asyncio.run(body())
     assert (0.0, 8.0) == (report.metrics["rows"], report.metrics["rows_response_too_long"])
     assert () == report.published
+
+
+def test_entropies_are_the_models_own_and_reach_the_uses_of_calls(model_dir: Path, tmp_path: Path) -> None:
+    keys = {"trainer.total_training_steps": 1, "algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-2}
+    bench = AlgorithmBench(scenario(model_dir, **keys), tmp_path)
+
+    async def body() -> Any:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            return await algorithm.step()
+
+    report = asyncio.run(body())
+    most = math.log(AutoModelForCausalLM.from_pretrained(model_dir).config.vocab_size)
+    trained = [use for uses in report.uses.values() for use in uses if use.row >= 0]
+    found = [token_values(use, "entropy") for use in trained]
+    every = [value for values in found for value in values if not math.isnan(value)]
+    assert all(0 < value <= most + 1e-2 for value in every)
+    assert report.metrics["entropy"] == pytest.approx(sum(every) / len(every), abs=2e-3)  # in half precision
+    assert all(use.advantage is not None for use in trained)
+    assert any("advantage" in use.tokens for use in trained)
+
+
+def test_entropies_are_those_of_transformers(model_dir: Path) -> None:
+    ids = torch.tensor([5, 9, 11, 3, 60, 7])
+    blank = torch.zeros(4)
+    row = RowSample(rollout="a", group=0, ids=ids, mask=blank == 0, advantages=blank, behaviour=blank, temperature=0.5)
+    settings, _ = read_settings(config())
+    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1, threads=1)
+    _, entropies = worker.scores([row, replace(row, ids=ids[:4], mask=row.mask[:2])])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(ids[None]).logits[0]
+    wanted = torch.distributions.Categorical(logits=logits[1:5] / 0.5).entropy()
+    torch.testing.assert_close(entropies[0], wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(entropies[1], wanted[:2], atol=1e-4, rtol=1e-4)
 
 
 class Wavering:

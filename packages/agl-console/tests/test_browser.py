@@ -117,6 +117,11 @@ def test_views_are_accessible_fit_and_load_nothing_from_elsewhere(
 def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser: Any, address: str) -> None:
     with Page(browser, width=1000) as shown:
         shown.page.goto(address + "/runs/sums")
+        small, large = shown.page.evaluate("[marks([0, 0.0001, 0.0002], 0.0001), marks([1000, 1250], 250)]")
+        assert [["0", "0.0001", "0.0002"], ["1,000", "1,250"]] == [small, large]
+        assert ["0.0025", "0.005"] == shown.page.evaluate("marks([0.0025, 0.005], 0.0025)")
+        assert ["2.00e-7", "0"] == shown.page.evaluate("marks([2e-7, 0], 1e-7)")
+        assert ["0.0001235", "--"] == shown.page.evaluate("[value(null, 0.00012345678), value(null, null)]")
         figures = shown.page.locator("figure canvas")
         assert shown.page.locator("figure").count() == figures.count() > 5
         shown.page.locator("figure .u-over").first.click(position={"x": 100, "y": 50})

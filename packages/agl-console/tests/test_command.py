@@ -65,6 +65,16 @@ def test_view_is_printed_as_json(recorded: Path) -> None:
     assert ["halves-1-validate-val-00000-00001-000"] == [row["rollout_id"] for row in found["rollouts"]]
 
 
+def test_store_may_be_named_as_other_commands_name_it(recorded: Path, tmp_path: Path) -> None:
+    path = str(recorded / "runs/agl.db")
+    (run,) = json.loads(run_agl("console", "--store", path, "--json", "/", folder=tmp_path))["runs"]
+    assert "halves" == run["name"]
+    run_agl("console", "--store", path, "export", "halves", folder=tmp_path)
+    assert (tmp_path / "halves.html").is_file()
+    with pytest.raises(AssertionError, match="name two stores; give one"):
+        run_agl("console", path, "--store", path, folder=tmp_path)
+
+
 def test_store_behind_a_gateway_has_the_same_views(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGL_TOKEN", "an-admin-token-of-the-tests")
     command = [sys.executable, "-m", "agl", "serve", "--store", "sqlite:///runs/agl.db", "--port", "0"]

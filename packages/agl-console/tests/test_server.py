@@ -3,12 +3,14 @@
 import asyncio
 import base64
 import re
+import time
 from importlib.resources import files
 
 import pytest
 
+from agl.contracts import ExperimentRecord
 from agl.errors import ConfigError
-from agl.schemas import Rollout
+from agl.schemas import Json, Rollout, to_json
 from agl.stores import MemoryStore
 from agl_console.guard import checked_password, host_of, is_loopback
 
@@ -61,6 +63,30 @@ async def test_every_answer_forbids_other_sources_and_frames(opened: Open, addre
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
     assert "nosniff" == headers["X-Content-Type-Options"]
     assert "Access-Control-Allow-Origin" not in headers
+
+
+async def test_findings_of_unfinished_runs_are_shown_to_prometheus(opened: Open) -> None:
+    def alert(run: str, name: str, *, ago_s: float, kind: str = "suggestion") -> dict[str, bytes]:
+        found: Json = {"rule": name, "algorithm": 'gr"po', "step": 3, "evidence": "e", "change": "c"}
+        return {f"experiment/{run}/1/alerts/{name}/x": to_json({"kind": kind, "time": now - ago_s, "found": found})}
+
+    store, now = MemoryStore(), time.time()
+    live = alert("calc", "silent-groups", ago_s=60) | alert("calc", "collapse", ago_s=5, kind="collapse")
+    await store.save_state(live | alert("calc", "older", ago_s=7200), experiment=ExperimentRecord(name="calc"))
+    done = ExperimentRecord(name="done", status="finished")
+    await store.save_state(alert("done", "workers-idle", ago_s=1), experiment=done)
+    async with opened(store, password="long enough") as client:
+        assert 401 == (await client.get("/metrics", headers={"Host": "10.1.2.3:8000"})).status
+        secret = basic(":long enough")
+        answer = await client.get("/metrics", headers={"Host": "10.1.2.3:8000", **secret})
+        text = await answer.text()
+        assert 403 == (await client.get("/", headers={"Host": "10.1.2.3:8000", **secret})).status
+        assert 403 == (await client.get("/metrics", headers={"Host": "evil.example", **secret})).status
+    assert "text/plain; version=0.0.4; charset=utf-8" == answer.headers["Content-Type"]
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    labels = 'experiment="calc",run="1",algorithm="gr\\"po",rule="silent-groups",kind="suggestion"'
+    assert f"agl_run_finding_time_seconds{{{labels}}} {now - 60:.3f}" in lines
+    assert 2 == len(lines)
 
 
 async def test_change_is_told_while_a_page_waits(opened: Open) -> None:

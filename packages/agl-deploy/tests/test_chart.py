@@ -295,7 +295,9 @@ def test_compose_file_has_no_error_for_its_linter(project: Path, needs: Needs) -
 
 def test_rules_and_dashboard_arrive_as_they_are(chart: Any, needs: Needs) -> None:
     files, found = chart_files(needs, gpus=0), manifests(chart, SETS["monitored"])
-    rules = of(found, "PrometheusRule", "answers")["spec"]
-    assert yaml.safe_load(files["chart/files/agl-rules.yaml"]) == rules
+    for file, name in (("agl-rules.yaml", "answers"), ("agl-run-rules.yaml", "answers-runs")):
+        assert yaml.safe_load(files[f"chart/files/{file}"]) == of(found, "PrometheusRule", name)["spec"]
+    (endpoint,) = of(found, "PodMonitor", "answers-console")["spec"]["podMetricsEndpoints"]
+    assert {"name": "answers", "key": "AGL_CONSOLE_PASSWORD"} == endpoint["basicAuth"]["password"]
     dashboard = of(found, "ConfigMap", "answers-dashboard")["data"]["agl.json"]
     assert json.loads(files["chart/files/agl-dashboard.json"]) == json.loads(dashboard)

@@ -18,6 +18,7 @@ from agl_deploy.needs import read_needs
 from .conftest import change
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "alerts.md"
+RULES = ("agl-rules.yaml", "agl-run-rules.yaml")
 
 
 @pytest.fixture
@@ -27,16 +28,18 @@ def files(project: Path, manager: PluginManager) -> dict[str, str]:
 
 def expressions(files: dict[str, str]) -> Iterator[str]:
     """All expressions of the rules and the dashboard."""
-    for group in yaml.safe_load(files["chart/files/agl-rules.yaml"])["groups"]:
-        yield from (rule["expr"] for rule in group["rules"])
+    for name in RULES:
+        for group in yaml.safe_load(files[f"chart/files/{name}"])["groups"]:
+            yield from (rule["expr"] for rule in group["rules"])
     for panel in json.loads(files["chart/files/agl-dashboard.json"])["panels"]:
         yield from (target["expr"].replace("$job", "agl") for target in panel["targets"])
 
 
-def test_rules_are_those_of_the_page_about_alerts(files: dict[str, str]) -> None:
-    rules = re.search(r'```yaml title="agl-rules.yaml"\n(.*?)```', PAGE.read_text("utf-8"), re.DOTALL)
+@pytest.mark.parametrize("name", RULES)
+def test_rules_are_those_of_the_page_about_alerts(files: dict[str, str], name: str) -> None:
+    rules = re.search(rf'```yaml title="{name}"\n(.*?)```', PAGE.read_text("utf-8"), re.DOTALL)
     assert rules is not None
-    assert rules[1] == files["chart/files/agl-rules.yaml"]
+    assert rules[1] == files[f"chart/files/{name}"]
 
 
 def test_every_expression_is_one_of_prometheus(files: dict[str, str]) -> None:

@@ -15,10 +15,11 @@ from click.testing import CliRunner, Result
 
 from agl import Reward, Rollout, Span, semconv
 from agl.contracts import RolloutQuery, Store
-from agl.schemas import Outcome
+from agl.schemas import ErrorInfo, Outcome
 from agl.tracing import make_reward_span
-from agl_run import SQLiteStore
+from agl_run import RewardError, SQLiteStore
 from agl_run.cli.main import cli
+from agl_run.runners.result import describe_error
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 
@@ -92,7 +93,14 @@ Recorded = Sequence[tuple[str, str, float]]
 """Rollouts as group, answer of the agent, and recorded reward."""
 
 
-async def record(store: Store, found: Recorded, *, status: str = "succeeded", experiment: str = "spell") -> None:
+async def record(
+    store: Store,
+    found: Recorded,
+    *,
+    status: str = "succeeded",
+    experiment: str = "spell",
+    error: ErrorInfo | None = None,
+) -> None:
     for number, (group, said, value) in enumerate(found):
         made = Rollout(
             rollout_id=f"spell-1-grpo-train-00001-{number:05d}-000",
@@ -116,7 +124,7 @@ async def record(store: Store, found: Recorded, *, status: str = "succeeded", ex
             make_reward_span(*ids, Reward(value=value, name="measure:length", source="evaluator", feedback="old")),
             make_reward_span(*ids, Reward(value=0.5, name="own", source="agent")),
         )
-        await store.finish([Outcome(attempt_id=ids[1], status=status, spans=spans)])  # pyright: ignore[reportArgumentType]
+        await store.finish([Outcome(attempt_id=ids[1], status=status, spans=spans, error=error)])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture
@@ -224,6 +232,19 @@ def test_emitter_that_raises_is_counted_and_the_others_go_on(recorded: Callable[
     assert "5 rollouts that had a reward have none now; 0 that had none have one" in result.output
     several = "several rewards were recorded (measure:length, measure:raises); declare a key or weights for them"
     assert 3 == result.output.count(f"  none because {several}")
+
+
+def test_rollouts_that_a_reward_failed_are_scored_and_those_that_their_agent_failed_are_not(
+    recorded: Callable[..., None],
+) -> None:
+    recorded(GROUPS[:2], status="failed", error=describe_error(RewardError("the reward 'measure:length' raised")))
+    (second, first) = data_of("--status", "failed")["rollouts"]
+    assert [(None, 1.0), (None, 1 / 3)] == [(one["before"], one["after"]) for one in (second, first)]
+
+
+def test_rollouts_that_failed_are_not_scored(recorded: Callable[..., None]) -> None:
+    recorded(GROUPS[:1], status="failed", error=describe_error(ValueError("no answer")))
+    assert "not scored, failed: only successful attempts are judged" in invoke("--status", "failed").output
 
 
 def test_number_that_is_not_finite_is_an_error_as_in_a_run(recorded: Callable[..., None]) -> None:

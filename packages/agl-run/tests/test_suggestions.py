@@ -28,6 +28,9 @@ HEALTHY: dict[str, Values] = {
     "reward": lambda step: 0.2 + 0.04 * step + 0.01 * wobble(step),
     "silent_share": lambda step: 0.25 + 0.05 * wobble(step),
     "dropped_share": lambda _: 0.01,
+    "evaluator_failed_share": lambda _: 0.005,
+    "places": lambda _: 16.0,
+    "places_idle_share": lambda step: 0.2 + 0.1 * wobble(step),
     "truncated_share": lambda _: 0.02,
     "clipped_low": lambda _: 0.01,
     "clipped_high": lambda _: 0.02,
@@ -46,6 +49,7 @@ FLAT: dict[str, Values] = {"reward": lambda step: 0.2 + 0.01 * wobble(step)}
 SITUATIONS: dict[str, dict[str, Values]] = {
     "silent-groups": {"silent_share": lambda _: 0.8},
     "dropped-rollouts": {"dropped_share": lambda _: 0.3, "dropped_failed": lambda _: 19.0},
+    "evaluator-errors": {"dropped_share": lambda _: 0.3, "evaluator_failed_share": lambda _: 0.29},
     "cut-answers": {"truncated_share": lambda step: 0.05 * step},
     "narrowed-sampling": {"calls_sampling_kept": lambda _: 32.0},
     "clipped-updates": {"clipped_low": lambda _: 0.15, "clipped_high": lambda _: 0.2},
@@ -61,6 +65,7 @@ SITUATIONS: dict[str, dict[str, Values]] = {
     "split-rows": {"rows": lambda _: 640.0},
     "slow-rollouts": {"collect_s": lambda _: 90.0},
     "slow-updates": {"update_s": lambda _: 90.0},
+    "workers-idle": {"collect_s": lambda _: 90.0, "places_idle_share": lambda _: 0.7},
 }
 
 
@@ -83,6 +88,26 @@ def test_situation_is_found_and_no_other(rule: str) -> None:
     (found,) = suggestions_of(logged(SITUATIONS[rule]))
     assert (rule, "grpo", STEPS) == (found.rule, found.algorithm, found.step)
     assert any(letter.isdigit() for letter in found.evidence) or rule in ("no-pairs", "nothing-to-imitate", "one-kind")
+
+
+def test_idle_places_are_explained_by_the_rollouts_of_a_step() -> None:
+    idle = {**SITUATIONS["workers-idle"], "places": lambda _: 96.0}
+    (few,) = suggestions_of(logged(idle))
+    assert "70% of the runner's 96 places had no rollout in the 90.0 s" in few.evidence
+    assert few.evidence.endswith("which are 64")
+    assert few.change.startswith("concurrency = 64 in [runner] is as fast")
+    (long,) = suggestions_of(logged(SITUATIONS["workers-idle"]))
+    assert "timeout_s in [runner]" in long.change
+    assert "concurrency = 10 in [runner] is enough" in long.change
+
+
+def test_idle_places_do_not_matter_where_collecting_takes_little_of_a_step() -> None:
+    assert [] == suggestions_of(logged({"collect_s": lambda _: 1.5, "places_idle_share": lambda _: 0.7}))
+
+
+def test_rollouts_that_their_agents_failed_are_told_beside_those_that_a_reward_failed() -> None:
+    both = {"dropped_share": lambda _: 0.5, "evaluator_failed_share": lambda _: 0.2}
+    assert ["dropped-rollouts", "evaluator-errors"] == [one.rule for one in suggestions_of(logged(both))]
 
 
 def test_learning_by_heart_is_found() -> None:

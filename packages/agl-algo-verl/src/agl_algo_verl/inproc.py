@@ -31,6 +31,7 @@ from agl_algo_verl.learning import VerlLearner
 from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.supply import VerlSupply
+from agl_algo_verl.token_numbers import with_tokens
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving, offer_of
 
@@ -130,7 +131,8 @@ class VERL:
 
         self._is_moving = True
         started, updates = time.perf_counter(), self._learner.updates
-        metrics |= await self._learner.train(prepared, step=step, progress=context.progress)
+        found, samples = await self._learner.train(prepared, step=step, progress=context.progress)
+        metrics |= found
         metrics["update_s"] = time.perf_counter() - started  # seconds, log-probabilities and values included
 
         published = (await self._publish(step),) if self._learner.updates > updates else ()
@@ -147,7 +149,7 @@ class VERL:
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),  # each once, in order
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=prepared.uses | supplied.uses,
+            uses=with_tokens(prepared, samples) | supplied.uses,
         )
 
     async def save(self, must: bool) -> bool:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_algo_verl.files import step_directory
 from agl_algo_verl.kl_control import KlController
+from agl_algo_verl.token_numbers import mean_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -84,8 +85,11 @@ class VerlLearner:
 
     async def train(
         self, prepared: PreparedStep, *, step: int, progress: Callable[[int, int, str], None]
-    ) -> dict[str, float]:
-        """Do all updates of a step and return what to log; a number that several updates report is averaged."""
+    ) -> tuple[dict[str, float], list[RowSample]]:
+        """Do all updates of a step; returns what to log, and the rows with what the models said of them before.
+
+        A number that several updates report is averaged.
+        """
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
         jobs: list[tuple[Callable[..., dict[str, float]], Part, bool]] = []
         actor, critic = self._settings.actor, self._settings.critic
@@ -103,7 +107,7 @@ class VerlLearner:
             for name, value in (await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last)).items():
                 values[name].append(value)
             progress(done, len(jobs), "update")
-        return metrics | {name: sum(found) / len(found) for name, found in values.items()}
+        return metrics | {name: sum(found) / len(found) for name, found in values.items()}, samples
 
     async def save(self, *, step: int, kept: Collection[int]) -> None:
         """Save a checkpoint of everything as of a step, and remove old ones except those of the steps `kept`."""
@@ -234,9 +238,11 @@ class VerlLearner:
         worker, algorithm = self._policy, self._settings.algorithm
         # log pi_old, [R] per row. The recorded log-probabilities would do if the server were exact; it computes with
         # other kernels, and where groups are collected ahead also with older weights.
-        old = worker.logprobs(prepared.samples)
-        samples = [replace(sample, old=values) for sample, values in zip(prepared.samples, old, strict=True)]
+        # The entropies H of the same pass, [R] per row, are only shown: VERL's trainer on Ray computes them too.
+        scored = zip(prepared.samples, *worker.scores(prepared.samples), strict=True)
+        samples = [replace(sample, old=old_R, entropy=entropy_R) for sample, old_R, entropy_R in scored]
         metrics = shaping.logprob_gaps(samples)  # how large that error is
+        metrics |= mean_entropy(samples)
         if self._settings.has_reference:
             found = worker.reference_logprobs(samples)  # log pi_ref, [R] per row
             samples = [replace(sample, reference=values) for sample, values in zip(samples, found, strict=True)]

@@ -48,7 +48,8 @@ class RowSample:
         temperature: At which all of the row's calls were drawn.
         calls: Span id, first token and end of each trained call, counted in the response.
         old: The engine's log-probabilities before the step's first update; [R], None before they are computed.
-        reference: The reference's, likewise.
+        entropy: The policy's entropy before each token at the row's temperature, in nats, likewise.
+        reference: The reference's log-probabilities, likewise.
         values: The critic's value before each token, likewise.
         returns: What those values learn, likewise.
     """
@@ -62,6 +63,7 @@ class RowSample:
     temperature: float
     calls: tuple[tuple[str, int, int], ...] = ()
     old: Tensor | None = None
+    entropy: Tensor | None = None
     reference: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None

@@ -25,6 +25,12 @@ def from_bytes(data: bytes, kind: str) -> Tensor:
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy())
 
 
+def half_bytes(values: Tensor) -> bytes:
+    """Return numbers on the CPU as packed little-endian float16, those beyond 65,504 as that."""
+    most = torch.finfo(torch.float16).max
+    return cast("Any", values.clamp(-most, most)).numpy().astype("<f2").tobytes()
+
+
 def ragged(parts: list[Tensor]) -> Tensor:
     """Return vectors of different lengths as one jagged tensor."""
     return _torch.nested.as_nested_tensor(parts, layout=torch.jagged)

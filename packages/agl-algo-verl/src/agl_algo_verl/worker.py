@@ -84,10 +84,13 @@ class VerlWorker:
         if self._threads:
             torch.set_num_threads(self._threads)
 
-    def logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return the engine's log-probabilities of each sample's response, [R] per sample on the CPU."""
+    def scores(self, samples: Sequence[RowSample]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the engine's log-probabilities and entropies of each sample's response, [R] per sample on the CPU."""
         self.use_threads()
-        return self._infer(self._worker, samples)
+        if not samples:
+            return [], []
+        found = self._answer(self._worker, samples, calculate_entropy=True)
+        return responses(found["log_probs"], samples), responses(found["entropy"], samples)
 
     def reference_logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the log-probabilities by the weights that the model was opened from, [R] per sample on the CPU.
@@ -209,8 +212,11 @@ class VerlWorker:
     def _infer(self, worker: Any, samples: Sequence[RowSample], **options: Any) -> list[Tensor]:
         if not samples:
             return []
-        data = self._batch(samples, compute_loss=False, calculate_entropy=False, **options)
-        return responses(worker.infer_batch(data)["log_probs"], samples)
+        return responses(self._answer(worker, samples, calculate_entropy=False, **options)["log_probs"], samples)
+
+    def _answer(self, worker: Any, samples: Sequence[RowSample], **options: Any) -> Any:
+        """Return VERL's answer to a forward pass over the rows."""
+        return worker.infer_batch(self._batch(samples, compute_loss=False, **options))
 
     def _batch(self, samples: Sequence[RowSample], **options: Any) -> TensorDict:
         actor = self._settings.actor

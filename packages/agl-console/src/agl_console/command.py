@@ -48,6 +48,7 @@ class _Console(click.Group):
 
 @click.group(cls=_Console, invoke_without_command=True)
 @click.argument("store_url", metavar="[STORE]", required=False)
+@click.option("--store", "named", metavar="URL", help="STORE, by the option that other commands have.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 for any free one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others need a password.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer to this host name too; repeatable.")
@@ -70,6 +71,7 @@ def console(
     ctx: click.Context,
     manager: PluginManager,
     store_url: str | None,
+    named: str | None,
     port: int,
     host: str,
     hosts: tuple[str, ...],
@@ -85,7 +87,9 @@ def console(
     else that in --token-file. It answers to this machine alone; with another --host it asks for the password in
     $AGL_CONSOLE_PASSWORD.
     """
-    store_url = store_url or os.environ.get("AGL_STORE")
+    if store_url and named:
+        raise click.UsageError(f"{store_url!r} and --store {named!r} name two stores; give one")
+    store_url = store_url or named or os.environ.get("AGL_STORE")
     ctx.meta["store_url"] = store_url
     if ctx.invoked_subcommand is not None:
         return

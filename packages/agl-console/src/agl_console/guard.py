@@ -25,6 +25,10 @@ HEADERS = {
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
+METRICS = "/metrics"
+"""The path that Prometheus reads, by the address that it finds."""
+
+
 def is_loopback(host: str) -> bool:
     """Return true for a name or address that only this machine reaches."""
     try:
@@ -41,6 +45,14 @@ def checked_password(host: str, password: str) -> str:
         f"--host {host} lets other machines read what agents and models wrote, and there is no password; set "
         "AGL_CONSOLE_PASSWORD, or leave --host away and forward the port with ssh -L"
     )
+
+
+def is_address(host: str) -> bool:
+    """Return true for an IP address: no other page's domain was pointed here where a request names one."""
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 class Guard:
@@ -67,7 +79,7 @@ class Guard:
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         host = host_of(request.headers.get("Host", ""))
-        if host not in self._hosts:
+        if host not in self._hosts and not (request.path == METRICS and is_address(host)):
             text = f"this console does not answer to the name {host!r}; start it with --allow-host {host or 'NAME'}\n"
             return web.Response(status=403, text=text)
         if self._password and not self._is_known(request.headers.get("Authorization", "")):

@@ -16,8 +16,8 @@ STEPS = 50
 FIRST = (
     *("reward", "score", "best_val_score", "kl", "entropy", "clipped", "clipped_low", "clipped_high"),
     *("truncated_share", "tokens", "staleness", "groups_silent", "groups_dropped", "rollouts_extra"),
-    *("silent_share", "dropped_share"),
-    *("loss", "grad_norm", "collect_s", "update_s", "tokens_per_s", "tokens_used"),
+    *("silent_share", "dropped_share", "evaluator_failed_share"),
+    *("loss", "grad_norm", "collect_s", "update_s", "tokens_per_s", "tokens_used", "places_idle_share"),
 )
 """Metrics whose figures come first, in this order: those that say whether it learns, and why it does not."""
 
@@ -36,6 +36,9 @@ MEANINGS = {
     "rollouts_extra": "rollouts in place of silent ones",
     "silent_share": "rollouts that train nothing",
     "dropped_share": "rollouts that failed or had no reward",
+    "evaluator_failed_share": "rollouts that failed because a reward broke",
+    "places": "agents that may run at once",
+    "places_idle_share": "share of the runner's places without a rollout while a step collects",
     "grad_norm": "length of the gradient before clipping",
     "collect_s": "seconds for rollouts",
     "update_s": "seconds for updates",

@@ -12,7 +12,8 @@ from agl.errors import AglError
 from agl.schemas import to_json
 from agl_console.access import Access
 from agl_console.acting import Actions, Audit
-from agl_console.guard import Guard, add_headers
+from agl_console.exposition import findings_text
+from agl_console.guard import METRICS, Guard, add_headers
 from agl_console.pages import Pages, page_response, status_of
 from agl_console.views import read_view
 from agl_console.vocabulary import Vocabulary
@@ -25,6 +26,7 @@ _PAUSE_S = 1.0
 
 _WAIT_S = 15.0
 _JSON = "application/json"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(
@@ -54,6 +56,7 @@ def make_app(
     console = _Console(store, pages, actions, vocabulary)
     app.router.add_static("/static", Path(str(files("agl_console"))) / "static")
     app.router.add_get("/changes", console.changes)
+    app.router.add_get(METRICS, console.metrics)
     actions.add_to(app)
     app.router.add_get("/{path:.*}", console.view)
     app.on_response_prepare.append(add_headers)
@@ -79,6 +82,10 @@ class _Console:
         if is_json:
             return web.Response(body=to_json(view.data), content_type=_JSON)
         return page_response(self._pages.view(view, request.raw_path, self._actions.visitor(request)))
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """Answer Prometheus with the findings in the store's runs."""
+        return web.Response(text=await findings_text(self._store), headers={"Content-Type": _PROMETHEUS})
 
     async def changes(self, request: web.Request) -> web.StreamResponse:
         """Send an event soon after something in the store changed, by the store's feed, until the client leaves."""

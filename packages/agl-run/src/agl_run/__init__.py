@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agl_run.messages import Messages
     from agl_run.runners.agent import Agent, AgentSpec, LoadedAgent
     from agl_run.runners.attempt import AttemptScope, run_attempt
+    from agl_run.runners.judging import RewardError
     from agl_run.runners.local import AsyncRunner
     from agl_run.runners.setup import RunSetup
     from agl_run.runners.worker import Worker, WorkerSetup
@@ -63,6 +64,7 @@ __all__ = [
     "Quiet",
     "ResourceConfig",
     "RetentionConfig",
+    "RewardError",
     "RunSetup",
     "RunnerConfig",
     "SQLiteStore",
@@ -108,6 +110,7 @@ _HOMES = {
     "agl_run.messages": ("Messages",),
     "agl_run.runners.agent": ("Agent", "AgentSpec", "LoadedAgent"),
     "agl_run.runners.attempt": ("AttemptScope", "run_attempt"),
+    "agl_run.runners.judging": ("RewardError",),
     "agl_run.runners.local": ("AsyncRunner",),
     "agl_run.runners.setup": ("RunSetup",),
     "agl_run.runners.worker": ("Worker", "WorkerSetup"),

@@ -23,6 +23,9 @@ _WINDOW = 5
 _LEAST = 3
 """Steps below which no rule speaks."""
 
+_IDLE = 0.5
+"""Share of the runner's places without a rollout from which they count as idle."""
+
 _LONG = 20
 """Steps below which a mean that stays where it is means nothing."""
 
@@ -132,14 +135,25 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
 
 def _dropped(steps: _Steps) -> _Finding | None:
     share = steps.end("dropped_share")
-    if share is None or share < 0.1:
-        return None
+    if share is None or share - (steps.end("evaluator_failed_share") or 0.0) < 0.1:
+        return None  # the rest is found by a rule of its own
     names = sorted({name for step in steps.metrics[-_WINDOW:] for name in step if name.startswith("dropped_")})
     parts = {name.removeprefix("dropped_"): steps.end(name) for name in names if name != "dropped_share"}
     why = ", ".join(f"{count:.1f} a step: {name}" for name, count in parts.items() if count)
     return (
         f"{share:.0%} of the rollouts take no part in training{f' ({why})' if why else ''}",
         "agl runs --status failed shows their errors; repair the agent or its reward",
+    )
+
+
+def _evaluator(steps: _Steps) -> _Finding | None:
+    share = steps.end("evaluator_failed_share")
+    if share is None or share < 0.02:
+        return None
+    return (
+        f"a reward broke in {share:.0%} of the rollouts, which failed though the agent had done its work",
+        "agl runs --status failed shows the error; repair the reward, or give a judge more retries and a longer "
+        "timeout_s in [reward.params]; agl reward FILE --status failed tries it on these rollouts",
     )
 
 
@@ -277,7 +291,34 @@ def _split_rows(steps: _Steps) -> _Finding | None:
     )
 
 
+def _idle_places(steps: _Steps) -> _Finding | None:
+    idle, places, seconds = steps.end("places_idle_share"), steps.end("places"), steps.end("collect_s")
+    if idle is None or places is None or seconds is None or idle < _IDLE:
+        return None
+    whole = seconds + (steps.end("update_s") or 0.0)
+    if whole < 1 or seconds < 0.3 * whole:
+        return None
+    found = (
+        f"{idle:.0%} of the runner's {places:.0f} places had no rollout in the {seconds:.1f} s in which a step "
+        "collects its rollouts"
+    )
+    rollouts = steps.end("rollouts")
+    if rollouts is not None and 0 < rollouts < places:
+        return (
+            f"{found}, which are {rollouts:.0f}",
+            f"concurrency = {math.ceil(rollouts)} in [runner] is as fast, or fill the places: more tasks_per_step, or "
+            "a larger group_size",
+        )
+    return (
+        found,
+        "a few long rollouts hold up the others: bound them by timeout_s in [runner], or take more tasks_per_step; if "
+        f"all are short, concurrency = {math.ceil(2 * (1 - idle) * places)} in [runner] is enough",
+    )
+
+
 def _slow_rollouts(steps: _Steps) -> _Finding | None:
+    if (steps.end("places_idle_share") or 0.0) >= _IDLE:
+        return None  # further places would be idle too
     return _bottleneck(steps, "collect_s", "waiting for rollouts", "raise concurrency in [runner], or add agl worker")
 
 
@@ -334,6 +375,7 @@ def _slope(values: Sequence[float]) -> tuple[float, float]:
 _RULES: dict[str, _Rule] = {
     "silent-groups": _silent_groups,
     "dropped-rollouts": _dropped,
+    "evaluator-errors": _evaluator,
     "cut-answers": _truncated,
     "narrowed-sampling": _narrowed,
     "clipped-updates": _clipped,
@@ -349,4 +391,8 @@ _RULES: dict[str, _Rule] = {
     "split-rows": _split_rows,
 }
 
-_TIMES: dict[str, _Rule] = {"slow-rollouts": _slow_rollouts, "slow-updates": _slow_updates}
+_TIMES: dict[str, _Rule] = {
+    "slow-rollouts": _slow_rollouts,
+    "slow-updates": _slow_updates,
+    "workers-idle": _idle_places,
+}

@@ -2,6 +2,7 @@
 // Draws figures, reads out tokens, and asks for a page again when the store changed. Tables need none of this.
 
 const drawn = new Map();
+const STEPS = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power));
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -41,13 +42,25 @@ function range(_plot, low, high) {
   return [low - room, high + room];
 }
 
+// The numbers beside an axis, with the digits that tell neighbours apart; uPlot writes three decimals at most.
+function marks(ticks, apart) {
+  const digits = Math.max(0, Math.ceil(-Math.log10(apart) - 1e-9)) + (/^2\.5|^0\.0*25/.test(String(apart)) ? 1 : 0);
+  const plain = new Intl.NumberFormat("en", { minimumFractionDigits: 0, maximumFractionDigits: Math.min(digits, 20) });
+  return ticks.map((tick) => (tick !== 0 && apart < 1e-5 ? tick.toExponential(2) : plain.format(tick)));
+}
+
+// A number below a figure.
+function value(_plot, number) {
+  return number === null || number === undefined ? "--" : String(Number(number.toPrecision(4)));
+}
+
 function draw(figure, strokes) {
   const place = figure.querySelector(".plot");
   const { series } = JSON.parse(figure.querySelector("script").textContent);
   const { places, columns } = aligned(series);
   const options = { width: place.clientWidth, height: 210, series: [{ label: "step" }], bands: [] };
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
-  options.axes = [axis, { ...axis, size: 60 }];
+  options.axes = [{ ...axis, incrs: STEPS }, { ...axis, size: 60, values: (_, ticks, __, ___, apart) => marks(ticks, apart) }];
   options.scales = { x: { time: false }, y: { range } };
   options.cursor = { drag: { x: false, y: false } };
   const table = [places];
@@ -55,12 +68,12 @@ function draw(figure, strokes) {
     const stroke = strokes.get(`${line.run}\n${line.algorithm}`);
     const [values, low, high] = columns[index];
     const points = { show: places.length < 60, size: 5, stroke, fill: stroke };
-    options.series.push({ label: label(line, series), stroke, width: 2, points, spanGaps: true });
+    options.series.push({ label: label(line, series), stroke, width: 2, points, value, spanGaps: true });
     table.push(values);
     if (low.some((value) => value !== null)) {
       options.bands.push({ series: [table.length + 1, table.length], fill: `${stroke}33` });
       for (const end of [low, high]) {
-        options.series.push({ label: end === low ? "low" : "high", stroke: `${stroke}55`, width: 1, points: { show: false }, spanGaps: true });
+        options.series.push({ label: end === low ? "low" : "high", stroke: `${stroke}55`, width: 1, points: { show: false }, value, spanGaps: true });
         table.push(end);
       }
     }

@@ -199,7 +199,8 @@ def _print_rewards(label: str, rewards: Sequence[Reward]) -> None:
 def _print_change(change: RewardChange) -> None:
     echo(f"scored {_rollouts(change.scored)}{f', skipped {change.skipped}' if change.skipped else ''}")
     if change.before is not None:
-        echo(f"mean over {change.tasks} tasks: {_number(change.before)} recorded, {_number(change.after)} now")
+        tasks = "1 task" if change.tasks == 1 else f"{change.tasks} tasks"
+        echo(f"mean over {tasks}: {_number(change.before)} recorded, {_number(change.after)} now")
     if change.difference is not None:
         one = change.difference
         kind = "tasks" if change.tasks > 1 else "rollouts"

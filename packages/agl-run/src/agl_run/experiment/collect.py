@@ -25,6 +25,7 @@ from agl_run.experiment.hints import proposal
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.experiment.run_view import RunView
 from agl_run.experiment.sampling import SamplingReport
+from agl_run.experiment.step_shares import StepShares
 from agl_run.experiment.step_tallies import Observed, StepTallies
 from agl_run.replay.plan import REPLAY, CounterfactualCredit, ForkPlan
 from agl_run.training_records import TrainingRecord, save_training
@@ -150,6 +151,7 @@ class RunReports:
         patterns: Reports names of agents that matched none.
         view: Keeps the run's numbers for a display.
         steps: Adds up the rollouts of steps.
+        shares: Measures of steps what algorithms do not see.
         store_url: Where the rollouts are stored, for the commands in messages.
     """
 
@@ -159,6 +161,7 @@ class RunReports:
     patterns: PatternReport
     view: RunView
     steps: StepTallies
+    shares: StepShares
     store_url: str = ""
 
 
@@ -208,6 +211,7 @@ class Collector:
         self._agreement = reports.agreement
         self._sampling = reports.sampling
         self._steps = reports.steps
+        self._shares = reports.shares
         self._store_url = reports.store_url
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
         self._log = log
@@ -239,7 +243,9 @@ class Collector:
             for sample in range(n)
         ]
         observed = Observed()
-        episodes = await self.run(rollouts, observed=observed)
+        with self._shares.collecting(self._caller):
+            episodes = await self.run(rollouts, observed=observed)
+        self._shares.add(self._caller, episodes)
         self._steps.add(self._caller, episodes, observed, step=step, mode=mode)
         self._failures.add(_ended(episodes), is_validation=mode == "val")
         trains = mode == "train" and not keeps_all

@@ -41,6 +41,7 @@ from agl_run.experiment.saving import Collecting, SaveFn, deferred, saved_marks,
 from agl_run.experiment.session import Session
 from agl_run.experiment.settings import changed_settings, training_settings
 from agl_run.experiment.state import AlgorithmState
+from agl_run.experiment.step_shares import StepShares
 from agl_run.experiment.step_tallies import StepTallies, keep_tallies
 from agl_run.experiment.step_watch import StepWatch
 from agl_run.experiment.validations import Validations, files_of
@@ -82,6 +83,7 @@ class Driver:
             patterns=PatternReport(),
             view=self.view,
             steps=StepTallies(),
+            shares=StepShares(session.worker.places, is_judged=bool(session.plan.config.reward)),
             store_url=url,
         )
         self.validations = Validations(
@@ -169,14 +171,21 @@ class Driver:
         """Return the number of steps that wait to be saved, of all algorithms or of one."""
         return sum(turn is None or turn is each for each, _ in self._waiting)
 
-    async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> None:
+    async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> StepReport:
         """Log a step's metrics, save it with all that waits unless it may wait too, then tell the observers.
+
+        Returns the report with the metrics that the algorithm does not see.
 
         The metrics come first: a step that is saved is not repeated, so a kill in between would lose them. Those of a
         step that is repeated replace them.
         """
         name = turn.name
-        metrics = {**self._replays.pop(name, {}), **self.reports.sampling.take(name), **report.metrics}
+        metrics = {
+            **self._replays.pop(name, {}),
+            **self.reports.sampling.take(name),
+            **self.reports.shares.take(name),
+            **report.metrics,
+        }
         report = msgspec.structs.replace(report, metrics=metrics)
         async with self._lock:
             number = self.state.turn + 1
@@ -188,6 +197,7 @@ class Driver:
         async with self._changed:
             self._changed.notify_all()
         self._tell(name, report, turn=number)
+        return report
 
     def _is_validated(self, turn: int) -> bool:
         """Return true if a validation follows so many steps, whose versions must be on disk."""
@@ -443,14 +453,14 @@ class DrivenAlgorithm:
         )
         await self._keep_uses(report)
         report = msgspec.structs.replace(report, published=tuple(self._published) or report.published, uses={})
-        await to_end(self._driver.commit(self, report, is_stopping=is_stopping))
+        whole = await to_end(self._driver.commit(self, report, is_stopping=is_stopping))
         self.is_finished = report.is_finished
         self._driver.progress.update(f"{name} rollouts", 0, 0)
         left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
         self._view.stepped(report, left=left)
         self._driver.progress.update(f"{name} steps", report.step, self._total, left)
         self._driver.progress.say(_line(name, report, total=self._total, left=left))
-        for found in self._watch.add(report):
+        for found in self._watch.add(whole):
             self._driver.progress.say(f"{name}: {found.evidence}. To change that: {found.change}")
             await self._driver.alert("suggestion", found, key=name)
         if is_stopping:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from agl.errors import RunError
 from agl.schemas import Attempt, Episode, Rollout
 from agl_run.experiment.hints import proposal
+from agl_run.runners.judging import broke_in_reward
 from agl_run.runners.repeats import kind_of
 
 _LOG = logging.getLogger("agl_run.experiment")
@@ -133,6 +134,7 @@ def error_of(rollout: Rollout, attempt: Attempt | None) -> str:
     error = attempt.error if attempt else None
     if error is None:
         return f"{rollout.status} without an error"
-    kind = "" if error.type == "agl.errors.RunError" else f"{error.type}: "  # whose message says all
+    says_all = error.type == "agl.errors.RunError" or broke_in_reward(attempt)
+    kind = "" if says_all else f"{error.type}: "
     text = f"{kind}{error.message.strip()}".splitlines()[0]
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"

@@ -25,7 +25,7 @@ from agl_run.experiment.models import policy_params
 from agl_run.experiment.own_rewards import check_known, named
 from agl_run.experiment.plan import Plan, placeholder_keys
 from agl_run.runners.agent import AgentSpec
-from agl_run.runners.judging import rewards_of
+from agl_run.runners.judging import broke_in_reward, rewards_of
 
 _ENDPOINT = "openai"
 """The policy that only names an endpoint, so that nothing has to be started to call its model."""
@@ -103,14 +103,14 @@ class Rescorer:
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
             group=_group_of(rollout),
-            before=_score(own, rollout, self._before).value,
+            before=_score(own, rollout, self._before).value if rollout.status == "succeeded" else None,
             after=None,
             recorded=[reward for reward in _rewards(own, rollout) if reward.source == "evaluator"],
             kept=_rewards(kept, rollout),
             rewards=[],
             errors=[],
         )
-        if rollout.status != "succeeded":
+        if rollout.status != "succeeded" and not _is_unjudged(recording):
             return msgspec.structs.replace(found, skipped=f"{rollout.status}: only successful attempts are judged")
         rewards, errors = await self._judge(rollout, [span for span in kept if not span.is_late])
         made = [make_reward_span(rollout.rollout_id, rollout.attempt_id or "", reward) for reward in rewards]
@@ -200,6 +200,12 @@ def _group_of(rollout: Rollout) -> str:
         return rollout.rollout_id
     algorithm, step = rollout.metadata.get("algorithm", ""), rollout.metadata.get("step", "")
     return f"{rollout.experiment}/{run_of(rollout) or ''}/{rollout.mode}/{algorithm}/{step}/{rollout.group_id}"
+
+
+def _is_unjudged(recording: Recording) -> bool:
+    """Return true if the agent succeeded, and a reward broke."""
+    deciding = [each for each in recording.attempts if each.attempt_id == recording.rollout.attempt_id]
+    return bool(deciding) and broke_in_reward(deciding[0])
 
 
 def _is_of_evaluator(span: Span) -> bool:

@@ -18,9 +18,10 @@ from agl.errors import FencedError, GatewayLostError, NoModelCallsError, StoreEr
 from agl.schemas import Claim, Outcome, Rollout, Span, decode, encode, new_trace_id
 from agl.stores import all_spans
 from agl.tracing import make_reward_span
-from agl_run.runners.judging import rewards_of
+from agl_run.runners.judging import judged
 from agl_run.runners.lasting import LastingRunner, LostError
 from agl_run.runners.liveness import worker_name
+from agl_run.runners.places import Places
 from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
 from agl_run.runners.setup import SettlingGateway
@@ -70,13 +71,18 @@ class WorkerSetup:
 
 
 class Worker:
-    """Runs attempts until it is stopped: ``async with Worker(setup):``."""
+    """Runs attempts until it is stopped: ``async with Worker(setup):``.
+
+    Attributes:
+        places: The agents that run.
+        failure: Completes with the error for which the worker gave up; ``None`` before the start.
+    """
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._name = worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._agents = 0
+        self.places = Places(setup.concurrency)
         self._is_careful = False
         self._free = asyncio.Event()
         self._warnings = RepeatedWarnings()
@@ -147,14 +153,15 @@ class Worker:
         """Return the number of attempts that may start; after a suspect that is one, once nothing else runs."""
         while self._is_careful and self._running:
             await asyncio.wait(list(self._running.values()))
-        while not self._is_careful and self._agents >= self._setup.concurrency:
+        while not self._is_careful and self.places.free <= 0:
             self._free.clear()
             await self._free.wait()
-        return 1 if self._is_careful else self._setup.concurrency - self._agents
+        return 1 if self._is_careful else self.places.free
 
     def _launch(self, claim: Claim, *, is_declined: bool) -> None:
         key = claim.attempt.attempt_id
-        self._agents += not is_declined
+        if not is_declined:
+            self.places.take()
         task = asyncio.create_task(self._decline(claim) if is_declined else self._run(claim))
         self._running[key] = task
         task.add_done_callback(lambda ended: self._ended(key, ended))
@@ -231,7 +238,7 @@ class Worker:
         try:
             return await self._setup.runner.execute(claim)
         finally:
-            self._agents -= 1
+            self.places.leave()
             self._free.set()
 
     async def _finish(self, outcome: Outcome) -> None:
@@ -266,7 +273,7 @@ class Worker:
         rewards = [
             make_reward_span(rollout.rollout_id, outcome.attempt_id, reward)
             for name, emitter in setup.rewards
-            for reward in await rewards_of(name, emitter, rollout, spans)
+            for reward in await judged(name, emitter, rollout, spans)
         ]
         outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
         setup.keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
