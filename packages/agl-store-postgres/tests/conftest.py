@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -163,3 +163,16 @@ def server(binaries: Path) -> Iterator[Server]:
 @pytest.fixture
 def url(server: Server) -> str:
     return server.fresh_url()
+
+
+@pytest.fixture
+def sharded_url(server: Server) -> Callable[..., str]:
+    """Returns the URL of a store in that many shards, each in a schema of its own on the one server."""
+    base = server.fresh_url()
+
+    def made(count: int, *, name: str = "store") -> str:
+        control = f"{base}_{name}"
+        shards = ",".join(f"{control}_{number}" for number in range(1, count + 1))
+        return f"{control.replace('postgresql:', 'postgresql+shards:', 1)}&shards={shards}"
+
+    return made
