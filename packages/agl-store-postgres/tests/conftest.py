@@ -176,3 +176,29 @@ def sharded_url(server: Server) -> Callable[..., str]:
         return f"{control.replace('postgresql:', 'postgresql+shards:', 1)}&shards={shards}"
 
     return made
+
+
+@pytest.fixture(scope="session")
+def shard_server(binaries: Path) -> Iterator[Server]:
+    """A second server, for a shard that goes away while the control server stays."""
+    server = Server(binaries)
+    yield server
+    server.remove()
+
+
+@pytest.fixture
+def two_servers_url(server: Server, shard_server: Server) -> str:
+    """The URL of a store with one shard on the control server's own server and one on another."""
+    base = server.fresh_url()
+    other = f"{shard_server.url_for()}?schema={base.rpartition('=')[2]}"
+    return f"{base.replace('postgresql:', 'postgresql+shards:', 1)}&shards={base}_one,{other}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the conformance suite in shards, run the parts about spans every day; all of it is long."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.name == "test_shard_conformance.py":
+            is_of_spans = item.function.__module__.rpartition(".")[2] in ("spans", "recordings", "choosing")
+            if not is_of_spans or "[3]" not in item.name:
+                item.add_marker(pytest.mark.soak)

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,6 +60,10 @@ class ShardedPostgresStore(TableStore):
         self._sharded = _Sharded(self._target)
         super().__init__(self._sharded)
         self._with_spans = TableStore(_SpanReads(self._sharded))
+
+    def place(self, rollout_id: str) -> int:
+        """Return the number of the shard that a new rollout of that id gets."""
+        return self._sharded.placing.place(rollout_id)
 
     async def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -221,11 +225,7 @@ def _do_nothing(_: Tables) -> None:
 def _open(target: ShardedTarget) -> tuple[Connection, int, Sequence[Shard]]:
     """Open the first connection and prepare all tables; returns it with the number of the feed, and the shards."""
     with ExitStack() as stack:
-        control = _connected(target.control)
-        stack.callback(control.close)
-        shards = [_connected(shard) for shard in target.shards]
-        for shard in shards:
-            stack.callback(shard.close)
+        control, *shards = (stack.enter_context(closing(_connected(each))) for each in (target.control, *target.shards))
         try:
             feed = prepare(control, target.control, is_sharded=True)
             found = prepare_shards(control, shards, target)
@@ -234,7 +234,7 @@ def _open(target: ShardedTarget) -> tuple[Connection, int, Sequence[Shard]]:
         for shard in shards:
             shard.close()
         stack.pop_all()
-    return control, feed, found
+        return control, feed, found
 
 
 def _connected(target: DatabaseTarget) -> Connection:

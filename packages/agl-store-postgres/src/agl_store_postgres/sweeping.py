@@ -52,6 +52,8 @@ class Sweeper:
             self._is_due = False
         try:
             sweep(self._target, self._placing)
+        except StoreError as error:
+            _logger.warning("spans of removed rollouts stay on a shard for now: %s", error)
         except Exception:  # isolation: whoever removes next, or opens or compacts the store, repeats it
             _logger.warning(
                 "spans of removed rollouts stay on a shard of %s for now", self._target.shown, exc_info=True
