@@ -58,12 +58,14 @@ class Costs:
         self._client: list[float] = []
         self._server: list[float] = []
 
-    def measure(self, bench: Bench, make: MakeSpan) -> None:
-        """Append batches of 100 spans, four in flight."""
+    def measure(self, bench: Bench, make: MakeSpan, *, is_kept: bool = True) -> None:
+        """Append batches of 100 spans, four in flight; a first time warms up and is not kept."""
         ids = bench.runner.run(start(self.store, ROLLOUTS))
         batches = [[make(rollout_id, number) for number in range(BATCH)] for rollout_id in ids]
         client, server = time.process_time(), servers_s(self._pids)
         bench.runner.run(append_all(self.store, batches))
+        if not is_kept:
+            return
         spans = BATCH * ROLLOUTS
         self._client.append((time.process_time() - client) / spans)
         self._server.append((servers_s(self._pids) - server) / spans)
@@ -97,9 +99,9 @@ def figures(programs: Path, *, repeats: int) -> list[Figure]:
                 url = f"{control.replace(':', '+shards:', 1)}?schema={make.__name__}_{count}&shards={named}"
                 pids = [pid_of(each) for each in (control, *shards[:count])]
                 costs[count] = Costs(component("store", "postgresql+shards", url=url), pids)
-            for _ in range(repeats + 1):
+            for repeat in range(repeats + 1):
                 for each in costs.values():
-                    each.measure(bench, make)
+                    each.measure(bench, make, is_kept=repeat > 0)
             found += compared(title, costs, has_bars=make is llm_span)
             for each in costs.values():
                 bench.runner.run(each.store.close())

@@ -119,7 +119,11 @@ def no_call_fails(server, store: Store, tmp_path: Path, *, away_s: float) -> Non
             await asyncio.sleep(away_s)
             await eventually(lambda: len(asked) > count + 40)
             assert away_s - 0.1 < gateway.recorder.pending_s < time.monotonic() - began + 0.1
-            assert gateway.recorder.pending >= gateway.recorder.spool.calls > (20 if isinstance(store, PostgresStore) else 10)
+            assert (
+                gateway.recorder.pending
+                >= gateway.recorder.spool.calls
+                > (20 if isinstance(store, PostgresStore) else 10)
+            )
             await asyncio.to_thread(server.start)
             is_over.set()
         assert {200: len(asked)} == statuses

@@ -26,14 +26,15 @@ from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writer import BatchWriter
 from agl_store_postgres.writing import add_spans, commit
 
-_LEFT = (
-    b"SELECT s.attempt, s.sequence FROM unnest(%s::bigint[], %s::int[]) AS w(attempt, last) "
-    b"JOIN spans s ON s.attempt = w.attempt AND s.sequence > w.last FOR UPDATE OF s"
-)
-_KEPT = (
-    b"SELECT s.attempt, s.span_id FROM unnest(%s::bigint[], %s::int[], %s::text[]) AS w(attempt, last, span_id) "
+_FOUND = (
+    b"WITH w AS (SELECT * FROM unnest(%s::bigint[], %s::int[]) AS w(attempt, last)), "
+    b"beyond AS (SELECT s.attempt, s.sequence FROM w JOIN spans s ON s.attempt = w.attempt AND s.sequence > w.last "
+    b"FOR UPDATE OF s) SELECT attempt, sequence, NULL::text FROM beyond UNION ALL "
+    b"SELECT s.attempt, s.sequence, s.span_id FROM unnest(%s::bigint[], %s::int[], %s::text[]) "
+    b"AS w(attempt, last, span_id) "
     b"JOIN spans s ON s.attempt = w.attempt AND s.span_id = w.span_id AND s.sequence <= w.last"
 )
+"""What lies beyond the last sequence that was acknowledged, without ids, and which spans are there already."""
 _REMOVE_LEFT = (
     b"DELETE FROM spans s USING unnest(%s::bigint[], %s::int[]) AS w(attempt, sequence) "
     b"WHERE s.attempt = w.attempt AND s.sequence = w.sequence"
@@ -127,30 +128,37 @@ class ShardWriter(BatchWriter):
     def _by_shard(self, begun: Begun, needs: Sequence[Needs]) -> dict[int, list[tuple[int, str]]]:
         """Return the spans to append, as the attempt's number and the span's id, by the shard that they belong to."""
         found: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
+        places: dict[tuple[str, str], tuple[int, int] | None] = {}
         for span in (span for need in needs for span in need.spans):
-            seq = begun.rows.seqs.get(span.rollout_id)
-            if seq is not None:
-                key = seq << ATTEMPT_BITS | (number_of(span.attempt_id) if span.attempt_id else 0)
-                found[begun.shards[key]].append((key, span.span_id))
-                self._placing.learn(span.rollout_id, begun.shards[key])
+            where = span.rollout_id, span.attempt_id
+            if where not in places:
+                places[where] = self._place(begun, *where)
+            if (place := places[where]) is not None:
+                found[place[0]].append((place[1], span.span_id))
         return found
+
+    def _place(self, begun: Begun, rollout_id: str, attempt_id: str) -> tuple[int, int] | None:
+        """Return the shard and the number of an attempt; ``None`` for an unknown rollout."""
+        seq = begun.rows.seqs.get(rollout_id)
+        if seq is None:
+            return None
+        key = seq << ATTEMPT_BITS | (number_of(attempt_id) if attempt_id else 0)
+        self._placing.learn(rollout_id, begun.shards[key])
+        return begun.shards[key], key
 
     def _load(self, db: Connection, rows: LoadedRows, number: int, spans: Sequence[tuple[int, str]]) -> None:
         """Begin a transaction on a shard, and read which of the spans it has."""
         keys = list(dict.fromkeys(key for key, _ in spans))
         last = [rows.last[key] for key, _ in spans]
+        asked = (keys, [rows.last[key] for key in keys], [key for key, _ in spans], last, [each for _, each in spans])
         with self._shards.guarding(number) as shard:
             with shard.pipeline():
                 shard.execute(BEGIN)
-                left = shard.execute(_LEFT, (keys, [rows.last[key] for key in keys]), binary=True)
-                kept = shard.execute(
-                    _KEPT, ([key for key, _ in spans], last, [span_id for _, span_id in spans]), binary=True
-                )
-                rows.kept |= {(key, span_id) for key, span_id in kept.fetchall()}
-                found = left.fetchall()
-            if found:
+                found = shard.execute(_FOUND, asked, binary=True).fetchall()
+            rows.kept |= {(key, span_id) for key, _, span_id in found if span_id is not None}
+            if left := [(key, sequence) for key, sequence, span_id in found if span_id is None]:
                 db.execute("SELECT 1")  # fails unless this transaction still holds the rollouts
-                shard.execute(_REMOVE_LEFT, ([row[0] for row in found], [row[1] for row in found]))
+                shard.execute(_REMOVE_LEFT, ([key for key, _ in left], [sequence for _, sequence in left]))
 
     def _before_commit(self, db: Connection, begun: Begun, changes: Changes) -> None:
         if not changes.spans:
