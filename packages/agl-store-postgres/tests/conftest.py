@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -163,3 +163,42 @@ def server(binaries: Path) -> Iterator[Server]:
 @pytest.fixture
 def url(server: Server) -> str:
     return server.fresh_url()
+
+
+@pytest.fixture
+def sharded_url(server: Server) -> Callable[..., str]:
+    """Returns the URL of a store in that many shards, each in a schema of its own on the one server."""
+    base = server.fresh_url()
+
+    def made(count: int, *, name: str = "store") -> str:
+        control = f"{base}_{name}"
+        shards = ",".join(f"{control}_{number}" for number in range(1, count + 1))
+        return f"{control.replace('postgresql:', 'postgresql+shards:', 1)}&shards={shards}"
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def shard_server(binaries: Path) -> Iterator[Server]:
+    """A second server, for a shard that goes away while the control server stays."""
+    server = Server(binaries)
+    yield server
+    server.remove()
+
+
+@pytest.fixture
+def two_servers_url(server: Server, shard_server: Server) -> str:
+    """The URL of a store with one shard on the control server's own server and one on another."""
+    base = server.fresh_url()
+    other = f"{shard_server.url_for()}?schema={base.rpartition('=')[2]}"
+    return f"{base.replace('postgresql:', 'postgresql+shards:', 1)}&shards={base}_one,{other}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the conformance suite in shards, run the parts about spans every day; all of it is long."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.name == "test_shard_conformance.py":
+            is_of_spans = item.function.__module__.rpartition(".")[2] in ("spans", "recordings", "choosing")
+            if not is_of_spans or "[3]" not in item.name:
+                item.add_marker(pytest.mark.soak)

@@ -1,10 +1,13 @@
 """URLs: what goes to libpq, what is the store's own, and what is shown."""
 
+from urllib.parse import quote
+
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from agl.errors import ConfigError
-from agl_store_postgres.urls import target_of
+from agl.stores import shown_url
+from agl_store_postgres.urls import sharded_target_of, target_of
 
 SECRET = "p@ss/w?rd#"
 QUOTED = "p%40ss%2Fw%3Frd%23"
@@ -48,3 +51,46 @@ def test_wrong_urls_are_refused_by_name_and_without_the_password(url: str, reaso
     assert SECRET not in str(caught.value)
     assert QUOTED not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+def test_url_of_shards_is_taken_apart_and_shown_without_passwords() -> None:
+    whole = quote(f"postgresql://you:{QUOTED}@two:6433/spans?schema=a,b&sslmode=require", safe="")
+    url = (
+        f"postgresql+shards://me:{QUOTED}@control:6432/runs?schema=mine&"
+        f"shards=postgresql://us:{QUOTED}@one/spans?sslmode=disable,{whole}&readers=2"
+    )
+    target = sharded_target_of(url)
+    control, first, second = (conninfo_to_dict(each.conninfo) for each in (target.control, *target.shards))
+    assert [SECRET] * 3 == [parts["password"] for parts in (control, first, second)]
+    assert ("control", "6432", "runs") == (control["host"], control["port"], control["dbname"])
+    assert ("us", "one", "disable") == (first["user"], first["host"], first["sslmode"])
+    assert ("you", "two", "6433", "require") == (second["user"], second["host"], second["port"], second["sslmode"])
+    assert [("mine", 2), ("agl", 4), ("a,b", 4)] == [(e.schema, e.readers) for e in (target.control, *target.shards)]
+    assert (
+        "postgresql+shards://me@control:6432/runs?schema=mine&"
+        "shards=postgresql://us@one/spans,postgresql://you@two:6433/spans?schema=a,b"
+    ) == target.shown
+    assert SECRET not in repr(target)
+    for password in (SECRET, QUOTED, quote(QUOTED, safe="")):
+        assert password not in shown_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("postgresql://control/runs?shards=postgresql://one/spans", "postgresql+shards://"),
+        (f"postgresql+shards://me:{QUOTED}@control/runs", "names them once"),
+        (f"postgresql+shards://me:{QUOTED}@control/runs?shards=", "names them once"),
+        (f"postgresql+shards://me:{QUOTED}@control/runs?shards=postgresql://one/s,,postgresql://two/s", "shard 2"),
+        (f"postgresql+shards://control/runs?shards=postgresql://me:{QUOTED}@one/s,mysql://you:{QUOTED}@two/s", "mysql"),
+        (f"postgresql+shards://control/runs?shards=postgresql://me:{QUOTED}@one/s?colour=red", "colour"),
+        (f"postgresql+shards://control/runs?shards=postgresql://me:{QUOTED}@one/s?readers=2", "whole store"),
+        (f"postgresql+shards://control/runs?shards=postgresql://me:{SECRET}@one/s", "shard 1"),
+    ],
+)
+def test_wrong_urls_of_shards_are_refused_by_place_and_without_a_password(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sharded_target_of(url)
+    assert reason in str(caught.value)
+    assert SECRET not in str(caught.value)
+    assert QUOTED not in str(caught.value)

@@ -37,15 +37,15 @@ from agl_run.sql import (
 )
 from agl_store_postgres.connections import Connection
 
-_KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
+ATTEMPT_KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
 """The key of the attempt to read spans of: the one with the given number, else the deciding or running one."""
 
 _ATTEMPT = (
     "SELECT k.key, EXISTS (SELECT 1 FROM attempts a WHERE a.id = k.key) "
-    f"FROM (SELECT {_KEY} AS key FROM rollouts r WHERE r.rollout_id = %s) AS k"
+    f"FROM (SELECT {ATTEMPT_KEY} AS key FROM rollouts r WHERE r.rollout_id = %s) AS k"
 ).encode()
 _SPANS = (
-    f"SELECT s.sequence, s.data FROM rollouts r JOIN spans s ON s.attempt = {_KEY} "
+    f"SELECT s.sequence, s.data FROM rollouts r JOIN spans s ON s.attempt = {ATTEMPT_KEY} "
     "WHERE r.rollout_id = %s AND s.sequence > %s ORDER BY s.sequence LIMIT %s"
 ).encode()
 

@@ -6,6 +6,7 @@ locks are held. Rollouts are locked in order of their number, before their attem
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from agl.schemas import ResourceVersion, Span, decode, rollout_id_of
@@ -40,9 +41,12 @@ _KEPT = (
     b"JOIN rollouts r ON r.rollout_id = w.rollout_id "
     + f"JOIN spans s ON s.attempt = (r.seq << {ATTEMPT_BITS} | w.number) AND s.span_id = w.span_id".encode()
 )
+_SHARDED_LAST = (
+    f"SELECT w.key, m.last, w.shard FROM (SELECT r.seq << {ATTEMPT_BITS} | w.number AS key, r.shard "
+    "FROM unnest(%s::text[], %s::int[]) AS w(rollout_id, number) JOIN rollouts r ON r.rollout_id = w.rollout_id) AS w "
+    "LEFT JOIN span_marks m ON m.attempt = w.key"
+).encode()
 _QUEUE = f"SELECT {ROLLOUT} FROM rollouts r WHERE status = 'queued' ORDER BY seq LIMIT %s FOR UPDATE SKIP LOCKED"
-_QUEUE_ALL = _QUEUE.encode()
-_QUEUE_OF = _QUEUE.replace("ORDER", "AND experiment = %s ORDER").encode()
 _NUMBERS = b"SELECT nextval(pg_get_serial_sequence('rollouts', 'seq')) FROM generate_series(1, %s)"
 _LOCK_LAPSED = (
     f"SELECT {ROLLOUT} FROM rollouts r WHERE seq = ANY(ARRAY(SELECT id >> {ATTEMPT_BITS} FROM attempts "
@@ -61,43 +65,68 @@ _XID = b"SELECT pg_current_xact_id_if_assigned()::text"
 """The id of a transaction that locked or wrote rows; one that did neither has none and may be repeated."""
 
 
-class _Queries:
+class Queries:
     """Sends statements first and reads their results after all were sent."""
 
     def __init__(self, db: Connection) -> None:
         self._db = db
         self._cursors: dict[str, list[Any]] = {}
+        self._fetched: dict[str, list[Row]] = {}
 
     def send(self, name: str, query: bytes, *params: Any) -> None:
+        """Send a statement, whose rows are asked for under ``name``."""
         cursor = self._db.execute(query, params, binary=True)
         self._cursors.setdefault(name, []).append(cursor)
 
     def rows(self, name: str) -> list[Row]:
-        return [row for cursor in self._cursors.get(name, ()) for row in cursor.fetchall()]
+        """Return the rows of all statements that were sent under ``name``."""
+        if name not in self._fetched:
+            self._fetched[name] = [row for cursor in self._cursors.get(name, ()) for row in cursor.fetchall()]
+        return self._fetched[name]
 
 
-def begin(db: Connection, needs: Sequence[Needs]) -> tuple[LoadedRows, str | None]:
+@dataclass(kw_only=True)
+class Begun:
+    """A transaction that began.
+
+    Attributes:
+        rows: The rows that its operations need.
+        xid: Its id, to ask the server later whether it was committed; ``None`` if it changed nothing yet.
+        shards: The shard of each attempt to append to, by the attempt's number; empty in a store without shards.
+    """
+
+    rows: LoadedRows
+    xid: str | None
+    shards: dict[int, int] = field(default_factory=dict[int, int])
+
+
+def begin(db: Connection, needs: Sequence[Needs], *, shards: Sequence[int] = ()) -> Begun:
     """Begin a transaction and load the rows that these operations need; psycopg's errors pass through.
 
-    Returns the rows, and the transaction's id, to ask the server later whether it was committed.
+    Args:
+        shards: The shards that this process can reach, in a store that has some: rollouts on others are not claimed.
+            What these hold of the spans is left to the caller, but for the last sequence that was acknowledged.
     """
-    queries = _Queries(db)
+    queries = Queries(db)
     queues = _queues(needs)
     with db.pipeline():
         db.execute(BEGIN)
         queries.send("clock", _CLOCK)
         _query_rollouts(queries, needs)
-        _query_spans(queries, [span for need in needs for span in need.spans])
+        _query_spans(queries, [span for need in needs for span in need.spans], is_sharded=bool(shards))
         for experiment, limit in queues.items():
-            query, params = (_QUEUE_ALL, (limit,)) if experiment is None else (_QUEUE_OF, (experiment, limit))
-            queries.send(f"queue {experiment!r}", query, *params)
+            given = {"experiment = %s": experiment, "shard = ANY(%s::smallint[])": list(shards) or None}
+            wanted = {condition: value for condition, value in given.items() if value is not None}
+            query = _QUEUE.replace("ORDER", "".join(f"AND {condition} " for condition in wanted) + "ORDER").encode()
+            queries.send(f"queue {experiment!r}", query, *wanted.values(), limit)
         _query_versions(queries, needs)
         if keys := [key for need in needs for key in need.documents]:
             queries.send("documents", _DOCUMENTS, keys)
         if new := sum(need.new for need in needs):
             queries.send("numbers", _NUMBERS, new)
         queries.send("xid", _XID)
-    return _read(queries, queues)
+    loaded, xid = _read(queries, queues)
+    return Begun(rows=loaded, xid=xid, shards={row[0]: row[2] for row in queries.rows("last")} if shards else {})
 
 
 def begin_lapsed(db: Connection) -> tuple[LoadedRows, list[str]]:
@@ -112,7 +141,7 @@ def begin_lapsed(db: Connection) -> tuple[LoadedRows, list[str]]:
     return loaded, list(loaded.attempts)
 
 
-def _query_rollouts(queries: _Queries, needs: Sequence[Needs]) -> None:
+def _query_rollouts(queries: Queries, needs: Sequence[Needs]) -> None:
     claim_ids = {claim_id for need in needs for claim_id in need.claim_ids}
     if names := sorted(claim_ids.union(*(need.locks for need in needs))):
         queries.send("none", _LOCK_NAMES, names)
@@ -132,16 +161,19 @@ def _query_rollouts(queries: _Queries, needs: Sequence[Needs]) -> None:
         queries.send("attempts", _NAMED, [rollout_id_of(each) for each in ids], [number_of(each) for each in ids])
 
 
-def _query_spans(queries: _Queries, spans: Sequence[Span]) -> None:
+def _query_spans(queries: Queries, spans: Sequence[Span], *, is_sharded: bool) -> None:
     if not spans:
         return
     where = [(span.rollout_id, number_of(span.attempt_id) if span.attempt_id else 0) for span in spans]
     targets = list(dict.fromkeys(where))
-    queries.send("last", _LAST, [each[0] for each in targets], [each[1] for each in targets])
+    last = _SHARDED_LAST if is_sharded else _LAST
+    queries.send("last", last, [each[0] for each in targets], [each[1] for each in targets])
+    if is_sharded:
+        return
     queries.send("kept", _KEPT, [at[0] for at in where], [at[1] for at in where], [span.span_id for span in spans])
 
 
-def _query_versions(queries: _Queries, needs: Sequence[Needs]) -> None:
+def _query_versions(queries: Queries, needs: Sequence[Needs]) -> None:
     versions = [version for need in needs for version in need.versions]
     if versions:
         queries.send("versions", _VERSIONS, [name for name, _ in versions], [version for _, version in versions])
@@ -157,7 +189,7 @@ def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
     return queues
 
 
-def _read(queries: _Queries, queues: Iterable[str | None]) -> tuple[LoadedRows, str | None]:
+def _read(queries: Queries, queues: Iterable[str | None]) -> tuple[LoadedRows, str | None]:
     ((now, deadline),) = queries.rows("clock")
     loaded = LoadedRows(now=now, next_deadline=math.inf if deadline is None else deadline)
     for row in queries.rows("claimed"):
@@ -167,7 +199,7 @@ def _read(queries: _Queries, queues: Iterable[str | None]) -> tuple[LoadedRows, 
         loaded.put_rollout(row)
     for (data,) in queries.rows("attempts"):
         loaded.put_attempt(data)
-    loaded.last = {key: last or 0 for key, last in queries.rows("last")}
+    loaded.last = {row[0]: row[1] or 0 for row in queries.rows("last")}
     loaded.kept = {(attempt, span_id) for attempt, span_id in queries.rows("kept")}
     for experiment in queues:
         loaded.queues[experiment] = [loaded.put_rollout(row) for row in queries.rows(f"queue {experiment!r}")]

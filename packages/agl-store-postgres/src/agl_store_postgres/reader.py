@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -31,9 +31,20 @@ class UncheckedRead:
 
 
 class BatchReader:
-    """Runs batches of reads, on one connection of its own per calling thread."""
+    """Runs batches of reads, on one connection of its own per calling thread.
 
-    def __init__(self, target: DatabaseTarget, *, stopping: threading.Event) -> None:
+    Args:
+        reads: Makes the tables that reads look into, for one transaction.
+    """
+
+    def __init__(
+        self,
+        target: DatabaseTarget,
+        *,
+        stopping: threading.Event,
+        reads: Callable[[Connection], PostgresReads] = PostgresReads,
+    ) -> None:
+        self._reads = reads
         self._target = target
         self._stopping = stopping
         self._local = threading.local()
@@ -51,7 +62,7 @@ class BatchReader:
         while True:
             db = connection.open()
             try:
-                return _read_all(db, looks)
+                return self._read_all(db, looks)
             except psycopg.Error as error:
                 if not is_lost(error, db):
                     db.rollback()
@@ -67,18 +78,17 @@ class BatchReader:
             self._connections.append(connection)
         return connection
 
-
-def _read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
-    """Return all answers from one transaction, which begins with the first query that waits for rows."""
-    with db.pipeline():
-        db.execute(_BEGIN)
-        cursor = db.execute(_IS_OVERDUE)
-        answers = [answer_to(look, PostgresReads(db)) for look in looks]
-        is_overdue = cursor.fetchone() == (True,)
-        db.execute(b"COMMIT")
-    if not is_overdue:
-        return answers
-    return [
-        answer if isinstance(look, UncheckedRead) else OverdueError()
-        for look, answer in zip(looks, answers, strict=True)
-    ]
+    def _read_all(self, db: Connection, looks: Sequence[Look]) -> list[Any]:
+        """Return all answers from one transaction, which begins with the first query that waits for rows."""
+        with db.pipeline():
+            db.execute(_BEGIN)
+            cursor = db.execute(_IS_OVERDUE)
+            answers = [answer_to(look, self._reads(db)) for look in looks]
+            is_overdue = cursor.fetchone() == (True,)
+            db.execute(b"COMMIT")
+        if not is_overdue:
+            return answers
+        return [
+            answer if isinstance(look, UncheckedRead) else OverdueError()
+            for look, answer in zip(looks, answers, strict=True)
+        ]

@@ -10,13 +10,11 @@ import asyncio
 import math
 import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, LiteralString, TypeVar
+from typing import TypeVar
 
 import psycopg
-from psycopg import sql
 
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
 from agl_run.sql import Batches, Compaction, OverdueError
@@ -24,23 +22,12 @@ from agl_store_postgres.connections import START_WAIT_S, Connection, connect, co
 from agl_store_postgres.faults import explain
 from agl_store_postgres.layout import prepare
 from agl_store_postgres.listener import ChangeListener
+from agl_store_postgres.maintenance import compact, row_bytes
 from agl_store_postgres.reader import BatchReader, UncheckedRead
 from agl_store_postgres.urls import DatabaseTarget, target_of
 from agl_store_postgres.writer import BatchWriter
 
 T = TypeVar("T")
-
-_TABLES = b"SELECT tablename FROM pg_tables WHERE schemaname = %s"
-_COLUMNS = (
-    b"SELECT c.table_name, c.column_name FROM information_schema.columns c "
-    b"JOIN pg_tables t ON (t.schemaname, t.tablename) = (c.table_schema, c.table_name) WHERE c.table_schema = %s"
-)
-_ROW_HEADER = 28
-"""Bytes that PostgreSQL adds to each row."""
-_SIZE = (
-    b"SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint FROM pg_class c "
-    b"JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = %s AND c.relkind = 'r'"
-)
 
 
 class PostgresStore(TableStore):
@@ -65,21 +52,15 @@ class PostgresStore(TableStore):
 
     async def compact(self) -> Compaction:
         """Make the space of removed rows usable again (``VACUUM``); nobody has to wait meanwhile."""
-        return await self._maintain(_compact, "VACUUM (ANALYZE) {}")
+        return await asyncio.to_thread(compact, self._target, "VACUUM (ANALYZE) {}")
 
     async def vacuum(self) -> Compaction:
         """Write every table anew without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
-        return await self._maintain(_compact, "VACUUM (FULL, ANALYZE) {}")
+        return await asyncio.to_thread(compact, self._target, "VACUUM (FULL, ANALYZE) {}")
 
     async def size(self) -> int:
         """Return the bytes of all rows, without indexes; it reads every table, but not the spans' contents."""
-        return await self._maintain(_row_bytes)
-
-    async def _maintain(self, work: Callable[..., T], *args: Any) -> T:
-        try:
-            return await asyncio.to_thread(work, self._target, *args)
-        except psycopg.Error as error:
-            raise explain(error, self._target.shown) from error
+        return await asyncio.to_thread(row_bytes, self._target)
 
 
 class _Postgres:
@@ -134,34 +115,6 @@ class _Postgres:
     def _expire(self) -> None:
         """Submit empty work: the writer decides overdue attempts before any work."""
         self._writer.submit(Work(act=_do_nothing))
-
-
-def _compact(target: DatabaseTarget, vacuum: LiteralString) -> Compaction:
-    with connect(target) as db:
-        before = _size(db, target)
-        for (table,) in db.execute(_TABLES, (target.schema,)).fetchall():
-            db.execute(sql.SQL(vacuum).format(sql.Identifier(target.schema, table)))
-        return Compaction(before=before, after=_size(db, target))
-
-
-def _row_bytes(target: DatabaseTarget) -> int:
-    with connect(target) as db:
-        columns: defaultdict[str, list[str]] = defaultdict(list)
-        for table, column in db.execute(_COLUMNS, (target.schema,)).fetchall():
-            columns[table].append(column)
-        return sum(_bytes_of(db, sql.Identifier(target.schema, table), names) for table, names in columns.items())
-
-
-def _bytes_of(db: Connection, table: sql.Identifier, columns: Sequence[str]) -> int:
-    sizes = [sql.SQL("coalesce(pg_column_size({}), 0)").format(sql.Identifier(column)) for column in columns]
-    query = sql.SQL("SELECT coalesce(sum({}), 0)::bigint + {} * count(*) FROM {}")
-    ((size,),) = db.execute(query.format(sql.SQL(" + ").join(sizes), sql.Literal(_ROW_HEADER), table)).fetchall()
-    return int(size)
-
-
-def _size(db: Connection, target: DatabaseTarget) -> int:
-    ((size,),) = db.execute(_SIZE, (target.schema,)).fetchall()
-    return int(size)
 
 
 def _do_nothing(_: Tables) -> None:

@@ -1,7 +1,7 @@
 """Parses the store's URL into libpq's options and the store's own, and shows it without its password."""
 
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -21,7 +21,11 @@ CONNECTION_DEFAULTS: dict[str, str] = {
 }
 """Defaults with which a vanished server is noticed within a minute; the URL may override them."""
 
+SHARDED = "postgresql+shards"
+"""The scheme of a store whose spans lie on several servers."""
+
 _EXAMPLE = "postgresql://USER@HOST:5432/DATABASE"
+_SHARDED_EXAMPLE = "postgresql+shards://USER@CONTROL/DATABASE?shards=postgresql://USER@ONE/DATABASE,postgresql://..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,60 @@ class DatabaseTarget:
     shown: str
     schema: str
     readers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedTarget:
+    """The databases of a store whose spans lie on several servers.
+
+    Attributes:
+        control: The database of rollouts, attempts, changes and versions.
+        shards: The databases of the spans, in the order of the URL, which has no meaning.
+        shown: The URL for messages, without passwords.
+    """
+
+    control: DatabaseTarget
+    shards: tuple[DatabaseTarget, ...]
+    shown: str
+
+
+def sharded_target_of(url: str) -> ShardedTarget:
+    """Parse the URL of a store in shards.
+
+    ``shards`` is a list of URLs with commas between them, each of one database. A URL that has a ``&`` or a comma of
+    its own is percent-encoded as a whole; without ``://`` in it, it is decoded first.
+
+    Raises:
+        ConfigError: The URL, or that of a shard, is invalid; the message never shows a password.
+    """
+    base, _, query = url.partition("?")
+    scheme, _, rest = base.partition("://")
+    if scheme != SHARDED:
+        raise ConfigError(f"the store's URL begins with {scheme[:20]!r} and not with {SHARDED}://")
+    options = query.split("&") if query else []
+    lists = [option.partition("=")[2] for option in options if option.startswith("shards=")]
+    if len(lists) != 1 or not lists[0]:
+        raise ConfigError(f"the URL of a store in shards names them once, as in {_SHARDED_EXAMPLE}")
+    others = "&".join(option for option in options if not option.startswith("shards="))
+    control = target_of(f"postgresql://{rest}?{others}")
+    shards = tuple(_shard_of(text, number) for number, text in enumerate(lists[0].split(","), start=1))
+    shown = control.shown.replace("postgresql://", f"{SHARDED}://", 1)
+    named = ",".join(shard.shown for shard in shards)
+    return ShardedTarget(control=control, shards=shards, shown=f"{shown}{'&' if '?' in shown else '?'}shards={named}")
+
+
+def _shard_of(text: str, number: int) -> DatabaseTarget:
+    """Parse the URL of the shard that stands at a place in the list, counted from 1."""
+    url = text if "://" in text else unquote(text)
+    try:
+        if any(option.startswith("readers=") for option in url.partition("?")[2].split("&")):
+            raise ConfigError("readers is an option of the whole store; write it behind the control server's URL")
+        return target_of(url)
+    except ConfigError as error:
+        raise ConfigError(
+            f"shard {number} in the store's URL is refused: {error}; a shard's URL that has a & or a comma of its own "
+            "is percent-encoded as a whole (urllib.parse.quote(url, safe=''))"
+        ) from None
 
 
 def target_of(url: str) -> DatabaseTarget:

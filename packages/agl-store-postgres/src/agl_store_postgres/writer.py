@@ -18,10 +18,10 @@ from typing import Any
 import psycopg
 
 from agl.stores import Work, expire
-from agl_run.sql import LoadedTables, Packer, needs_of, perform
+from agl_run.sql import Changes, LoadedTables, Needs, Packer, needs_of, perform
 from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
 from agl_store_postgres.faults import is_collision, is_lost
-from agl_store_postgres.loading import begin, begin_lapsed
+from agl_store_postgres.loading import Begun, begin, begin_lapsed
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import commit
 
@@ -51,7 +51,9 @@ class _Doubt:
 class BatchWriter:
     """Runs batches of work on one connection; used by one thread."""
 
-    def __init__(self, target: DatabaseTarget, *, connection: Connection, feed: int, stopping: threading.Event) -> None:
+    def __init__(
+        self, target: DatabaseTarget, *, connection: Connection | None, feed: int, stopping: threading.Event
+    ) -> None:
         self._feed = feed
         self._connection = ThreadConnection(target, stopping=stopping, connection=connection)
         self._packer = Packer()
@@ -92,26 +94,36 @@ class BatchWriter:
 
     def _attempt(self, db: Connection, works: Sequence[Work[Any]]) -> Sequence[Any]:
         needs = [needs_of(work) for work in works]
-        loaded, xid = begin(db, needs)
-        if loaded.next_deadline <= loaded.now:
+        begun = self._begin(db, needs)
+        if begun.rows.next_deadline <= begun.rows.now:
             db.rollback()
             self._expire(db)
-            loaded, xid = begin(db, needs)
-        tables = LoadedTables(loaded, self._packer)
+            begun = self._begin(db, needs)
+        tables = LoadedTables(begun.rows, self._packer)
         answers = perform(works, tables)
         tables.changes.has_queued |= tables.has_spare
-        if xid is not None:
+        self._before_commit(db, begun, tables.changes)
+        if begun.xid is not None:
             mark = tables.changes.documents[self._key] = self._next_mark()
-            self._in_doubt = _Doubt(xid=xid, mark=mark, answers=answers)
-        commit(db, tables.changes, feed=self._feed)
+            self._in_doubt = _Doubt(xid=begun.xid, mark=mark, answers=answers)
+        self._commit(db, tables.changes)
         return answers
+
+    def _begin(self, db: Connection, needs: Sequence[Needs]) -> Begun:
+        return begin(db, needs)
+
+    def _before_commit(self, db: Connection, begun: Begun, changes: Changes) -> None:
+        """Write what lies on other servers; a store without shards has nothing there."""
+
+    def _commit(self, db: Connection, changes: Changes) -> None:
+        commit(db, changes, feed=self._feed)
 
     def _expire(self, db: Connection) -> None:
         """Decide overdue attempts, except those that another machine is deciding."""
         loaded, lapsed = begin_lapsed(db)
         tables = LoadedTables(loaded, self._packer, lapsed=lapsed)
         expire(tables)
-        commit(db, tables.changes, feed=self._feed)
+        self._commit(db, tables.changes)
 
     def _next_mark(self) -> bytes:
         """A value that no other transaction of this writer leaves; it starts with the time."""

@@ -5,7 +5,7 @@ is visible, so a reader that sees a cursor sees all smaller ones. Statement, com
 no machine holds the lock while it waits for the network.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agl.contracts import Statistics
@@ -20,7 +20,8 @@ _ADD_ROLLOUTS = (
     b"COPY rollouts (seq, rollout_id, experiment, mode, group_id, status, stage, attempts, attempt, started_at, "
     b"finished_at, created_at, data) FROM STDIN (FORMAT BINARY)"
 )
-_ROLLOUT_TYPES = ("int8", *["text"] * 6, "int4", "int8", "float8", "float8", "float8", "bytea")
+_ADD_PLACED = _ADD_ROLLOUTS.replace(b"data)", b"data, shard)")
+_ROLLOUT_TYPES = ("int8", *["text"] * 6, "int4", "int8", "float8", "float8", "float8", "bytea", "int2")
 _ADD_SPANS = b"COPY spans (attempt, sequence, span_id, data) FROM STDIN (FORMAT BINARY)"
 _SPAN_TYPES = ("int8", "int4", "text", "bytea")
 _SAVE_ROLLOUTS = (
@@ -36,6 +37,10 @@ _SAVE_ATTEMPTS = (
     b"deadline = excluded.deadline, data = excluded.data"
 )
 _DROP_ATTEMPTS = b"DELETE FROM attempts WHERE id = ANY(%s::bigint[])"
+_SAVE_MARKS = (
+    b"INSERT INTO span_marks SELECT * FROM unnest(%s::bigint[], %s::int[]) ON CONFLICT (attempt) "
+    b"DO UPDATE SET last = excluded.last"
+)
 _ADD_VERSIONS = b"INSERT INTO versions (name, version, data) VALUES (%s, %s, %b)"
 _SAVE_DOCUMENTS = (
     b"INSERT INTO documents SELECT * FROM unnest(%b::bytea[], %b::bytea[]) ON CONFLICT (key) "
@@ -58,27 +63,41 @@ _ADD_CHANGES = (
     b"FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[]) WITH ORDINALITY "
     b"AS v(attempt, kind, status, name, at) ORDER BY at"
 )
-_REMOVE = tuple(
-    statement.replace("SEQS", "unnest(%s::bigint[]) AS v(seq)").replace("BITS", str(ATTEMPT_BITS)).encode()
-    for statement in (
-        "DELETE FROM spans s USING SEQS WHERE s.attempt >= v.seq << BITS AND s.attempt < (v.seq + 1) << BITS",
-        "DELETE FROM attempts a USING SEQS WHERE a.id >= v.seq << BITS AND a.id < (v.seq + 1) << BITS",
-        # keep the newest cursor, so that cursors never decrease
-        "UPDATE changes SET attempt = NULL, kind = 'gone' FROM SEQS "
-        "WHERE cursor = (SELECT max(cursor) FROM changes) AND attempt >> BITS = v.seq",
-        "DELETE FROM changes c USING SEQS WHERE c.attempt >= v.seq << BITS AND c.attempt < (v.seq + 1) << BITS",
-        "DELETE FROM rollouts r USING SEQS WHERE r.seq = v.seq",
-    )
+
+
+def _for_rollouts(*statements: str) -> tuple[bytes, ...]:
+    """Return statements over the numbers of rollouts, which they call ``SEQS``."""
+    seqs, bits = "unnest(%s::bigint[]) AS v(seq)", str(ATTEMPT_BITS)
+    return tuple(statement.replace("SEQS", seqs).replace("BITS", bits).encode() for statement in statements)
+
+
+_OF_ROLLOUT = "DELETE FROM {0} t USING SEQS WHERE t.{1} >= v.seq << BITS AND t.{1} < (v.seq + 1) << BITS"
+_REMOVE_SPANS = _for_rollouts(_OF_ROLLOUT.format("spans", "attempt"))
+_REMOVE_PLACED = _for_rollouts(
+    _OF_ROLLOUT.format("span_marks", "attempt"),
+    # the spans themselves go later, because no transaction is on two servers
+    "INSERT INTO removals SELECT r.seq, r.shard FROM rollouts r JOIN SEQS ON r.seq = v.seq",
+)
+_REMOVE = _for_rollouts(
+    _OF_ROLLOUT.format("attempts", "id"),
+    # keep the newest cursor, so that cursors never decrease
+    "UPDATE changes SET attempt = NULL, kind = 'gone' FROM SEQS "
+    "WHERE cursor = (SELECT max(cursor) FROM changes) AND attempt >> BITS = v.seq",
+    _OF_ROLLOUT.format("changes", "attempt"),
+    "DELETE FROM rollouts r USING SEQS WHERE r.seq = v.seq",
 )
 
 
-def commit(db: Connection, changes: Changes, *, feed: int) -> None:
-    """Write all changes and commit; psycopg's errors pass through."""
-    if changes.added:
-        _copy(db, _ADD_ROLLOUTS, _ROLLOUT_TYPES, [_new_row(seq, rollout) for seq, rollout in changes.added])
-    if changes.spans:
-        _copy(db, _ADD_SPANS, _SPAN_TYPES, changes.spans)
+def commit(db: Connection, changes: Changes, *, feed: int, place: Callable[[str], int] | None = None) -> None:
+    """Write all changes and commit; psycopg's errors pass through.
+
+    Args:
+        place: Returns the shard of a new rollout by its id, in a store that has shards; these have the spans already.
+    """
+    _add(db, changes, place)
     with db.pipeline():
+        if changes.spans and place is not None:
+            db.execute(_SAVE_MARKS, _columns(sorted({row[0]: row[1] for row in changes.spans}.items())))
         _save(db, changes)
         if changes.feed or changes.shares:
             db.execute(b"SELECT pg_advisory_xact_lock(%s::bigint)", (_FEED_LOCK | feed,))
@@ -86,11 +105,33 @@ def commit(db: Connection, changes: Changes, *, feed: int) -> None:
             add_statistics(db, shares)
         if changes.feed:
             db.execute(_ADD_CHANGES, _columns(changes.feed))
-        for statement in _REMOVE if changes.removed else ():  # last, because other changes may concern these rollouts
-            db.execute(statement, (changes.removed,))
+        if changes.removed:  # last, because other changes may concern these rollouts
+            for statement in (*(_REMOVE_SPANS if place is None else _REMOVE_PLACED), *_REMOVE):
+                db.execute(statement, (changes.removed,))
         if changes.is_heard:
             db.execute(b"SELECT pg_notify(%s, %s)", (channel_of(feed), _message(changes)))
         db.execute(b"COMMIT")
+
+
+def _add(db: Connection, changes: Changes, place: Callable[[str], int] | None) -> None:
+    rows = [_new_row(seq, rollout) for seq, rollout in changes.added]
+    if rows and place is not None:
+        _copy(db, _ADD_PLACED, _ROLLOUT_TYPES, [(*row, place(row[1])) for row in rows])
+    elif rows:
+        _copy(db, _ADD_ROLLOUTS, _ROLLOUT_TYPES[:-1], rows)
+    if changes.spans and place is None:
+        add_spans(db, changes.spans)
+
+
+def add_spans(db: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Write packed spans."""
+    _copy(db, _ADD_SPANS, _SPAN_TYPES, rows)
+
+
+def remove_spans(db: Connection, seqs: Sequence[int]) -> None:
+    """Remove the spans of rollouts, by the rollouts' numbers."""
+    for statement in _REMOVE_SPANS:
+        db.execute(statement, (list(seqs),))
 
 
 def channel_of(feed: int) -> str:

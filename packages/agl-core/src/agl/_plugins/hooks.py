@@ -25,7 +25,7 @@ PROVIDERS: dict[str, type[Entry]] = {
 
 OBSERVERS = tuple(name for name in HOOKS if name not in PROVIDERS)
 
-_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_NAME = re.compile(r"[a-z][a-z0-9+-]*")
 _FACTORY = re.compile(r"[\w.]+:[\w.]+")
 
 

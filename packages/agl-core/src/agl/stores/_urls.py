@@ -11,12 +11,12 @@ def without_credentials(url: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Any store's URL for people: no user, password or token, and ``***`` for passwords among its options.
+    """Any store's URL for people: no user, password or token, and ``***`` for passwords and shards in its options.
 
     In a URL with characters that should have been quoted, it hides too much rather than show part of the password.
     """
     scheme, separator, rest = url.partition("://")
     if separator and not rest.startswith("/"):
         where, mark, options = rest.partition("?")
-        rest = where.rpartition("@")[2] + mark + re.sub(r"(password=)[^&]*", r"\1***", options)
+        rest = where.rpartition("@")[2] + mark + re.sub(r"((?:password|shards)=)[^&]*", r"\1***", options)
     return f"{scheme}{separator}{rest}"

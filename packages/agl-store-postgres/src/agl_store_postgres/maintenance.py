@@ -1,0 +1,65 @@
+"""Gives back the space of removed rows, and measures how much the others take, on one server."""
+
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import LiteralString
+
+import psycopg
+from psycopg import sql
+
+from agl_run.sql import Compaction
+from agl_store_postgres.connections import Connection, connect
+from agl_store_postgres.faults import explain
+from agl_store_postgres.urls import DatabaseTarget
+
+_TABLES = b"SELECT tablename FROM pg_tables WHERE schemaname = %s"
+_COLUMNS = (
+    b"SELECT c.table_name, c.column_name FROM information_schema.columns c "
+    b"JOIN pg_tables t ON (t.schemaname, t.tablename) = (c.table_schema, c.table_name) WHERE c.table_schema = %s"
+)
+_ROW_HEADER = 28
+"""Bytes that PostgreSQL adds to each row."""
+_SIZE = (
+    b"SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint FROM pg_class c "
+    b"JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = %s AND c.relkind = 'r'"
+)
+
+
+def compact(target: DatabaseTarget, vacuum: LiteralString) -> Compaction:
+    """Run a statement for every table; returns the sizes before and after it, with indexes."""
+    with _connected(target) as db:
+        before = _size(db, target)
+        for (table,) in db.execute(_TABLES, (target.schema,)).fetchall():
+            db.execute(sql.SQL(vacuum).format(sql.Identifier(target.schema, table)))
+        return Compaction(before=before, after=_size(db, target))
+
+
+def row_bytes(target: DatabaseTarget) -> int:
+    """Return the bytes of all rows, without indexes."""
+    with _connected(target) as db:
+        columns: defaultdict[str, list[str]] = defaultdict(list)
+        for table, column in db.execute(_COLUMNS, (target.schema,)).fetchall():
+            columns[table].append(column)
+        return sum(_bytes_of(db, sql.Identifier(target.schema, table), names) for table, names in columns.items())
+
+
+def _bytes_of(db: Connection, table: sql.Identifier, columns: Sequence[str]) -> int:
+    sizes = [sql.SQL("coalesce(pg_column_size({}), 0)").format(sql.Identifier(column)) for column in columns]
+    query = sql.SQL("SELECT coalesce(sum({}), 0)::bigint + {} * count(*) FROM {}")
+    ((size,),) = db.execute(query.format(sql.SQL(" + ").join(sizes), sql.Literal(_ROW_HEADER), table)).fetchall()
+    return int(size)
+
+
+def _size(db: Connection, target: DatabaseTarget) -> int:
+    ((size,),) = db.execute(_SIZE, (target.schema,)).fetchall()
+    return int(size)
+
+
+@contextmanager
+def _connected(target: DatabaseTarget) -> Generator[Connection]:
+    try:
+        with connect(target) as db:
+            yield db
+    except psycopg.Error as error:
+        raise explain(error, target.shown) from error

@@ -1,0 +1,86 @@
+"""Holds the connections of one thread to the shards."""
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+
+import psycopg
+
+from agl_store_postgres.connections import Connection, connect_in_time
+from agl_store_postgres.faults import is_lost
+from agl_store_postgres.placing import Placing
+from agl_store_postgres.shard_layout import connect_shard
+
+
+class LostShardError(Exception):
+    """Raised when the connection to a shard broke in a transaction, which is to be repeated."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class ShardConnections:
+    """The connections of one thread to the shards, opened on demand.
+
+    Args:
+        stopping: Set when the store is closed; ends every wait for a server.
+    """
+
+    def __init__(self, placing: Placing, *, stopping: threading.Event) -> None:
+        self._placing = placing
+        self._stopping = stopping
+        self._open: dict[int, Connection] = {}
+
+    def is_open(self, number: int) -> bool:
+        """Return true if there is a connection to the shard."""
+        return number in self._open and not self._open[number].closed
+
+    def open(self, number: int, *, limit_s: float) -> Connection:
+        """Return the connection to a shard, tried for ``limit_s`` seconds if there is none, and once at least.
+
+        Raises:
+            StoreError: The shard cannot be used.
+            UnnamedShardError: The store's URL does not name it.
+        """
+        if not self.is_open(number):
+            shard = self._placing.shard(number)
+            self._open[number] = connect_in_time(
+                lambda: connect_shard(shard), shard.target, self._stopping, limit_s=limit_s
+            )
+        return self._open[number]
+
+    @contextmanager
+    def guarding(self, number: int) -> Generator[Connection]:
+        """Give the open connection to a shard; raises :class:`LostShardError` if it breaks, and drops it."""
+        if not self.is_open(number):
+            raise LostShardError(number)
+        db = self._open[number]
+        try:
+            yield db
+        except psycopg.Error as error:
+            if is_lost(error, db):
+                self.drop(number)
+                raise LostShardError(number) from error
+            raise
+
+    def rollback(self) -> None:
+        """End the transactions that are open."""
+        for number, db in list(self._open.items()):
+            if db.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+                try:
+                    db.rollback()
+                except psycopg.Error:
+                    self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Close the connection to a shard."""
+        db = self._open.pop(number, None)
+        if db is not None:
+            with suppress(psycopg.Error):
+                db.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for number in list(self._open):
+            self.drop(number)

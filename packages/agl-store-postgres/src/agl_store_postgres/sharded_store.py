@@ -1,0 +1,241 @@
+"""``postgresql+shards://control/database?shards=URL,URL``: the spans of one store on several PostgreSQL servers.
+
+The control server has rollouts, attempts, leases, changes, versions and statistics; the shards have spans, all those of
+a rollout on one. A shard that does not answer holds up the writes and reads of its own spans alone.
+"""
+
+import asyncio
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any, TypeVar
+
+import psycopg
+
+from agl.contracts import PAGE_BYTES, Recording, RolloutQuery, SpanChoice
+from agl.schemas import Span
+from agl.stores import Reads, Tables, TableStore, WakeUp, Work
+from agl_run.sql import Batches, Compaction, OverdueError
+from agl_store_postgres._shard_reads import MissingSpansError, ThreadShards, unnamed
+from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
+from agl_store_postgres.faults import explain
+from agl_store_postgres.layout import prepare
+from agl_store_postgres.listener import ChangeListener
+from agl_store_postgres.maintenance import compact, row_bytes
+from agl_store_postgres.placing import Placing, Shard, UnnamedShardError, spans_of
+from agl_store_postgres.reader import BatchReader, UncheckedRead
+from agl_store_postgres.shard_layout import prepare_shards
+from agl_store_postgres.shard_writer import AwayShardError, ShardWriter
+from agl_store_postgres.sweeping import Sweeper, sweep
+from agl_store_postgres.urls import DatabaseTarget, ShardedTarget, sharded_target_of
+
+T = TypeVar("T")
+
+Lane = Batches[Work[Any]]
+"""Writes of one thread, with connections of its own."""
+
+
+class ShardedPostgresStore(TableStore):
+    """A :class:`agl.contracts.Store` whose spans lie on several PostgreSQL servers.
+
+    It may be used from several threads and event loops at once. A forked process must open its own.
+
+    Args:
+        url: ``postgresql+shards://`` and the rest of the control server's URL, with the option ``shards``: the URLs of
+            the shards with commas between them. Their order has no meaning. A shard that is added gets new rollouts
+            alone; one that holds rollouts cannot be left out. A shard's URL with a ``&`` or a comma of its own is
+            percent-encoded as a whole.
+
+    Raises:
+        ConfigError: The URL cannot be read, or leaves out a shard that holds rollouts.
+        SchemaVersionError: A newer release wrote a schema.
+        StoreError: A database cannot be used, or belongs to another store; the message shows no password.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._target = sharded_target_of(url)
+        self._sharded = _Sharded(self._target)
+        super().__init__(self._sharded)
+        self._with_spans = TableStore(_SpanReads(self._sharded))
+
+    def place(self, rollout_id: str) -> int:
+        """Return the number of the shard that a new rollout of that id gets."""
+        return self._sharded.placing.place(rollout_id)
+
+    async def spans(
+        self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
+    ) -> list[Span]:
+        """See :meth:`agl.contracts.Store.spans`."""
+        return await self._with_spans.spans(rollout_id, attempt_id=attempt_id, after=after, limit=limit)
+
+    async def recordings(
+        self, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
+    ) -> list[Recording]:
+        """See :meth:`agl.contracts.Store.recordings`."""
+        return await self._with_spans.recordings(query, spans=spans, max_bytes=max_bytes)
+
+    async def compact(self) -> Compaction:
+        """Make the space of removed rows usable again (``VACUUM``); nobody has to wait meanwhile."""
+        return await self._compact("VACUUM (ANALYZE) {}")
+
+    async def vacuum(self) -> Compaction:
+        """Write every table anew without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
+        return await self._compact("VACUUM (FULL, ANALYZE) {}")
+
+    async def size(self) -> int:
+        """Return the bytes of all rows on all servers, without indexes; it reads every table, but no contents."""
+        return sum(await self._everywhere(row_bytes))
+
+    async def _compact(self, vacuum: Any) -> Compaction:
+        await asyncio.to_thread(sweep, self._target.control, self._sharded.placing)
+        done = await self._everywhere(compact, vacuum)
+        return Compaction(before=sum(each.before for each in done), after=sum(each.after for each in done))
+
+    async def _everywhere(self, work: Callable[..., T], *args: Any) -> list[T]:
+        return [await asyncio.to_thread(work, each, *args) for each in (self._target.control, *self._target.shards)]
+
+
+class _Sharded:
+    """Implements :class:`agl.stores.Backend`; reads are answered by the control server alone unless they need spans."""
+
+    def __init__(self, target: ShardedTarget) -> None:
+        self.shown_url = target.shown
+        self._target = target
+        self._pid = os.getpid()
+        self._stopping = threading.Event()
+        connection, self._feed, shards = _open(target)
+        self.placing = Placing(shards={shard.number: shard for shard in shards})
+        self._sweeper = Sweeper(target.control, self.placing)
+        self._writers: list[ShardWriter] = []
+        self._lock = threading.Lock()
+        self._own_lanes: dict[int, Lane] = {}
+        self._control = self._lane(connection=connection)
+        self._spans = self._lane()
+        self._shards = ThreadShards(self.placing, stopping=self._stopping)
+        self._readers = [BatchReader(target.control, stopping=self._stopping, reads=self._shards.reads) for _ in "ab"]
+        self._plain_reads, self._span_reads = (
+            Batches(reader, shown_url=target.shown, explain=self._explain, threads=target.control.readers)
+            for reader in self._readers
+        )
+        self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
+        self._listener = ChangeListener(
+            target.control, feed=self._feed, wake_ups=(self.queued, self.changed), expire=self._expire
+        )
+        self._sweeper.wake()
+
+    async def write(self, work: Work[T]) -> T:
+        self._check_process()
+        if not spans_of(work):
+            answer = await self._control.run(work, undo=work.undo)
+            if work.act.__name__ == "delete":
+                self._sweeper.wake()
+            return answer
+        try:
+            return await self._spans.run(work, undo=work.undo)
+        except AwayShardError as away:
+            return await self._own_lane(away.number).run(work, undo=work.undo)
+
+    async def read(self, look: Callable[[Reads], T]) -> T:
+        return await self._read(self._plain_reads, look)
+
+    async def read_spans(self, look: Callable[[Reads], T]) -> T:
+        """Like :meth:`read`, for reads that need spans: one that waits for a shard holds up only its own kind."""
+        try:
+            return await self._read(self._span_reads, look)
+        except MissingSpansError:  # unless the rollout was removed in between
+            return await self._read(self._span_reads, look)
+
+    async def _read(self, reads: Batches[Any], look: Callable[[Reads], T]) -> T:
+        self._check_process()
+        try:
+            return await reads.run(look)
+        except OverdueError:
+            await self._control.run(Work(act=_do_nothing))
+        return await reads.run(UncheckedRead(look))  # another machine may be deciding them just now
+
+    async def close(self) -> None:
+        if os.getpid() == self._pid:
+            await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._sweeper.close()
+        self._stopping.set()
+        with self._lock:
+            lanes = [self._control, self._spans, *self._own_lanes.values()]
+        for batches in (*lanes, self._plain_reads, self._span_reads):
+            batches.close()
+        for each in (*self._writers, *self._readers, self._shards):
+            each.close()
+        self._listener.close()
+
+    def _lane(self, *, connection: Connection | None = None, waits: bool = False) -> Lane:
+        writer = ShardWriter(
+            self._target.control,
+            placing=self.placing,
+            connection=connection,
+            feed=self._feed,
+            stopping=self._stopping,
+            waits=waits,
+        )
+        self._writers.append(writer)
+        return Batches(writer, shown_url=self.shown_url, explain=self._explain)
+
+    def _own_lane(self, number: int) -> Lane:
+        """Return the lane for spans of a shard that is away; it waits for that shard, and others need not."""
+        with self._lock:
+            if number not in self._own_lanes:
+                self._own_lanes[number] = self._lane(waits=True)
+                if self._stopping.is_set():
+                    self._own_lanes[number].close()
+            return self._own_lanes[number]
+
+    def _explain(self, error: Exception) -> Exception:
+        if isinstance(error, UnnamedShardError):
+            return unnamed(f"a server that {self.shown_url} leaves out", error.number)
+        return explain(error, self.shown_url)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise forked_error(self._target.control)
+
+    def _on_wait(self) -> float:
+        self._listener.start()
+        return math.inf
+
+    def _expire(self) -> None:
+        """Submit empty work: the writer decides overdue attempts before any work."""
+        self._control.submit(Work(act=_do_nothing))
+
+
+class _SpanReads:
+    """The same backend, whose reads need spans."""
+
+    def __init__(self, sharded: _Sharded) -> None:
+        self.shown_url, self.queued, self.changed = sharded.shown_url, sharded.queued, sharded.changed
+        self.write, self.read, self.close = sharded.write, sharded.read_spans, sharded.close
+
+
+def _do_nothing(_: Tables) -> None:
+    """Do nothing; the transaction around it still decides overdue attempts."""
+
+
+def _open(target: ShardedTarget) -> tuple[Connection, int, Sequence[Shard]]:
+    """Open the first connection and prepare all tables; returns it with the number of the feed, and the shards."""
+    with ExitStack() as stack:
+        control, *shards = (stack.enter_context(closing(_connected(each))) for each in (target.control, *target.shards))
+        try:
+            feed = prepare(control, target.control, is_sharded=True)
+            found = prepare_shards(control, shards, target)
+        except psycopg.Error as error:
+            raise explain(error, target.shown) from error
+        for shard in shards:
+            shard.close()
+        stack.pop_all()
+        return control, feed, found
+
+
+def _connected(target: DatabaseTarget) -> Connection:
+    return connect_in_time(partial(connect, target), target, threading.Event(), limit_s=START_WAIT_S)
