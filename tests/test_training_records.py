@@ -150,10 +150,10 @@ def test_step_that_was_killed_is_told_from_the_one_that_repeated_it(
 ) -> None:
     commit = Driver.commit
 
-    async def dies(driver: Driver, turn: Any, report: StepReport, **rest: Any) -> None:
+    async def dies(driver: Driver, turn: Any, report: StepReport, **rest: Any) -> StepReport:
         if report.step == 2:
             raise RuntimeError("killed on purpose")
-        await commit(driver, turn, report, **rest)
+        return await commit(driver, turn, report, **rest)
 
     monkeypatch.setattr(Driver, "commit", dies)
     with pytest.raises(RuntimeError, match="on purpose"):
