@@ -64,9 +64,9 @@ class KeyFile:
         return self._keys
 
     def _read(self) -> bytes:
-        if sys.platform != "win32" and self.path.stat().st_mode & self._private:
-            raise ConfigError(f"{self._shown()} can be read by other users. Run: chmod 600 {self.path}")
         with self.path.open("rb") as file:
+            if sys.platform != "win32" and os.fstat(file.fileno()).st_mode & self._private:
+                raise ConfigError(f"{self._shown()} can be read by other users. Run: chmod 600 {self.path}")
             return joined_keys(file.read(_LIMIT + 1), source=self._shown())
 
     def _shown(self) -> str:
