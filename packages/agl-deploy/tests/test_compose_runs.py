@@ -1,5 +1,6 @@
 """The services of the compose file, run as plain processes: their commands, variables and health checks as written."""
 
+import base64
 import importlib.util
 import os
 import re
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 import yaml
@@ -108,9 +109,14 @@ class Services:
         return not subprocess.run(self._words(words), env=self._environment(own), capture_output=True).returncode
 
     def metrics(self) -> set[str]:
-        """The names that the gateway shows to Prometheus."""
-        with urlopen(f"http://127.0.0.1:{self._changes['4747']}/metrics", timeout=60) as answer:
-            return set(re.findall(r"^# TYPE (\w+)", answer.read().decode(), re.MULTILINE))
+        """The names that the gateway and the console show to Prometheus."""
+        password = base64.b64encode(f"prometheus:{SECRETS['AGL_CONSOLE_PASSWORD']}".encode()).decode()
+        found = set[str]()
+        for port in ("4747", "8000"):
+            url = f"http://127.0.0.1:{self._changes[port]}/metrics"
+            with urlopen(Request(url, headers={"Authorization": f"Basic {password}"}), timeout=60) as answer:
+                found |= set(re.findall(r"^# TYPE (\w+)", answer.read().decode(), re.MULTILINE))
+        return found
 
     def log(self, name: str) -> str:
         return (self.project / f"{name}.log").read_text()
