@@ -143,6 +143,13 @@ def test_entropies_are_the_models_own_and_reach_the_uses_of_calls(model_dir: Pat
     assert any("advantage" in use.tokens for use in trained)
 
 
+def test_entropies_may_be_left_out(model_dir: Path, tmp_path: Path) -> None:
+    with_them, whole = train(tmp_path / "with", model_dir, **{"trainer.total_training_steps": 1})
+    without, same = train(tmp_path / "without", model_dir, entropy=False, **{"trainer.total_training_steps": 1})
+    assert with_them[0].keys() - without[0].keys() == {"entropy"}
+    assert all(torch.equal(tensor, same[name]) for name, tensor in whole.items())
+
+
 def test_entropies_are_those_of_transformers(model_dir: Path) -> None:
     ids = torch.tensor([5, 9, 11, 3, 60, 7])
     blank = torch.zeros(4)

@@ -57,6 +57,8 @@ class VERL:
         save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
             time that may go into saving. A run that is killed repeats the steps since the last save.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+        entropy: Whether the entropy of the policy before every trained token is measured. It changes no update, and
+            takes a softmax over the vocabulary for every token of the rows.
         others: `loss`, `loss_params`, `estimator` and `estimator_params` (`objectives.py`), `refill`, `curriculum` and
             `curriculum_uniform` (`supply.py`); further groups of VERL's configuration are refused by name.
 
@@ -72,6 +74,7 @@ class VERL:
         keep: int = 2,
         save_every: int | str = SAVE_EVERY,
         mask_truncated: bool = False,
+        entropy: bool = True,
         algorithm: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None,
         actor_rollout_ref: dict[str, Any] | None = None,
@@ -96,6 +99,7 @@ class VERL:
         given = {name: group for name, group in groups.items() if group is not None}
         self.settings, self.notes = read_settings({**given, **others})
         self._threads, self._keep, self._mask_truncated = threads, keep, mask_truncated
+        self._has_entropy = entropy
         self._save_every, self._interval = save_every, SaveInterval("verl", save_every)
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
@@ -111,7 +115,12 @@ class VERL:
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
         self._learner = VerlLearner(
-            self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
+            self.settings,
+            workdir=context.workdir,
+            steps=self._steps,
+            threads=self._threads,
+            keep=self._keep,
+            has_entropy=self._has_entropy,
         )
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
         begin_saving(context, self.save, algorithm="verl", save_every=self._save_every, serves=self._tuned)

@@ -58,9 +58,13 @@ class VerlLearner:
         steps: Steps of the whole run, over which learning rates are scheduled.
         threads: Torch's threads while training; 0 leaves torch's choice.
         keep: Number of saved states and exported weights that stay on disk.
+        has_entropy: Whether entropies are measured beside the old log-probabilities.
     """
 
-    def __init__(self, settings: VerlSettings, *, workdir: Path, steps: int, threads: int, keep: int) -> None:
+    def __init__(
+        self, settings: VerlSettings, *, workdir: Path, steps: int, threads: int, keep: int, has_entropy: bool = True
+    ) -> None:
+        self._has_entropy = has_entropy
         self._settings, self._workdir, self._steps = settings, workdir.absolute(), steps
         self._threads, self._keep = threads, keep
         self._worker: VerlWorker | None = None
@@ -239,7 +243,8 @@ class VerlLearner:
         # log pi_old, [R] per row. The recorded log-probabilities would do if the server were exact; it computes with
         # other kernels, and where groups are collected ahead also with older weights.
         # The entropies H of the same pass, [R] per row, are only shown: VERL's trainer on Ray computes them too.
-        scored = zip(prepared.samples, *worker.scores(prepared.samples), strict=True)
+        found = worker.scores(prepared.samples, has_entropy=self._has_entropy)
+        scored = zip(prepared.samples, *found, strict=True)
         samples = [replace(sample, old=old_R, entropy=entropy_R) for sample, old_R, entropy_R in scored]
         metrics = shaping.logprob_gaps(samples)  # how large that error is
         metrics |= mean_entropy(samples)

@@ -84,11 +84,16 @@ class VerlWorker:
         if self._threads:
             torch.set_num_threads(self._threads)
 
-    def scores(self, samples: Sequence[RowSample]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the engine's log-probabilities and entropies of each sample's response, [R] per sample on the CPU."""
+    def scores(
+        self, samples: Sequence[RowSample], *, has_entropy: bool = True
+    ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
+        """Return the engine's log-probabilities and entropies of each sample's response, [R] per sample on the CPU.
+
+        Without `has_entropy` the entropies are None.
+        """
         self.use_threads()
-        if not samples:
-            return [], []
+        if not has_entropy or not samples:
+            return self._infer(self._worker, samples), [None] * len(samples)
         found = self._answer(self._worker, samples, calculate_entropy=True)
         return responses(found["log_probs"], samples), responses(found["entropy"], samples)
 
