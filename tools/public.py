@@ -38,6 +38,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.importance",
         "agl_objectives.kl",
         "agl_objectives.registry",
+        "agl_objectives.replay",
         "agl_objectives.saving",
         "agl_objectives.tasks",
         "agl_objectives.testing",

@@ -18,6 +18,7 @@ from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.batch import RowSample
 from agl_algo_torch.grpo import GRPO
+from agl_algo_torch.ppo import PPO
 from agl_algo_torch.replay import ReplayBuffer
 from agl_run import Quiet, SQLiteStore, policy
 from agl_testing.commands import run_agl
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from agl.contracts import StepReport
 
 
-def scenario_of(model_dir: Path, **params: Any) -> AlgorithmScenario:
+def scenario_of(model_dir: Path, *, made: type[GRPO | PPO] = GRPO, **params: Any) -> AlgorithmScenario:
     settings = {"steps": 4, "tasks_per_step": 2, "group_size": 4, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
     return AlgorithmScenario(
-        make=lambda: GRPO(**settings),
+        make=lambda: made(**settings),
         play=World().play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},
@@ -49,6 +50,14 @@ class TestConformance(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
         return scenario_of(model_dir, replay=0.5, updates_per_step=2)
+
+
+class TestConformanceOfPPO(AlgorithmConformance):
+    """The same with a critic beside."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(model_dir, made=PPO, replay=0.5, updates_per_step=2, critic_warmup=1)
 
 
 def reports_of(tmp_path: Path, model_dir: Path, **params: Any) -> list[StepReport]:
@@ -167,6 +176,21 @@ def test_a_step_replays_rollouts_beside_its_own_and_the_ledger_has_each_once(mod
     assert reports[1].metrics["replay_weight"] == pytest.approx(1.0, abs=0.3)
 
 
+def test_ppo_replays_for_the_policy_once_the_critic_has_learned_alone(model_dir: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"made": PPO, "critic_warmup": 1, "critic_lr": 1e-2, "updates_per_step": 2, "lr": 1e-4}
+    plain = reports_of(tmp_path / "plain", model_dir, **settings)
+    mixed = reports_of(tmp_path / "mixed", model_dir, **settings, replay=0.5)
+    assert [0.0, 0.0, 8.0] == [report.metrics["rollouts_replayed"] for report in mixed[:3]]
+    assert set(mixed[1].trained) <= set(mixed[2].uses), "the first step whose policy was trained"
+    assert not set(mixed[0].trained) & set(mixed[2].uses)
+    trained = [rollout for report in mixed for rollout in report.trained]
+    assert 4 * 8 == len(set(trained)) == len(trained)
+    losses = [[report.metrics["value_loss"] for report in reports[:3]] for reports in (plain, mixed)]
+    assert losses[0] == losses[1], "the critic learns from new rollouts alone"
+    assert plain[2].metrics["grad_norm"] != mixed[2].metrics["grad_norm"]
+    assert mixed[2].metrics["replay_weight"] == pytest.approx(1.0, abs=0.3)
+
+
 def test_replayed_rollouts_change_the_update_and_none_without_a_share(model_dir: Path, tmp_path: Path) -> None:
     plain = reports_of(tmp_path / "plain", model_dir, steps=2)
     mixed = reports_of(tmp_path / "mixed", model_dir, steps=2, replay=0.5)
@@ -188,7 +212,7 @@ def test_importance_weights_reach_the_loss_where_the_sampler_is_not_corrected(mo
     ("params", "message"),
     [
         ({"replay": 1.0}, "replay = 1, which leaves no room"),
-        ({"replay": -0.5}, "replay.*between 0 and 1"),
+        ({"replay": -0.5}, "replay = -0.5; it is a share, between 0 and 1"),
         ({"replay": 0.5, "replay_bound": 0.0}, "replay_bound = 0.0.*above 0"),
         ({"replay": 0.5, "replay_max_staleness": 0}, "replay_max_staleness = 0.*at least 1 version"),
         ({"replay_bound": 3.0}, "replay_bound without replay"),

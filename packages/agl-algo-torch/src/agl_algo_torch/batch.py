@@ -11,7 +11,7 @@ memory: its weights and total are those of its update, so the gradients of the m
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -281,6 +281,17 @@ def micro_batches(
         chunk.append(index)
     if chunk:
         yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total, is_packed=is_packed)
+
+
+def micro_batches_apart(samples: Sequence[RowSample], weight: Sequence[float], **options: Any) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of an update, with rows that bring importance weights apart from those that do not.
+
+    Those that do are replayed; a micro-batch finds the weights of the others by itself. `options` are those of
+    `micro_batches`.
+    """
+    for is_weighed in (False, True):
+        places = [i for i, sample in enumerate(samples) if (sample.importance is not None) == is_weighed]
+        yield from micro_batches([samples[i] for i in places], [weight[i] for i in places], **options)
 
 
 def _collate(

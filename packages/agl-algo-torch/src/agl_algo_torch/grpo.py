@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.anchor import Anchor
-from agl_algo_torch.batch import MicroBatch, RowSample, micro_batches, split_updates
+from agl_algo_torch.batch import MicroBatch, RowSample, micro_batches_apart, split_updates
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
@@ -393,23 +393,16 @@ class GRPO:
         if not kept:
             return [], []
         surveyed = self._objective.surveyed(samples, model=learner.loaded.model, device=learner.loaded.device)
-        # How rows are cut into micro-batches is a matter of memory and changes no gradient beyond rounding. Those with
-        # weights of their own, which are replayed, are cut apart from those whose weights a batch finds by itself.
-        weighed = [i for i in kept if surveyed[i].importance is not None]
-        others = [i for i in kept if surveyed[i].importance is None]
-        batches = [
-            batch
-            for places in (others, weighed)
-            for batch in micro_batches(
-                [surveyed[i] for i in places],
-                [weight[i] for i in places],
-                total=total,
-                token_budget=self._token_budget,
-                device=learner.loaded.device,
-                is_packed=packs_rows(learner.loaded.model),
-            )
-        ]
-        return [surveyed[i] for i in kept], batches
+        # How rows are cut into micro-batches is a matter of memory and changes no gradient beyond rounding.
+        batches = micro_batches_apart(
+            [surveyed[i] for i in kept],
+            [weight[i] for i in kept],
+            total=total,
+            token_budget=self._token_budget,
+            device=learner.loaded.device,
+            is_packed=packs_rows(learner.loaded.model),
+        )
+        return [surveyed[i] for i in kept], list(batches)
 
     def _with_old_logprobs(self, learner: PolicyLearner, samples: list[RowSample]) -> list[RowSample]:
         """Return `samples` with log pi_old, the log-probabilities before the step's first update."""

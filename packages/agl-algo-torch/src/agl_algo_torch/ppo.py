@@ -18,6 +18,8 @@ Deviations from the paper, and why:
 - Advantages are whitened with the weights of the loss, so a rollout's share does not grow with its calls or rows when
   `aggregation = "sequence"`; with `"token"` every token counts once, as is usual.
 - The log-probability gap between sampler and trainer is corrected by truncated importance sampling, as in `grpo.py`.
+- With `replay` the policy trains some rollouts of earlier steps once more (`replay.py`), with the advantages that they
+  had; the critic does not, because their targets are values of an older critic.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch import gae
 from agl_algo_torch.anchor import Anchor
-from agl_algo_torch.batch import RowSample, from_row, micro_batches, split_updates
+from agl_algo_torch.batch import RowSample, from_row, micro_batches_apart, split_updates
 from agl_algo_torch.critic import CriticLearner
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged, mean
 from agl_algo_torch.model import LoraSettings
@@ -42,6 +44,7 @@ from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong
+from agl_algo_torch.replay import ReplayBuffer
 from agl_algo_torch.token_numbers import TokenNumbers, mean_advantages
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative, shares
 from agl_algo_torch.typed_torch import backward
@@ -50,6 +53,7 @@ from agl_objectives.answers import rollout_shares, without_truncated
 from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.replay import Replayed
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import group_uses
@@ -93,6 +97,9 @@ class PPO:
         curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
             `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
             without preference.
+        replay: Share of a step's trained rollouts that earlier steps have trained on already, each once more at most
+            (`replay.py`); their importance weights are truncated at `replay_bound`, and none is more than
+            `replay_max_staleness` versions of the policy old.
         gamma: Discount per token of the policy; `lam` is GAE's lambda.
         is_whitened: Whether a step's advantages are brought to mean 0 and deviation 1.
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`); by default what the loss
@@ -134,6 +141,9 @@ class PPO:
         refill: int = 0,
         curriculum: Curriculum = "",
         curriculum_uniform: float = 0.5,
+        replay: float = 0.0,
+        replay_bound: float = 2.0,
+        replay_max_staleness: int = 4,
         gamma: float = 1.0,  # an answer is worth as much when it took more tokens
         lam: float = 0.95,  # lambda
         is_whitened: bool = True,
@@ -228,6 +238,7 @@ class PPO:
             mask_truncated=mask_truncated,
             overlong=self._overlong,
         )
+        self._replay = ReplayBuffer("ppo", share=replay, bound=replay_bound, max_staleness=replay_max_staleness)
         self._token_budget, self._keep = token_budget, keep
         optim = OptimSettings(
             lr=lr,
@@ -263,7 +274,7 @@ class PPO:
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
         self._context = context
-        self._tuned.begin(context, others=self._write_critic)
+        self._tuned.begin(context, others=self._write_others)
         check_tasks(context, algorithm="ppo")
         self._groups.begin(context)
 
@@ -271,7 +282,7 @@ class PPO:
         """Collect, evaluate, update policy and critic, save and publish."""
         step = self._step + 1
         learner = await self._tuned.learner(updates=self._updates)
-        moves = learner.moves
+        moves, version = learner.moves, self._context.current(self._tuned.name).version
         critic = self._critic = self._critic or await asyncio.to_thread(self._make_critic, learner)
 
         # 1. Collect with the live weights.
@@ -291,12 +302,16 @@ class PPO:
         loud = {row.sample.rollout for row in valued if not row.sample.is_silent}
         metrics |= rollout_shares(collected.episodes, dropped=sum(collected.dropped.values()), loud=loud)
 
-        # 3. Update policy and critic.
+        # 3. Update policy and critic, the policy on some rollouts of earlier steps as well.
         self._tuned.start_updates()
+        own = tuple(dict.fromkeys(row.sample.rollout for row in valued))
+        uses = _uses(groups, returns, valued, loud=loud)
+        replayed = self._replayed(version, valued, uses=uses)
         held = self._anchor.rows(collected.episodes, policy=self._tuned.name)
         tokens = TokenNumbers()
         tokens.note_advantages(row.sample for row in valued)
-        metrics |= await self._train(learner, critic, valued, held=held, tokens=tokens)
+        metrics |= await self._train(learner, critic, valued, replayed=replayed.rows, held=held, tokens=tokens)
+        metrics |= replayed.metrics() if self._replay.share else {}
         metrics["update_s"] = time.perf_counter() - started
 
         # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
@@ -307,10 +322,10 @@ class PPO:
             step=step,
             is_finished=is_finished,
             metrics=metrics,
-            trained=tuple(dict.fromkeys(row.sample.rollout for row in valued)),
+            trained=own,
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=tokens.added(_uses(groups, returns, valued, loud=loud)) | collected.uses,
+            uses=tokens.added(uses) | collected.uses | replayed.uses(bound=self._replay.bound),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -322,11 +337,14 @@ class PPO:
         """Continue from a checkpoint of policy and critic, optimizer moments and the KL reference included."""
         self._step, self._updates = int(state["step"]), int(state["updates"])
         self._groups.restore(state.get("groups", {}))
+        self._replay.load(self._context.workdir, step=self._step)
         await self._tuned.restore(state)
         await self._open_critic(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        self._replay.clear()
+        await asyncio.to_thread(self._replay.save, self._context.workdir, step=self._step, keep=self._keep)
         await self._tuned.go_back(state, rate=rate, updates=self._updates)
         self._critic = None
         await self._open_critic(state)
@@ -341,7 +359,19 @@ class PPO:
         self._tuned.close()
         self._critic = None
 
-    def _write_critic(self, step: int, kept: Collection[int]) -> None:
+    def _replayed(
+        self, version: str, rows: Sequence[ValuedRow], *, uses: Mapping[str, tuple[CallUse, ...]]
+    ) -> Replayed[RowSample]:
+        """Return what is replayed beside the rows of a step, and keep those; nothing while the critic learns alone."""
+        if self._step < self._critic_warmup:
+            return Replayed()
+        samples = [row.sample for row in rows]
+        replayed = self._replay.take(version, own=len({sample.rollout for sample in samples}))
+        self._replay.add(version, samples, uses=uses)
+        return replayed
+
+    def _write_others(self, step: int, kept: Collection[int]) -> None:
+        self._replay.save(self._context.workdir, step=step, keep=self._keep, kept=kept)
         if self._critic is not None:
             self._critic.save(self._context.workdir, self._tuned.opened, step=step, keep=self._keep, kept=kept)
 
@@ -433,21 +463,36 @@ class PPO:
         critic: CriticLearner,
         rows: Sequence[ValuedRow],
         *,
+        replayed: list[RowSample],
         held: Sequence[RowSample],
         tokens: TokenNumbers,
     ) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""
         if not rows:
             return {"updates_skipped": 1.0}
+        if replayed:
+            replayed = await asyncio.to_thread(self._weighed, learner, replayed)
         by_row = {id(row.sample): row for row in rows}  # samples hold tensors, which cannot be compared for equality
         parts = split_updates([row.sample for row in rows], updates=self._updates_per_step)  # rollouts stay whole
+        old = split_updates(replayed, updates=len(parts))  # so that every update has its share of them
         reports: list[dict[str, float]] = []
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
                 chosen = [by_row[id(sample)] for sample in part]
-                reports.append(await asyncio.to_thread(self._update, learner, critic, chosen, held=held, tokens=tokens))
+                more = old[index] if index < len(old) else []
+                reports.append(
+                    await asyncio.to_thread(
+                        self._update, learner, critic, chosen, replayed=more, held=held, tokens=tokens
+                    )
+                )
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
-        return averaged(reports)
+        return averaged(reports) | self._replay.truncated(replayed)
+
+    def _weighed(self, learner: PolicyLearner, rows: list[RowSample]) -> list[RowSample]:
+        """Return replayed rows with log pi_old and their importance weights."""
+        learner.use_threads()
+        loaded = learner.loaded
+        return self._replay.weighed(rows, objective=self._objective, model=loaded.model, device=loaded.device)
 
     def _update(
         self,
@@ -455,12 +500,13 @@ class PPO:
         critic: CriticLearner,
         rows: Sequence[ValuedRow],
         *,
+        replayed: Sequence[RowSample] = (),
         held: Sequence[RowSample],
         tokens: TokenNumbers | None = None,
     ) -> dict[str, float]:
         """Do one update of the critic, and one of the policy once the critic's warm-up is over; returns metrics."""
         learner.use_threads()
-        samples = [row.sample for row in rows]
+        samples = [row.sample for row in rows]  # of this step; the critic learns from these alone
         # Critic and policy weight a token alike, so both see a rollout with the same share.
         weight, total = self._objective.weights(samples)
         # The critic first; it does not matter to the policy, whose advantages were computed before either moved.
@@ -475,8 +521,10 @@ class PPO:
         if self._step < self._critic_warmup:
             return report
         model, device, tally = learner.loaded.model, learner.loaded.device, Tally(tokens=tokens)
+        samples = [*samples, *replayed]
+        weight, total = self._objective.weights(samples)
         surveyed = self._objective.surveyed(samples, model=model, device=device)
-        for batch in micro_batches(
+        for batch in micro_batches_apart(
             surveyed,
             weight,
             total=total,

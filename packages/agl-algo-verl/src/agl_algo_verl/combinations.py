@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from agl.errors import ConfigError
 from agl_algo_verl.objectives import check_choices, chosen_loss
 from agl_objectives.groups import GroupSampler
+from agl_objectives.replay import ReplayPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +32,7 @@ def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     _check_staleness(settings, given)
     _check_overlong(settings, given)
     _check_draws(settings)
+    _check_replay(settings)
 
 
 def is_given(given: Mapping[str, Any], name: str) -> bool:
@@ -234,4 +236,14 @@ def _check_draws(settings: VerlSettings) -> None:
             f"verl got {' and '.join(asked)} with trainer.v1.trainer_mode = {settings.trainer.v1.trainer_mode!r}, "
             "which asks for the groups of later steps before the rewards of this one are known. Use "
             'trainer_mode = "sync", or remove what is named first.'
+        )
+
+
+def _check_replay(settings: VerlSettings) -> None:
+    """Raise ConfigError for a replay that is out of range, or whose tokens nothing would weigh."""
+    ReplayPool[Any]("verl", share=settings.replay, max_staleness=settings.replay_max_staleness)
+    if settings.replay and settings.algorithm.rollout_correction.rollout_is is None:
+        raise ConfigError(
+            f"verl got replay = {settings.replay}, and nothing weighs tokens that older weights drew. Set "
+            'algorithm.rollout_correction.rollout_is = "token"; rollout_is_threshold is the largest weight.'
         )

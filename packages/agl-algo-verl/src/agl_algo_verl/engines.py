@@ -10,7 +10,7 @@ from agl.hints import did_you_mean
 ENGINES = ("inproc", "ray")
 
 
-def make(
+def make(  # noqa: PLR0913 - one argument per key of the experiment file
     *,
     engine: str = "inproc",
     threads: int = 0,
@@ -22,6 +22,8 @@ def make(
     refill: int | None = None,
     curriculum: str | None = None,
     curriculum_uniform: float | None = None,
+    replay: float | None = None,
+    replay_max_staleness: int | None = None,
     save_every: int | str | None = None,
     **config: Any,
 ) -> Any:
@@ -29,7 +31,9 @@ def make(
 
     `loss` and `estimator` name those of agl-objectives, in place of VERL's own keys in `config`. `refill` is the most
     rounds in which silent groups are replaced, `curriculum` the tasks to prefer, with the share `curriculum_uniform`
-    drawn without preference. `save_every` is the interval between two saves, in this process only.
+    drawn without preference. `replay` is the share of a step's trained rollouts that earlier steps have trained on
+    already, at most `replay_max_staleness` versions of the policy before. `save_every` is the interval between two
+    saves, in this process only.
     Raises ConfigError for another engine, a wrong configuration, or a VERL that is missing or too new.
     """
     beside = {
@@ -40,6 +44,8 @@ def make(
         "refill": refill,
         "curriculum": curriculum,
         "curriculum_uniform": curriculum_uniform,
+        "replay": replay,
+        "replay_max_staleness": replay_max_staleness,
         "save_every": save_every,
     }
     config |= {name: value for name, value in beside.items() if value is not None}

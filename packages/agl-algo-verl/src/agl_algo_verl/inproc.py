@@ -7,8 +7,9 @@ One step:
     3. log pi_old of every row, recomputed by VERL's engine; its largest distance from what the server recorded is
        `logprob_gap`. Where they are needed, log pi_ref of the reference and the values of the critic (`learning.py`)
     4. advantages once more where these change them: less a KL penalty, or by VERL's GAE (`shaping.py`)
-    5. updates by the loss (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times
-    6. publish the weights, which the policy then serves, and save them with a checkpoint unless that may wait; a step
+    5. some rollouts of earlier steps beside them, where asked for (`replay.py`)
+    6. updates by the loss (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times
+    7. publish the weights, which the policy then serves, and save them with a checkpoint unless that may wait; a step
        without an update publishes none
 
 Deviations from VERL's own trainer, and why:
@@ -28,11 +29,13 @@ from typing import TYPE_CHECKING, Any
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_verl.learning import VerlLearner
+from agl_algo_verl.replay import VerlReplay
 from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.supply import VerlSupply
 from agl_algo_verl.token_numbers import with_tokens
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
+from agl_objectives.replay import Replayed
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_verl.rows import PreparedStep
+    from agl_algo_verl.rows import PreparedStep, RowSample
     from agl_algo_verl.settings import VerlSettings
     from agl_algo_verl.supply import StepGroups
 
@@ -60,7 +63,8 @@ class VERL:
         entropy: Whether the entropy of the policy before every trained token is measured. It changes no update, and
             takes a softmax over the vocabulary for every token of the rows.
         others: `loss`, `loss_params`, `estimator` and `estimator_params` (`objectives.py`), `refill`, `curriculum` and
-            `curriculum_uniform` (`supply.py`); further groups of VERL's configuration are refused by name.
+            `curriculum_uniform` (`supply.py`), `replay` and `replay_max_staleness` (`replay.py`); further groups of
+            VERL's configuration are refused by name.
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
@@ -104,6 +108,7 @@ class VERL:
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
         self._step = 0
+        self._live = ""  # the version whose weights a step began to train
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks; say which keys others decide.
@@ -123,6 +128,7 @@ class VERL:
             has_entropy=self._has_entropy,
         )
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
+        self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
         begin_saving(context, self.save, algorithm="verl", save_every=self._save_every, serves=self._tuned)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
@@ -140,8 +146,12 @@ class VERL:
 
         self._is_moving = True
         started, updates = time.perf_counter(), self._learner.updates
-        found, samples = await self._learner.train(prepared, step=step, progress=context.progress)
-        metrics |= found
+        self._live = context.current(self._tuned).version
+        replayed = self._replayed(prepared, step=step)
+        trained = await self._learner.train(prepared, step=step, progress=context.progress, replayed=replayed)
+        metrics |= trained.metrics | self._replay.metrics(replayed) | self._replay.weights(trained.replayed)
+        if self._learner.trains_policy(step):
+            self._replay.add(trained.own, version=self._live, uses=prepared.uses)
         metrics["update_s"] = time.perf_counter() - started  # seconds, log-probabilities and values included
 
         published = (await self._publish(step),) if self._learner.updates > updates else ()
@@ -158,8 +168,14 @@ class VERL:
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),  # each once, in order
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=with_tokens(prepared, samples) | supplied.uses,
+            uses=with_tokens(prepared, trained.own) | supplied.uses | self._replay.uses(replayed),
         )
+
+    def _replayed(self, prepared: PreparedStep, *, step: int) -> Replayed[RowSample]:
+        """Return the rollouts of earlier steps that a step trains once more; none while a critic learns alone."""
+        if not self._learner.trains_policy(step):
+            return Replayed()
+        return self._replay.take(prepared, version=self._live)
 
     async def save(self, must: bool) -> bool:
         """Write what training continues from and the weights that are live; see `defer` of the context."""
@@ -167,6 +183,7 @@ class VERL:
             return False
         started, kept = time.perf_counter(), self._context.kept()
         await self._learner.save(step=self._step, kept=kept)
+        await asyncio.to_thread(self._replay.save, step=self._step, kept=kept)
         if self._unwritten is not None:
             await self._learner.export(step=self._unwritten, kept=kept)
         self._unwritten = None
@@ -181,10 +198,12 @@ class VERL:
         """Continue from a checkpoint: weights, optimizer moments, schedule and random state."""
         self._step = int(state["step"])
         self._supply.restore(state["supply"])
+        self._replay.load(step=self._step)
         await self._learner.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        await asyncio.to_thread(self._replay.clear, step=self._step)
         if missing := await self._learner.go_back(state, rate=rate):
             self._context.say(
                 f"the saved state {missing} is gone; training goes on with new moments of AdamW"

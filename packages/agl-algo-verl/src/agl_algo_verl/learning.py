@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_algo_verl.files import step_directory
 from agl_algo_verl.kl_control import KlController
+from agl_algo_verl.replay import beside
 from agl_algo_verl.token_numbers import mean_entropy
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.rows import PreparedStep, RowSample
     from agl_algo_verl.settings import VerlSettings
     from agl_algo_verl.worker import VerlWorker
+    from agl_objectives.replay import Replayed
 
     Part = tuple[list[RowSample], int]
 
@@ -47,6 +49,15 @@ class Behind:
 
     checkpoint: str
     place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a step trained: its own rows with their final advantages, the replayed ones, and numbers to log."""
+
+    own: list[RowSample]
+    replayed: list[RowSample]
+    metrics: dict[str, float]
 
 
 class VerlLearner:
@@ -88,30 +99,42 @@ class VerlLearner:
         self._opened = version
 
     async def train(
-        self, prepared: PreparedStep, *, step: int, progress: Callable[[int, int, str], None]
-    ) -> tuple[dict[str, float], list[RowSample]]:
-        """Do all updates of a step; returns what to log, and the rows with what the models said of them before.
+        self,
+        prepared: PreparedStep,
+        *,
+        step: int,
+        progress: Callable[[int, int, str], None],
+        replayed: Replayed[RowSample],
+    ) -> Trained:
+        """Do all updates of a step; a number that several of them report is averaged.
 
-        A number that several updates report is averaged.
+        On `replayed` rollouts the policy trains besides, with the advantages that they have, and the critic does not.
         """
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
+        every = await asyncio.to_thread(self._with_replayed, replace(prepared, samples=samples), replayed)
         jobs: list[tuple[Callable[..., dict[str, float]], Part, bool]] = []
         actor, critic = self._settings.actor, self._settings.critic
         if self._critic is not None:
             # The critic's mini-batches and epochs are the actor's where it has none of its own.
             mini, epochs = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs
-            jobs += self._jobs(self._critic.update, samples, prepared, tasks=mini, epochs=epochs or actor.ppo_epochs)
+            own = replace(prepared, samples=samples)
+            jobs += self._jobs(self._critic.update, own, tasks=mini, epochs=epochs or actor.ppo_epochs)
         # A fresh critic's values are noise, and so are advantages from them: before step `critic_warmup` it learns
         # alone.
-        if self._critic is None or self._settings.trainer.critic_warmup <= step:
+        if self.trains_policy(step):
             mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
-            jobs += self._jobs(self._update_policy, samples, prepared, tasks=mini, epochs=epochs)
+            jobs += self._jobs(self._update_policy, every, tasks=mini, epochs=epochs)
         values: defaultdict[str, list[float]] = defaultdict(list)
         for done, (update, (rows, count), is_last) in enumerate(jobs, start=1):
             for name, value in (await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last)).items():
                 values[name].append(value)
             progress(done, len(jobs), "update")
-        return metrics | {name: sum(found) / len(found) for name, found in values.items()}, samples
+        metrics |= {name: sum(found) / len(found) for name, found in values.items()}
+        return Trained(own=samples, replayed=every.samples[len(samples) :], metrics=metrics)
+
+    def trains_policy(self, step: int) -> bool:
+        """Return whether a step trains the policy, rather than a critic alone."""
+        return not self._settings.has_critic or self._settings.trainer.critic_warmup <= step
 
     async def save(self, *, step: int, kept: Collection[int]) -> None:
         """Save a checkpoint of everything as of a step, and remove old ones except those of the steps `kept`."""
@@ -213,12 +236,12 @@ class VerlLearner:
         return VerlCritic(worker.origin.uri, settings=self._settings, steps=self._steps, device=worker.device)
 
     def _jobs(
-        self, update: Any, samples: Sequence[RowSample], prepared: PreparedStep, *, tasks: int | None, epochs: int
+        self, update: Any, prepared: PreparedStep, *, tasks: int | None, epochs: int
     ) -> list[tuple[Any, Part, bool]]:
         """Return the updates of one model: every mini-batch, `epochs` times over; the last one moves the schedule."""
         from agl_algo_verl.batches import updates
 
-        parts = updates(samples, prepared.rollouts, tasks=tasks or self._settings.data.train_batch_size)
+        parts = updates(prepared.samples, prepared.rollouts, tasks=tasks or self._settings.data.train_batch_size)
         total = epochs * len(parts)
         # The order of mini-batches is that of the tasks, which was drawn when they were collected; it is the same in
         # every epoch. Schedules count steps of the experiment and not updates, so only the last update moves them.
@@ -234,6 +257,19 @@ class VerlLearner:
         if is_last:
             self._policy.move_schedule()
         return {"updates_skipped": 1.0}
+
+    def _with_replayed(self, prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
+        """Return a step with its own evaluated rows, and replayed ones with what the models say of them now."""
+        every = beside(prepared, replayed)
+        rows = every.samples[len(prepared.samples) :]
+        if not rows:
+            return prepared
+        found, _ = self._policy.scores(rows, has_entropy=False)
+        rows = [replace(row, old=values) for row, values in zip(rows, found, strict=True)]
+        if self._settings.has_reference:
+            found = self._policy.reference_logprobs(rows)
+            rows = [replace(row, reference=values) for row, values in zip(rows, found, strict=True)]
+        return replace(every, samples=[*prepared.samples, *rows])
 
     def _evaluate(self, prepared: PreparedStep) -> tuple[list[RowSample], dict[str, float]]:
         """Return the rows with what the models say of them and advantages that follow from it, and what to log."""

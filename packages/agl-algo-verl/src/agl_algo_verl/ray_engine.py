@@ -44,6 +44,7 @@ from agl_algo_verl.probe import probe_files
 from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
 from agl_algo_verl.ray_keys import check_machine, read_ray_settings
 from agl_algo_verl.ray_weights import merge_saved, say_precision
+from agl_algo_verl.replay import VerlReplay, beside
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.supply import VerlSupply
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
@@ -99,7 +100,8 @@ class RayVERL:
             they serve. The weights are read once more for it, on the CPU of this machine.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         config: VERL's configuration, by its groups, `loss`, `loss_params`, `estimator` and `estimator_params`
-            (`objectives.py`), `refill`, `curriculum` and `curriculum_uniform` (`supply.py`).
+            (`objectives.py`), `refill`, `curriculum` and `curriculum_uniform` (`supply.py`), `replay` and
+            `replay_max_staleness` (`replay.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
@@ -145,6 +147,7 @@ class RayVERL:
         self._steps = self.settings.steps(len(context.train))
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
+        self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
@@ -163,15 +166,21 @@ class RayVERL:
             )
         started = time.perf_counter()
         supplied = await self._while_served(cluster, self._supply.take(step))
-        metrics = {"collect_s": time.perf_counter() - started, **self._policy.counts()}
+        metrics = {"collect_s": time.perf_counter() - started, **await self._policy.counts()}
         prepared = await asyncio.to_thread(self._prepare, supplied)
         metrics |= prepared.metrics | supplied.metrics
-        if self._can_train(prepared):
-            found, published = await self._train(cluster, prepared, step=step, request=request)
+        version = self._context.current(self._tuned).version
+        replayed = self._replay.take(prepared, version=version)
+        self._replay.add(prepared.samples, version=version, uses=prepared.uses)
+        metrics |= self._replay.metrics(replayed)
+        every = beside(prepared, replayed)
+        if self._can_train(every):
+            found, published = await self._train(cluster, every, step=step, request=request)
             metrics |= found
         else:
             metrics["updates_skipped"], published = 1.0, ()
             self._skipped += 1
+        await asyncio.to_thread(self._replay.save, step=step)
         self._step = step
         is_finished = step >= self._steps
         return StepReport(
@@ -181,7 +190,7 @@ class RayVERL:
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=prepared.uses | supplied.uses,
+            uses=prepared.uses | supplied.uses | self._replay.uses(replayed),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -197,6 +206,7 @@ class RayVERL:
         self._opened, self._origin = str(state["opened"]), str(state["origin"])
         self._checkpoint = str(state["checkpoint"])
         self._supply.restore(state["supply"])
+        self._replay.load(step=self._step)
         if self._checkpoint and not Path(self._checkpoint).is_dir():
             raise ConfigError(
                 f"VERL's checkpoint {self._checkpoint} is not here. Resume where the run's files are, or start the "
@@ -308,10 +318,11 @@ class RayVERL:
             for each in (task, *gone):
                 each.cancel()
             await asyncio.gather(task, *gone, return_exceptions=True)
-        raise cluster.failure() or AglError(
+        gone = AglError(
             "none of VERL's replicas answers any more. Every finished step is kept, and rollouts that were under way "
             "are repeated: continue with --resume (resume=True)"
         )
+        raise cluster.failure() or self._policy.failure() or gone
 
     async def _attach(self, request: StepRequest) -> None:
         await self._policy.attach(request.addresses, version=f"global_step_{request.step - 1}")

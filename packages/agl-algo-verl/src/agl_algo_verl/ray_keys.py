@@ -163,6 +163,11 @@ def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
                 f'{settings.algorithm.adv_estimator!r} has no critic. Use "gae", or remove them.'
             )
         return
+    if settings.replay:
+        raise ConfigError(
+            'replay with algorithm.adv_estimator = "gae" would let VERL\'s critic on Ray learn from old rollouts as if '
+            'they were new. Remove replay, or use engine = "inproc".'
+        )
     if settings.is_lora and settings.actor.use_kl_loss:
         raise ConfigError(
             "With a critic, adapters and actor.use_kl_loss together, VERL 0.9.1 tries to switch off adapters of the "

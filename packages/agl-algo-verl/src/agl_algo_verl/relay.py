@@ -3,6 +3,7 @@
 Each call goes to the replica that has read its conversation so far, unless that one is busier than the others. A
 replica that cannot be reached, or hangs up before it answers, is left out and the call goes to the next; nothing was
 answered then, so nothing is recorded twice. Where all replicas are gone, calls wait: no agent fails for that.
+Many calls are relayed by a process of its own (`relay_process.py`), where the same code runs (`relay_program.py`).
 
 Answers are passed on as they arrive. One that does not name the version of the weights gets it added here, because
 calls that were held reach newer weights than those that were live when the agent made them. Of a body no more is read
@@ -27,6 +28,7 @@ from agl.errors import PolicyError
 from agl_algo_verl.balance import Balance, digests
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Awaitable, Callable
 
 MAX_BODY = 64 * 2**20
@@ -34,6 +36,12 @@ MAX_BODY = 64 * 2**20
 
 CONNECT_S = 5.0
 """Seconds to wait for a replica's connection before the next is asked."""
+
+DRAIN_S = 60.0
+"""Seconds for which calls that are under way may go on when the relay stops."""
+
+LINGER_S = 5.0
+"""Seconds for which a relay that leaves still answers on open connections: clients keep idle ones for less."""
 
 VERSION_FIELDS = frozenset({"model_version", "model_versions", "weight_versions"})
 """Fields in which servers name the version of their weights."""
@@ -62,10 +70,14 @@ class Backend:
 
 
 class CallGate:
-    """Lets calls pass, or holds them while weights change; belongs to one event loop."""
+    """Lets calls pass, or holds them while weights change; belongs to one event loop.
+
+    Attributes:
+        most: The largest number of calls that were under way at once.
+    """
 
     def __init__(self) -> None:
-        self._inside = 0
+        self._inside = self.most = 0
         self._open, self._empty = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._empty.set()
@@ -75,6 +87,7 @@ class CallGate:
         while not self._open.is_set():
             await self._open.wait()
         self._inside += 1
+        self.most = max(self.most, self._inside)
         self._empty.clear()
 
     async def __aexit__(self, *_: object) -> None:
@@ -101,66 +114,106 @@ class ReplicaRelay:
     """Listens on one address and passes calls on; all methods belong to one event loop.
 
     Args:
-        backend: Returns the servers of this moment, and may start them; its error becomes the call's answer.
+        home: Returns the server of calls while there are no replicas, and may start it; its error becomes the call's
+            answer.
         key: API key that calls must bring.
+
+    Attributes:
+        lost: Set while none of the replicas can be reached and calls wait for others.
+        calls: Answers of each replica, by its URL.
+        failures: How often each could not be reached.
     """
 
-    def __init__(self, backend: Callable[[], Awaitable[Backend]], *, key: str) -> None:
-        self._backend, self._key = backend, key.encode()
+    def __init__(self, home: Callable[[], Awaitable[Backend]], *, key: str) -> None:
+        self._home, self._key = home, key.encode()
+        self._backend: Backend | None = None
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
-        self._is_over = False
+        self._is_over = self._is_leaving = False
+        self._answering, self._idle = 0, asyncio.Event()
+        self._idle.set()
         self._balance = Balance()
-        self.gate = CallGate()
-        self.lost = asyncio.Event()  # set while nobody can be reached and calls wait
+        self._gate = CallGate()
+        self.lost = asyncio.Event()
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises OSError when the port is taken."""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S))
+    @property
+    def most(self) -> int:
+        """The largest number of calls that were under way at once."""
+        return self._gate.most
+
+    async def start(self, listener: socket.socket) -> None:
+        """Answer calls that arrive at a socket that listens already; closes it in the end."""
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S), connector=aiohttp.TCPConnector(limit=0)
+        )
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._answer)
         # A call whose client has left ends at the replica too, so that a change of weights does not wait for it.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=DRAIN_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
-        return int(self._runner.addresses[0][1])
+        await web.SockSite(self._runner, listener).start()
+
+    def use(self, backend: Backend | None) -> None:
+        """Send calls to these servers from now on, or home; held calls go there.
+
+        Calls that wait because their replicas are gone go on waiting for other replicas.
+        """
+        self._backend = backend
+        if backend is not None:
+            self.lost.clear()
+        if not self.lost.is_set():
+            self._gate.release()
+
+    async def hold(self) -> None:
+        """Hold new calls until `use` or `stop`; returns once none is under way."""
+        await self._gate.hold()
+
+    def close_gate(self) -> None:
+        """Hold new calls and wait for none; idempotent."""
+        self._gate.close()
+
+    async def leave(self) -> None:
+        """Take no new connections; returns once all calls have their answer, held ones too, and stops then."""
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+        self._is_leaving = True
+        await asyncio.sleep(LINGER_S)
+        await self._idle.wait()
+        await self.stop()
 
     async def stop(self) -> None:
-        """Stop listening; idempotent."""
+        """Stop listening, after the calls under way; those that are held are refused. Idempotent."""
         self._is_over = True
-        self.gate.release()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        self._gate.release()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
         if self._session is not None:
             await self._session.close()
-        self._runner = self._session = None
-
-    async def model_of(self, url: str, *, key: str) -> str:
-        """Return the name under which a server knows its model; raises PolicyError when it does not say."""
-        session = cast("aiohttp.ClientSession", self._session)
-        try:
-            async with session.get(f"{url}/models", headers=_authorization(key)) as reply:
-                return str((await reply.json())["data"][0]["id"])
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-            raise PolicyError(
-                f"VERL's replica at {url} does not say which model it serves ({type(error).__name__}: {error}). "
-                "Can this machine reach that address?"
-            ) from error
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         sent = request.headers.get("authorization", "").partition(" ")[2].strip()
         if not hmac.compare_digest(sent.encode("utf-8", "replace"), self._key):
             return _error_response(401, f"this policy asks for its key, which its process has as {POLICY_KEY_ENV}")
-        content = await request.read()
+        self._answering += 1
+        self._idle.clear()
+        try:
+            return await self._answer_with(request, await request.read())
+        finally:
+            self._answering -= 1
+            if not self._answering:
+                self._idle.set()
+
+    async def _answer_with(self, request: web.Request, content: bytes) -> web.StreamResponse:
         while True:
-            async with self.gate:
+            async with self._gate:
                 if self._is_over:
                     return _error_response(503, "the policy has stopped")
                 try:
-                    backend = await self._backend()
+                    backend = self._backend or await self._home()
                 except Exception as error:  # noqa: BLE001 - isolation point: the agent learns why no model serves
                     return _error_response(503, f"nobody serves this model: {error}")
                 answer = await self._ask(request, content, backend)
@@ -182,15 +235,16 @@ class ReplicaRelay:
             self._balance.answered(url, opening)
             return answer
         if backend.is_awaited and not await self._any_answers(backend):
-            self.gate.close()
+            self._gate.close()
             self.lost.set()
             return None
         return _error_response(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")
 
     async def _any_answers(self, backend: Backend) -> bool:
+        session = cast("aiohttp.ClientSession", self._session)
         for url in backend.urls:
             with contextlib.suppress(PolicyError):
-                await self.model_of(url, key=backend.key)
+                await model_of(session, url, key=backend.key)
                 return True
         return False
 
@@ -203,6 +257,8 @@ class ReplicaRelay:
             self.calls[url] += 1
             passed = {name: value for name, value in reply.headers.items() if name.lower() not in CONNECTION_HEADERS}
             response = web.StreamResponse(status=reply.status, headers=passed)
+            if self._is_leaving:
+                response.force_close()  # the next call of this connection goes to the relay that took over
             first = await _first_bytes(reply, version) if version else await reply.content.readany()
             try:
                 await response.prepare(request)
@@ -214,6 +270,18 @@ class ReplicaRelay:
                 if request.transport is not None:
                     request.transport.close()
             return response
+
+
+async def model_of(session: aiohttp.ClientSession, url: str, *, key: str) -> str:
+    """Return the name under which a server knows its model; raises PolicyError when it does not say."""
+    try:
+        async with session.get(f"{url}/models", headers=_authorization(key)) as reply:
+            return str((await reply.json())["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+        raise PolicyError(
+            f"VERL's replica at {url} does not say which model it serves ({type(error).__name__}: {error}). "
+            "Can this machine reach that address?"
+        ) from error
 
 
 def _authorization(key: str) -> dict[str, str]:

@@ -74,6 +74,11 @@ class RowSample:
         return len(self.ids) - len(self.mask)
 
     @property
+    def trained(self) -> Tensor:
+        """True at trained tokens; bool, [R]."""
+        return self.mask
+
+    @property
     def trained_tokens(self) -> int:
         """Tokens with mask 1."""
         return int(self.mask.sum())

@@ -18,6 +18,7 @@ from agl_algo_verl.combinations import check_settings, is_given
 from agl_algo_verl.keys import check_keys
 from agl_algo_verl.objectives import with_aggregation
 from agl_algo_verl.refused_values import check_values
+from agl_objectives.replay import MAX_STALENESS
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - msgspec resolves it
 
 if TYPE_CHECKING:
@@ -277,6 +278,8 @@ OWN = (
     "refill",
     "curriculum",
     "curriculum_uniform",
+    "replay",
+    "replay_max_staleness",
 )
 """Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
 
@@ -297,6 +300,8 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     refill: int = 0  # rounds in which silent groups are replaced, in place of algorithm.filter_groups
     curriculum: Curriculum = ""  # tasks to prefer
     curriculum_uniform: float = 0.5  # share of a step's tasks that is drawn without preference
+    replay: float = 0.0  # share of a step's trained rollouts that earlier steps have trained on already
+    replay_max_staleness: int = MAX_STALENESS  # versions of the policy that such a rollout may be behind
 
     @property
     def has_critic(self) -> bool:

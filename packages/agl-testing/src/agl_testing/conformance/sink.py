@@ -129,7 +129,11 @@ class SinkConformance(Conformance):
         assert found.result["status"] == self.statuses["failed"]
 
     def test_hostile_names_and_texts_arrive_shortened_and_harmless(self, tmp_path: Path) -> None:
-        counting = {"steps": 1, "metrics": {**HOSTILE, "not a number": float("nan")}, "text": LONG.replace("\ud800", "")}
+        counting = {
+            "steps": 1,
+            "metrics": {**HOSTILE, "not a number": float("nan")},
+            "text": LONG.replace("\ud800", ""),
+        }
 
         run(str(tmp_path), self.use, self.params(tmp_path), left=counting)
 
