@@ -9,6 +9,7 @@ A process that is killed forgets what it counted; so do all of them when the gat
 
 import logging
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -48,9 +49,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a question; only what was asked for is set."""
+    """The answer to a question; only what was asked for is set. ``at`` is when the request came, in Unix seconds."""
 
     request_id: str = ""
+    at: float = 0.0
     position: int = 0
     calls: int = 0
     spans: int = 0
@@ -108,15 +110,13 @@ class AttemptFacts:
         return self._siblings.count
 
     async def find_request(self, key: RequestKey) -> None:
-        """Learn the id of a repeated request that this process has not got before, if any other has."""
+        """Learn the id of a repeated request, whose first try, the newest with this key, any of the others may have got."""
         question = Question(asks="request", attempt_id=key.attempt_id, digest=key.digest, size=key.size)
-        told = await self._ask_siblings(question)
-        for peer in [] if told.request_id else await self._peers.gateways():
-            told = await self._ask_gateway(peer, question)
-            if told.request_id:
-                break
-        if told.request_id:
-            self.requests.learn(key, told.request_id)
+        told = [await self._ask_siblings(question)]
+        told += [await self._ask_gateway(peer, question) for peer in await self._peers.gateways()]
+        newest = max(told, key=lambda each: each.at)
+        if newest.at > self.requests.known(key)[0]:
+            self.requests.learn(key, newest.at, newest.request_id)
 
     async def position(self, attempt_id: str, opening: bytes) -> int:
         """Return the position of the attempt's next call with this opening, by the count of one process for all."""
@@ -138,15 +138,13 @@ class AttemptFacts:
         if question.asks == "position":
             return await self._position_here(question) if is_for_all else self._own_position(question)
         own = self._own(question)
-        if not is_for_all or own.request_id:
-            return own
-        others = await self._ask_siblings(question)
-        return Told(request_id=others.request_id, calls=own.calls + others.calls, spans=own.spans + others.spans)
+        return _together([own, await self._ask_siblings(question)]) if is_for_all else own
 
     def _own(self, question: Question) -> Told:
         if question.asks == "request":
             key = RequestKey(attempt_id=question.attempt_id, size=question.size, digest=question.digest)
-            return Told(request_id=self.requests.known(key))
+            at, request_id = self.requests.known(key)
+            return Told(at=at, request_id=request_id)
         counts = self.usage.of(question.attempt_id)
         return Told(calls=counts["calls"], spans=counts["spans"])
 
@@ -165,14 +163,9 @@ class AttemptFacts:
         return self._own_position(question)
 
     async def _ask_siblings(self, question: Question) -> Told:
-        """Ask all others of this gateway; returns their sums, and the id that any knows."""
+        """Ask all other processes of this gateway."""
         answers = await self._siblings.ask_all(PATH, msgspec.to_builtins(question))
-        told = [msgspec.convert(answer, Told) for answer in answers.values()]
-        return Told(
-            request_id=next((each.request_id for each in told if each.request_id), ""),
-            calls=sum(each.calls for each in told),
-            spans=sum(each.spans for each in told),
-        )
+        return _together([msgspec.convert(answer, Told) for answer in answers.values()])
 
     async def _ask_gateway(self, peer: GatewayRecord, question: Question) -> Told:
         status, text = await self._peers.ask(peer, PATH, msgspec.to_builtins(question))
@@ -201,6 +194,17 @@ class AttemptFactsApi:
         is_for_all = request.headers.get(PEER_HEADER) != SIBLING
         told = await self._facts.answer(question, is_for_all=is_for_all)
         return web.json_response(msgspec.to_builtins(told))
+
+
+def _together(told: Sequence[Told]) -> Told:
+    """Return the sums of several answers, and the newest request in them."""
+    newest = max(told, key=lambda each: each.at, default=Told())
+    return Told(
+        request_id=newest.request_id,
+        at=newest.at,
+        calls=sum(each.calls for each in told),
+        spans=sum(each.spans for each in told),
+    )
 
 
 def _rank(attempt_id: str, group: str) -> bytes:

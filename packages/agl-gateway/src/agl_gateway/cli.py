@@ -5,14 +5,14 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import click
 
-from agl.contracts import Upstream
+from agl.contracts import Store, Upstream
 from agl.errors import ConfigError, StoreError
 from agl.hints import did_you_mean
 from agl.stores import shown_url
@@ -26,13 +26,11 @@ from agl_run import load_secret, state_dir
 from agl_run.commands import RetentionLimits, as_url, build_store, command, manager_of, retaining, seconds_of
 from agl_run.tokens import AttemptTokens
 
-T = TypeVar("T")
-
 _ENV = "AGL_TOKEN"
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
 _MIN_KEY = 16
 _WAKE_S = 0.2
-_OPEN_PAUSE_S = 1.0
+_OPEN_PAUSES = 5
 _TELL_S = 30.0
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 
@@ -210,8 +208,12 @@ def serve(
             folder = spool or str(default_folder())
         elif not parsed and not spool:
             folder = OFF  # a gateway without upstreams records no calls
+        stopping = _stopping(place)
+        if not await wait_for_store(store, shown_url(url), stopping):
+            await store.close()
+            return
         taken = () if place is None else place.group.taken
-        spools = await _opened(lambda: spools_for(store, folder, shown=shown_url(url), without=taken), shown_url(url))
+        spools = await spools_for(store, folder, shown=shown_url(url), without=taken)
         if place is not None:
             place.report(spools=[str(file.path) for file in spools])
         service = GatewayService(
@@ -229,7 +231,9 @@ def serve(
             listener=None if place is None else place.listener,
         )
         is_first = place is None or place.group.number == 0
-        await _serve(service, url, source, split, retention=retention if is_first else None, place=place)
+        await _serve(
+            service, url, source, split, retention=retention if is_first else None, place=place, stopping=stopping
+        )
 
     if workers > 1:
         ctx.exit(_supervised(run, workers, found, url, spool))
@@ -253,17 +257,30 @@ def _supervised(
     return Supervisor(count=workers, listener=listener, serve=run, say=click.echo, run_async=asyncio.run).run()
 
 
-async def _opened(open_: Callable[[], Awaitable[T]], shown: str) -> T:
-    """Return what ``open_`` gives once the store answers; says every half minute that it does not."""
+def _stopping(place: Place | None) -> asyncio.Event:
+    """Return an event that is set when a signal arrives, or the parent of one of several processes is gone."""
+    stopping = asyncio.Event()
+    _on_signals(stopping)
+    if place is not None:
+        asyncio.get_running_loop().add_reader(place.parent, stopping.set)
+    return stopping
+
+
+async def wait_for_store(store: Store, shown: str, stopping: asyncio.Event) -> bool:
+    """Return true once the store answers, false if ``stopping`` is set before; says every half minute that it waits."""
     told_at = float("-inf")
-    while True:
+    while not stopping.is_set():
         try:
-            return await open_()
+            await store.cursor()
         except StoreError as error:
             if time.monotonic() - told_at > _TELL_S:
                 told_at = time.monotonic()
                 click.echo(f"the store {shown} does not answer; the gateway starts once it does: {error}", err=True)
-        await asyncio.sleep(_OPEN_PAUSE_S)
+            for _ in range(_OPEN_PAUSES):
+                await _wait(stopping)
+        else:
+            return True
+    return False
 
 
 def parse_upstream(text: str) -> Upstream:
@@ -343,12 +360,9 @@ async def _serve(
     *,
     retention: RetentionLimits | None,
     place: Place | None,
+    stopping: asyncio.Event,
 ) -> None:
-    """Serve until a signal arrives or the parent is gone, then write what is recorded."""
-    stopping = asyncio.Event()
-    _on_signals(stopping)
-    if place is not None:
-        asyncio.get_running_loop().add_reader(place.parent, stopping.set)
+    """Serve until ``stopping`` is set, then write what is recorded."""
     try:
         url = await service.start()
         lines = [

@@ -3,6 +3,7 @@
 An exchange becomes one ``chat`` span per sampled choice, by the GenAI conventions.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,7 +93,9 @@ class RequestIds:
     A retry carries the same ``x-agl-request-id``, or the same body with a retry count above zero.
     """
 
-    _recent: OrderedDict[RequestKey, str] = field(default_factory=OrderedDict[RequestKey, str])
+    _recent: OrderedDict[RequestKey, tuple[float, str]] = field(
+        default_factory=OrderedDict[RequestKey, tuple[float, str]]
+    )
 
     def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
         """Return the request's id and the client's retry count."""
@@ -101,25 +104,24 @@ class RequestIds:
             return given[:128], retries
         key = _key(attempt_id, body)
         if retries and (known := self._recent.get(key)) is not None:
-            return known, retries
+            return known[1], retries
         request_id = new_trace_id()
-        self.learn(key, request_id)
+        self.learn(key, time.time(), request_id)
         return request_id, retries
 
-    def unknown_retry(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
-        """Return the key of a repeated request whose first try is not known here; ``None`` for any other."""
+    def retry_of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
+        """Return the key of a repeated request, whose first try others may have got; ``None`` for any other."""
         if headers.get("x-stainless-retry-count", "0") == "0" or headers.get("x-agl-request-id", ""):
             return None
-        key = _key(attempt_id, body)
-        return None if key in self._recent else key
+        return _key(attempt_id, body)
 
-    def known(self, key: RequestKey) -> str:
-        """Return the id of the newest request with this key; ``""`` if there is none."""
-        return self._recent.get(key, "")
+    def known(self, key: RequestKey) -> tuple[float, str]:
+        """Return the Unix seconds and the id of the newest request with this key; 0 and ``""`` if there is none."""
+        return self._recent.get(key, (0.0, ""))
 
-    def learn(self, key: RequestKey, request_id: str) -> None:
-        """Remember the id of a request."""
-        self._recent[key] = request_id
+    def learn(self, key: RequestKey, at: float, request_id: str) -> None:
+        """Remember the id of a request that came at ``at`` Unix seconds."""
+        self._recent[key] = (at, request_id)
         if len(self._recent) > _RETRY_MEMORY:
             self._recent.popitem(last=False)
 

@@ -21,6 +21,9 @@ from agl_run.tokens import AttemptToken
 _log = logging.getLogger(__name__)
 
 _REMEMBERED = 20_000
+_SHARES = 32
+"""Parts of what is left that a process may use before it asks the others again; so they exceed a limit by 3 % at most.
+"""
 
 
 Kind = Literal["calls", "spans"]
@@ -70,13 +73,14 @@ class Quotas:
     async def _over(self, claim: AttemptToken, kind: Kind, wanted: int) -> int | None:
         """Return the count of all processes if ``wanted`` by this one takes it beyond the limit; else ``None``."""
         attempt, limit, processes = self._of(claim), self._limits[kind], self._facts.processes
-        if wanted <= attempt.allowed.get(kind, limit // processes):
+        share = 1 if processes == 1 else _SHARES * processes
+        if wanted <= attempt.allowed.get(kind, limit // share):
             return None
         told = await self._facts.others(claim.attempt_id)
         total = wanted + (told.calls if kind == "calls" else told.spans)
         if total > limit:
             return total
-        attempt.allowed[kind] = wanted + (limit - total) // processes
+        attempt.allowed[kind] = wanted + (limit - total) // share
         return None
 
     def _of(self, claim: AttemptToken) -> _Attempt:

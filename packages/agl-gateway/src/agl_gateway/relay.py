@@ -227,7 +227,7 @@ class Relay:
 
     async def _context(self, rollout_id: str, attempt_id: str, request: web.BaseRequest, asked: Request) -> CallContext:
         requests = self._facts.requests
-        if (key := requests.unknown_retry(attempt_id, request.headers, asked.body)) is not None:
+        if (key := requests.retry_of(attempt_id, request.headers, asked.body)) is not None:
             await self._facts.find_request(key)
         context = context_of(
             rollout_id, attempt_id, request.headers, asked, request_ids=requests, helpers=self._helpers
