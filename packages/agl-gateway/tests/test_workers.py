@@ -163,9 +163,8 @@ def _runs(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return (
-        "Z" not in (Path("/proc") / str(pid) / "stat").read_text().split(")")[1][:3] if Path("/proc").exists() else True
-    )
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and ") Z" in stat.read_text())  # one that has ended and that nobody has waited for
 
 
 async def _all_up(url: str) -> bool:

@@ -110,7 +110,7 @@ class AttemptFacts:
         return self._siblings.count
 
     async def find_request(self, key: RequestKey) -> None:
-        """Learn the id of a repeated request, whose first try, the newest with this key, any of the others may have got."""
+        """Learn the id of a repeated request: that of the newest with its key, which any of the others may have got."""
         question = Question(asks="request", attempt_id=key.attempt_id, digest=key.digest, size=key.size)
         told = [await self._ask_siblings(question)]
         told += [await self._ask_gateway(peer, question) for peer in await self._peers.gateways()]
