@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from agl.schemas import ModelCall, Span, new_span_id, pack_floats, pack_ids, rollout_id_of
+from agl.schemas import ModelCall, Rollout, Span, new_rollout_id, new_span_id, pack_floats, pack_ids, rollout_id_of
 from benchmarks._harness import Figure, component, table
+from benchmarks._load import Connection
 
 CONNECTIONS = 16
 CALLS = 2000
@@ -165,7 +167,58 @@ class Bench:
         rates = [asyncio.run(append_over_http(self.gateway.url, token, attempts)) for _ in range(self.repeats)]
         local = [encode_rate() for _ in range(self.repeats)]
         base = "msgpack encode + decode alone"
-        return [_figure("spans with ids over HTTP", median(rates), "/s", 12_000, "higher", median(local), base)]
+        figure = _figure("spans with ids over HTTP", median(rates), "/s", 12_000, "higher", median(local), base)
+        return [figure, *self.http_requests()]
+
+    def http_requests(self) -> list[Figure]:
+        """Requests to the store's API from eight connections, next to as many to the route that does nothing."""
+        token = Path(f"{self.tokens}.admin").read_text(encoding="utf-8")
+        attempts = Path(f"{self.tokens}.ids").read_text(encoding="utf-8").split()
+        count = self.calls
+        found: dict[str, list[tuple[float, float]]] = {}
+
+        async def taken(name: str, requests: list[bytes], units: int) -> None:
+            before = self.gateway.cpu_s()
+            seconds = await request_all(self.gateway.url, requests)
+            cpu_s = self.gateway.cpu_s() - before
+            found.setdefault(name, []).append((len(requests) * units / seconds, cpu_s / len(requests)))
+
+        async def measure() -> None:
+            store = component("store", "http", url=self.gateway.url, token=token)
+            for _ in range(self.repeats):
+                await taken("bare", [f"GET / HTTP/1.1\r\nhost: {self.gateway.url[7:]}\r\n\r\n".encode()] * count, 1)
+                for name, size in (("one", 1), ("twenty", 20)):
+                    number = count if size == 1 else count // 5
+                    spans = [sample_spans(attempts[at % len(attempts)], size) for at in range(number)]
+                    bodies = [{"spans": each} for each in spans]
+                    await taken(name, [store_request(self.gateway.url, token, "append_spans", b) for b in bodies], size)
+                await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=at) for at in range(count)])
+                claim = {"worker": "bench", "limit": 1, "lease_s": 3600.0}
+                claims = [{**claim, "claim_id": new_span_id()} for _ in range(count)]
+                await taken("claim", [store_request(self.gateway.url, token, "claim", body) for body in claims], 1)
+            await store.close()
+
+        asyncio.run(measure())
+        rates = {name: median([rate for rate, _ in runs]) for name, runs in found.items()}
+        cpu = {name: median([cpu_s for _, cpu_s in runs]) * 1e6 for name, runs in found.items()}
+        bars = {"one": 4_000, "twenty": 12_000, "claim": 4_000}
+        titles = {
+            "one": "spans with ids over HTTP one by one, 8 clients",
+            "twenty": "spans with ids over HTTP in batches of 20, 8 clients",
+            "claim": "claims over HTTP, 8 clients",
+        }
+        return [
+            Figure(
+                name=titles[name],
+                value=rates[name],
+                unit="/s",
+                bar=bar,
+                baseline=rates["bare"],
+                baseline_name="requests to /, which does nothing",
+                cpu_us=cpu[name],
+            )
+            for name, bar in bars.items()
+        ]
 
 
 def _figure(name: str, value: float, unit: str, bar: float, better: str, baseline: float, baseline_name: str) -> Figure:
@@ -223,6 +276,35 @@ async def append_over_http(url: str, token: str, attempts: list[str], *, batches
     elapsed = time.perf_counter() - started_at
     await store.close()
     return batches * 100 / elapsed
+
+
+def store_request(url: str, token: str, method: str, params: dict[str, Any]) -> bytes:
+    """The whole HTTP request of a call of the store."""
+    body = msgspec.msgpack.encode(params)
+    head = (
+        f"POST /store/{method} HTTP/1.1\r\nhost: {url[7:]}\r\nauthorization: Bearer {token}\r\n"
+        f"content-type: application/msgpack\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def request_all(url: str, requests: list[bytes], *, connections: int = 8) -> float:
+    """Send all requests, each connection as fast as it is answered; returns the seconds."""
+    opened = [Connection(url) for _ in range(connections)]
+    for connection in opened:
+        await connection.open()
+    left = iter(requests)
+
+    async def work(connection: Connection) -> None:
+        for request in left:
+            await connection.call(request)
+
+    started_at = time.perf_counter()
+    await asyncio.gather(*(work(connection) for connection in opened))
+    seconds = time.perf_counter() - started_at
+    for connection in opened:
+        connection.close()
+    return seconds
 
 
 def encode_rate() -> float:

@@ -521,7 +521,10 @@ class _Pump:
         body = self._response.content
         while True:
             try:
-                async with asyncio.timeout(_END_OF_BODY_S if self._is_ending else None):
+                if self._is_ending:
+                    async with asyncio.timeout(_END_OF_BODY_S):
+                        chunk = await body.readany()
+                else:
                     chunk = await body.readany()
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 if not self._is_ending:
