@@ -22,10 +22,14 @@ from typing import Any
 import msgspec
 
 from agl.schemas import ModelCall, Rollout, Span, new_rollout_id, new_span_id, pack_floats, pack_ids, rollout_id_of
+from agl_run.tokens import AttemptTokens
 from benchmarks._harness import Figure, component, table
 from benchmarks._load import Connection
+from benchmarks._served import SECRET
 
 CONNECTIONS = 16
+CLIENTS = 8
+ADMIN = "an admin token of the benchmarks alone"
 CALLS = 2000
 RATE = 200.0
 REPEATS = 3
@@ -171,7 +175,7 @@ class Bench:
         return [figure, *self.http_requests()]
 
     def http_requests(self) -> list[Figure]:
-        """Requests to the store's API from eight connections, next to as many to the route that does nothing."""
+        """Requests to the store's API from eight connections, next to what the disk allows them at most."""
         token = Path(f"{self.tokens}.admin").read_text(encoding="utf-8")
         attempts = Path(f"{self.tokens}.ids").read_text(encoding="utf-8").split()
         count = self.calls
@@ -186,7 +190,7 @@ class Bench:
         async def measure() -> None:
             store = component("store", "http", url=self.gateway.url, token=token)
             for _ in range(self.repeats):
-                await taken("bare", [f"GET / HTTP/1.1\r\nhost: {self.gateway.url[7:]}\r\n\r\n".encode()] * count, 1)
+                found.setdefault("commit", []).append((commit_rate(self.path.parent / "bare.db"), 0.0))
                 for name, size in (("one", 1), ("twenty", 20)):
                     number = count if size == 1 else count // 5
                     spans = [sample_spans(attempts[at % len(attempts)], size) for at in range(number)]
@@ -213,12 +217,25 @@ class Bench:
                 value=rates[name],
                 unit="/s",
                 bar=bar,
-                baseline=rates["bare"],
-                baseline_name="requests to /, which does nothing",
+                baseline=rates["commit"] * CLIENTS * (20 if name == "twenty" else 1),
+                baseline_name="a bare commit for every eight requests",
                 cpu_us=cpu[name],
             )
             for name, bar in bars.items()
         ]
+
+    def processes(self) -> list[Figure]:
+        """Calls per second of ``agl serve`` with one process and with two, on one SQLite file, with spools."""
+        rates: dict[int, list[float]] = {1: [], 2: []}
+        with ExitStack() as stack:
+            served = {at: stack.enter_context(serve(self.path.parent, self.backend, workers=at)) for at in rates}
+            for _ in range(self.repeats):
+                for at, (url, tokens) in served.items():
+                    self._seed += 1000
+                    run = load(f"{url}/v1", tokens, calls=self.calls, seed=self._seed)
+                    rates[at].append(run.calls / run.wall_s)
+        name, base = "calls per second, agl serve --workers 2", "the same with one process"
+        return [Figure(name=name, value=median(rates[2]), unit="/s", baseline=median(rates[1]), baseline_name=base)]
 
 
 def _figure(name: str, value: float, unit: str, bar: float, better: str, baseline: float, baseline_name: str) -> Figure:
@@ -288,7 +305,49 @@ def store_request(url: str, token: str, method: str, params: dict[str, Any]) -> 
     return head.encode() + body
 
 
-async def request_all(url: str, requests: list[bytes], *, connections: int = 8) -> float:
+def commit_rate(path: Path, *, commits: int = 200) -> float:
+    """Durable commits of one row a second."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", "CREATE TABLE IF NOT EXISTS t (a)"):
+            database.execute(statement)
+        started_at = time.perf_counter()
+        for number in range(commits):
+            database.execute("INSERT INTO t VALUES (?)", (number,))
+        return commits / (time.perf_counter() - started_at)
+
+
+@contextmanager
+def serve(folder: Path, backend: str, *, workers: int) -> Iterator[tuple[str, Path]]:
+    """``agl serve`` with a spool and running attempts; gives its URL and the file of their tokens."""
+    upstream = f"canned={backend},trained=1"
+    command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve", "--port", "0"]
+    options = ["--store", f"{folder}/{workers}.db", "--spool", f"{folder}/spool-{workers}", "--upstream", upstream]
+    environment = {**os.environ, "AGL_TOKEN": ADMIN, "AGL_SECRET": SECRET.decode(), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*command, *options, "--workers", str(workers)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        tokens = folder / f"tokens-{workers}"
+        tokens.write_text("\n".join(asyncio.run(open_attempts(url))), encoding="utf-8")
+        yield url, tokens
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+async def open_attempts(url: str) -> list[str]:
+    """The tokens of as many running attempts as there are connections."""
+    store, tokens = component("store", "http", url=url, token=ADMIN), AttemptTokens(SECRET)
+    await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=at) for at in range(CONNECTIONS)])
+    claims = await store.claim(worker="bench", limit=CONNECTIONS, lease_s=3600)
+    await store.close()
+    until = time.time() + 3600
+    return [tokens.issue(each.attempt.rollout_id, each.attempt.attempt_id, expires_at=until) for each in claims]
+
+
+async def request_all(url: str, requests: list[bytes], *, connections: int = CLIENTS) -> float:
     """Send all requests, each connection as fast as it is answered; returns the seconds."""
     opened = [Connection(url) for _ in range(connections)]
     for connection in opened:
@@ -320,7 +379,7 @@ def figures(*, calls: int = CALLS, repeats: int = REPEATS) -> list[Figure]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(stack, folder, calls=calls, repeats=repeats)
-        return [*bench.plain(), *bench.streamed(), *bench.latency(), *bench.http_store()]
+        return [*bench.plain(), *bench.streamed(), *bench.latency(), *bench.http_store(), *bench.processes()]
 
 
 def run(*, quick: bool) -> list[Figure]:
