@@ -17,13 +17,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from agl.schemas import ModelCall, Span, new_span_id, pack_floats, pack_ids, rollout_id_of
+from agl.schemas import ModelCall, Rollout, Span, new_rollout_id, new_span_id, pack_floats, pack_ids, rollout_id_of
+from agl_run.tokens import AttemptTokens
 from benchmarks._harness import Figure, component, table
+from benchmarks._load import Connection
+from benchmarks._served import SECRET
 
 CONNECTIONS = 16
+CLIENTS = 8
+ADMIN = "an admin token of the benchmarks alone"
 CALLS = 2000
 RATE = 200.0
 REPEATS = 3
@@ -165,7 +171,71 @@ class Bench:
         rates = [asyncio.run(append_over_http(self.gateway.url, token, attempts)) for _ in range(self.repeats)]
         local = [encode_rate() for _ in range(self.repeats)]
         base = "msgpack encode + decode alone"
-        return [_figure("spans with ids over HTTP", median(rates), "/s", 12_000, "higher", median(local), base)]
+        figure = _figure("spans with ids over HTTP", median(rates), "/s", 12_000, "higher", median(local), base)
+        return [figure, *self.http_requests()]
+
+    def http_requests(self) -> list[Figure]:
+        """Requests to the store's API from eight connections, next to what the disk allows them at most."""
+        token = Path(f"{self.tokens}.admin").read_text(encoding="utf-8")
+        attempts = Path(f"{self.tokens}.ids").read_text(encoding="utf-8").split()
+        count = self.calls
+        found: dict[str, list[tuple[float, float]]] = {}
+
+        async def taken(name: str, requests: list[bytes], units: int) -> None:
+            before = self.gateway.cpu_s()
+            seconds = await request_all(self.gateway.url, requests)
+            cpu_s = self.gateway.cpu_s() - before
+            found.setdefault(name, []).append((len(requests) * units / seconds, cpu_s / len(requests)))
+
+        async def measure() -> None:
+            store = component("store", "http", url=self.gateway.url, token=token)
+            for _ in range(self.repeats):
+                found.setdefault("commit", []).append((commit_rate(self.path.parent / "bare.db"), 0.0))
+                for name, size in (("one", 1), ("twenty", 20)):
+                    number = count if size == 1 else count // 5
+                    spans = [sample_spans(attempts[at % len(attempts)], size) for at in range(number)]
+                    bodies = [{"spans": each} for each in spans]
+                    await taken(name, [store_request(self.gateway.url, token, "append_spans", b) for b in bodies], size)
+                await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=at) for at in range(count)])
+                claim = {"worker": "bench", "limit": 1, "lease_s": 3600.0}
+                claims = [{**claim, "claim_id": new_span_id()} for _ in range(count)]
+                await taken("claim", [store_request(self.gateway.url, token, "claim", body) for body in claims], 1)
+            await store.close()
+
+        asyncio.run(measure())
+        rates = {name: median([rate for rate, _ in runs]) for name, runs in found.items()}
+        cpu = {name: median([cpu_s for _, cpu_s in runs]) * 1e6 for name, runs in found.items()}
+        bars = {"one": 4_000, "twenty": 12_000, "claim": 4_000}
+        titles = {
+            "one": "spans with ids over HTTP one by one, 8 clients",
+            "twenty": "spans with ids over HTTP in batches of 20, 8 clients",
+            "claim": "claims over HTTP, 8 clients",
+        }
+        return [
+            Figure(
+                name=titles[name],
+                value=rates[name],
+                unit="/s",
+                bar=bar,
+                baseline=rates["commit"] * CLIENTS * (20 if name == "twenty" else 1),
+                baseline_name="a bare commit for every eight requests",
+                cpu_us=cpu[name],
+            )
+            for name, bar in bars.items()
+        ]
+
+    def processes(self) -> list[Figure]:
+        """Calls per second of ``agl serve`` with one process and with two, on one SQLite file, with spools."""
+        rates: dict[int, list[float]] = {1: [], 2: []}
+        with ExitStack() as stack:
+            served = {at: stack.enter_context(serve(self.path.parent, self.backend, workers=at)) for at in rates}
+            for _ in range(self.repeats):
+                for at, (url, tokens) in served.items():
+                    self._seed += 1000
+                    run = load(f"{url}/v1", tokens, calls=self.calls, seed=self._seed)
+                    rates[at].append(run.calls / run.wall_s)
+        name, base = "calls per second, agl serve --workers 2", "the same with one process"
+        return [Figure(name=name, value=median(rates[2]), unit="/s", baseline=median(rates[1]), baseline_name=base)]
 
 
 def _figure(name: str, value: float, unit: str, bar: float, better: str, baseline: float, baseline_name: str) -> Figure:
@@ -225,6 +295,77 @@ async def append_over_http(url: str, token: str, attempts: list[str], *, batches
     return batches * 100 / elapsed
 
 
+def store_request(url: str, token: str, method: str, params: dict[str, Any]) -> bytes:
+    """The whole HTTP request of a call of the store."""
+    body = msgspec.msgpack.encode(params)
+    head = (
+        f"POST /store/{method} HTTP/1.1\r\nhost: {url[7:]}\r\nauthorization: Bearer {token}\r\n"
+        f"content-type: application/msgpack\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def commit_rate(path: Path, *, commits: int = 200) -> float:
+    """Durable commits of one row a second."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", "CREATE TABLE IF NOT EXISTS t (a)"):
+            database.execute(statement)
+        started_at = time.perf_counter()
+        for number in range(commits):
+            database.execute("INSERT INTO t VALUES (?)", (number,))
+        return commits / (time.perf_counter() - started_at)
+
+
+@contextmanager
+def serve(folder: Path, backend: str, *, workers: int) -> Iterator[tuple[str, Path]]:
+    """``agl serve`` with a spool and running attempts; gives its URL and the file of their tokens."""
+    upstream = f"canned={backend},trained=1"
+    command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve", "--port", "0"]
+    options = ["--store", f"{folder}/{workers}.db", "--spool", f"{folder}/spool-{workers}", "--upstream", upstream]
+    environment = {**os.environ, "AGL_TOKEN": ADMIN, "AGL_SECRET": SECRET.decode(), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*command, *options, "--workers", str(workers)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        tokens = folder / f"tokens-{workers}"
+        tokens.write_text("\n".join(asyncio.run(open_attempts(url))), encoding="utf-8")
+        yield url, tokens
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+async def open_attempts(url: str) -> list[str]:
+    """The tokens of as many running attempts as there are connections."""
+    store, tokens = component("store", "http", url=url, token=ADMIN), AttemptTokens(SECRET)
+    await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=at) for at in range(CONNECTIONS)])
+    claims = await store.claim(worker="bench", limit=CONNECTIONS, lease_s=3600)
+    await store.close()
+    until = time.time() + 3600
+    return [tokens.issue(each.attempt.rollout_id, each.attempt.attempt_id, expires_at=until) for each in claims]
+
+
+async def request_all(url: str, requests: list[bytes], *, connections: int = CLIENTS) -> float:
+    """Send all requests, each connection as fast as it is answered; returns the seconds."""
+    opened = [Connection(url) for _ in range(connections)]
+    for connection in opened:
+        await connection.open()
+    left = iter(requests)
+
+    async def work(connection: Connection) -> None:
+        for request in left:
+            await connection.call(request)
+
+    started_at = time.perf_counter()
+    await asyncio.gather(*(work(connection) for connection in opened))
+    seconds = time.perf_counter() - started_at
+    for connection in opened:
+        connection.close()
+    return seconds
+
+
 def encode_rate() -> float:
     """Spans per second of encoding and decoding alone."""
     spans = sample_spans("ro-0.1", 500)
@@ -238,7 +379,7 @@ def figures(*, calls: int = CALLS, repeats: int = REPEATS) -> list[Figure]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(stack, folder, calls=calls, repeats=repeats)
-        return [*bench.plain(), *bench.streamed(), *bench.latency(), *bench.http_store()]
+        return [*bench.plain(), *bench.streamed(), *bench.latency(), *bench.http_store(), *bench.processes()]
 
 
 def run(*, quick: bool) -> list[Figure]:

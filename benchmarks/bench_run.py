@@ -91,6 +91,11 @@ def fit(folder: Path, count: int) -> Measured:
     return fitted(folder, count, agent=spans_agent)
 
 
+def fit_one(folder: Path, count: int) -> Measured:
+    """The same, one after the other."""
+    return fitted(folder, count, agent=spans_agent, n_runners=1)
+
+
 def fit_calls(folder: Path, count: int, url: str) -> Measured:
     """``count`` rollouts with one model call each through the gateway."""
     llm = {"main": LLM(endpoint=url, model="canned")}
@@ -103,7 +108,7 @@ def fitted(folder: Path, count: int, *, agent: Callable[..., Any], **settings: A
     def work(name: str, count: int) -> None:
         store = f"sqlite:///{folder}/{name}.db"
         trainer = agl.Trainer(
-            store=store, name=name, n_runners=CONCURRENCY, folder=folder, progress=Quiet(), **settings
+            store=store, name=name, folder=folder, progress=Quiet(), **{"n_runners": CONCURRENCY, **settings}
         )
         result = trainer.fit(agent, val_dataset=tasks(count))
         if result.before != 1.0:
@@ -211,6 +216,7 @@ async def _first_line(event: asyncio.Event) -> float:
 
 CASES: dict[str, Callable[..., Measured]] = {
     "fit": fit,
+    "fit-one": fit_one,
     "fit-calls": fit_calls,
     "raw-inserts": raw_inserts,
     "direct-calls": direct_calls,
@@ -261,11 +267,13 @@ def run(*, quick: bool) -> list[Figure]:
     """The three figures of whole rollouts."""
     repeats, count = (1, 1000) if quick else (3, 3000)
     plain = compare(("fit",), ("raw-inserts",), counts=(count, count), repeats=repeats)
+    one = compare(("fit-one",), ("raw-inserts",), counts=(count // 3, count), repeats=repeats)
     with canned_server() as url:
         calls = compare(("fit-calls", url), ("direct-calls", url), counts=(count // 2, count), repeats=repeats)
     wakes = compare(("wake-up",), ("event-wake-up",), counts=(50, 50), repeats=repeats)
     return [
-        _rate("rollouts with 5 spans", *plain, bar=1200, baseline_name="bare agent, raw SQLite inserts"),
+        _rate("rollouts with 5 spans", *plain, bar=2000, baseline_name="bare agent, raw SQLite inserts"),
+        _rate("the same, one after the other", *one, bar=800, baseline_name="the same"),
         _rate("rollouts with a gateway call", *calls, bar=400, baseline_name="the call alone, to the backend"),
         Figure(
             name="enqueue to the agent's first line",

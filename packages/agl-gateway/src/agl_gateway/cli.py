@@ -4,21 +4,23 @@ import asyncio
 import os
 import secrets
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from agl.contracts import Upstream
-from agl.errors import ConfigError
+from agl.contracts import Store, Upstream
+from agl.errors import ConfigError, StoreError
 from agl.hints import did_you_mean
 from agl.stores import shown_url
 from agl_gateway.kept_traffic import Share
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.service import BACKLOG, GatewayService, Settings, bind_error
 from agl_gateway.splits import Split, parse_split
-from agl_gateway.spooling import left_text, spools_for
+from agl_gateway.spooling import OFF, default_folder, left_text, spools_for
+from agl_gateway.supervisor import Place, Supervisor, listening, refusal
 from agl_gateway.tls import certificate_of
 from agl_run import signing_keys, state_dir
 from agl_run.commands import RetentionLimits, as_url, build_store, command, manager_of, retaining, seconds_of
@@ -31,6 +33,8 @@ _FILE = "_FILE"
 """Ends the name of a variable that names a file with the token, instead of holding it."""
 
 _WAKE_S = 0.2
+_OPEN_PAUSES = 5
+_TELL_S = 30.0
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 
 
@@ -53,6 +57,14 @@ class _ServeCommand(click.Command):
 @click.option("--store", "url", required=True, help="The store's URL, or a SQLite file such as runs.db.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=4747, show_default=True, help="Port to listen on; 0 takes any free one.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Processes that serve the port together; they are started again when they end.",
+)
 @click.option(
     "--upstream",
     "upstreams",
@@ -171,6 +183,7 @@ def serve(
     url: str,
     host: str,
     port: int,
+    workers: int,
     upstreams: tuple[str, ...],
     split_text: str | None,
     idle_s: float,
@@ -189,11 +202,23 @@ def serve(
     certificate = certificate_of(settings.pop("tls_cert"), settings.pop("tls_key"))
     share = Share(**{one.name: settings.pop(one.name) for one in fields(Share)})
     found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), is_shared=True, share=share, **settings)
-    store = build_store(manager, url)
+    retention = RetentionLimits.of(older_than, keep)
 
-    async def run() -> None:
-        # a gateway without upstreams records no calls
-        spools = await spools_for(store, spool, shown=shown_url(url)) if parsed or spool else []
+    async def run(place: Place | None = None) -> None:
+        store = build_store(manager, url)
+        folder = spool
+        if place is not None:
+            folder = spool or str(default_folder())
+        elif not parsed and not spool:
+            folder = OFF  # a gateway without upstreams records no calls
+        stopping = _stopping(place)
+        if not await wait_for_store(store, shown_url(url), stopping):
+            await store.close()
+            return
+        taken = () if place is None else place.group.taken
+        spools = await spools_for(store, folder, shown=shown_url(url), without=taken)
+        if place is not None:
+            place.report(spools=[str(file.path) for file in spools])
         service = GatewayService(
             store=store,
             upstreams=parsed,
@@ -205,13 +230,60 @@ def serve(
             split=split,
             certificate=certificate,
             spools=spools,
+            group=None if place is None else place.group,
+            listener=None if place is None else place.listener,
         )
-        await _serve(service, url, source, split, retention=RetentionLimits.of(older_than, keep))
+        is_first = place is None or place.group.number == 0
+        await _serve(
+            service, url, source, split, retention=retention if is_first else None, place=place, stopping=stopping
+        )
 
+    if workers > 1:
+        ctx.exit(_supervised(run, workers, found, url, spool))
     try:
         asyncio.run(run())
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
+
+
+def _supervised(
+    run: Callable[[Place], Coroutine[Any, Any, None]], workers: int, found: Settings, url: str, spool: str
+) -> int:
+    """Serve with several processes until a signal arrives; returns the exit status."""
+    reasons = refusal(url, spool=spool, max_spans_per_minute=found.share.max_spans_per_minute)
+    if reasons:
+        raise ConfigError(f"--workers {workers} is refused: {'; '.join(reasons)}")
+    try:
+        listener = listening(found.host, found.port, backlog=BACKLOG)
+    except OSError as error:
+        raise bind_error(found.host, found.port, error) from error
+    return Supervisor(count=workers, listener=listener, serve=run, say=click.echo, run_async=asyncio.run).run()
+
+
+def _stopping(place: Place | None) -> asyncio.Event:
+    """Return an event that is set when a signal arrives, or the parent of one of several processes is gone."""
+    stopping = asyncio.Event()
+    _on_signals(stopping)
+    if place is not None:
+        asyncio.get_running_loop().add_reader(place.parent, stopping.set)
+    return stopping
+
+
+async def wait_for_store(store: Store, shown: str, stopping: asyncio.Event) -> bool:
+    """Return true once the store answers, false if ``stopping`` is set before; says every half minute that it waits."""
+    told_at = float("-inf")
+    while not stopping.is_set():
+        try:
+            await store.cursor()
+        except StoreError as error:
+            if time.monotonic() - told_at > _TELL_S:
+                told_at = time.monotonic()
+                click.echo(f"the store {shown} does not answer; the gateway starts once it does: {error}", err=True)
+            for _ in range(_OPEN_PAUSES):
+                await _wait(stopping)
+        else:
+            return True
+    return False
 
 
 def parse_upstream(text: str) -> Upstream:
@@ -288,18 +360,22 @@ async def _serve(
     split: Split | None,
     *,
     retention: RetentionLimits | None,
+    place: Place | None,
+    stopping: asyncio.Event,
 ) -> None:
-    """Serve until a signal arrives, then write what is recorded."""
-    stopping = asyncio.Event()
-    _on_signals(stopping)
+    """Serve until ``stopping`` is set, then write what is recorded."""
     try:
         url = await service.start()
-        for line in [
+        lines = [
             *_banner(service, url, store_url, token_source),
             *_conversation_banner(service, url, split, store_url),
-        ]:
-            click.echo(line)
-        click.echo("stop with Ctrl-C")
+            "stop with Ctrl-C",
+        ]
+        if place is not None:
+            place.report(lines=lines)
+        else:
+            for line in lines:
+                click.echo(line)
         async with retaining(service.store, retention, say=click.echo):
             while not stopping.is_set():
                 await _wait(stopping)
@@ -307,7 +383,8 @@ async def _serve(
         left = await service.stop()
         await service.store.close()
     told = left_text(left, service.spool_path) if left else "everything recorded is in the store"
-    click.echo(f"stopped: {told}", err=True)
+    who = "" if place is None else f"process {place.group.number} "
+    click.echo(f"{who}stopped: {told}", err=True)
 
 
 async def _wait(stopping: asyncio.Event) -> None:

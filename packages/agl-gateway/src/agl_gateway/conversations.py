@@ -142,7 +142,11 @@ class Conversations:
         return _conversation(rollout)
 
     async def end_idle(self) -> int:
-        """End the conversations that had no call for ``idle_s`` seconds; returns their number."""
+        """End the conversations that had no call for ``idle_s`` seconds; returns their number.
+
+        Those with a call in flight here are renewed, so that no other gateway takes them for idle.
+        """
+        await self._renew_in_flight()
         query = RolloutQuery(experiment=CONVERSATIONS, status=("running",), limit=_PAGE)
         count = 0
         while page := await self._store.rollouts(query):
@@ -221,6 +225,13 @@ class Conversations:
             if len(self._renewed) > _REMEMBERED:
                 self._renewed.popitem(last=False)
         return is_running
+
+    async def _renew_in_flight(self) -> None:
+        for rollout_id in list(self._in_flight):
+            known = self._known.get(rollout_id)
+            if known is not None and not known.is_over:
+                self._renewed.pop(rollout_id, None)
+                await self._renew(known)
 
     async def _idle_attempt(self, rollout: Rollout) -> str:
         """Return the id of the attempt if the conversation is idle; ``""`` otherwise."""

@@ -9,8 +9,7 @@ The seed goes to the policy's server in a header, so that the request stays what
 ``agl-algo-torch`` reads it where the request has no ``seed``; other servers ignore it.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
 
 import msgspec
@@ -22,17 +21,20 @@ from agl_gateway.rollout_facts import RolloutFacts
 
 SEED_HEADER = "x-agl-seed"
 
-_REMEMBERED = 10_000
 _LONGEST = 1024 * 1024
 """Bytes of a request from which its opening is not looked at: that would take the event loop for too long."""
 
 
 class DrawSeeds:
-    """Gives the calls of seeded rollouts to trained policies a seed each; counts the calls of the newest attempts."""
+    """Gives the calls of seeded rollouts to trained policies a seed each.
 
-    def __init__(self, rollouts: RolloutFacts) -> None:
+    Args:
+        position: Returns the position of an attempt's next call among those with an opening, from 1.
+    """
+
+    def __init__(self, rollouts: RolloutFacts, *, position: Callable[[str, bytes], Awaitable[int]]) -> None:
         self._rollouts = rollouts
-        self._made: OrderedDict[str, Counter[bytes]] = OrderedDict()
+        self._position = position
 
     async def headers(
         self, asked: Request, upstream: Upstream, *, rollout_id: str, attempt_id: str
@@ -44,19 +46,10 @@ class DrawSeeds:
         if seed is None:
             return {}
         opening = _digest(asked)
-        number = self._position(attempt_id, opening)
+        number = await self._position(attempt_id, opening)
         attempt = attempt_id.rpartition(".")[2]
         drawn = blake2b(b"%d/%b/%d/%b" % (seed, attempt.encode(), number, opening), digest_size=7)
         return {SEED_HEADER: str(int.from_bytes(drawn.digest()))}
-
-    def _position(self, attempt_id: str, opening: bytes) -> int:
-        if attempt_id not in self._made:
-            self._made[attempt_id] = Counter()
-            if len(self._made) > _REMEMBERED:
-                self._made.popitem(last=False)
-        made = self._made[attempt_id]
-        made[opening] += 1
-        return made[opening]
 
 
 def _digest(asked: Request) -> bytes:

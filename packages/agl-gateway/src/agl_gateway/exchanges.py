@@ -3,6 +3,7 @@
 An exchange becomes one ``chat`` span per sampled choice, by the GenAI conventions.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,6 +77,15 @@ class RecordedExchange:
         return len(self.exchange.request.body) + len(self.exchange.response)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestKey:
+    """What tells a repeated request from others: its attempt, and the size and digest of its body."""
+
+    attempt_id: str
+    size: int
+    digest: str
+
+
 @dataclass
 class RequestIds:
     """Assigns one id to a request and all of its retries.
@@ -83,21 +93,41 @@ class RequestIds:
     A retry carries the same ``x-agl-request-id``, or the same body with a retry count above zero.
     """
 
-    _recent: OrderedDict[tuple[str, int, int], str] = field(default_factory=OrderedDict[tuple[str, int, int], str])
+    _recent: OrderedDict[RequestKey, tuple[float, str]] = field(
+        default_factory=OrderedDict[RequestKey, tuple[float, str]]
+    )
 
     def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
         """Return the request's id and the client's retry count."""
         retries = _count(headers.get("x-stainless-retry-count", "0"))
         if given := headers.get("x-agl-request-id", ""):
             return given[:128], retries
-        key = (attempt_id, len(body), hash(body))
+        key = _key(attempt_id, body)
         if retries and (known := self._recent.get(key)) is not None:
-            return known, retries
+            return known[1], retries
         request_id = new_trace_id()
-        self._recent[key] = request_id
+        self.learn(key, time.time(), request_id)
+        return request_id, retries
+
+    def retry_of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> RequestKey | None:
+        """Return the key of a repeated request, whose first try others may have got; ``None`` for any other."""
+        if headers.get("x-stainless-retry-count", "0") == "0" or headers.get("x-agl-request-id", ""):
+            return None
+        return _key(attempt_id, body)
+
+    def known(self, key: RequestKey) -> tuple[float, str]:
+        """Return the Unix seconds and the id of the newest request with this key; 0 and ``""`` if there is none."""
+        return self._recent.get(key, (0.0, ""))
+
+    def learn(self, key: RequestKey, at: float, request_id: str) -> None:
+        """Remember the id of a request that came at ``at`` Unix seconds."""
+        self._recent[key] = (at, request_id)
         if len(self._recent) > _RETRY_MEMORY:
             self._recent.popitem(last=False)
-        return request_id, retries
+
+
+def _key(attempt_id: str, body: bytes) -> RequestKey:
+    return RequestKey(attempt_id=attempt_id, size=len(body), digest=blake2b(body, digest_size=8).hexdigest())
 
 
 def _count(text: str) -> int:

@@ -46,13 +46,16 @@ class GatewayRecord:
 
     Attributes:
         member: Its identity, that of its spool.
+        group: The gateway that it is a process of; its own identity where it is the only one.
         calls: Calls that it held and that were not in the store.
         silent_s: Seconds since then.
         is_ended: It ended in good order; ``calls`` of them stayed in its spool.
         is_shared: It answers calls of any attempt of the store, as those of ``agl serve`` do.
+        start: The id of its newest start.
     """
 
     member: str
+    group: str
     url: str
     machine: str
     spool: str
@@ -62,6 +65,7 @@ class GatewayRecord:
     silent_s: float
     is_ended: bool
     is_shared: bool
+    start: str
 
     @property
     def is_gone(self) -> bool:
@@ -92,10 +96,22 @@ class GatewayPresence:
 
     Args:
         url: Returns the address at which others reach it.
-        is_shared: See :class:`GatewayRecord`.
+        start: Returns the id of its newest start.
+        is_shared: See :class:`GatewayRecord`, like ``group``.
     """
 
-    def __init__(self, store: Store, recorder: Recorder, *, url: Callable[[], str], is_shared: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        recorder: Recorder,
+        *,
+        url: Callable[[], str],
+        start: Callable[[], str],
+        is_shared: bool,
+        group: str = "",
+    ) -> None:
+        self._group = group
+        self._start_id = start
         self._is_shared = is_shared
         self._store = store
         self._recorder = recorder
@@ -155,6 +171,8 @@ class GatewayPresence:
             "bytes": self._recorder.pending_bytes,
             "is_ended": is_ended,
             "is_shared": self._is_shared,
+            "group": self._group,
+            "start": self._start_id(),
         }
         await self._store.announce(
             Presence(
@@ -192,6 +210,7 @@ def _record(presence: Presence, now: float) -> GatewayRecord:
 
     return GatewayRecord(
         member=presence.member,
+        group=text("group") or presence.member,
         url=text("url"),
         machine=text("machine"),
         spool=text("spool"),
@@ -201,4 +220,5 @@ def _record(presence: Presence, now: float) -> GatewayRecord:
         silent_s=now - presence.seen_at,
         is_ended=details.get("is_ended") is True,
         is_shared=details.get("is_shared") is True,
+        start=text("start"),
     )

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _WINDOW_S = 10
 
@@ -36,20 +36,42 @@ class SpanRate:
             self._seconds.popleft()
 
 
-def render(lines: Iterable[tuple[str, str, str, Mapping[str, float] | float]]) -> str:
+Family = tuple[str, str, str, Mapping[str, float] | float]
+"""A metric: its name, type and help, and one number, or numbers by policy."""
+
+
+def render(families: Iterable[Family], *, label: str = "policy") -> str:
     """Render metrics as text.
 
     Args:
-        lines: Name, type, help, and one number or numbers by policy.
+        families: The metrics.
+        label: The label of numbers in a mapping.
     """
     out: list[str] = []
-    for name, kind, text, values in lines:
-        out += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-        if isinstance(values, Mapping):
-            out += [f'{name}{{policy="{_escaped(policy)}"}} {value:g}' for policy, value in values.items()]
-        else:
-            out.append(f"{name} {values:.12g}")
+    for name, kind, text, values in families:
+        out += [*_head(name, kind, text), *_lines(name, values, label=label)]
     return "\n".join(out) + "\n"
+
+
+def labelled(processes: Mapping[int, Sequence[Family]]) -> str:
+    """Render the metrics of several processes, each metric once, with the label ``process`` at every number."""
+    families: dict[str, list[str]] = {}
+    for number, found in sorted(processes.items()):
+        for name, kind, text, values in found:
+            lines = families.setdefault(name, _head(name, kind, text))
+            lines += _lines(name, values, label="policy", more=f'process="{number}"')
+    return "\n".join(line for lines in families.values() for line in lines) + "\n"
+
+
+def _head(name: str, kind: str, text: str) -> list[str]:
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+
+
+def _lines(name: str, values: Mapping[str, float] | float, *, label: str, more: str = "") -> list[str]:
+    if not isinstance(values, Mapping):
+        return [f"{name}{{{more}}} {values:.12g}" if more else f"{name} {values:.12g}"]
+    rest = f",{more}" if more else ""
+    return [f'{name}{{{label}="{_escaped(key)}"{rest}}} {value:g}' for key, value in values.items()]
 
 
 def _escaped(label: str) -> str:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +61,7 @@ class Recorder:
     Args:
         spools: The gateway's own spool, and those of gateways that are gone; none to go without.
         spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
+        on_held: Takes the number of calls that are not in the store, and of open streams, whenever it changes.
 
     Attributes:
         lost: Number of spans that could not be written.
@@ -75,7 +76,10 @@ class Recorder:
         outage: Outage,
         spools: Sequence[SpoolFile] = (),
         spool_after_s: float = 0.05,
+        on_held: Callable[[int], None] | None = None,
     ) -> None:
+        self._on_held = on_held
+        self._held = 0
         self._spool_after_s = spool_after_s
         self._store = store
         self._outage = outage
@@ -130,6 +134,7 @@ class Recorder:
         """Start the worker, and to drain the spool."""
         if self.spool is not None:
             self._pending.update(self.spool.start())
+        self._hold(self._pending.total())
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> int:
@@ -157,6 +162,7 @@ class Recorder:
         """Queue an exchange; never blocks. Returns its number, for :meth:`written`."""
         self._put += 1
         self._pending[recorded.context.attempt_id] += 1
+        self._hold(1)
         if not self._unwritten:
             self._oldest_at = time.monotonic()
         self._unwritten[self._put] = None
@@ -188,9 +194,11 @@ class Recorder:
     def stream_opened(self, attempt_id: str) -> None:
         """Record the start of a streamed answer, whose end :meth:`settle` then awaits."""
         self._open_streams[attempt_id] += 1
+        self._hold(1)
 
     async def stream_closed(self, attempt_id: str) -> None:
         """Record the end of a streamed answer, after it was queued."""
+        self._hold(-1)
         self._open_streams[attempt_id] -= 1
         if self._open_streams[attempt_id] <= 0:
             del self._open_streams[attempt_id]
@@ -343,10 +351,16 @@ class Recorder:
         """Wake the callers that wait for all calls of an attempt."""
         async with self._changed:
             for attempt_id in attempt_ids:
+                self._hold(-1)
                 self._pending[attempt_id] -= 1
                 if self._pending[attempt_id] <= 0:
                     del self._pending[attempt_id]
             self._changed.notify_all()
+
+    def _hold(self, change: int) -> None:
+        self._held += change
+        if self._on_held is not None:
+            self._on_held(self._held)
 
     def _new_spool(self, spools: Sequence[SpoolFile], rate: SpanRate) -> Spool:
         return Spool(

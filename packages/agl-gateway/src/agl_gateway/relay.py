@@ -18,6 +18,7 @@ from agl.dialects import Exchange, Request
 from agl.errors import CaptureError
 from agl.schemas import Dialect, Json
 from agl_gateway.arms import ArmRoutes, policy_of
+from agl_gateway.attempt_facts import AttemptFacts
 from agl_gateway.bodies import BodyReader
 from agl_gateway.callers import HelperRules, clean, session_of
 from agl_gateway.client_apis import CHAT, ClientApis, NotSpokenError, translation_of
@@ -25,7 +26,7 @@ from agl_gateway.compaction import CompactionTranslation
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations, rollout_id_of
 from agl_gateway.draws import DrawSeeds
-from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
+from agl_gateway.exchanges import CallContext, RecordedExchange, context_of
 from agl_gateway.gate import Gate
 from agl_gateway.inflating import plain_bytes
 from agl_gateway.json_values import check_values
@@ -132,6 +133,7 @@ class Relay:
         max_body: int,
         sampling: SamplingRules,
         seeds: DrawSeeds,
+        facts: AttemptFacts,
         arms: ArmRoutes | None = None,
         helpers: HelperRules | None = None,
         traffic: KeptTraffic | None = None,
@@ -153,7 +155,7 @@ class Relay:
         self._max_body = max_body
         self._sampling = sampling
         self._seeds = seeds
-        self._request_ids = RequestIds()
+        self._facts = facts
         self._told: set[tuple[str, str]] = set()
 
     async def relay(
@@ -173,7 +175,7 @@ class Relay:
         """
         await self._recorder.admit()
         asked, translation = await self._read(request, dialect, translation)
-        context = self._context(rollout_id, attempt_id, request, asked)
+        context = await self._context(rollout_id, attempt_id, request, asked)
         return await self._answer(request, _call(asked, endpoint, context, translation))
 
     def speaks(self, upstream: Upstream, dialect: Dialect) -> bool:
@@ -187,7 +189,7 @@ class Relay:
         await self._recorder.admit()
         translation = CompactionTranslation()
         chat = translation.asked(asked)
-        context = self._context(rollout_id, attempt_id, request, chat)
+        context = await self._context(rollout_id, attempt_id, request, chat)
         return await self._answer(request, _call(chat, CHAT, context, translation))
 
     async def converse(
@@ -207,13 +209,13 @@ class Relay:
             left_out_by = await conversations.left_out_by(conversation, self._traffic)
             if left_out_by:
                 self._traffic.calls += 1
-                context = self._context(rollout_id_of(conversation), "", request, asked)
+                context = await self._context(rollout_id_of(conversation), "", request, asked)
                 call = _call(asked, endpoint, context, translation)
                 call.is_recorded, call.left_out_by = True, left_out_by
                 return await self._answer(request, call)
             self._traffic.count()
         async with conversations.hold_open(conversation) as found:
-            context = self._context(found.rollout_id, found.attempt_id, request, asked)
+            context = await self._context(found.rollout_id, found.attempt_id, request, asked)
             call = _call(asked, endpoint, context, translation)
             call.conversation = found
             reply = await self._answer(request, call)
@@ -223,9 +225,12 @@ class Relay:
                 self._arms.forget(found.rollout_id)
         return reply
 
-    def _context(self, rollout_id: str, attempt_id: str, request: web.BaseRequest, asked: Request) -> CallContext:
+    async def _context(self, rollout_id: str, attempt_id: str, request: web.BaseRequest, asked: Request) -> CallContext:
+        requests = self._facts.requests
+        if (key := requests.retry_of(attempt_id, request.headers, asked.body)) is not None:
+            await self._facts.find_request(key)
         context = context_of(
-            rollout_id, attempt_id, request.headers, asked, request_ids=self._request_ids, helpers=self._helpers
+            rollout_id, attempt_id, request.headers, asked, request_ids=requests, helpers=self._helpers
         )
         self.helper_calls += context.origin.role == semconv.HELPER
         return context
@@ -516,7 +521,10 @@ class _Pump:
         body = self._response.content
         while True:
             try:
-                async with asyncio.timeout(_END_OF_BODY_S if self._is_ending else None):
+                if self._is_ending:
+                    async with asyncio.timeout(_END_OF_BODY_S):
+                        chunk = await body.readany()
+                else:
                     chunk = await body.readany()
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 if not self._is_ending:

@@ -12,7 +12,9 @@ from aiohttp import web
 
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
+from agl.schemas import new_trace_id
 from agl_gateway.arms import ArmRoutes, with_distinct_names
+from agl_gateway.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
 from agl_gateway.bodies import BodyReader
 from agl_gateway.budget import ByteBudget
 from agl_gateway.callers import HelperRules
@@ -35,13 +37,14 @@ from agl_gateway.relay import Relay
 from agl_gateway.rollout_facts import RolloutFacts
 from agl_gateway.routing import Router
 from agl_gateway.sampling import SamplingRules
+from agl_gateway.siblings import Group, Siblings
 from agl_gateway.side_calls import SideCalls
 from agl_gateway.split_api import RESOURCES, SplitApi
 from agl_gateway.splits import Split, check_labels
 from agl_gateway.splitter import Splitter
 from agl_gateway.spool_file import SpoolFile
 from agl_gateway.status_access import StatusAccess
-from agl_gateway.status_api import StatusApi
+from agl_gateway.status_api import OWN_METRICS, StatusApi
 from agl_gateway.store_api import StoreApi
 from agl_gateway.tls import Certificate
 from agl_gateway.traces_api import TracesApi
@@ -50,6 +53,7 @@ from agl_gateway.workers_api import WorkersApi
 from agl_run.tokens import AttemptTokens, Keys
 
 _SHUTDOWN_S = 2.0
+BACKLOG = 1024
 _PEER_KEY_S = 600.0
 """Seconds for which a key for another gateway is valid: long, because the clocks of machines differ."""
 
@@ -123,6 +127,8 @@ class GatewayService:
         certificate: Makes it listen with TLS alone.
         spools: Files for calls that the store does not take at once: the gateway's own first, then those of gateways
             that are gone. With none, a gateway waits for its store.
+        group: The processes that this one serves with, on a socket that listens already.
+        listener: That socket; the address in ``settings`` only names it then.
     """
 
     def __init__(
@@ -138,7 +144,13 @@ class GatewayService:
         split: Split | None = None,
         certificate: Certificate | None = None,
         spools: Sequence[SpoolFile] = (),
+        group: Group | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
+        self._listener = listener
+        self._start_id = new_trace_id()
+        self._gateway_id = _gateway_id(spools, settings) or self._start_id
+        self.siblings = Siblings(group, admin_key=self._peer_key)
         self._certificate = certificate
         self._watch: asyncio.Task[None] | None = None
         self._settings = settings
@@ -151,10 +163,20 @@ class GatewayService:
         self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(
-            store, rate=self._rate, outage=self._outage, spools=spools, spool_after_s=settings.spool_after_s
+            store,
+            rate=self._rate,
+            outage=self._outage,
+            spools=spools,
+            spool_after_s=settings.spool_after_s,
+            on_held=self.siblings.held,
         )
         self._presence = GatewayPresence(
-            store, self.recorder, url=lambda: self._advertised, is_shared=settings.is_shared
+            store,
+            self.recorder,
+            url=lambda: self._advertised,
+            start=self._newest_start,
+            is_shared=settings.is_shared,
+            group="" if group is None else group.group_id,
         )
         self._traffic = None if settings.share.is_all else _traffic(settings, split)
         self._sweep = self._traffic and RewardSweep(store, self._traffic)
@@ -163,7 +185,6 @@ class GatewayService:
             self._conversations, idle_s=settings.conversation_idle_s
         )
         self.attempts = RunningAttempts(store, outage=self._outage)
-        self._quotas = Quotas(store, max_calls=settings.max_calls, max_spans=settings.max_spans)
         self._feed = Feed(
             store,
             on_changes=[part.on_changes for part in (*self._caches(), self._queue)],
@@ -175,10 +196,15 @@ class GatewayService:
             store,
             self.recorder,
             self.session,
-            admin_key=lambda: tokens.issue("", "", expires_at=time.time() + _PEER_KEY_S, scope="admin"),
+            siblings=self.siblings,
+            outage=self._outage,
+            start=self._newest_start,
+            admin_key=self._peer_key,
             is_shared=settings.is_shared,
         )
-        self._budget = ByteBudget(limit=settings.max_bodies, wait_s=settings.bodies_wait_s)
+        self._facts = AttemptFacts(self.siblings, self.peers)
+        self._quotas = Quotas(store, self._facts, max_calls=settings.max_calls, max_spans=settings.max_spans)
+        self._budget = ByteBudget(limit=settings.max_bodies // self.siblings.count, wait_s=settings.bodies_wait_s)
         self._bodies = BodyReader(patience_s=settings.body_s, budget=self._budget)
         rollouts = RolloutFacts(store, outage=self._outage)
         self.relay = Relay(
@@ -188,7 +214,8 @@ class GatewayService:
             bodies=self._bodies,
             max_body=settings.max_body,
             sampling=SamplingRules(rollouts),
-            seeds=DrawSeeds(rollouts),
+            seeds=DrawSeeds(rollouts, position=self._facts.position),
+            facts=self._facts,
             arms=self._arms,
             traffic=self._traffic,
             helpers=HelperRules(
@@ -246,12 +273,7 @@ class GatewayService:
             self._sweep.start()
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
-        try:
-            context = self._certificate and self._certificate.context
-            where = (self._settings.host, self._settings.port)
-            await web.TCPSite(self._runner, *where, backlog=1024, ssl_context=context).start()
-        except OSError as error:
-            raise self._bind_error(error) from error
+        await self._listen(self._runner)
         port = self._runner.addresses[0][1]
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         scheme = "http" if self._certificate is None else "https"
@@ -287,9 +309,31 @@ class GatewayService:
         if is_running:
             await self._presence.leave(left)
         await self._feed.stop()
+        await self.siblings.close()
         await self.session.close()
         self._bodies.close()
         return left
+
+    async def _listen(self, runner: web.ServerRunner) -> None:
+        context = self._certificate and self._certificate.context
+        where = (self._settings.host, self._settings.port)
+        if self._listener is not None:
+            # One connection at a time, so that the processes that are idle take the others.
+            await web.SockSite(runner, self._listener, backlog=1, ssl_context=context).start()
+            self._listener.listen(BACKLOG)
+        else:
+            try:
+                await web.TCPSite(runner, *where, backlog=BACKLOG, ssl_context=context).start()
+            except OSError as error:
+                raise bind_error(*where, error) from error
+        if (group := self.siblings.group) is not None:
+            await web.UnixSite(runner, str(group.socket(group.number))).start()
+
+    def _newest_start(self) -> str:
+        return self._start_id if self.siblings.group is None else self.siblings.group.start
+
+    def _peer_key(self) -> str:
+        return self.tokens.issue("", "", expires_at=time.time() + _PEER_KEY_S, scope="admin")
 
     def _routes(self) -> dict[str, Handle]:
         store, rate, identities = self.store, self._rate, self.identities
@@ -324,9 +368,18 @@ class GatewayService:
             recorder=self.recorder,
             queue=self._queue,
             rate=rate,
+            siblings=self.siblings,
+            identities=identities,
             traffic=self._traffic,
         )
-        workers = WorkersApi(identities=identities, recorder=self.recorder, peers=self.peers, bodies=self._bodies)
+        workers = WorkersApi(
+            identities=identities,
+            recorder=self.recorder,
+            peers=self.peers,
+            bodies=self._bodies,
+            gateway_id=self._gateway_id,
+        )
+        facts = AttemptFactsApi(self._facts, identities=identities, bodies=self._bodies)
         return {
             "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
@@ -334,7 +387,9 @@ class GatewayService:
             "HEAD /": status.root,
             "GET /identity": workers.identity,
             "POST /settle": workers.settle,
+            f"POST {PATH}": facts.handle,
             "GET /metrics": status.metrics,
+            f"POST {OWN_METRICS}": status.own_metrics,
             "GET /healthz": status.health,
             "GET /openapi.json": status.openapi,
         }
@@ -388,12 +443,20 @@ class GatewayService:
             auto_decompress=False,
         )
 
-    def _bind_error(self, error: OSError) -> ConfigError:
-        where = f"{self._settings.host}:{self._settings.port}"
-        return ConfigError(
-            f"the gateway cannot listen on {where} ({error.strerror or error}); another program, perhaps another "
-            "`agl serve`, uses that port: stop it, or choose another with --port (0 takes any free one)"
-        )
+
+def bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    """Return the error for an address on which nothing can listen."""
+    return ConfigError(
+        f"the gateway cannot listen on {host}:{port} ({error.strerror or error}); another program, perhaps another "
+        "`agl serve`, uses that port: stop it, or choose another with --port (0 takes any free one)"
+    )
+
+
+def _gateway_id(spools: Sequence[SpoolFile], settings: Settings) -> str:
+    """Return the id of a gateway that loses no call; the store's where another may answer in its place."""
+    if not spools:
+        return ""
+    return spools[0].store_id if settings.is_shared else spools[0].gateway_id
 
 
 def _traffic(settings: Settings, split: Split | None) -> KeptTraffic:

@@ -109,6 +109,11 @@ class SpoolFile:
         """Identity of the gateway whose file this is; the same at every start."""
         return self._about["gateway"]
 
+    @property
+    def store_id(self) -> str:
+        """Identity of the store that its calls belong to."""
+        return self._about["store"]
+
     def add(self, calls: Sequence[SpooledCall]) -> list[SpooledCall]:
         """Write calls durably; returns them with their rows. A repeated call gets a row of its own.
 
@@ -221,8 +226,11 @@ class SpoolFile:
             self._db.execute("ROLLBACK")
 
 
-def open_spools(folder: Path, *, store_id: str, store_url: str) -> list[SpoolFile]:
+def open_spools(folder: Path, *, store_id: str, store_url: str, without: Collection[Path] = ()) -> list[SpoolFile]:
     """Open the files of a store that no other process holds; the first is the gateway's own, the others are drained.
+
+    Args:
+        without: Files that belong to other processes of the same gateway, even while these do not run.
 
     Raises:
         ConfigError: The folder cannot be used, or holds as many busy spools as there may be.
@@ -231,6 +239,8 @@ def open_spools(folder: Path, *, store_id: str, store_url: str) -> list[SpoolFil
     free = list[Path]()
     for number in range(_MAX_FILES):
         path = folder / f"{store_id}-{number}{_SUFFIX}"
+        if path in without:
+            continue
         if not path.exists():
             free.append(path)
             continue

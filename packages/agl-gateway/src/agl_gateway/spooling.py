@@ -1,6 +1,7 @@
 """Decides whether a gateway needs a spool, and opens the files of its store."""
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
 
 from agl.contracts import Store
@@ -29,12 +30,13 @@ def folder_of(choice: str, store: Store) -> Path | None:
     return Path(choice).expanduser() if choice else default_folder()
 
 
-async def spools_for(store: Store, choice: str, *, shown: str) -> list[SpoolFile]:
+async def spools_for(store: Store, choice: str, *, shown: str, without: Collection[Path] = ()) -> list[SpoolFile]:
     """Open the spools of a store that no other process uses, the gateway's own first; none where it goes without.
 
     Args:
         choice: See :func:`folder_of`.
         shown: The store's address without credentials.
+        without: See :func:`open_spools`.
 
     Raises:
         ConfigError: The folder cannot be used.
@@ -44,7 +46,7 @@ async def spools_for(store: Store, choice: str, *, shown: str) -> list[SpoolFile
     if folder is None:
         return []
     store_id = await store_identity(store)
-    return await asyncio.to_thread(open_spools, folder, store_id=store_id, store_url=shown)
+    return await asyncio.to_thread(open_spools, folder, store_id=store_id, store_url=shown, without=without)
 
 
 def left_text(calls: int, path: Path | None) -> str:

@@ -1,8 +1,9 @@
 """Endpoints for workers on other machines: the gateway's id, and a wait for an attempt's calls.
 
 ``GET /identity`` and ``POST /settle`` both answer with the gateway's id and the id of its start. The id is new at every
-start too, unless the gateway has a spool, which loses no answered call. A worker that sees the id change during an
-attempt knows that calls may be missing; one that sees another start knows that calls may have been cut off.
+start too, unless the gateway has a spool, which loses no answered call: those of ``agl serve`` on one store then have
+one id, and any may answer in place of another. A worker that sees the id change during an attempt knows that calls may
+be missing; one that sees another start, of any process, knows that calls may have been cut off.
 """
 
 import asyncio
@@ -13,12 +14,12 @@ import msgspec
 from aiohttp import web
 
 from agl.errors import CaptureError
-from agl.schemas import new_trace_id
 from agl_gateway.bodies import BodyReader
 from agl_gateway.identity import Identities, key_of
-from agl_gateway.peers import PEER_HEADER, Peers
+from agl_gateway.peers import Peers
 from agl_gateway.problems import Problem
 from agl_gateway.recorder import Recorder
+from agl_gateway.siblings import PEER_HEADER, SIBLING
 
 _MAX_BODY = 64 * 1024
 _VERSION = version("agl-gateway")
@@ -33,20 +34,25 @@ class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkersApi:
-    """Answers workers; used in the gateway's event loop."""
+    """Answers workers; used in the gateway's event loop.
 
-    def __init__(self, *, identities: Identities, recorder: Recorder, peers: Peers, bodies: BodyReader) -> None:
+    Args:
+        gateway_id: The gateway's id.
+    """
+
+    def __init__(
+        self, *, identities: Identities, recorder: Recorder, peers: Peers, bodies: BodyReader, gateway_id: str
+    ) -> None:
         self._identities = identities
         self._peers = peers
         self._recorder = recorder
         self._bodies = bodies
-        self._start = new_trace_id()
-        self._id = self._start if recorder.spool is None else recorder.spool.gateway_id
+        self._id = gateway_id
 
     async def identity(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with the gateway's id; any valid token will do."""
         self._identities.verify(key_of(request.headers))
-        return self._answer()
+        return await self._answer()
 
     async def settle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer once every answered call of the attempt is in the store, or with 202 while the store is behind.
@@ -61,16 +67,19 @@ class WorkersApi:
             raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
         if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:
             raise Problem(403, f"the token is not that of attempt {asked.attempt_id!r}; use its own, or an admin token")
-        settle = self._recorder.settle if PEER_HEADER in request.headers else self._peers.settle
+        asked_by = request.headers.get(PEER_HEADER, "")
+        settle = self._peers.settle_here if asked_by else self._peers.settle
+        if asked_by == SIBLING:
+            settle = self._recorder.settle
         try:
             async with asyncio.timeout(None if self._recorder.spool is None else _SETTLE_S):
                 await settle(asked.attempt_id)
         except CaptureError as error:
             raise Problem(409, str(error), code="calls_lost") from error
         except TimeoutError:
-            return self._answer(status=202)
-        return self._answer()
+            return await self._answer(status=202)
+        return await self._answer()
 
-    def _answer(self, *, status: int = 200) -> web.Response:
-        told = {"gateway": self._id, "start": self._start, "version": _VERSION, "time": time.time()}
+    async def _answer(self, *, status: int = 200) -> web.Response:
+        told = {"gateway": self._id, "start": await self._peers.start(), "version": _VERSION, "time": time.time()}
         return web.json_response(told, status=status)
