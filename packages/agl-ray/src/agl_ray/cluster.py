@@ -136,8 +136,8 @@ class Cluster:
             )
         return _NoneThereError(
             f"no Ray cluster answers at {address!r}: {last_line(error)} Check that it runs there (ray status), that "
-            "this machine may reach its port, and that both have the same releases of Ray and Python; or use the "
-            'address "auto" for this machine'
+            "this machine may reach its port, that both have the same releases of Ray and Python and, where "
+            'it asks for a token, RAY_AUTH_MODE=token and the token; or use the address "auto" for this machine'
         )
 
 
@@ -162,7 +162,7 @@ def _addresses(wanted: str) -> Sequence[str]:
 
 def has_cluster(wanted: str) -> bool:
     """Return true if an address leads to a cluster that someone started, as far as is known without asking it."""
-    return _addresses(wanted)[0] != "local"
+    return ray().is_initialized() or _addresses(wanted)[0] != "local"
 
 
 def this_machine(started: Mapping[str, Json]) -> dict[str, float]:

@@ -64,7 +64,7 @@ class _Placed:
     ready: "asyncio.Task[int]"
     asked_at: float = field(default_factory=time.monotonic)
     busy_at: float = field(default_factory=time.monotonic)
-    has_place: bool = False
+    room: Reservation | None = None
     is_slow: bool = False
 
     @property
@@ -89,7 +89,6 @@ class Pool:
         self._leaving: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
         self._said = -1
-        self._room: Reservation | None = None
         self._has_started = False
         self._is_crowded = False
 
@@ -105,8 +104,6 @@ class Pool:
         for worker in list(self._workers):
             self._dismiss(worker)
         await asyncio.gather(*self._leaving, return_exceptions=True)
-        if self._room is not None:
-            await self._room.release()
 
     async def _keep(self) -> None:
         try:
@@ -139,10 +136,9 @@ class Pool:
             self._setup.say(f"{count} worker{'' if count == 1 else 's'} on the Ray cluster")
 
     def _remove_ended(self) -> None:
-        """Forget workers whose loop has ended; what it raised ends the experiment."""
+        """Dismiss workers whose loop has ended; what it raised ends the experiment."""
         for worker in [one for one in self._workers if one.run.done()]:
-            self._workers.remove(worker)
-            worker.ready.cancel()
+            self._dismiss(worker)
             error = worker.run.exception()
             if isinstance(error, ProcessGoneError):
                 raise AglError(
@@ -154,27 +150,38 @@ class Pool:
 
     async def _add_first(self) -> None:
         """Add a worker with a reservation, which tells a cluster without room from a process that starts slowly."""
-        room = self._room = self._room or Reservation(self._cluster, wait_s=self._settings.wait_s)
+        room = Reservation(self._cluster, wait_s=self._settings.wait_s)
         try:
             await room.make([self._settings.share])
         except ConfigError:
+            await room.release()
             if not self._has_started:
                 raise
-            await room.release()
             if not self._is_crowded:
                 self._setup.say("the Ray cluster has no room for a worker at present; waiting until others end")
             self._is_crowded = True
             return
+        except asyncio.CancelledError:
+            await room.release()
+            raise
         self._has_started, self._is_crowded = True, False
-        await self._add(room.place_of(self._settings.share.name))
+        await self._add(room)
 
-    async def _add(self, place: Place | None) -> None:
-        actor = await self._cluster.run(lambda: self._make(place))
+    async def _add(self, room: Reservation | None) -> None:
+        place = None if room is None else room.place_of(self._settings.share.name)
+        making = asyncio.ensure_future(self._cluster.run(lambda: self._make(place)))
+        try:
+            actor = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            self._dismiss(self._take(await making, room))
+            raise
+        self._take(actor, room)
+
+    def _take(self, actor: Any, room: Reservation | None) -> _Placed:
         run, ready = answer_of(actor.run.remote()), answer_of(actor.held.remote())
-        worker = _Placed(
-            actor=actor, run=asyncio.ensure_future(run), ready=asyncio.ensure_future(ready), has_place=place is not None
-        )
+        worker = _Placed(actor=actor, run=asyncio.ensure_future(run), ready=asyncio.ensure_future(ready), room=room)
         self._workers.append(worker)
+        return worker
 
     def _make(self, place: Place | None) -> Any:
         amounts = self._settings.share.amounts
@@ -223,8 +230,8 @@ class Pool:
                     await answer_of(worker.actor.stop.remote())
         with contextlib.suppress(Exception):  # it may be gone
             await self._cluster.run(lambda: ray().kill(worker.actor, no_restart=True))
-        if worker.has_place and self._room is not None:
-            await self._room.release()
+        if worker.room is not None:
+            await worker.room.release()
         for task in (worker.run, worker.ready):
             task.cancel()
         await asyncio.gather(worker.run, worker.ready, return_exceptions=True)

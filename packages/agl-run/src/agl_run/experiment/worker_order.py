@@ -86,7 +86,9 @@ class OrderedWorker:
 
 def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
     """Make the order for workers elsewhere; raises :class:`ConfigError` for an agent that they cannot import."""
-    config, agent = plan.config, plan.agent
+    agent = plan.agent
+    algorithms = tuple(msgspec.structs.replace(algorithm, resources=None) for algorithm in plan.config.algorithm)
+    config = msgspec.structs.replace(plan.config, algorithm=algorithms)
     if agent.is_imported:
         if not agent.path:
             raise ConfigError(
