@@ -71,6 +71,7 @@ ADAPTERS = {
 
 PLUGINS = {
     "agl-archive": ["duckdb>=2.0,<3", "pandas>=3.1,<4"],
+    "agl-ray": ["ray==2.60.0", "openai>=3,<4"],
     "agl-rewards": ["-e", "packages/agl-credit", "openai>=3,<4"],
     "agl-credit": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],

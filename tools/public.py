@@ -51,6 +51,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_run.algorithms",
         "agl_run.commands",
         "agl_run.exports",
+        "agl_run.fleets",
         "agl_run.lightning",
         "agl_run.programs",
         "agl_run.replay",

@@ -101,7 +101,7 @@ class AglSpec:
 
             @agl.hookimpl
             def agl_runners():
-                yield RunnerEntry(name="ray", factory="agl_ray.runner:RayRunner")
+                yield RunnerEntry(name="docker", factory="agl_docker.runner:DockerRunner")
         """
 
     @hookspec

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agl_run.experiment.progress import Progress, Quiet
     from agl_run.experiment.trainer import Trainer
     from agl_run.messages import Messages
+    from agl_run.placement import PlacementConfig
     from agl_run.runners.agent import Agent, AgentSpec, LoadedAgent
     from agl_run.runners.attempt import AttemptScope, run_attempt
     from agl_run.runners.judging import RewardError
@@ -59,6 +60,7 @@ __all__ = [
     "GatewayConfig",
     "LoadedAgent",
     "Messages",
+    "PlacementConfig",
     "PolicyConfig",
     "Progress",
     "Quiet",
@@ -108,6 +110,7 @@ _HOMES = {
     "agl_run.experiment.progress": ("Progress", "Quiet"),
     "agl_run.experiment.trainer": ("Trainer",),
     "agl_run.messages": ("Messages",),
+    "agl_run.placement": ("PlacementConfig",),
     "agl_run.runners.agent": ("Agent", "AgentSpec", "LoadedAgent"),
     "agl_run.runners.attempt": ("AttemptScope", "run_attempt"),
     "agl_run.runners.judging": ("RewardError",),

@@ -11,6 +11,7 @@ import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas import Json, Record
+from agl_run.placement import PlacementConfig
 
 __all__ = [
     "APO",
@@ -50,6 +51,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
         source: Names of the algorithms whose rollouts it learns from instead of collecting its own, or
             ``experiment:NAME`` for the finished ones of another experiment in the store.
         credit: Its own credit assignment; ``None`` for the experiment's.
+        resources: The part of the runner's cluster in which its steps run; ``None`` for the experiment's own process.
         params: Keyword arguments of its factory.
     """
 
@@ -59,6 +61,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     agents: str = ""
     source: tuple[str, ...] = ()
     credit: ComponentConfig | None = None
+    resources: PlacementConfig | None = None
     params: dict[str, Json] = {}
 
     def __post_init__(self) -> None:
@@ -81,6 +84,7 @@ def algorithm(
     agents: str = "",
     source: str | Iterable[str] = (),
     credit: str | ComponentConfig | None = None,
+    resources: PlacementConfig | None = None,
     **params: Json,
 ) -> AlgorithmConfig:
     """An algorithm of any plugin by its registered name: ``algorithm("rft", tunes="writer", min_reward=1.0)``.
@@ -93,6 +97,7 @@ def algorithm(
         agents: Regular expression for the agents whose calls it trains.
         source: The algorithm or algorithms whose rollouts it learns from, instead of collecting its own.
         credit: Its own credit assignment, such as ``component("turn", gamma=0.9)``; by default the trainer's.
+        resources: The part of the runner's cluster in which its steps run; by default the trainer's process.
         params: Its parameters.
 
     Raises:
@@ -108,6 +113,7 @@ def algorithm(
         agents=agents,
         source=(source,) if isinstance(source, str) else tuple(source),
         credit=component(credit) if isinstance(credit, str) else credit,
+        resources=resources,
         params={**(config or {}), **params},
     )
 

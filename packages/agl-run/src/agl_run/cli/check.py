@@ -9,7 +9,7 @@ import click
 from agl import PluginManager
 from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
-from agl_run.cli.experiment import experiment_argument, make_trainer
+from agl_run.cli.experiment import experiment_argument, make_trainer, ray_option
 from agl_run.control_characters import visible
 from agl_run.experiment.build import check_components
 from agl_run.experiment.dataset import unkeyed_tasks
@@ -22,18 +22,30 @@ from agl_run.experiment.waiting import told
 
 @click.command()
 @experiment_argument
+@ray_option
 @pass_manager
-def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
+def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_address: str | None) -> None:
     """Check the experiment in FILE: datasets, plugins, parameters, prompts, keys of providers, frameworks, models.
 
-    Starts nothing. Says on standard error what it does where that takes longer than a second.
+    Also adds up what it asks of a cluster. Starts nothing, and says on standard error what takes longer than a second.
     """
     with told(f"reading {file.name}, its tasks and its agent", say=_say):
-        plan = make_trainer(file, settings, manager=manager).plan()
+        plan = make_trainer(file, settings, manager=manager, ray_address=ray_address).plan()
     # before components import frameworks
     warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val), *unused_credits(plan)]
     asyncio.run(check_components(plan, say=_say))
-    click.echo(_summary(plan, warnings, notes=served_from_disk(plan), again=run_again(file, settings)))
+    notes = [*asyncio.run(_layout(plan)), *served_from_disk(plan)]
+    again = run_again(file, settings, *(["--ray", ray_address] if ray_address else []))
+    click.echo(_summary(plan, warnings, notes=notes, again=again))
+
+
+async def _layout(plan: Plan) -> list[str]:
+    """Return the places of workers and algorithms on a cluster, as lines; none without one."""
+    if plan.fleet is None:
+        return []
+    placed = [algorithm for algorithm in plan.config.algorithm if algorithm.resources is not None]
+    with told("looking at the cluster", say=_say):
+        return await plan.fleet.check(placed)
 
 
 def _say(text: str) -> None:

@@ -15,6 +15,7 @@ from agl.hints import did_you_mean
 from agl_run.cli.opening import resolve_url
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.file import load_config, load_data, parse_config
+from agl_run.experiment.placing import on_ray
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.store_url import located
 from agl_run.experiment.trainer import Trainer
@@ -33,11 +34,27 @@ def experiment_argument(function: F) -> F:
     return click.argument("file", type=click.Path(path_type=Path))(function)
 
 
+ray_option = click.option(
+    "--ray",
+    "ray_address",
+    metavar="auto|ADDRESS",
+    help="Run the agents on a Ray cluster: this machine's or a new one here, or the one at HOST:PORT.",
+)
+"""``--ray``, which puts the workers of an experiment on a Ray cluster."""
+
+
 def make_trainer(
-    file: Path, settings: tuple[str, ...], *, manager: PluginManager, progress: Progress | None = None
+    file: Path,
+    settings: tuple[str, ...],
+    *,
+    manager: PluginManager,
+    progress: Progress | None = None,
+    ray_address: str | None = None,
 ) -> Trainer:
     """Make the trainer that the file describes; raises :class:`ConfigError`."""
     config, plugins = read_experiment(file, settings, manager=manager)
+    if ray_address is not None:
+        config = on_ray(config, ray_address)
     return Trainer.from_config(config, folder=file.absolute().parent, plugins=plugins, progress=progress)
 
 

@@ -14,7 +14,7 @@ import click
 from agl import PluginManager
 from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
-from agl_run.cli.experiment import experiment_argument, make_trainer
+from agl_run.cli.experiment import experiment_argument, make_trainer, ray_option
 from agl_run.cli.output import STOPPED, echo, json_option, print_json
 from agl_run.cli.watching import console_of
 from agl_run.experiment.config import ExperimentConfig
@@ -30,6 +30,7 @@ from agl_run.experiment.validations import BEST, after_step
 @experiment_argument
 @click.option("--resume", is_flag=True, help="Continue an experiment that was stopped, or was given more steps.")
 @click.option("--fresh", is_flag=True, help="Start again an experiment that ran before.")
+@ray_option
 @click.option("--console", "has_console", is_flag=True, help="Show the runs in a browser while this one lasts.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @json_option
@@ -40,6 +41,7 @@ def run(
     settings: tuple[str, ...],
     resume: bool,
     fresh: bool,
+    ray_address: str | None,
     has_console: bool,
     quiet: bool,
     as_json: bool,
@@ -50,7 +52,8 @@ def run(
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _interrupt)
-    trainer = make_trainer(file, settings, manager=manager, progress=Quiet() if quiet or as_json else None)
+    progress = Quiet() if quiet or as_json else None
+    trainer = make_trainer(file, settings, manager=manager, progress=progress, ray_address=ray_address)
     url = located(trainer.config.experiment.store, file.absolute().parent)
     try:
         with console_of(manager, url) if has_console else nullcontext() as address:
@@ -61,7 +64,7 @@ def run(
         _say_finished(trainer.config.experiment.name, str(error), as_json=as_json)
         return
     except KeyboardInterrupt:
-        again = run_again(file, settings, "--resume")
+        again = run_again(file, settings, "--resume", *(["--ray", ray_address] if ray_address else []))
         with _terminal_may_be_gone():
             click.echo(f"\nstopped; everything up to the last step is kept. Continue with: {again}", err=True)
         sys.exit(STOPPED)

@@ -21,6 +21,7 @@ from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
 from agl_run.experiment.harnesses import HARNESS, agent_of, with_runner
 from agl_run.experiment.own_rewards import check_known
+from agl_run.experiment.placing import with_fleet
 from agl_run.experiment.plan import MAX_NAME, NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.retention import limits_of
 from agl_run.experiment.roles import check_patterns
@@ -51,7 +52,8 @@ def make_plan(
     """
     section = config.experiment
     spec = agent_of(section, folder, manager, given=agent)
-    config = with_runner(_with_targets(config, manager), spec)
+    config, fleet = with_fleet(_with_targets(config, manager), manager)
+    config = with_runner(config, spec)
     _check_agents_runner(config, spec, manager)
     train, val = section.train if train is None else train, section.val if val is None else val
     if isinstance(train, str) and isinstance(val, str) and not (train or val):
@@ -67,6 +69,7 @@ def make_plan(
         store=store,
         rewards=rewards or {},
         workdir=work_folder(folder, section),
+        fleet=fleet,
     )
     _check_section(plan)
     _check_tasks(plan)

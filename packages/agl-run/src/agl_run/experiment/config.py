@@ -13,6 +13,7 @@ import msgspec
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.schemas import Json, JsonResource, PromptTemplate, Record
 from agl_run.experiment.wording import check_value
+from agl_run.placement import PlacementConfig
 
 ASYNC = "async"
 """The default runner."""
@@ -23,12 +24,14 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         use: ``async``, ``process``, ``command`` or a plugin's.
-        concurrency: Attempts at once in the experiment's own process; 0 leaves them all to ``agl worker``.
+        concurrency: Attempts at once in the experiment's own process, 0 to leave them all to ``agl worker``; in each
+            worker where the runner places workers.
         timeout_s: Seconds one attempt may take.
         max_attempts: Attempts per rollout at most that may fail or take too long; see ``retry_on``.
         max_losses: Attempts per rollout at most that may lose their worker, which is repeated always; with one more
             the rollout fails, because it may be what ends its workers.
         retry_on: Outcomes that lead to another attempt: ``failed``, ``timeout``, or both; by default neither.
+        resources: The part of a cluster that each worker gets; only for a runner that places workers, such as ``ray``.
         params: Further arguments of the runner.
     """
 
@@ -38,6 +41,7 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_attempts: int = 3
     max_losses: int = 20
     retry_on: tuple[Literal["failed", "timeout"], ...] = ()
+    resources: PlacementConfig | None = None
     params: dict[str, Json] = {}
 
 
@@ -264,6 +268,7 @@ def runner(
     max_attempts: int = 3,
     max_losses: int = 20,
     retry_on: Literal["failed", "timeout"] | Iterable[Literal["failed", "timeout"]] = (),
+    resources: PlacementConfig | None = None,
     **params: Json,
 ) -> RunnerConfig:
     """Describe a runner: ``runner("process", concurrency=4)``.
@@ -275,6 +280,7 @@ def runner(
         max_attempts: Attempts per rollout at most that may fail or take too long; see ``retry_on``.
         max_losses: Attempts per rollout at most that may lose their worker.
         retry_on: Outcomes that lead to another attempt: ``"failed"``, ``"timeout"``, or both.
+        resources: The part of a cluster that each worker gets, where the runner places workers.
         params: Further arguments of the runner.
     """
     return RunnerConfig(
@@ -284,6 +290,7 @@ def runner(
         max_attempts=max_attempts,
         max_losses=max_losses,
         retry_on=(retry_on,) if isinstance(retry_on, str) else tuple(retry_on),
+        resources=resources,
         params=params,
     )
 

@@ -409,7 +409,7 @@ class DrivenAlgorithm:
         if self._algorithm is not None:
             return
         session, name = self._driver.session, self._config.name
-        self._algorithm = algorithm = self._build()
+        self._algorithm = algorithm = session.algorithm(self._config)
         with told(f"setting up the algorithm {name}", say=self._driver.progress.say):
             await algorithm.setup(self._context())
         if self._state.step:

@@ -18,6 +18,7 @@ from agl.schemas import Json, Resource
 from agl_run.experiment.config import ExperimentConfig, RunnerConfig
 from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.agent import AgentSpec, LoadedAgent
+from agl_run.runners.fleet import Fleet
 from agl_run.runners.setup import environment
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -55,6 +56,8 @@ class Plan:
         store: The store object that was passed, ``None`` to open the URL in the configuration.
         workdir: Where checkpoints and metrics go.
         rewards: Functions, instances and classes that were passed as rewards, by name.
+        fleet: Places workers and algorithms on other machines; ``None`` where the runner of the configuration runs
+            here. With it that runner is the one of each worker.
     """
 
     config: ExperimentConfig
@@ -67,6 +70,7 @@ class Plan:
     store: Store | None
     workdir: Path
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
+    fleet: Fleet | None = None
 
     @property
     def name(self) -> str:
@@ -82,7 +86,7 @@ class Plan:
         section = msgspec.structs.replace(self.config.experiment, name=name)
         runner = msgspec.structs.replace(self.config.runner, concurrency=concurrency)
         config = msgspec.structs.replace(self.config, experiment=section, runner=runner)
-        return replace(self, config=config, workdir=self.workdir / name)
+        return replace(self, config=config, workdir=self.workdir / name, fleet=None)
 
     def entry(self, algorithm: AlgorithmConfig) -> AlgorithmEntry:
         """Return the registered record of an algorithm."""

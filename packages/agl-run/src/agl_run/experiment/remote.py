@@ -95,7 +95,13 @@ class RemoteWorker:
         self._has_joined = False
         self._is_over = False
         self._said = ""
+        self._worker: Worker | None = None
         self.tally = Tally()
+
+    @property
+    def held(self) -> int:
+        """The number of attempts that it holds."""
+        return self._worker.held if self._worker is not None else 0
 
     async def run(self) -> Tally:
         """Run attempts until the experiment is finished; returns the counts of finished rollouts.
@@ -172,6 +178,7 @@ class RemoteWorker:
             try:
                 await self._store.announce(member)
                 async with Worker(self._setup(serving, gateway, stack)) as worker:
+                    self._worker = worker
                     self._announce(serving, gateway)
                     self._has_joined = True
                     await self._until_over(serving, gateway, worker, member)

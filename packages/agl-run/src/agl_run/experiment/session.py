@@ -11,11 +11,21 @@ from dataclasses import replace
 
 import msgspec
 
-from agl.contracts import POLICY_KEY_ENV, ExperimentRecord, Gateway, Policy, RolloutQuery, ServedModel, Store, Upstream
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import (
+    POLICY_KEY_ENV,
+    Algorithm,
+    ExperimentRecord,
+    Gateway,
+    Policy,
+    RolloutQuery,
+    ServedModel,
+    Store,
+    Upstream,
+)
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.hints import did_you_mean
-from agl.schemas import LLM, ErrorInfo, Json, Outcome, ResourceVersion
-from agl.stores import read_recordings
+from agl.schemas import LLM, Json, ResourceVersion
 from agl_run.experiment.address import advertised_url, local_url
 from agl_run.experiment.build import build_exporters, no_token_ids
 from agl_run.experiment.collect import FinishFeed
@@ -26,14 +36,16 @@ from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
 from agl_run.experiment.models import policy_params
 from agl_run.experiment.ownership import Ownership
+from agl_run.experiment.placing import store_for_workers
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Announcement, Serving, make_serving, withdraw
 from agl_run.experiment.store_url import located, without_password
 from agl_run.experiment.waiting import loading, told
 from agl_run.experiment.work_folder import own
+from agl_run.experiment.worker_order import order_of, reclaim_lost
 from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
 from agl_run.experiment.worker_watch import WorkerWatch
-from agl_run.runners.liveness import worker_is_dead
+from agl_run.runners.fleet import FleetSetup
 from agl_run.runners.worker import Worker
 from agl_run.secret import signing_keys
 from agl_run.store_contract import build_store, checked_store
@@ -104,9 +116,10 @@ class Session:
             say: Called with a line while a model loads, and when rollouts wait for a worker that nobody started.
         """
         self._say = say
+        await self._reserve()
         await withdraw(self.store, self.plan.name)
         await self._start_exporters()
-        await self._reclaim_lost()
+        await reclaim_lost(self.store, self.plan.name)
         await self._start_policies()
         upstreams = self._upstreams()
         await self._start_gateway(upstreams)
@@ -121,7 +134,10 @@ class Session:
         self._ownership.on_loss = self.worker.fail
         announcement = Announcement(self.store, self.plan.name, self._serving(state, context, llms))
         self._announcement = await self._stack.enter_async_context(announcement)
-        if not context.concurrency and say is not None:
+        if self.plan.fleet is not None:
+            self._stack.push_async_callback(self.plan.fleet.recall)
+            await self.plan.fleet.deploy(self._fleet_setup())
+        elif not context.concurrency and say is not None:
             await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
 
     async def close(self) -> None:
@@ -165,19 +181,31 @@ class Session:
             served = await _load_between_calls(self._gateway, name, policy, version)
         self._served[name] = served
 
-    async def _reclaim_lost(self) -> None:
-        """End attempts whose worker died on this machine, without waiting for their leases to lapse."""
-        query = RolloutQuery(experiment=self.plan.name, status=("running",))
-        lost = [
-            attempt
-            async for recording in read_recordings(self.store, query, spans="none")
-            for attempt in recording.attempts
-            if attempt.status == "running" and worker_is_dead(attempt.worker)
-        ]
-        for attempt in lost:
-            message = f"worker {attempt.worker!r} ended while it ran attempt {attempt.attempt_id}"
-            error = ErrorInfo(type="agl.WorkerDied", message=message)
-            await self.store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost", error=error)])
+    def algorithm(self, config: AlgorithmConfig) -> Algorithm:
+        """Build an algorithm; one with resources runs its steps in the fleet's cluster."""
+        plan = self.plan
+        if plan.fleet is not None and config.resources is not None:
+            return plan.fleet.algorithm(config, self._fleet_setup())
+        return plan.manager.build(plan.entry(config), **config.params)
+
+    async def _reserve(self) -> None:
+        """Reserve what algorithms ask of a cluster, before anything takes its place there."""
+        fleet = self.plan.fleet
+        if fleet is not None:
+            self._stack.push_async_callback(fleet.stop)
+            placed = [algorithm for algorithm in self.plan.config.algorithm if algorithm.resources is not None]
+            with told("connecting to the cluster", say=self._say):
+                await fleet.reserve(placed)
+
+    def _fleet_setup(self) -> FleetSetup:
+        url = store_for_workers("" if self.plan.store else store_url_of(self.plan), self._advertised_url)
+        query = RolloutQuery(experiment=self.plan.name, status=("queued", "running"))
+        return FleetSetup(
+            order=order_of(self.plan, store_url=url, secret=load_secret()),
+            open_rollouts=lambda: self.store.count_rollouts(query),
+            fail=self.worker.fail,
+            say=self._say or _LOG.info,
+        )
 
     async def _start_exporters(self) -> None:
         """Send what finishes from now on to the exporters, first to last; they are stopped after the worker."""
@@ -294,7 +322,7 @@ class Session:
             gateway=self._gateway,
             upstreams=upstreams,
             requires_calls=bool(self.plan.config.algorithm) and self.plan.needs_token_ids(),
-            concurrency=self.plan.config.runner.concurrency,
+            concurrency=0 if self.plan.fleet is not None else self.plan.config.runner.concurrency,
         )
 
     def _serving(self, state: ExperimentRecord, context: WorkerContext, llms: Mapping[str, LLM]) -> Serving:

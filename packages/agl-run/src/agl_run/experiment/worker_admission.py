@@ -12,6 +12,7 @@ from agl_run.experiment.address import is_loopback
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.harnesses import agent_of, with_runner
 from agl_run.experiment.own_rewards import check_known
+from agl_run.experiment.placing import with_fleet
 from agl_run.experiment.plan import Plan, load_agent
 from agl_run.experiment.serving import Serving, settings_of
 from agl_run.experiment.work_folder import work_folder
@@ -41,7 +42,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
     """
     section = config.experiment
     agent = agent_of(section, folder, manager)
-    config = with_runner(config, agent)
+    config = with_runner(with_fleet(config, manager)[0], agent)
     plan = Plan(
         config=config,
         folder=folder,

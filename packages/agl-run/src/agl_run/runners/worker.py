@@ -110,6 +110,11 @@ class Worker:
         if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
             self.failure.exception()  # retrieved, so that asyncio does not log it again
 
+    @property
+    def held(self) -> int:
+        """The number of attempts that it holds."""
+        return len(self._running)
+
     def _spawn(self, work: Callable[[], Awaitable[None]]) -> "asyncio.Task[None]":
         async def guarded() -> None:
             try:

@@ -1,0 +1,179 @@
+"""An algorithm as the experiment sees it whose steps run in an actor, in the room that was reserved for it.
+
+The driver's calls go to the actor, and the actor's questions are answered from the context that the driver gave. An
+actor that dies ends the run; the step in flight is repeated by ``--resume``.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import Algorithm, AlgorithmContext, ReversibleAlgorithm, StepReport
+from agl.errors import AglError, ConfigError
+from agl.schemas import LLM, Episode, Json
+from agl_ray.cluster import Cluster, ProcessGoneError, answer_of, ray
+from agl_ray.host import ASKED, AlgorithmHost, Facts, Message, Snapshot
+from agl_ray.reservation import Place, options_of
+from agl_run.fleets import WorkerOrder
+
+_THREADS = 8
+"""Calls that the actor answers at once: a step, and questions and answers beside it."""
+
+CLOSE_S = 30.0
+"""Seconds that an algorithm may take to close before its process is ended."""
+
+
+def placed_algorithm(config: AlgorithmConfig, *, cluster: Cluster, place: Place, order: WorkerOrder) -> Algorithm:
+    """Return the algorithm; it can go back to earlier states if the one that it stands for can."""
+    from agl import PluginManager
+
+    manager = PluginManager.from_environment(environ=order.plugins)
+    kind = manager.resolve(manager.algorithm(config.use))
+    can_go_back = isinstance(kind, type) and issubclass(kind, ReversibleAlgorithm)
+    return (_ReversiblePlaced if can_go_back else _Placed)(config, cluster=cluster, place=place, order=order)
+
+
+class _Placed:
+    """Takes steps elsewhere; see the module."""
+
+    def __init__(self, config: AlgorithmConfig, *, cluster: Cluster, place: Place, order: WorkerOrder) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._place = place
+        self._order = order
+        self._actor: Any = None
+        self._context: AlgorithmContext | None = None
+        self._state: Mapping[str, Json] = {}
+        self._validated = 0
+        self._pump: asyncio.Task[None] | None = None
+        self._answering: dict[int, asyncio.Task[None]] = {}
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Start the actor, and set the algorithm up there."""
+        self._context = context
+        self._actor = await self._cluster.run(self._start)
+        self._pump = asyncio.create_task(self._listen())
+        facts = Facts(
+            experiment=context.experiment,
+            tunes=context.tunes,
+            train=tuple(context.train),
+            val=tuple(context.val),
+            validation=context.validation,
+            seed=context.seed,
+            workdir=str(context.workdir.absolute()),
+            sources=context.sources,
+        )
+        await self._call("setup", facts)
+
+    async def step(self) -> StepReport:
+        """Take a step there; cancelling this cancels it."""
+        return await self._call("step")
+
+    def state(self) -> Mapping[str, Json]:
+        """Return the state after the last call."""
+        return self._state
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a state there."""
+        await self._call("restore", dict(state))
+
+    async def close(self) -> None:
+        """Close the algorithm and end its process; idempotent."""
+        actor = self._actor
+        if actor is not None:
+            with contextlib.suppress(AglError, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._call("close")
+            self._actor = None
+            with contextlib.suppress(Exception):  # it may be gone
+                await self._cluster.run(lambda: ray().kill(actor))
+        tasks = [*self._answering.values(), *([self._pump] if self._pump else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._pump = None
+
+    def _start(self) -> Any:
+        kind = ray().remote(AlgorithmHost)
+        return kind.options(
+            **options_of(self._place.amounts),
+            max_restarts=0,
+            max_concurrency=_THREADS,
+            scheduling_strategy=self._place.strategy(),
+        ).remote(self._order, self._config)
+
+    async def _call(self, method: str, *args: Any, **named: Any) -> Any:
+        if self._actor is None:
+            raise AglError(f"algorithm {self._config.name!r} is not set up")
+        reference = self._actor.call.remote(method, args, named, self._now())
+        try:
+            result, self._state = await answer_of(reference)
+        except asyncio.CancelledError:
+            self._actor.cancel.remote()
+            raise
+        except ProcessGoneError as error:
+            raise AglError(
+                f"the process of the algorithm {self._config.name!r} on the Ray cluster ended: {error} Every finished "
+                "step is kept; mend the cause unless it was an accident, and continue with --resume (resume=True)"
+            ) from error
+        return result
+
+    def _now(self) -> Snapshot:
+        context = self._given()
+        live = dict(context.live())
+        endpoints: dict[str, LLM] = {}
+        for name in live:
+            with contextlib.suppress(ConfigError):  # a resource that is no policy
+                endpoints[name] = context.endpoint(name)
+        episodes: tuple[Episode, ...] = tuple(context.validated())
+        is_new, self._validated = len(episodes) != self._validated, len(episodes)
+        return Snapshot(
+            live=live,
+            current={name: context.current(name) for name in live},
+            endpoints=endpoints,
+            kept=frozenset(context.kept()),
+            validated=episodes if is_new else None,
+        )
+
+    def _given(self) -> AlgorithmContext:
+        if self._context is None:
+            raise AglError(f"algorithm {self._config.name!r} is not set up")
+        return self._context
+
+    async def _listen(self) -> None:
+        """Answer what the algorithm asks, and pass on what it tells, until its process is gone."""
+        with contextlib.suppress(ProcessGoneError):
+            while True:
+                for message in await answer_of(self._actor.receive.remote()):
+                    self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if message.name in ASKED:
+            task = asyncio.create_task(self._answer(message))
+            self._answering[message.number] = task
+            task.add_done_callback(lambda _: self._answering.pop(message.number, None))
+        elif message.name == "cancel":
+            task = self._answering.get(message.args[0])
+            if task is not None:
+                task.cancel()
+        else:
+            getattr(self._given(), message.name)(*message.args)
+
+    async def _answer(self, message: Message) -> None:
+        value, problem = None, None
+        try:
+            value = await getattr(self._given(), message.name)(*message.args, **message.named)
+        except Exception as error:  # noqa: BLE001  # raised where it was asked
+            problem = error
+        with contextlib.suppress(ProcessGoneError):
+            await answer_of(self._actor.answer.remote(message.number, value, problem, self._now()))
+
+
+class _ReversiblePlaced(_Placed):
+    """One that can continue from an earlier state."""
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from an earlier state there, with smaller steps."""
+        await self._call("go_back", dict(state), rate=rate)

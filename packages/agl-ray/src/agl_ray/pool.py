@@ -1,0 +1,243 @@
+"""Keeps as many workers as the queue needs, between two bounds.
+
+Ray starts a worker again whose process died; this starts and stops them for other reasons. A worker stops after it held
+no attempt for a while that the others could not run as well.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from agl.errors import AglError, ConfigError, StoreError
+from agl_ray.cluster import Cluster, ProcessGoneError, answer_of, ray
+from agl_ray.layout import Share
+from agl_ray.reservation import Place, Reservation, options_of
+from agl_ray.worker import WorkerActor
+from agl_run.fleets import FleetSetup
+
+_LOG = logging.getLogger("agl_ray")
+
+LOOK_S = 1.0
+"""Seconds between two looks at the queue."""
+
+STOP_S = 10.0
+"""Seconds that a worker may take to give its attempts back before it is killed."""
+
+SLOW_S = 60.0
+"""Seconds after which a worker that has not started is mentioned."""
+
+_ANSWERS = 4
+"""Calls that an actor answers at once: the loop itself, and questions beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """The bounds of a pool and the share of each worker.
+
+    Attributes:
+        share: The part of a machine that each worker gets.
+        at_once: Attempts at once in each worker.
+        fewest: Workers that stay without work.
+        most: Workers at most.
+        idle_s: Seconds without an attempt after which a worker stops.
+        wait_s: Seconds in which the first worker must have found room.
+    """
+
+    share: Share
+    at_once: int
+    fewest: int
+    most: int
+    idle_s: float
+    wait_s: float
+
+
+@dataclass(kw_only=True, eq=False)
+class _Placed:
+    """A worker of the pool."""
+
+    actor: Any
+    run: "asyncio.Task[dict[str, int]]"
+    ready: "asyncio.Task[int]"
+    asked_at: float = field(default_factory=time.monotonic)
+    busy_at: float = field(default_factory=time.monotonic)
+    room: Reservation | None = None
+    is_slow: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+
+
+class Pool:
+    """Starts and stops workers of one experiment.
+
+    Args:
+        cluster: The connection.
+        settings: The bounds.
+        setup: The experiment.
+    """
+
+    def __init__(self, cluster: Cluster, settings: PoolSettings, setup: FleetSetup) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._setup = setup
+        self._workers: list[_Placed] = []
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+        self._said = -1
+        self._has_started = False
+        self._is_crowded = False
+
+    def start(self) -> None:
+        """Begin to look at the queue."""
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Stop all workers; they give their attempts back."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        for worker in list(self._workers):
+            self._dismiss(worker)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        try:
+            while True:
+                await self._look()
+                await asyncio.sleep(LOOK_S)
+        except Exception as error:  # noqa: BLE001  # raised for the waiters of rollouts
+            self._setup.fail(error)
+
+    async def _look(self) -> None:
+        self._remove_ended()
+        try:
+            rollouts = await self._setup.open_rollouts()
+        except StoreError as error:
+            _LOG.warning("the queue could not be read: %s", error)
+            return
+        bounds = self._settings
+        wanted = max(bounds.fewest, min(bounds.most, math.ceil(rollouts / bounds.at_once)))
+        if wanted and not self._workers:
+            await self._add_first()
+        while self._workers and len(self._workers) < wanted:
+            await self._add(None)
+        await self._dismiss_idle(beyond=wanted)
+        self._mention_slow()
+        self._tell(len(self._workers))
+
+    def _tell(self, count: int) -> None:
+        if count != self._said:
+            self._said = count
+            self._setup.say(f"{count} worker{'' if count == 1 else 's'} on the Ray cluster")
+
+    def _remove_ended(self) -> None:
+        """Dismiss workers whose loop has ended; what it raised ends the experiment."""
+        for worker in [one for one in self._workers if one.run.done()]:
+            self._dismiss(worker)
+            error = worker.run.exception()
+            if isinstance(error, ProcessGoneError):
+                raise AglError(
+                    f"a worker on the Ray cluster cannot run: {error} Every machine of the cluster needs agl-ray, the "
+                    "agent and what it imports, in the same releases and at the same place as here"
+                ) from error
+            if error is not None:
+                raise error
+
+    async def _add_first(self) -> None:
+        """Add a worker with a reservation, which tells a cluster without room from a process that starts slowly."""
+        room = Reservation(self._cluster, wait_s=self._settings.wait_s)
+        try:
+            await room.make([self._settings.share])
+        except ConfigError:
+            await room.release()
+            if not self._has_started:
+                raise
+            if not self._is_crowded:
+                self._setup.say("the Ray cluster has no room for a worker at present; waiting until others end")
+            self._is_crowded = True
+            return
+        except asyncio.CancelledError:
+            await room.release()
+            raise
+        self._has_started, self._is_crowded = True, False
+        await self._add(room)
+
+    async def _add(self, room: Reservation | None) -> None:
+        place = None if room is None else room.place_of(self._settings.share.name)
+        making = asyncio.ensure_future(self._cluster.run(lambda: self._make(place)))
+        try:
+            actor = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            self._dismiss(self._take(await making, room))
+            raise
+        self._take(actor, room)
+
+    def _take(self, actor: Any, room: Reservation | None) -> _Placed:
+        run, ready = answer_of(actor.run.remote()), answer_of(actor.held.remote())
+        worker = _Placed(actor=actor, run=asyncio.ensure_future(run), ready=asyncio.ensure_future(ready), room=room)
+        self._workers.append(worker)
+        return worker
+
+    def _make(self, place: Place | None) -> Any:
+        amounts = self._settings.share.amounts
+        spread = "SPREAD" if self._settings.share.strategy == "SPREAD" else "DEFAULT"
+        kind = ray().remote(WorkerActor)
+        return kind.options(
+            **options_of(amounts),
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=_ANSWERS,
+            scheduling_strategy=spread if place is None else place.strategy(),
+        ).remote(self._setup.order)
+
+    async def _dismiss_idle(self, *, beyond: int) -> None:
+        """Stop workers that held nothing for a while, as many as are not needed."""
+        surplus = len(self._workers) - beyond
+        if surplus <= 0:
+            for worker in self._workers:
+                worker.busy_at = time.monotonic()
+            return
+        for worker in self._workers[::-1]:
+            if not worker.is_ready or await self._holds(worker):
+                worker.busy_at = time.monotonic()
+            elif surplus > 0 and time.monotonic() - worker.busy_at >= self._settings.idle_s:
+                surplus -= 1
+                self._dismiss(worker)
+
+    async def _holds(self, worker: _Placed) -> bool:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await answer_of(worker.actor.held.remote()) > 0
+        except (TimeoutError, AglError):
+            return True  # as far as is known
+
+    def _dismiss(self, worker: _Placed) -> None:
+        self._workers.remove(worker)
+        task = asyncio.create_task(self._end(worker))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _end(self, worker: _Placed) -> None:
+        """Let a worker give its attempts back, then end its process; one that does not answer is killed."""
+        if worker.is_ready:
+            with contextlib.suppress(TimeoutError, AglError):
+                async with asyncio.timeout(STOP_S):
+                    await answer_of(worker.actor.stop.remote())
+        with contextlib.suppress(Exception):  # it may be gone
+            await self._cluster.run(lambda: ray().kill(worker.actor, no_restart=True))
+        if worker.room is not None:
+            await worker.room.release()
+        for task in (worker.run, worker.ready):
+            task.cancel()
+        await asyncio.gather(worker.run, worker.ready, return_exceptions=True)
+
+    def _mention_slow(self) -> None:
+        for worker in self._workers:
+            if not worker.is_ready and not worker.is_slow and time.monotonic() - worker.asked_at > SLOW_S:
+                worker.is_slow = True
+                self._setup.say(f"a worker has not started after {SLOW_S:.0f} s; ray status shows what Ray waits for")

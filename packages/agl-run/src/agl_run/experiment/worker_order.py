@@ -1,0 +1,121 @@
+"""A worker that a fleet starts: the order that it is given, and the loop of ``agl worker`` that carries it out."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from agl import PluginManager
+from agl.contracts import RolloutQuery, Store
+from agl.errors import ConfigError
+from agl.schemas import ErrorInfo, Outcome
+from agl.stores import read_recordings
+from agl_run.experiment.config import ExperimentConfig
+from agl_run.experiment.plan import Plan
+from agl_run.experiment.remote import RemoteWorker, Tell
+from agl_run.experiment.worker_admission import make_worker_plan
+from agl_run.runners.liveness import worker_is_dead
+from agl_run.secret import SECRET_ENV
+from agl_run.store_contract import build_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOrder:
+    """Everything that a process on another machine needs to run attempts of an experiment; can be pickled.
+
+    Attributes:
+        config: The experiment; its runner is the one of the worker.
+        folder: Base of relative paths, equal on all machines.
+        store_url: The store as the worker reaches it.
+        secret: Key that signs attempt tokens.
+        plugins: Environment that makes the worker load the same plugins.
+    """
+
+    config: ExperimentConfig
+    folder: str
+    store_url: str
+    secret: str = field(repr=False)
+    plugins: dict[str, str]
+
+    def open_store(self) -> tuple[PluginManager, Store]:
+        """Take over the order's environment, and open the store; the caller closes it."""
+        os.environ.update({**self.plugins, SECRET_ENV: self.secret})
+        manager = PluginManager.from_environment()
+        return manager, build_store(manager, self.store_url)
+
+
+class OrderedWorker:
+    """Runs attempts in this process, as ``agl worker`` does, until the experiment is finished.
+
+    Args:
+        order: The experiment.
+        tell: Reports events: ``tell(event, text, **values)``.
+        reclaims: Whether to end the attempts of earlier processes of this machine that died, before their leases lapse.
+    """
+
+    def __init__(self, order: WorkerOrder, *, tell: Tell, reclaims: bool = False) -> None:
+        self._order = order
+        self._tell = tell
+        self._reclaims = reclaims
+        self._worker: RemoteWorker | None = None
+
+    @property
+    def held(self) -> int:
+        """The number of attempts that it holds."""
+        return self._worker.held if self._worker is not None else 0
+
+    async def run(self) -> dict[str, int]:
+        """Run attempts; returns the number of finished rollouts by status. Cancelling it gives attempts back.
+
+        Raises:
+            ConfigError: The experiment runs, and this machine cannot join it.
+            PluginError: This machine lacks a component.
+        """
+        manager, store = self._order.open_store()
+        try:
+            plan = make_worker_plan(self._order.config, folder=Path(self._order.folder), manager=manager)
+            if self._reclaims:
+                await reclaim_lost(store, plan.name)
+            at_once = plan.config.runner.concurrency
+            self._worker = RemoteWorker(plan, store, tell=self._tell, concurrency=at_once)
+            return (await self._worker.run()).finished
+        finally:
+            await store.close()
+
+
+def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
+    """Make the order for workers elsewhere; raises :class:`ConfigError` for an agent that they cannot import."""
+    agent = plan.agent
+    algorithms = tuple(msgspec.structs.replace(algorithm, resources=None) for algorithm in plan.config.algorithm)
+    config = msgspec.structs.replace(plan.config, algorithm=algorithms)
+    if agent.is_imported:
+        if not agent.path:
+            raise ConfigError(
+                "workers in other processes import the agent, so it must be importable: move it to a module and pass "
+                "'module:attribute'; functions of the main script or within functions are not"
+            )
+        section = msgspec.structs.replace(config.experiment, agent=agent.path)
+        config = msgspec.structs.replace(config, experiment=section)
+    return WorkerOrder(
+        config=config,
+        folder=str(plan.folder.absolute()),
+        store_url=store_url,
+        secret=secret.decode(),
+        plugins=plan.manager.worker_env(),
+    )
+
+
+async def reclaim_lost(store: Store, experiment: str) -> None:
+    """End attempts whose worker died on this machine, without waiting for their leases to lapse."""
+    query = RolloutQuery(experiment=experiment, status=("running",))
+    lost = [
+        attempt
+        async for recording in read_recordings(store, query, spans="none")
+        for attempt in recording.attempts
+        if attempt.status == "running" and worker_is_dead(attempt.worker)
+    ]
+    for attempt in lost:
+        message = f"worker {attempt.worker!r} ended while it ran attempt {attempt.attempt_id}"
+        error = ErrorInfo(type="agl.WorkerDied", message=message)
+        await store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost", error=error)])
