@@ -201,7 +201,7 @@ class Session:
         url = store_for_workers("" if self.plan.store else store_url_of(self.plan), self._advertised_url)
         query = RolloutQuery(experiment=self.plan.name, status=("queued", "running"))
         return FleetSetup(
-            order=order_of(self.plan, store_url=url, secret=load_secret()),
+            order=order_of(self.plan, store_url=url, secret=signing_keys()()),
             open_rollouts=lambda: self.store.count_rollouts(query),
             fail=self.worker.fail,
             say=self._say or _LOG.info,

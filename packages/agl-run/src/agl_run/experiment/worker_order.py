@@ -16,7 +16,7 @@ from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker, Tell
 from agl_run.experiment.worker_admission import make_worker_plan
 from agl_run.runners.liveness import worker_is_dead
-from agl_run.secret import SECRET_ENV
+from agl_run.secret import SECRET_ENV, SECRET_FILE_ENV
 from agl_run.store_contract import build_store
 
 
@@ -28,7 +28,7 @@ class WorkerOrder:
         config: The experiment; its runner is the one of the worker.
         folder: Base of relative paths, equal on all machines.
         store_url: The store as the worker reaches it.
-        secret: Key that signs attempt tokens.
+        secret: Keys of attempt tokens, one a line; the first signs.
         plugins: Environment that makes the worker load the same plugins.
     """
 
@@ -41,6 +41,7 @@ class WorkerOrder:
     def open_store(self) -> tuple[PluginManager, Store]:
         """Take over the order's environment, and open the store; the caller closes it."""
         os.environ.update({**self.plugins, SECRET_ENV: self.secret})
+        os.environ.pop(SECRET_FILE_ENV, None)  # of this machine, and not of the experiment
         manager = PluginManager.from_environment()
         return manager, build_store(manager, self.store_url)
 
