@@ -31,8 +31,11 @@ from benchmarks._harness import Figure, table
 from benchmarks.bench_verl import make_model
 
 TOKENS, TIME, LIMIT_S = 0.10, 0.25, 60.0
-STEPS = 16
-"""The tokens of five steps of 8 tasks differ by 8 % from those of other five, whatever a forecast says."""
+STEPS, TASKS = 16, 128
+"""Every step of 8 tasks trains on other ones, and the last ends a whole epoch, or the second one with 16 tasks.
+
+The tokens of five such steps differ by 8 % from those of other five, whatever a forecast says.
+"""
 
 AGENT = '''
 import random
@@ -84,7 +87,7 @@ class Case:
         folder.mkdir()
         (folder / "planned_agent.py").write_text(AGENT)
         (folder / "rounds.txt").write_text(f"{self.turns} {self.waits_s} {self.spread}")
-        (folder / "tasks.jsonl").write_text("".join(f'{{"n": {number}}}\n' for number in range(400)))
+        (folder / "tasks.jsonl").write_text("".join(f'{{"n": {number}}}\n' for number in range(TASKS)))
         (folder / "experiment.toml").write_text(
             f"""
 [experiment]

@@ -471,9 +471,9 @@ def test_first_step_of_a_recording_counts_for_tokens_and_not_for_time() -> None:
     assert 50.0 == forecast(cold, tasks=2, samples=2, concurrency=4).collect_s.mean
 
 
-def run_step(batch: str, *, shares_a_processor: bool, draw: random.Random) -> list[Observed]:
-    """Run 32 rollouts of random work, 8 at once: beside each other, or on one processor that all of them share."""
-    work = [draw.expovariate(1.0) for _ in range(32)]
+def run_step(batch: str, *, shares_a_processor: bool, draw: random.Random, rollouts: int = 32) -> list[Observed]:
+    """Run rollouts of random work, 8 at once: beside each other, or on one processor that all of them share."""
+    work = [draw.expovariate(1.0) for _ in range(rollouts)]
     places, now = 8, 0.0
     running: dict[int, tuple[float, float]] = {}  # its beginning, and the work that is left
     done: list[Observed] = []
@@ -502,6 +502,20 @@ def test_end_of_a_step_costs_what_recorded_steps_lost_there(
 
     assert idle[0] <= idle_share(steps) <= idle[1]
     assert took == pytest.approx(at_once.collect_s.mean, rel=0.06)
+
+
+@pytest.mark.parametrize(("shares_a_processor", "near"), [(True, 0.3), (False, 0.1)])
+def test_longest_rollout_ends_sooner_where_the_others_leave_it_the_processor(
+    shares_a_processor: bool, near: float
+) -> None:
+    draw = random.Random(0)
+    recorded = [run_step(f"{step}", shares_a_processor=shares_a_processor, draw=draw) for step in range(60)]
+    small = [run_step("", shares_a_processor=shares_a_processor, draw=draw, rollouts=8) for _ in range(200)]
+    took = fmean(max(one.started_at + one.seconds for one in step) for step in small)
+
+    planned = forecast([one for step in recorded for one in step], tasks=8, samples=1, concurrency=8)
+
+    assert took == pytest.approx(planned.collect_s.mean, rel=near)
 
 
 def test_steps_without_a_queue_say_nothing_of_its_end() -> None:

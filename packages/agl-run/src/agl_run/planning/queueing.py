@@ -92,9 +92,11 @@ def forecast(
     count = max(10, min(_STEPS, _ROLLOUTS // max(1, tasks * samples)))
     drawn = draw.choices(batches, [sum(map(len, groups)) for groups in batches], k=count)
     steps = [[one for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)] for groups in drawn]
-    timed = draw.choices(warm, [sum(map(len, groups)) for groups in warm], k=count)
+    places = [_most_at_once([one for group in groups for one in group]) for groups in warm]
+    timed = draw.choices(list(zip(warm, places, strict=True)), [sum(map(len, groups)) for groups in warm], k=count)
     times = [
-        [one.seconds for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)] for groups in timed
+        ([one.seconds for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)], beside)
+        for groups, beside in timed
     ]
     return StepForecast(
         rollouts=tasks * samples,
@@ -104,7 +106,9 @@ def forecast(
         trained_tokens=spread_of(sum(one.trained_tokens for one in step) for step in steps),
         prompt_tokens=spread_of(sum(one.prompt_tokens for one in step) for step in steps),
         response_tokens=spread_of(sum(one.response_tokens for one in step) for step in steps),
-        collect_s=spread_of(_seconds(durations, concurrency=concurrency, idle=idle) for durations in times),
+        collect_s=spread_of(
+            _seconds(durations, concurrency=concurrency, beside=beside, idle=idle) for durations, beside in times
+        ),
     )
 
 
@@ -122,22 +126,21 @@ def idle_share(batches: Sequence[Sequence[Observed]]) -> float:
         places = _most_at_once(batch)
         if len(batch) <= places:
             continue
-        even = _even(durations, places)
+        even = sum(durations) / places
         orders = [makespan(draw.sample(durations, len(durations)), concurrency=places) for _ in range(_ORDERS)]
         lost += makespan(durations, concurrency=places) - even
         possible += fmean(orders) - even
     return min(1.0, max(0.0, lost / possible)) if possible > 0 else 1.0
 
 
-def _seconds(durations: Sequence[float], *, concurrency: int, idle: float) -> float:
-    """Return the seconds of a step: between those of its work spread evenly and those of the queue."""
-    even = _even(durations, concurrency)
-    return even + idle * (makespan(durations, concurrency=concurrency) - even)
+def _seconds(durations: Sequence[float], *, concurrency: int, beside: int, idle: float) -> float:
+    """Return the seconds of a step: between those of its work and those of the queue.
 
-
-def _even(durations: Sequence[float], places: int) -> float:
-    """Return the least time in which ``places`` do this work: all of them busy, and the longest job in one piece."""
-    return max(sum(durations) / max(1, places), max(durations, default=0.0))
+    Rollouts that share a processor ``beside`` others last that many times their work; the longest of them too would
+    be over sooner once the others are.
+    """
+    work = sum(durations) / max(1, beside)
+    return work + idle * (makespan(durations, concurrency=concurrency) - work)
 
 
 def _most_at_once(observed: Sequence[Observed]) -> int:
