@@ -215,3 +215,19 @@ def test_settings_of_the_relay_that_are_wrong_are_refused() -> None:
         VerlPolicy(name="llm", model="m", relay_calls=-1)
     with pytest.raises(ConfigError, match=r'beside relay = "here", which does not read them'):
         VerlPolicy(name="llm", model="m", relay="here", relay_replicas=1)
+
+
+def test_a_process_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_process, "HEALTH_S", 0.5)
+
+    async def body() -> None:
+        async with replicas(1) as (found, _), serving(model="m", relay="process") as (policy, llm):
+            await policy.attach([found[0].address], version="global_step_2")
+            (process,) = relays()
+            process.suspend()
+            answer = await asyncio.wait_for(call(llm, "task"), 60)
+            assert "global_step_2" == answer["model_version"]
+            assert 1 <= (await policy.counts())["relay_restarts"]
+            assert not process.is_running()
+
+    asyncio.run(body())

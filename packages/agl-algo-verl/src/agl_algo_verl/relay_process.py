@@ -4,6 +4,8 @@ A trainer that is busy with rows and losses answers late in its event loops, whi
 its own passes calls on meanwhile. The listening socket stays here. While the process is started again after its end,
 calls wait in the socket's queue; those that were under way are broken off and their clients ask again.
 
+A process that hangs is found by a question that it must answer within a deadline, and is started again likewise.
+
 The process has a session of its own, so that the signals of a terminal reach its owner alone. It ends with its owner
 however that ends: its end of the control socket closes.
 """
@@ -50,6 +52,12 @@ PAUSE_S = 0.1
 
 END_S = 2.0
 """Seconds in which a process ends by itself that has closed its end of the control socket."""
+
+HEALTH_S = 15.0
+"""Seconds in which the process must answer the question for its health, and between an answer and the next question."""
+
+SILENCES = 2
+"""Questions in a row without an answer after which the process is ended; one may be due to an owner that was busy."""
 
 _TOLD = 2_000
 """Last characters of the process's errors that a message quotes."""
@@ -201,10 +209,31 @@ class RelayProcess:
                 return
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Follow the process's notes until it ends."""
-        with contextlib.suppress(ConnectionError):
-            while text := await reader.readline():
-                self._take(msgspec.json.decode(text, type=Note))
+        """Follow the process's notes until it ends, or is ended because it hangs."""
+        asking = asyncio.create_task(self._end_when_silent())
+        try:
+            with contextlib.suppress(ConnectionError):
+                while text := await reader.readline():
+                    self._take(msgspec.json.decode(text, type=Note))
+        finally:
+            asking.cancel()
+
+    async def _end_when_silent(self) -> None:
+        """Ask the process for its counts again and again, and end it when it does not answer."""
+        silences = 0
+        while silences < SILENCES:
+            order = Order(kind="count", number=next(self._numbers))
+            try:
+                await asyncio.wait_for(self._ask(order), HEALTH_S)
+            except TimeoutError:
+                self._answers.pop(order.number, None)
+                silences += 1
+            else:
+                silences = 0
+                await asyncio.sleep(HEALTH_S)
+        if self._process is not None:
+            _log.warning("the process that passes calls on to VERL's replicas does not answer; it is ended.")
+            self._process.kill()
 
     def _take(self, note: Note) -> None:
         match note.kind:
