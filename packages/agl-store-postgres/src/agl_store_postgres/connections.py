@@ -2,11 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import psycopg
 from psycopg import sql
+from psycopg.abc import Params, Query
+from psycopg.pq import TransactionStatus
 
 from agl.errors import StoreError
 from agl_store_postgres.faults import explain, is_passing
@@ -33,22 +36,73 @@ _SETTINGS: dict[str, str] = {
 }
 
 
+_SET = "SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[]) AS s(name, value)"
+
+_OPENS = ("BEGIN", "VACUUM")
+"""Statements that open a transaction of their own, or cannot be in one."""
+
+
+class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
+    """A connection to a pooler that may run every transaction in another session of the server.
+
+    What others set for a session is set for each transaction, and a statement outside of one gets one of its own.
+    Nothing is prepared, because no other session would know it.
+    """
+
+    settings: Mapping[str, str] = {}
+
+    def execute(
+        self, query: Query, params: Params | None = None, *, prepare: bool | None = None, binary: bool = False
+    ) -> psycopg.Cursor[tuple[Any, ...]]:
+        """Execute a statement, with the settings at the beginning of its transaction."""
+        if self.info.transaction_status != TransactionStatus.IDLE:
+            return super().execute(query, params, prepare=prepare, binary=binary)
+        opens = _text_of(query, self).startswith(_OPENS)
+        if not opens:
+            with self.transaction():
+                return super().execute(query, params, prepare=prepare, binary=binary)
+        cursor = super().execute(query, params, prepare=prepare, binary=binary)
+        if _text_of(query, self).startswith("BEGIN"):
+            self._use_settings()
+        return cursor
+
+    @contextmanager
+    def transaction(
+        self, savepoint_name: str | None = None, force_rollback: bool = False
+    ) -> Generator[psycopg.Transaction]:
+        """Give a transaction that begins with the settings."""
+        with super().transaction(savepoint_name, force_rollback) as transaction:
+            self._use_settings()
+            yield transaction
+
+    def _use_settings(self) -> None:
+        if self.settings:
+            super().execute(_SET, (True, list(self.settings), list(self.settings.values())))
+
+
 def connect(target: DatabaseTarget) -> Connection:
     """Open a connection that sees the store's schema and commits durably; psycopg's errors pass through."""
-    connection = psycopg.connect(target.conninfo, autocommit=True)
+    kind = PooledConnection if target.is_pooled else psycopg.Connection
+    connection = kind.connect(target.conninfo, autocommit=True, prepare_threshold=None if target.is_pooled else 5)
     try:
         settings = {"search_path": sql.Identifier(target.schema).as_string(connection), **_SETTINGS}
         if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):
             settings["synchronous_commit"] = "on"
-        names, values = list(settings), list(settings.values())
-        connection.execute(
-            "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS s(name, value)",
-            (names, values),
-        )
+        if isinstance(connection, PooledConnection):
+            connection.settings = settings
+        else:
+            connection.execute(_SET, (False, list(settings), list(settings.values())))
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _text_of(query: Query, connection: Connection) -> str:
+    """Return the text of a statement."""
+    if isinstance(query, sql.Composable):
+        return query.as_string(connection)
+    return query.decode() if isinstance(query, bytes) else str(query)
 
 
 class ThreadConnection:

@@ -10,7 +10,8 @@ from agl.errors import StoreError
 _UNREACHABLE = re.compile(
     "refused|starting up|shutting down|in recovery mode|closed the connection|connection is (closed|lost)|"
     "consuming input failed|terminating connection|timeout expired|timed out|reset by peer|not yet accepting|"
-    "broken pipe|no such file|unreachable"
+    "broken pipe|no such file|unreachable|"
+    "cannot connect to server|server login has been failing|server conn crashed|query_wait_timeout"  # PgBouncer's
 )
 """Messages about a server that cannot be reached for the moment."""
 

@@ -21,7 +21,11 @@ LOOK_S = 2.0
 """Seconds between two looks of waiting claims that no message woke. A claim skips rollouts that another one has locked,
 and gets no message if that one's machine dies before it commits."""
 
+POLL_S = 0.2
+"""Seconds between two looks at the feed and the queue through a pooler, which passes no messages on."""
+
 _CLOCK = b"SELECT " + NOW + b", (SELECT min(deadline) FROM attempts WHERE status = 'running')"
+_LOOK = b"SELECT (SELECT max(cursor) FROM changes), (SELECT max(seq) FROM rollouts WHERE status = 'queued')"
 _RETRY_S = 1.0
 _PAUSE_S = 0.05
 """Seconds between two looks at overdue attempts that another machine is deciding."""
@@ -70,12 +74,18 @@ class ChangeListener:
         self._woken.close()
         self._wake_all()
 
+    def hear_own(self) -> None:
+        """Wake waiting callers after a commit of this process, whose message a pooler does not pass on."""
+        if self._target.is_pooled:
+            self._wake_all()
+
     def _run(self) -> None:
         connection = ThreadConnection(self._target, stopping=self._stopping)
         has_warned = False
+        watch = self._poll if self._target.is_pooled else self._listen
         while not self._stopping.is_set():
             try:
-                self._listen(connection.open())
+                watch(connection.open())
             except Exception:  # isolation: waiting callers depend on this thread
                 if not has_warned and not self._stopping.is_set():
                     _logger.warning(
@@ -105,6 +115,23 @@ class ChangeListener:
                 looked_at = time.monotonic()
                 if not is_due:
                     self._queued.ring()
+
+    def _poll(self, db: Connection) -> None:
+        """Look at the feed and the queue often, instead of waiting for messages."""
+        known: tuple[object, ...] | None = None
+        rung_at = time.monotonic()
+        while not self._stopping.is_set():
+            if self._deadline <= time.monotonic():
+                self._expire()
+            self._look(db)
+            found = db.execute(_LOOK).fetchone()
+            if found != known:
+                known, rung_at = found, time.monotonic()
+                self._wake_all()
+            elif time.monotonic() - rung_at >= LOOK_S:
+                rung_at = time.monotonic()
+                self._queued.ring()
+            self._pause(db, POLL_S)
 
     def _pause(self, db: Connection, limit_s: float) -> None:
         wait_s = max(0.0, min(limit_s, self._deadline - time.monotonic()))

@@ -10,7 +10,7 @@ that another one has written since.
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from psycopg.pq import TransactionStatus
@@ -65,9 +65,10 @@ class ShardWriter(BatchWriter):
         connection: Connection | None,
         feed: int,
         stopping: threading.Event,
+        on_change: Callable[[], object],
         waits: bool,
     ) -> None:
-        super().__init__(target, connection=connection, feed=feed, stopping=stopping)
+        super().__init__(target, connection=connection, feed=feed, stopping=stopping, on_change=on_change)
         self._placing = placing
         self._waits = waits
         self._shards = ShardConnections(placing, stopping=stopping)

@@ -178,6 +178,7 @@ class _Sharded:
             connection=connection,
             feed=self._feed,
             stopping=self._stopping,
+            on_change=self._on_change,
             waits=waits,
         )
         self._writers.append(writer)
@@ -204,6 +205,9 @@ class _Sharded:
     def _on_wait(self) -> float:
         self._listener.start()
         return math.inf
+
+    def _on_change(self) -> None:
+        self._listener.hear_own()
 
     def _expire(self) -> None:
         """Submit empty work: the writer decides overdue attempts before any work."""

@@ -36,9 +36,9 @@ class PostgresStore(TableStore):
     It may be used from several threads and event loops at once. A forked process must open its own.
 
     Args:
-        url: ``postgresql://user:password@host:port/database`` as libpq reads it, with all of libpq's options. Two more
-            options are ``schema`` (default ``agl``), created if it is missing, and ``readers`` (default 4), the most
-            connections for reads.
+        url: ``postgresql://user:password@host:port/database`` as libpq reads it, with all of libpq's options. Three more
+            options are ``schema`` (default ``agl``), created if it is missing, ``readers`` (default 4), the most
+            connections for reads, and ``pool=transaction`` behind a pooler such as PgBouncer.
 
     Raises:
         ConfigError: The URL cannot be read.
@@ -73,7 +73,9 @@ class _Postgres:
         self._stopping = threading.Event()
         connection, feed = _open(target)
         told = partial(explain, shown=target.shown)
-        self._write = BatchWriter(target, connection=connection, feed=feed, stopping=self._stopping)
+        self._write = BatchWriter(
+            target, connection=connection, feed=feed, stopping=self._stopping, on_change=self._on_change
+        )
         self._writer = Batches(self._write, shown_url=target.shown, explain=told)
         self._read = BatchReader(target, stopping=self._stopping)
         self._reader = Batches(self._read, shown_url=target.shown, explain=told, threads=target.readers)
@@ -111,6 +113,9 @@ class _Postgres:
     def _on_wait(self) -> float:
         self._listener.start()
         return math.inf
+
+    def _on_change(self) -> None:
+        self._listener.hear_own()
 
     def _expire(self) -> None:
         """Submit empty work: the writer decides overdue attempts before any work."""

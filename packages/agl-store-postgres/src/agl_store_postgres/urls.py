@@ -37,12 +37,14 @@ class DatabaseTarget:
         shown: The URL for messages: user, host, port, database and schema.
         schema: The schema that holds the store's tables.
         readers: Largest number of connections for reads.
+        is_pooled: Whether a pooler in between gives every transaction another session of the server.
     """
 
     conninfo: str = field(repr=False)
     shown: str
     schema: str
     readers: int
+    is_pooled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ def _shard_of(text: str, number: int) -> DatabaseTarget:
 def target_of(url: str) -> DatabaseTarget:
     """Parse the URL of a store.
 
-    ``schema`` and ``readers`` are the store's own options; all others are passed to libpq unchanged.
+    ``schema``, ``readers`` and ``pool`` are the store's own options; all others are passed to libpq unchanged.
 
     Raises:
         ConfigError: The URL is invalid or has an unknown option; the message never shows a password.
@@ -111,7 +113,7 @@ def target_of(url: str) -> DatabaseTarget:
     scheme = base.partition("://")[0]
     if scheme not in ("postgresql", "postgres"):
         raise ConfigError(f"the store's URL begins with {scheme[:20]!r} and not with postgresql://; write {_EXAMPLE}")
-    own = {"schema": DEFAULT_SCHEMA, "readers": str(READERS)}
+    own = {"schema": DEFAULT_SCHEMA, "readers": str(READERS), "pool": "session"}
     passed: list[tuple[str, str]] = []
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key in own:
@@ -125,6 +127,7 @@ def target_of(url: str) -> DatabaseTarget:
         shown=_shown(parts, own["schema"]),
         schema=_schema(own["schema"]),
         readers=_count(own["readers"]),
+        is_pooled=_is_pooled(own["pool"]),
     )
 
 
@@ -136,7 +139,7 @@ def _parts(url: str) -> dict[str, str]:
         reason = text if "://" not in text else "it cannot be read"  # libpq may repeat the URL with its password
         raise ConfigError(
             f"the URL of the PostgreSQL store is refused: {reason}; write {_EXAMPLE}, with %40 for an @ and %2F for "
-            "a / in user and password; options are those of libpq, and schema and readers"
+            "a / in user and password; options are those of libpq, and schema, readers and pool"
         ) from None
 
 
@@ -160,3 +163,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise ConfigError(f"readers = {text[:20]!r} in the store's URL must be a number from 1 to 64")
     return int(text)
+
+
+def _is_pooled(pool: str) -> bool:
+    if pool not in ("session", "transaction"):
+        raise ConfigError(
+            f"pool = {pool[:20]!r} in the store's URL must be session, or transaction for a pooler that gives every "
+            "transaction another session of the server, such as PgBouncer with pool_mode = transaction"
+        )
+    return pool == "transaction"

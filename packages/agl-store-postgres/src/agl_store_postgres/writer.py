@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +49,23 @@ class _Doubt:
 
 
 class BatchWriter:
-    """Runs batches of work on one connection; used by one thread."""
+    """Runs batches of work on one connection; used by one thread.
+
+    Args:
+        on_change: Called after a commit that waiting callers want to hear of.
+    """
 
     def __init__(
-        self, target: DatabaseTarget, *, connection: Connection | None, feed: int, stopping: threading.Event
+        self,
+        target: DatabaseTarget,
+        *,
+        connection: Connection | None,
+        feed: int,
+        stopping: threading.Event,
+        on_change: Callable[[], object],
     ) -> None:
         self._feed = feed
+        self._on_change = on_change
         self._connection = ThreadConnection(target, stopping=stopping, connection=connection)
         self._packer = Packer()
         self._in_doubt: _Doubt | None = None
@@ -107,6 +118,8 @@ class BatchWriter:
             mark = tables.changes.documents[self._key] = self._next_mark()
             self._in_doubt = _Doubt(xid=begun.xid, mark=mark, answers=answers)
         self._commit(db, tables.changes)
+        if tables.changes.is_heard:
+            self._on_change()
         return answers
 
     def _begin(self, db: Connection, needs: Sequence[Needs]) -> Begun:
