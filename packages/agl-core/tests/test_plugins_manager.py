@@ -142,6 +142,7 @@ def test_unmatched_names_of_disabled_plugins_are_told():
         ("credit", "turn", "agl-credit"),
         ("gateway", "gateway", "agl-gateway"),
         ("exporter", "otlp", "agl-otlp"),
+        ("runner", "ray", "agl-ray"),
         ("command", "serve", "agl-gateway"),
         ("command", "doctor", "agl-gateway"),
         ("command", "console", "agl-console"),
@@ -153,7 +154,7 @@ def test_missing_component_names_the_package_to_install(kind, name, package):
         PluginManager().entry(kind, name)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("store", "mongo"), ("runner", "ray"), ("command", "fly")])
+@pytest.mark.parametrize(("kind", "name"), [("store", "mongo"), ("runner", "slurm"), ("command", "fly")])
 def test_missing_component_of_no_known_package_is_sent_nowhere(kind, name):
     with pytest.raises(UnknownComponentError, match=f"no {kind} is named '{name}'") as raised:
         PluginManager().entry(kind, name)

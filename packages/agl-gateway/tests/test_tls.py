@@ -192,8 +192,8 @@ async def test_gateways_of_one_store_reach_each_other_over_tls(serving, tmp_path
         await eventually(lambda: _knows(store, 2))
         await one.peers.settle(claim.attempt.attempt_id)
         monkeypatch.delenv("AGL_CA_FILE")
-        (peer,) = await two.peers._others(two.recorder.spool.gateway_id)
-        status, text = await two.peers._ask(peer, claim.attempt.attempt_id)
+        (peer,) = await two.peers.gateways()
+        status, text = await two.peers.ask(peer, "/settle", {"attempt_id": claim.attempt.attempt_id})
         assert (0, True) == (status, "certificate is not trusted here" in text), rollout
 
 

@@ -38,14 +38,12 @@ _SETTINGS: dict[str, str] = {
 
 _SET = "SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[]) AS s(name, value)"
 
-_OPENS = ("BEGIN", "VACUUM")
-"""Statements that open a transaction of their own, or cannot be in one."""
-
 
 class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
     """A connection to a pooler that may run every transaction in another session of the server.
 
-    What others set for a session is set for each transaction, and a statement outside of one gets one of its own.
+    What others set for a session is set for each transaction, and a statement outside of one gets one of its own,
+    except for VACUUM, which cannot be in one.
     Nothing is prepared, because no other session would know it.
     """
 
@@ -55,16 +53,17 @@ class PooledConnection(psycopg.Connection[tuple[Any, ...]]):
         self, query: Query, params: Params | None = None, *, prepare: bool | None = None, binary: bool = False
     ) -> psycopg.Cursor[tuple[Any, ...]]:
         """Execute a statement, with the settings at the beginning of its transaction."""
-        if self.info.transaction_status != TransactionStatus.IDLE:
-            return super().execute(query, params, prepare=prepare, binary=binary)
-        opens = _text_of(query, self).startswith(_OPENS)
-        if not opens:
-            with self.transaction():
-                return super().execute(query, params, prepare=prepare, binary=binary)
-        cursor = super().execute(query, params, prepare=prepare, binary=binary)
-        if _text_of(query, self).startswith("BEGIN"):
-            self._use_settings()
-        return cursor
+        run: Callable[..., psycopg.Cursor[tuple[Any, ...]]] = super().execute
+        if self.info.transaction_status == TransactionStatus.IDLE:
+            text = _text_of(query, self)
+            if text.startswith("BEGIN"):
+                cursor = run(query, params, prepare=prepare, binary=binary)
+                self._use_settings()
+                return cursor
+            if not text.startswith("VACUUM"):
+                with self.transaction():
+                    return run(query, params, prepare=prepare, binary=binary)
+        return run(query, params, prepare=prepare, binary=binary)
 
     @contextmanager
     def transaction(

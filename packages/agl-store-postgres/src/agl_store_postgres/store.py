@@ -36,9 +36,9 @@ class PostgresStore(TableStore):
     It may be used from several threads and event loops at once. A forked process must open its own.
 
     Args:
-        url: ``postgresql://user:password@host:port/database`` as libpq reads it, with all of libpq's options. Three more
-            options are ``schema`` (default ``agl``), created if it is missing, ``readers`` (default 4), the most
-            connections for reads, and ``pool=transaction`` behind a pooler such as PgBouncer.
+        url: ``postgresql://user:password@host:port/database`` as libpq reads it, with all of libpq's options and three
+            more: ``schema`` (default ``agl``), created if it is missing; ``readers`` (default 4), the most connections
+            for reads; and ``pool=transaction`` behind a pooler such as PgBouncer.
 
     Raises:
         ConfigError: The URL cannot be read.
