@@ -7,9 +7,7 @@ which tasks are drawn, and in how far tasks and rollouts differ in length. For e
 trains on, and from the second step on the seconds of its rollouts and updates. A bar is the number of experiments,
 of 20, that keep a limit: 10 % of the tokens of a step, 25 % of its time, and 60 s for the plan.
 
-The time of a forecast is that of the load under which its trial ran. A process beside measures how much slower a fixed
-piece of work is than the CPU time that it takes, during the trial and during the steps; times are compared as they
-are, and divided by that.
+The time of a forecast is that of the load under which its trial ran, so the bar on time holds on an idle machine.
 
 Run alone: ``python -m benchmarks.bench_plan``; it needs agl-algo-torch and takes half an hour.
 """
@@ -18,9 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,7 +147,6 @@ class Outcome:
     collect: float
     update: float
     whole: float
-    at_one_load: float
     plan_s: float
     sure: float
 
@@ -174,7 +169,6 @@ def run(*, quick: bool) -> list[Figure]:
     kept = [
         ("tokens of a step within 10 %", sum(one.tokens <= TOKENS for one in found)),
         ("time of a step within 25 %", sum(abs(one.whole) <= TIME for one in found)),
-        ("time of a step within 25 % at one load", sum(abs(one.at_one_load) <= TIME for one in found)),
         ("plan in at most 60 s", sum(one.plan_s <= LIMIT_S for one in found)),
     ]
     count = len(cases)
@@ -202,11 +196,9 @@ def compare(case: Case, root: Path, number: int) -> Outcome:
     folder = root / f"case-{number}"
     case.write(folder, seed=number)
     started = time.perf_counter()
-    with Load() as then:
-        plan = told(folder, "plan", "experiment.toml", "--json")["algorithms"][0]
+    plan = told(folder, "plan", "experiment.toml", "--json")["algorithms"][0]
     plan_s = time.perf_counter() - started
-    with Load() as now:
-        agl(folder, "run", "experiment.toml", "--quiet")
+    agl(folder, "run", "experiment.toml", "--quiet")
     rows = rows_of(folder)
     steps: dict[int, dict[str, float]] = {}
     for metric in told(folder, "metrics", "planned", "--json", "--store", "runs.db"):
@@ -220,39 +212,9 @@ def compare(case: Case, root: Path, number: int) -> Outcome:
         collect=off(collect, real_collect),
         update=off(update, real_update),
         whole=off(collect + update, real_collect + real_update),
-        at_one_load=off((collect + update) / then.slowdown, (real_collect + real_update) / now.slowdown),
         plan_s=plan_s,
         sure=plan["uncertainty"] or 0.0,
     )
-
-
-class Load:
-    """Measures how much slower than its CPU time a piece of work is while other processes run."""
-
-    def __init__(self) -> None:
-        self._is_over = threading.Event()
-        self._found: list[float] = []
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> "Load":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    @property
-    def slowdown(self) -> float:
-        """The mean of wall time over CPU time."""
-        return fmean(self._found)
-
-    def _watch(self) -> None:
-        while not self._found or not self._is_over.wait(0.5):
-            began, worked = time.perf_counter(), time.thread_time()
-            while time.thread_time() - worked < 0.04:
-                pass
-            self._found.append((time.perf_counter() - began) / (time.thread_time() - worked))
 
 
 def rows_of(folder: Path) -> list[tuple[int, int]]:
@@ -282,12 +244,6 @@ def agl(folder: Path, *words: str) -> str:
         print(done.stderr, file=sys.stderr)
         done.check_returncode()
     return done.stdout
-
-
-def shares(found: Sequence[Outcome]) -> str:
-    """The mean errors with their signs, for a look at a bias."""
-    names = ("computed", "trained", "collect", "update", "whole", "at_one_load")
-    return ", ".join(f"{name} {fmean(getattr(one, name) for one in found):+.1%}" for name in names)
 
 
 if __name__ == "__main__":
