@@ -271,6 +271,13 @@ def test_command_writes_the_job_beside_its_images(with_ray: Path) -> None:
     assert re.search(r'echo "PATH=/opt/agl/venv/bin:', (folder / "Dockerfile").read_text())
 
 
+def test_compose_file_for_agents_on_ray_is_refused(with_ray: Path) -> None:
+    done = deploy("compose", "experiment.toml", folder=with_ray)
+    assert 1 == done.returncode
+    assert "take agl deploy ray, or another runner" in done.stderr
+    assert not (with_ray / "deploy").exists()
+
+
 def test_algorithm_with_resources_shares_its_files(with_ray: Path) -> None:
     change(
         with_ray / "experiment.toml",
