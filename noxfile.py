@@ -436,7 +436,7 @@ def images(session: nox.Session) -> None:
     """The images of the calculator's deployment, built and run without a daemon, not part of ``tests``.
 
     buildah builds them from the Dockerfile that ``agl deploy compose`` writes, on a base of the system's packages; they
-    run as the compose file says, and each container is killed once while they train. Takes about five minutes, 12 GB of
+    run as the compose file says, and each container is killed once while they train. Takes about five minutes, 6 GB of
     disk in ``.nox/images-store``, root, and Debian or Ubuntu with ``apt install buildah mmdebstrap iproute2``.
     """
     packages = ours(*LIGHT, "agl-algo-torch", "agl-console", "agl-deploy", "agl-store-postgres")

@@ -25,7 +25,7 @@ from .test_workers import free_port
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 LAN = "lan"
-STEPS = 40
+STEPS = 100
 EACH = 20
 MACHINES = {
     "PostgreSQL": "database",

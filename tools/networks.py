@@ -5,6 +5,7 @@ Needs root. Links can be cut, and made slow and lossy as far as the kernel knows
 
 import ctypes
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ def run(*words: str) -> None:
 
 def forbidden() -> str:
     """Return why this kernel or this user makes no networks; ``""`` where it makes them."""
+    if shutil.which("ip") is None:
+        return "there is no program ip"
     name = f"agl-{os.getpid()}-probe"
     try:
         ip("netns", "add", name)
@@ -111,7 +114,7 @@ class Networks:
         self._plug(machine, "up")
 
     def slow_down(self, *, delay_ms: int, loss: float) -> str:
-        """Let every machine's packets take longer and get lost at times; returns by what means.
+        """Let every machine's packets take longer and get lost at times; returns by what means, or why it cannot be.
 
         ``tc`` does both where the kernel has netem. Elsewhere ``nft`` drops packets, and nothing delays them.
         """
@@ -126,8 +129,11 @@ class Networks:
             return f"netem: {delay_ms} ms and {loss:.1%} of the packets"
         chain = "add chain inet agl out { type filter hook output priority 0 ; }"
         drop = f"add rule inet agl out numgen random mod 1000 < {round(loss * 1000)} drop"
-        for machine, _ in machines:
-            run(*self.inside(machine), "nft", f"add table inet agl; {chain}; {drop}")
+        try:
+            for machine, _ in machines:
+                run(*self.inside(machine), "nft", f"add table inet agl; {chain}; {drop}")
+        except OSError as error:
+            return f"no delay and no loss: {why}; {error}"
         return f"nft: {loss:.1%} of the packets, and no delay, for which this kernel lacks netem ({why})"
 
     def close(self) -> None:
