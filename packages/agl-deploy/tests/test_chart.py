@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -18,7 +19,8 @@ from agl import PluginManager
 from agl_deploy.chart import chart_files
 from agl_deploy.compose import compose_files
 from agl_deploy.images import compose_parts
-from agl_deploy.needs import Needs, read_needs
+from agl_deploy.needs import Needs, OnRay, read_needs
+from agl_deploy.rayjob import rayjob_files
 from agl_deploy.serving import serving_files
 from agl_deploy.writing import write
 
@@ -69,6 +71,7 @@ SETS: dict[str, Values] = {
     "claim that exists": {"trainer": {"storage": {"claim": "models"}}},
     "shared storage": {"trainer": {"storage": {"class": "efs", "accessMode": "ReadWriteMany", "size": "1Ti"}}},
     "evictable trainer": {"trainer": {"evictable": True, "retries": 0, "graceSeconds": 30}},
+    "trainer as a rayjob": {"trainer": {"enabled": False}, "workers": {"replicas": 0}},
     "no console": {"console": {"enabled": False}},
     "console behind a name": {
         "console": {"hosts": ["agl.example", "agl"]},
@@ -279,6 +282,28 @@ def test_manifests_of_a_served_model_are_what_kubernetes_takes(project: Path, ma
     for one in yaml.safe_load_all(files["model-own.kubernetes.yaml"]):
         check(one, seen)
     assert 3 == len(seen)
+
+
+def test_manifests_of_a_rayjob_are_what_kubernetes_takes(needs: Needs) -> None:
+    ray = OnRay(version="2.60.0", runs_agents=True, shares_files=True, takes_jobs=True)
+    seen = set[str]()
+    for store in ("", "postgresql://agl@db.example/agl"):
+        text = rayjob_files(msgspec.structs.replace(needs, ray=ray, store=store), "deploy", gpus=1)["rayjob.yaml"]
+        job, *others = yaml.safe_load_all(text)
+        cluster = job["spec"]["rayClusterSpec"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            named = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "of-a-group"}}
+            check(named | {"template": group["template"]}, seen)
+        for one in others:
+            check(one, seen)
+    assert 7 == len(seen)
+
+
+def test_database_of_the_chart_lets_a_rayjob_in(chart: Any) -> None:
+    found = manifests(chart, SETS["trainer as a rayjob"])
+    rules = of(found, "NetworkPolicy", "answers-postgres")["spec"]["ingress"][0]["from"]
+    assert "ray" in [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in rules]
+    assert "Job" not in {one["kind"] for one in found}
 
 
 def test_compose_file_has_no_error_for_its_linter(project: Path, needs: Needs) -> None:

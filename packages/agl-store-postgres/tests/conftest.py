@@ -41,6 +41,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
+        self.host = "127.0.0.1"
         self._process: subprocess.Popen[bytes] | None = None
         self._create()
 
@@ -76,10 +77,23 @@ class Server:
         return True
 
     def _spawn(self) -> None:
-        command = [self.binaries / "postgres", "-D", self.data, "-p", str(self.port), "-h", "127.0.0.1", "-k", ""]
-        command += ["-c", "fsync=off"]  # processes are killed here, machines are not: nothing has to reach the disk
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, user=SERVER_USER, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self._command(), user=self.user, stdout=log, stderr=log)
+
+    def _command(self) -> list[str | Path]:
+        """Return the words that start the server."""
+        command: list[str | Path] = [self.binaries / "postgres", "-D", self.data, "-p", str(self.port)]
+        command += ["-h", self.host, "-k", ""]
+        return [
+            *command,
+            "-c",
+            "fsync=off",
+        ]  # processes are killed here, machines are not: nothing has to reach the disk
+
+    @property
+    def user(self) -> str | None:
+        """The user who starts the server."""
+        return SERVER_USER
 
     def kill(self) -> None:
         """``kill -9`` of the server with all its processes."""
@@ -109,7 +123,7 @@ class Server:
         return psycopg.connect(self.url_for("postgres", user=f"owner:{PASSWORD}"), autocommit=True)
 
     def url_for(self, database: str = "postgres", *, user: str = "open") -> str:
-        return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
+        return f"postgresql://{user}@{self.host}:{self.port}/{database}"
 
     def fresh_url(self) -> str:
         """A URL with a schema that nobody has used."""

@@ -16,6 +16,7 @@ from agl_deploy.compose import compose_files, env_example
 from agl_deploy.images import image_files, wheel_command
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.parts import secrets_of
+from agl_deploy.rayjob import rayjob_files
 from agl_deploy.serving import serving_files
 from agl_deploy.skypilot import skypilot_files
 from agl_deploy.writing import State, states, write
@@ -109,6 +110,30 @@ def helm(manager: PluginManager, file: Path, output: Path | None, force: bool, i
         f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
         f"kubectl create secret generic {needs.name} --from-env-file {under}/.env",
         f"helm upgrade --install {needs.name} {under}/{FOLDER}",
+    ]
+    _tell(needs, steps, is_dry=is_dry)
+
+
+@deploy.command()
+@_options
+@click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the head.")
+@pass_manager
+def ray(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
+    """Write a RayJob for Kubernetes with KubeRay.
+
+    It runs EXPERIMENT on a Ray cluster of its own. What docker writes comes with it.
+    """
+    needs, folder, under = _read(manager, file, output)
+    files = (
+        rayjob_files(needs, under, gpus=gpus) | image_files(needs, under) | {"env.example": env_example(needs, under)}
+    )
+    _put(folder, files, force=force, is_dry=is_dry)
+    steps = _steps_of_wheels(needs, under)
+    steps += [
+        f"build and push trainer-{'cuda' if gpus else 'cpu'}, and name its registry in {under}/rayjob.yaml",
+        f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
+        f"kubectl create secret generic {needs.name} --from-env-file {under}/.env",
+        f"kubectl apply --filename {under}/rayjob.yaml",
     ]
     _tell(needs, steps, is_dry=is_dry)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from agl.errors import ConfigError
 from agl_deploy.images import compose_parts
 from agl_deploy.needs import Needs
 from agl_deploy.parts import CONSOLE_PORT, GATEWAY_PORT, Part, secrets_of
@@ -25,7 +26,15 @@ def compose_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
         needs: What the experiment needs.
         folder: Where they go, relative to the experiment's folder.
         gpus: GPUs of the trainer; 0 for the image for CPUs.
+
+    Raises:
+        ConfigError: Ray starts the agents, and not the file's workers.
     """
+    if needs.ray is not None and needs.ray.runs_agents:
+        raise ConfigError(
+            f'[runner] use = "ray" in {needs.file.name} has Ray start the agents, which a compose file starts itself; '
+            "take agl deploy ray, or another runner such as async"
+        )
     is_bundled = not needs.store
     parts = {
         name: _service(part, needs, is_bundled=is_bundled, gpus=gpus if name == "trainer" else 0)

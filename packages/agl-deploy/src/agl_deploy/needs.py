@@ -12,7 +12,7 @@ from agl.schemas import Json, Record
 from agl_deploy.findings import refuse, variables, warnings
 from agl_deploy.imports import Imported, read_imports
 from agl_deploy.names import deployed_name
-from agl_deploy.pins import Pin, missing, pins
+from agl_deploy.pins import Pin, has_extra, missing, pins
 from agl_run import ExperimentConfig, load_config
 
 PARTS = ("gateway", "worker", "trainer", "console")
@@ -20,6 +20,24 @@ PARTS = ("gateway", "worker", "trainer", "console")
 _EVERYWHERE = ("agl-core", "agl-run", "agl-gateway", "agl-store-postgres")
 _OF_A_CODER = ("pip", "setuptools", "wheel", "agl-deploy", "agl-testing")
 """Distributions that an agent may have in its ``requirements.txt`` and no image needs."""
+
+_RAY_WITH_JOBS = "ray[default]"
+
+
+class OnRay(Record, frozen=True, kw_only=True):
+    """How an experiment uses a Ray cluster.
+
+    Attributes:
+        version: The installed release of Ray.
+        runs_agents: Its agents run there.
+        shares_files: Several processes of the cluster write to the run's folder.
+        takes_jobs: Ray's server for jobs is installed, so that an image with these pins has it.
+    """
+
+    version: str
+    runs_agents: bool
+    shares_files: bool
+    takes_jobs: bool
 
 
 class Needs(Record, frozen=True, kw_only=True):
@@ -33,6 +51,7 @@ class Needs(Record, frozen=True, kw_only=True):
         pins: By part, the distributions to install.
         trained: The policies whose weights can be trained.
         variables: By part, the environment variables with keys that the experiment names.
+        ray: How it uses a Ray cluster; ``None`` if nothing of it needs Ray.
         warnings: Sentences about what may not work elsewhere.
     """
 
@@ -43,6 +62,7 @@ class Needs(Record, frozen=True, kw_only=True):
     pins: dict[str, list[Pin]]
     trained: list[str]
     variables: dict[str, list[str]]
+    ray: OnRay | None
     warnings: list[str]
 
     @property
@@ -71,14 +91,16 @@ def read_needs(file: Path, manager: PluginManager) -> Needs:
             f"{' && '.join(pip_install(name) for name in needed)}"
         )
     store = config.experiment.store
+    pinned = {part: _with_jobs_of_ray(names) for part, names in parts.items()}
     return Needs(
         file=file.absolute(),
         name=deployed_name(config.experiment.name),
         experiment=config.experiment.name,
         store="" if store.startswith("sqlite") else store,
-        pins={part: pins(names) for part, names in parts.items()},
+        pins=pinned,
         trained=[name for name, policy in config.policy.items() if manager.policy(policy.use).trains],
         variables=_variables(config),
+        ray=_on_ray(config, pinned["trainer"]),
         warnings=[*warnings(config, folder, found.files), *_unknown(found), *_absent(absent)],
     )
 
@@ -119,6 +141,25 @@ def _distributions(config: ExperimentConfig, manager: PluginManager, found: Impo
         "console": (*_EVERYWHERE, "agl-console"),
     }
     return {part: sorted({name for name in names if name}) for part, names in own.items()}
+
+
+def _with_jobs_of_ray(names: list[str]) -> list[Pin]:
+    """Pin distributions; Ray, where one of them needs it, with its server for jobs."""
+    found = pins(names)
+    return pins([*names, _RAY_WITH_JOBS]) if any(pin.name == "ray" for pin in found) else found
+
+
+def _on_ray(config: ExperimentConfig, trainer: list[Pin]) -> OnRay | None:
+    """Return how the trainer uses Ray, which is pinned where a component or an import needs it."""
+    version = next((pin.version for pin in trainer if pin.name == "ray"), "")
+    if not version:
+        return None
+    return OnRay(
+        version=version,
+        runs_agents=config.runner.use == "ray",
+        shares_files=any(each.resources or each.params.get("engine") == "ray" for each in config.algorithm),
+        takes_jobs=has_extra(_RAY_WITH_JOBS),
+    )
 
 
 def _variables(config: ExperimentConfig) -> dict[str, list[str]]:

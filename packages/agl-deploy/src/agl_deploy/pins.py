@@ -27,11 +27,13 @@ class Pin(Record, frozen=True, kw_only=True):
     Attributes:
         name: Its normalised name.
         line: Its line in a requirements file, ``name==version``.
+        version: The version in it.
         source: What its wheel is built from, as ``pip wheel`` takes it; ``""`` for a release.
     """
 
     name: str
     line: str
+    version: str
     source: str = ""
 
 
@@ -64,6 +66,14 @@ def missing(names: Iterable[str]) -> list[str]:
     return sorted({name for name in names if _installed(Requirement(name).name) is None})
 
 
+def has_extra(name: str) -> bool:
+    """Return true if a distribution is installed with everything that its extra needs: ``ray[default]``."""
+    wanted = Requirement(name)
+    distribution = _installed(wanted.name)
+    needs = [need for extra in wanted.extras for need in _needs(distribution, extra)] if distribution else []
+    return bool(needs) and not missing(need.name for need in needs)
+
+
 def _installed(name: str) -> metadata.Distribution | None:
     try:
         return metadata.distribution(name)
@@ -85,7 +95,7 @@ def _needs(distribution: metadata.Distribution, extra: str) -> list[Requirement]
 
 def _pin(name: str, distribution: metadata.Distribution) -> Pin:
     version = distribution.version.partition("+")[0]  # an index of another device has another local version
-    return Pin(name=name, line=f"{name}=={version}", source=_source(distribution))
+    return Pin(name=name, line=f"{name}=={version}", version=version, source=_source(distribution))
 
 
 def _source(distribution: metadata.Distribution) -> str:

@@ -1,0 +1,13 @@
+#!/bin/sh
+# Begins as postgres:17 does with these variables: a new cluster with one user and one database, then the server.
+set -eu
+cd /
+if [ ! -s "$PGDATA/PG_VERSION" ]; then
+  printf '%s' "$POSTGRES_PASSWORD" >/tmp/password
+  initdb --pgdata "$PGDATA" --username "$POSTGRES_USER" --pwfile /tmp/password --auth scram-sha-256 --encoding UTF8 \
+    --locale C.UTF-8
+  rm /tmp/password
+  echo 'host all all all scram-sha-256' >>"$PGDATA/pg_hba.conf"
+  echo "CREATE DATABASE $POSTGRES_DB;" | postgres --single -D "$PGDATA" postgres
+fi
+exec postgres -D "$PGDATA" -c listen_addresses='*' -c unix_socket_directories=/tmp
