@@ -17,6 +17,7 @@ from agl_run.commands import visible
 
 _NONE = "\N{EN DASH}"
 """Stands for a number or a time that is not known."""
+_ROUNDING = 1e-12
 
 
 class Pages:
@@ -112,8 +113,10 @@ def link(*parts: Any, **query: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with four digits; a dash for none."""
-    return _NONE if value is None else f"{value:.4g}"
+    """Format a number with four digits; a dash for none, and 0 for what rounding leaves of a sum that is 0."""
+    if value is None:
+        return _NONE
+    return f"{0.0 if abs(value) < _ROUNDING else value:.4g}"
 
 
 def probability(logprob: float) -> str:
@@ -121,9 +124,12 @@ def probability(logprob: float) -> str:
     return f"{100 * math.exp(min(0.0, logprob)):.3g} %"
 
 
-def clock(unix_s: float) -> str:
-    """Format a time in UTC; a dash for 0, a time that is not known."""
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else _NONE
+def clock(unix_s: float, *, fine: bool = False) -> str:
+    """Format a time in UTC, with milliseconds if it is to be ``fine``; a dash for 0, a time that is not known."""
+    if not unix_s:
+        return _NONE
+    text = datetime.fromtimestamp(unix_s, UTC).isoformat(sep=" ", timespec="milliseconds" if fine else "seconds")
+    return text.removesuffix("+00:00")
 
 
 def seconds(value: float | None) -> str:

@@ -1,0 +1,20 @@
+"""Numbers and times as the pages write them."""
+
+import math
+
+import pytest
+
+from agl_console.pages import clock, number
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "\N{EN DASH}"), (0.0, "0"), (-5.8e-17, "0"), (1e-9, "1e-09"), (0.123456, "0.1235"), (math.nan, "nan")],
+)
+def test_numbers_have_four_digits_and_no_rounding_of_zero(value: float | None, shown: str) -> None:
+    assert shown == number(value)
+
+
+def test_times_have_milliseconds_where_a_second_is_too_coarse() -> None:
+    shown = [clock(0.0), clock(1.25), clock(1.25, fine=True)]
+    assert ["\N{EN DASH}", "1970-01-01 00:00:01", "1970-01-01 00:00:01.250"] == shown
