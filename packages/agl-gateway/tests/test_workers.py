@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 from click.testing import CliRunner
 
 from agl.contracts import Upstream
@@ -21,6 +22,7 @@ from agl.stores import MemoryStore
 from agl_gateway.cli import wait_for_store
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService, Settings
+from agl_gateway.siblings import Board, Group
 from agl_gateway.spooling import spools_for
 from agl_run.cli.main import cli
 from agl_run.tokens import AttemptTokens
@@ -155,6 +157,47 @@ async def test_calls_spread_over_processes_are_recorded_whole_and_survive_kills(
         assert 0 == await asyncio.to_thread(serve.process.wait, 60)
         assert 2 == serve.text.count("everything recorded is in the store")
         assert "Traceback" not in serve.text
+        await store.close()
+
+
+async def test_attempt_ends_only_once_the_calls_that_another_process_holds_are_in_the_store(tmp_path):
+    board = Board(2)
+    asked = asyncio.Event()
+    may_answer = asyncio.Event()
+
+    async def settle(request: web.Request) -> web.Response:
+        assert {"attempt_id": "a-1"} == await request.json()
+        asked.set()
+        await may_answer.wait()
+        return web.json_response({})
+
+    other = web.Application()
+    other.router.add_post("/settle", settle)
+    runner = web.AppRunner(other)
+    await runner.setup()
+    group = Group(number=0, folder=tmp_path, board=board)
+    await web.UnixSite(runner, str(group.socket(1))).start()
+    store = MemoryStore()
+    service = GatewayService(
+        store=store, upstreams=[], tokens=AttemptTokens(SECRET.encode()), settings=Settings(), group=group
+    )
+    await service.start()
+    try:
+        await service.peers.settle("a-1")
+        assert not asked.is_set()
+        for held in (3, -1):  # calls that are not in the store, and a process that was killed
+            board.hold(1, held)
+            asked.clear()
+            may_answer.clear()
+            settling = asyncio.create_task(service.peers.settle("a-1"))
+            await asyncio.wait([settling, asyncio.create_task(asked.wait())], return_when=asyncio.FIRST_COMPLETED)
+            assert asked.is_set()
+            assert not settling.done()
+            may_answer.set()
+            await settling
+    finally:
+        await service.stop()
+        await runner.cleanup()
         await store.close()
 
 

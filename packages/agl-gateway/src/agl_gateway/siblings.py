@@ -119,7 +119,7 @@ class Siblings:
 
     def holding(self) -> list[int]:
         """Return the other processes that hold calls which are not in the store, or of which that is not known."""
-        return []
+        return [number for number in self.others if self.group is not None and self.group.board.held(number)]
 
     def is_away(self, number: int) -> bool:
         """Return true for a process that has ended and is not started again yet."""
