@@ -22,6 +22,9 @@ PEER_HEADER = "x-agl-peer"
 
 SIBLING = "sibling"
 
+UNKNOWN = -1
+"""Calls held by a process that has not said so: it has not started yet, or has ended."""
+
 _TIMEOUT = aiohttp.ClientTimeout(total=15.0)
 _WIDTH = 8
 _FIELDS = 2
@@ -36,6 +39,8 @@ class Board:
     def __init__(self, count: int) -> None:
         self.count = count
         self._numbers = memoryview(mmap.mmap(-1, _WIDTH * (_FIELDS + count))).cast("q")
+        for number in range(count):
+            self.hold(number, UNKNOWN)  # until it has looked into its spool
 
     @property
     def starts(self) -> int:

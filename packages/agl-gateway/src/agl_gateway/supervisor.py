@@ -24,7 +24,7 @@ from typing import Any
 
 from agl.errors import AglError, ConfigError
 from agl.schemas import new_trace_id
-from agl_gateway.siblings import Board, Group
+from agl_gateway.siblings import UNKNOWN, Board, Group
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
@@ -260,7 +260,7 @@ class Supervisor:
         assert process is not None  # noqa: S101  # the caller found it
         self._selector.unregister(process.reader)
         os.close(process.reader)
-        self._board.hold(number, -1)
+        self._board.hold(number, UNKNOWN)
         if self._signals:
             self._failed += code not in (0, -signal.SIGTERM, -signal.SIGINT)
             return
