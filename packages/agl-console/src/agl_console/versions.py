@@ -15,6 +15,7 @@ from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.contents import LONGEST, Text
+from agl_console.split import SplitPart, split_part
 from agl_run.commands import (
     KeptTrial,
     ListedVersion,
@@ -162,6 +163,7 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         is_too_long: Whether the texts are too long to compare.
         trial: The command that compares it with what is live, or an edit of it where it is live itself, for the
             experiment's file ``FILE``; ``""`` for models and weights, which have no text.
+        split: The arms of the newest split of traffic in which its versions differ, ``None`` without one.
         moves: Moves of labels, the newest first.
         next: The query of the page with older versions, empty on the last.
     """
@@ -177,6 +179,7 @@ class VersionsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     diff: list[DiffLine]
     is_too_long: bool
     trial: str
+    split: SplitPart | None
     moves: list[LabelMove]
     next: dict[str, str]
 
@@ -223,6 +226,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
         diff=diff,
         is_too_long=is_too_long,
         trial=_trial(shown.version, is_live=any(record.live.get(name) == shown.version.version for record in records)),
+        split=await split_part(store, name),
         moves=await _moves(store, name, list(labels)),
         next={**filters, "before": page[0].version.version} if page[0] is not listed[0] else {},
     )
