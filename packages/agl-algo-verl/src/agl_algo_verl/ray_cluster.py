@@ -192,9 +192,12 @@ def _kill(processes: set[psutil.Process]) -> None:
 def _one_machine(ranks: int) -> dict[str, Any]:
     """Return the arguments of a cluster on one machine without GPUs.
 
-    Its memory monitor is off, for it would kill workers for memory that other programs use.
+    It is always a new one: without ``local``, Ray would attach to another cluster of this machine, or to one that has
+    ended and left its address behind. Its memory monitor is off, for it would kill workers for memory that other
+    programs use.
     """
     return {
+        "address": "local",
         "num_cpus": LOGICAL_CPUS + 4 * ranks,
         "num_gpus": ranks,
         "object_store_memory": STORE_MB * 2**20,
