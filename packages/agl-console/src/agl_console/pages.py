@@ -112,8 +112,10 @@ def link(*parts: Any, **query: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with four digits; a dash for none."""
-    return _NONE if value is None else f"{value:.4g}"
+    """Format a number with four digits; a dash for none, and 0 for what rounding leaves of it in a sum."""
+    if value is None:
+        return _NONE
+    return "0" if abs(value) < 1e-12 else f"{value:,.4g}"
 
 
 def probability(logprob: float) -> str:
@@ -121,9 +123,15 @@ def probability(logprob: float) -> str:
     return f"{100 * math.exp(min(0.0, logprob)):.3g} %"
 
 
-def clock(unix_s: float) -> str:
-    """Format a time in UTC; a dash for 0, a time that is not known."""
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else _NONE
+def clock(unix_s: float, apart: float = 1.0) -> str:
+    """Format a time in UTC; a dash for 0, a time that is not known.
+
+    Times that are less than a second ``apart`` have milliseconds.
+    """
+    if not unix_s:
+        return _NONE
+    moment = datetime.fromtimestamp(unix_s, UTC)
+    return moment.isoformat(" ", "seconds" if apart >= 1 else "milliseconds").removesuffix("+00:00")
 
 
 def seconds(value: float | None) -> str:
