@@ -132,6 +132,16 @@ def test_names_of_ordinary_length_stay_on_one_line_in_a_narrow_window(browser: A
         assert {1} == {part.evaluate("part => part.getClientRects().length") for part in parts.all()}
 
 
+def test_time_axis_is_that_of_the_bars(browser: Any, address: str) -> None:
+    with Page(browser, width=360) as shown:
+        shown.page.goto(f"{address}/rollouts/{FIRST}")
+        for width in (360, 900, 1600):
+            shown.page.set_viewport_size({"width": width, "height": 900})
+            axis, bar = (shown.page.locator(part).first.bounding_box() for part in (".axis", ".tree .bar"))
+            assert axis["x"] == pytest.approx(bar["x"], abs=2), width
+            assert axis["width"] == pytest.approx(bar["width"], abs=3), width
+
+
 def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser: Any, address: str) -> None:
     with Page(browser, width=1000) as shown:
         shown.page.goto(address + "/runs/sums")
