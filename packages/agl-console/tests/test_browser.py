@@ -1,6 +1,7 @@
 """The console in a real browser: nothing from elsewhere, no errors, accessible, live, and usable by keyboard alone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,33 @@ def test_views_are_accessible_fit_and_load_nothing_from_elsewhere(
         assert all(request.startswith(address + "/") for request in shown.requests)
         expected = [error for error in shown.errors if "404" not in error]  # the last view is a missing one
         assert [] == expected
+
+
+def test_names_of_ordinary_length_stay_on_one_line_in_a_narrow_window(browser: Any, address: str) -> None:
+    lines = """name => {
+        const range = document.createRange();
+        range.selectNodeContents(name);
+        return range.getClientRects().length;
+    }"""
+    with Page(browser, width=360) as shown:
+        shown.page.goto(address + "/?compare=sums&compare=sums-slow")
+        names = shown.page.locator("th .name, th.name").filter(has_text=re.compile(r"^sums(-slow)?$"))
+        assert names.count() > 5
+        assert {1} == {name.evaluate(lines) for name in names.all()}
+        shown.page.goto(address + "/runs/sums/system")
+        parts = shown.page.locator(".part")
+        assert parts.count() > 50
+        assert {1} == {part.evaluate("part => part.getClientRects().length") for part in parts.all()}
+
+
+def test_time_axis_is_that_of_the_bars(browser: Any, address: str) -> None:
+    with Page(browser, width=360) as shown:
+        shown.page.goto(f"{address}/rollouts/{FIRST}")
+        for width in (360, 900, 1600):
+            shown.page.set_viewport_size({"width": width, "height": 900})
+            axis, bar = (shown.page.locator(part).first.bounding_box() for part in (".axis", ".tree .bar"))
+            assert axis["x"] == pytest.approx(bar["x"], abs=2), width
+            assert axis["width"] == pytest.approx(bar["width"], abs=3), width
 
 
 def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser: Any, address: str) -> None:

@@ -16,5 +16,5 @@ def test_numbers_have_four_digits_and_no_rounding_of_zero(value: float | None, s
 
 
 def test_times_have_milliseconds_where_a_second_is_too_coarse() -> None:
-    shown = [clock(0.0), clock(1.25), clock(1.25, fine=True)]
+    shown = [clock(0.0), clock(1.25), clock(1.25, 0.5)]
     assert ["\N{EN DASH}", "1970-01-01 00:00:01", "1970-01-01 00:00:01.250"] == shown

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
 from agl.schemas import Json, PromptTemplate, ResourceVersion, Reward, Rollout, Weights, to_json
 from agl.stores import MemoryStore
+from agl_console import pages
 from agl_console.rewards import FIGURES, ROWS
 from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
@@ -844,7 +845,8 @@ async def test_version_names_the_command_that_tries_it(opened: Open) -> None:
         promoted = await data_of(client, "/versions/style")
     assert ("v1", "agl try FILE style --version v1 --edit") == (newest["shown"]["version"], newest["trial"])
     assert ("agl try", "agl try FILE style --version edit") == (tried["shown"]["origin"], tried["trial"])
-    assert "it with what is live, on tasks of the experiment: <code>agl try FILE style --version edit</code>" in page
+    words = re.sub("<[^>]+>", "", page)
+    assert "it with what is live, on tasks of the experiment: agl try FILE style --version edit" in words
     assert "" == weights["trial"]
     assert ["v1", "edit"] == [row["version"] for row in promoted["versions"]]
 
@@ -1048,3 +1050,9 @@ async def test_rollout_of_no_run_has_its_rewards_and_no_places(opened: Open) -> 
     async with opened(store) as client:
         scoring = (await data_of(client, "/rollouts/alone"))["scoring"]
     assert (4, [], 0) == (len(scoring["rows"]), scoring["distributions"], scoring["looked_through"])
+
+
+def test_numbers_and_times_are_written_as_fine_as_they_need() -> None:
+    assert ["6,829", "0", "0", "1e-07"] == [pages.number(value) for value in (6829.0, 0.0, -5.8e-17, 1e-7)]
+    assert ["1970-01-01 00:00:02", "1970-01-01 00:00:02.250"] == [pages.clock(2.25), pages.clock(2.25, 0.19)]
+    assert pages.clock(0) == pages.number(None)

@@ -17,7 +17,6 @@ from agl_run.commands import visible
 
 _NONE = "\N{EN DASH}"
 """Stands for a number or a time that is not known."""
-_ROUNDING = 1e-12
 
 
 class Pages:
@@ -113,10 +112,10 @@ def link(*parts: Any, **query: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with four digits; a dash for none, and 0 for what rounding leaves of a sum that is 0."""
+    """Format a number with four digits; a dash for none, and 0 for what rounding leaves of it in a sum."""
     if value is None:
         return _NONE
-    return f"{0.0 if abs(value) < _ROUNDING else value:.4g}"
+    return "0" if abs(value) < 1e-12 else f"{value:,.4g}"
 
 
 def probability(logprob: float) -> str:
@@ -124,12 +123,15 @@ def probability(logprob: float) -> str:
     return f"{100 * math.exp(min(0.0, logprob)):.3g} %"
 
 
-def clock(unix_s: float, *, fine: bool = False) -> str:
-    """Format a time in UTC, with milliseconds if it is to be ``fine``; a dash for 0, a time that is not known."""
+def clock(unix_s: float, apart: float = 1.0) -> str:
+    """Format a time in UTC; a dash for 0, a time that is not known.
+
+    Times that are less than a second ``apart`` have milliseconds.
+    """
     if not unix_s:
         return _NONE
-    text = datetime.fromtimestamp(unix_s, UTC).isoformat(sep=" ", timespec="milliseconds" if fine else "seconds")
-    return text.removesuffix("+00:00")
+    moment = datetime.fromtimestamp(unix_s, UTC)
+    return moment.isoformat(" ", "seconds" if apart >= 1 else "milliseconds").removesuffix("+00:00")
 
 
 def seconds(value: float | None) -> str:

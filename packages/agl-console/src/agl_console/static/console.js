@@ -68,12 +68,13 @@ function draw(figure, strokes) {
     const stroke = strokes.get(`${line.run}\n${line.algorithm}`);
     const [values, low, high] = columns[index];
     const points = { show: places.length < 60, size: 5, stroke, fill: stroke };
-    options.series.push({ label: label(line, series), stroke, width: 2, points, value, spanGaps: true });
+    const style = { value, spanGaps: true, pxAlign: 0 }; // points on whole pixels would put kinks into straight lines
+    options.series.push({ ...style, label: label(line, series), stroke, width: 2, points });
     table.push(values);
     if (low.some((value) => value !== null)) {
       options.bands.push({ series: [table.length + 1, table.length], fill: `${stroke}33` });
       for (const end of [low, high]) {
-        options.series.push({ label: end === low ? "low" : "high", stroke: `${stroke}55`, width: 1, points: { show: false }, value, spanGaps: true });
+        options.series.push({ ...style, label: end === low ? "low" : "high", stroke: `${stroke}55`, width: 1, points: { show: false } });
         table.push(end);
       }
     }
