@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -39,7 +40,7 @@ pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves
 pytest.importorskip("openai", reason="needs openai, which the example's agent calls with")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from agl.schemas import Episode
     from agl_testing.conformance.bench import RolloutOrder
@@ -105,6 +106,17 @@ def wait_for_the_end(processes: list[psutil.Process], *, patience_s: float) -> N
         return one.is_running() and one.status() != psutil.STATUS_ZOMBIE
 
     wait_until(lambda: not any(map(is_left, processes)), within_s=patience_s, every_s=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _address_of_an_ended_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave an address behind, as a cluster does that was killed."""
+    with TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
+        note = Path(folder, "ray", "ray_current_cluster")
+        note.parent.mkdir()
+        note.write_text("192.0.2.2:6399")
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")
