@@ -729,9 +729,6 @@ async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> 
     assert [("trainer", "busy", 1)] == [(one["role"], one["state"], one["attempts"]) for one in data["workers"]]
     assert (1, 3, 70) == (data["looked_through"], *(sum(bar[n] for bar in data["rates"]) for n in ("calls", "tokens")))
     assert "<b>1</b> of 1 processes alive" in page
-    assert (1, 70) == (data["cost"]["rollouts"], data["cost"]["sampled_tokens"])
-    assert data["cost"]["prompt_tokens"] > 70
-    assert "in all <b>1</b> finished rollout</span>" in page
 
 
 async def test_system_shows_alerts_of_the_newest_run_the_newest_first(opened: Open) -> None:

@@ -97,15 +97,6 @@ class CallRate(Record, frozen=True, kw_only=True, omit_defaults=False):
     tokens: int
 
 
-class Cost(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What all runs of an experiment took: finished rollouts, tokens that models read and sampled, and seconds."""
-
-    rollouts: int
-    prompt_tokens: int
-    sampled_tokens: int
-    seconds: float
-
-
 class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The machinery of a run.
 
@@ -118,7 +109,6 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """
 
     name: str
-    cost: Cost
     alerts: list[Alert]
     steps: list[StepTimes]
     longest: float
@@ -141,7 +131,6 @@ async def system_view(store: Store, name: str, chosen: SystemFilter) -> SystemVi
     looked, rates = await _rates(store, name)
     return SystemView(
         name=name,
-        cost=await _cost(store, name),
         alerts=(await read_alerts(store, name, record.run))[::-1][:ALERTS],
         steps=behind[:STEPS],
         longest=max((_length(step) for step in behind[:STEPS]), default=0.0),
@@ -153,16 +142,6 @@ async def system_view(store: Store, name: str, chosen: SystemFilter) -> SystemVi
         looked_through=looked,
         rates=rates,
         next={"before": str(behind[STEPS - 1].place)} if len(behind) > STEPS else {},
-    )
-
-
-async def _cost(store: Store, name: str) -> Cost:
-    sums = await store.statistics(name)
-    return Cost(
-        rollouts=sum(each.rollouts for each in sums),
-        prompt_tokens=sum(each.prompt_tokens for each in sums),
-        sampled_tokens=sum(each.response_tokens for each in sums),
-        seconds=sum(each.seconds for each in sums),
     )
 
 
