@@ -559,6 +559,7 @@ async def test_steps_have_an_interval_over_tasks_and_tokens_that_the_run_kept(op
     table = next(table for table in data["tables"] if table["algorithm"] == "grpo")
     newest = dict(zip(table["names"], table["rows"][0]["values"], strict=True))
     assert 0.8 == newest["tokens_used"]
+    assert 200 / 4 == newest["tokens_per_rollout"]
     assert newest["tokens_per_s"] == pytest.approx(200 / newest["collect_s"])
     sums = runs["sums"]
     assert 15 == sums["rollouts"]
@@ -729,6 +730,17 @@ async def test_system_shows_workers_leases_the_queue_and_calls(opened: Open) -> 
     assert [("trainer", "busy", 1)] == [(one["role"], one["state"], one["attempts"]) for one in data["workers"]]
     assert (1, 3, 70) == (data["looked_through"], *(sum(bar[n] for bar in data["rates"]) for n in ("calls", "tokens")))
     assert "<b>1</b> of 1 processes alive" in page
+
+
+async def test_system_shows_what_the_run_cost_as_the_list_of_runs_does(opened: Open) -> None:
+    async with opened() as client:
+        cost = (await data_of(client, "/runs/sums/system"))["cost"]
+        (run,) = [run for run in (await data_of(client, "/"))["runs"] if run["name"] == "sums"]
+        page = re.sub("<[^>]+>", "", await text_of(client, "/runs/sums/system"))
+        unused = await text_of(client, "/runs/refused/system")
+    assert cost == {name: run[name] for name in ("rollouts", "tokens", "seconds")}
+    assert "cost so far: 15 finished rollouts, 1,050 tokens" in page
+    assert "cost so far" not in unused
 
 
 async def test_system_shows_alerts_of_the_newest_run_the_newest_first(opened: Open) -> None:

@@ -175,6 +175,24 @@ def test_command_says_so_where_nothing_stands_out(store: str) -> None:
     )
 
 
+def test_command_names_the_failed_rollouts_of_a_run_that_failed_at_its_start(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'runs.db'}"
+
+    async def fill() -> None:
+        made = SQLiteStore(url)
+        await made.save_state({}, experiment=ExperimentRecord(name="e"))
+        validation = {"experiment": "e", "algorithm": "validate", "step": 0}
+        await made.log_metrics(
+            [Metric(**validation, name="reward", value=0.0), Metric(**validation, name="failed", value=8.0)]
+        )
+        await made.close()
+
+    asyncio.run(fill())
+    said = "8 rollouts of the newest validation failed; list them with: agl runs --experiment e --status failed"
+    assert [f"e, run 1: {said} --store {tmp_path / 'runs.db'}"] == agl("--store", url).stdout.splitlines()
+    assert [8] == [run["failed"] for run in json.loads(agl("--json", "--store", url).stdout)]
+
+
 def test_command_writes_all_runs_as_json(store: str) -> None:
     runs = json.loads(agl("--run", "all", "--json", "--store", store).stdout)
     assert [(1, []), (2, ["clipped-updates"])] == [

@@ -12,7 +12,7 @@ from agl_run.commands import StepTally, place_of
 
 T = TypeVar("T")
 
-REWARD, SPEED, USED = "reward", "tokens_per_s", "tokens_used"
+REWARD, SPEED, USED, LENGTH = "reward", "tokens_per_s", "tokens_used", "tokens_per_rollout"
 """A metric, and two numbers that are made of what a run kept with its steps."""
 
 POINTS = 1000
@@ -78,7 +78,9 @@ def derived(metrics: Sequence[Metric], tallies: Sequence[StepTally]) -> list[Met
         is_trained = tally.mode == "train"
         speed = tally.tokens / collect_s.value if is_trained and collect_s and collect_s.value > 0 else None
         used = tally.trained / tally.tokens if is_trained and tally.trained and tally.tokens else None
-        numbers = {f"{REWARD}_low": tally.low, f"{REWARD}_high": tally.high, SPEED: speed, USED: used}
+        length = tally.tokens / tally.rollouts if is_trained and tally.tokens and tally.rollouts else None
+        ends = {f"{REWARD}_low": tally.low, f"{REWARD}_high": tally.high}
+        numbers = {**ends, SPEED: speed, USED: used, LENGTH: length}
         found += [
             replace(reward, name=part, value=value)
             for part, value in numbers.items()

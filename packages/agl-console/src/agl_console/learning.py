@@ -15,7 +15,16 @@ STEPS = 50
 
 FIRST = (
     *("reward", "score", "best_val_score", "kl", "entropy", "clipped", "clipped_low", "clipped_high"),
-    *("truncated_share", "tokens", "staleness", "groups_silent", "groups_dropped", "rollouts_extra"),
+    *(
+        "tokens_per_rollout",
+        "truncated_share",
+        "tokens",
+        "staleness",
+        "replay_staleness",
+        "groups_silent",
+        "groups_dropped",
+        "rollouts_extra",
+    ),
     *("silent_share", "dropped_share", "evaluator_failed_share"),
     *("loss", "grad_norm", "collect_s", "update_s", "tokens_per_s", "tokens_used", "places_idle_share"),
 )
@@ -23,6 +32,8 @@ FIRST = (
 
 MEANINGS = {
     "reward": "mean reward of the step's rollouts, with its 95 % interval over tasks",
+    "tokens_per_rollout": "sampled tokens of a rollout, the mean",
+    "replay_staleness": "versions that replayed rollouts are behind, the mean",
     "tokens_per_s": "sampled tokens per second of collecting",
     "tokens_used": "share of sampled tokens on which the step trained",
     "kl": "distance to the first policy, nats per token",

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Store, VersionScore
+from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Statistics, Store, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, derived, figure_of
@@ -72,6 +72,14 @@ class Difference(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     name: str
     values: list[str]
+
+
+class Cost(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What finished rollouts took: their number, the tokens that models sampled, and seconds from start to end."""
+
+    rollouts: int
+    tokens: int
+    seconds: float
 
 
 class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -166,19 +174,33 @@ async def _metrics(store: Store, record: ExperimentRecord, *names: str) -> list[
     return [metric for name in names for metric in await store.metrics(record.name, name=name, run=record.run)]
 
 
+async def cost_of(store: Store, experiment: str) -> Cost:
+    """Return what the finished rollouts of all runs of a name took, from the sums that the store keeps."""
+    return _sum(await store.statistics(experiment))
+
+
+def _sum(statistics: Sequence[Statistics]) -> Cost:
+    return Cost(
+        rollouts=sum(each.rollouts for each in statistics),
+        tokens=sum(each.response_tokens for each in statistics),
+        seconds=sum(each.seconds for each in statistics),
+    )
+
+
 async def _row(store: Store, record: ExperimentRecord, rewards: Sequence[Metric]) -> RunRow:
     values = sorted((metric for metric in rewards if metric.name == REWARD), key=lambda metric: metric.step)
     last = {metric.algorithm: metric for metric in values}
     sums = await store.statistics(record.name)
+    cost = _sum(sums)
     return RunRow(
         name=record.name,
         status=await status_of(store, record),
         agent=record.agent,
         turn=record.turn,
         rewards=[LastReward(algorithm=key, step=metric.step, value=metric.value) for key, metric in last.items()],
-        rollouts=sum(each.rollouts for each in sums),
-        tokens=sum(each.response_tokens for each in sums),
-        seconds=sum(each.seconds for each in sums),
+        rollouts=cost.rollouts,
+        tokens=cost.tokens,
+        seconds=cost.seconds,
         best=await best_version(store, record),
         has_failures=any(each.failed for each in sums),
     )

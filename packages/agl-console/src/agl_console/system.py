@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from agl.contracts import Metric, RolloutQuery, SpanQuery, Store
 from agl.schemas import Record, RolloutStatus
 from agl_console.reading import newest_recordings, run_of
+from agl_console.runs import Cost, cost_of
 from agl_run.commands import Alert, ListedWorker, list_workers, place_of, read_alerts
 
 STEPS = 25
@@ -101,6 +102,7 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The machinery of a run.
 
     Attributes:
+        cost: What the finished rollouts of all runs of this name took.
         alerts: What rules found in the run and what it did about a collapse, the newest first.
         longest: Seconds of the time axis: of the longest step, the rest of which counts up to three times its parts.
         queued: Queued rollouts, ``COUNTED`` for this many or more; ``running`` likewise.
@@ -114,6 +116,7 @@ class SystemView(Record, frozen=True, kw_only=True, omit_defaults=False):
     longest: float
     workers: list[ListedWorker]
     leases: list[Lease]
+    cost: Cost
     queued: int
     running: int
     counted: int
@@ -136,6 +139,7 @@ async def system_view(store: Store, name: str, chosen: SystemFilter) -> SystemVi
         longest=max((_length(step) for step in behind[:STEPS]), default=0.0),
         workers=await list_workers(store, name),
         leases=await _leases(store, name),
+        cost=await cost_of(store, name),
         queued=await _count(store, name, "queued"),
         running=await _count(store, name, "running"),
         counted=COUNTED,

@@ -1,12 +1,14 @@
 """``agl suggest``: what to change in an experiment, by the numbers of its run, or by those of runs like it."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
 from agl import PluginManager
+from agl.contracts import Metric
 from agl.schemas import Record
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
@@ -18,13 +20,17 @@ from agl_run.cli.run import run as run_command
 from agl_run.experiment.hints import command
 from agl_run.suggestions import Suggestion, suggestions_of
 
+_VALIDATION_FAILED = ("validate", "failed")
+"""Algorithm and name of the number of rollouts that failed in a validation."""
+
 
 class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The suggestions for one run, and the steps that were looked at."""
+    """The suggestions for one run, the steps that were looked at, and the newest validation's failed rollouts."""
 
     experiment: str
     run: int
     steps: int
+    failed: int
     suggestions: list[Suggestion]
 
 
@@ -91,6 +97,7 @@ def _look(
             experiment=each.experiment,
             run=each.run,
             steps=len({(metric.algorithm, metric.step) for metric in each.every}),
+            failed=_failed(each.every),
             suggestions=suggestions_of(each.every),
         )
         for each in runs
@@ -99,10 +106,21 @@ def _look(
         print_json(found)
         return
     for each in found:
-        if not each.suggestions:
-            echo(f"{each.experiment}, run {each.run}: nothing stands out in {each.steps} steps and validations")
+        if not each.suggestions and not each.failed:
+            place = f"{each.experiment}, run {each.run}"
+            echo(f"{place}: nothing stands out in {each.steps} step{'' if each.steps == 1 else 's'} and validations")
+        if each.failed:
+            failed = f"{each.failed} rollout{'' if each.failed == 1 else 's'} of the newest validation failed"
+            look = command("runs", "--experiment", each.experiment, "--status", "failed", store_url=store_url or "")
+            echo(f"{each.experiment}, run {each.run}: {failed}; list them with: {look}")
         for one in each.suggestions:
             place = f"{each.experiment}, run {each.run}, {one.algorithm}, up to step {one.step}"
             echo(f"{place}: {one.evidence}\n  {one.change}  [{one.rule}]")
     if others := counted(manager, found[-1].experiment, store_url):
         echo(f"{found[-1].experiment}: {others}")
+
+
+def _failed(metrics: Sequence[Metric]) -> int:
+    """Return how many rollouts of the newest validation failed; rules speak of steps only, and may have none yet."""
+    counts = {metric.step: metric.value for metric in metrics if (metric.algorithm, metric.name) == _VALIDATION_FAILED}
+    return int(counts[max(counts)]) if counts else 0
