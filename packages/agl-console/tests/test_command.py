@@ -89,6 +89,22 @@ def test_store_behind_a_gateway_has_the_same_views(recorded: Path, monkeypatch: 
         process.terminate()
 
 
+def test_store_in_the_memory_of_a_running_server_has_its_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_TOKEN", "an-admin-token-of-the-tests")
+    command = [sys.executable, "-m", "agl", "serve", "--store", "memory://", "--port", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = re.search(r"http://\S+", process.stdout.readline())
+        assert url is not None
+        trainer = agl.Trainer(name="halves", store=url[0], folder=tmp_path, gateway="none", progress=Quiet())
+        trainer.fit(solve, val_dataset=[{"n": 0.0}, {"n": 1.0}])
+        (run,) = json.loads(run_agl("console", url[0], "--json", "/", folder=tmp_path))["runs"]
+        newest = json.loads(run_agl("console", url[0], "--json", "/rollouts/latest", folder=tmp_path))
+        process.terminate()
+    assert ("halves", "finished", 2) == (run["name"], run["status"], run["rollouts"])
+    assert newest["rollout_id"].startswith("halves-1-validate-val-")
+
+
 def test_run_is_exported_as_one_file_that_refers_to_nothing(recorded: Path) -> None:
     assert "halves in other.html\n" == run_agl("console", "export", "halves", "--output", "other.html", folder=recorded)
     assert "halves in halves.html\n" == run_agl("console", "runs/agl.db", "export", "halves", folder=recorded)
