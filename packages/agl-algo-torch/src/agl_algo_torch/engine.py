@@ -22,7 +22,6 @@ Limits: one device; the batch reads masked columns up to its longest row, so one
 
 from __future__ import annotations
 
-import inspect
 import logging
 import random
 import threading
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agl_algo_torch.kvcache import BatchCache, CacheLayout, has_sliding_window
+from agl_algo_torch.kvcache import BatchCache, CacheLayout, cache_argument, forward_arguments, has_sliding_window
 from agl_algo_torch.prefixes import PrefixStore
 from agl_algo_torch.sampling import draw
 from agl_algo_torch.scheduling import Admission, padded, pick
@@ -129,7 +128,8 @@ class Engine:
         self._model = model.eval()
         self._device = next(model.parameters()).device
         self.vocab_size = int(config.vocab_size)
-        self._options = _forward_options(model)
+        self._options = forward_arguments(model) & {"position_ids", "logits_to_keep"}
+        self._cache_argument = cache_argument(model)
         self._layout = CacheLayout.of(self._model)
         self._cache = BatchCache(self._layout)
         self._scratch = BatchCache(self._layout)
@@ -360,7 +360,7 @@ class Engine:
         inputs: dict[str, Any] = {
             "input_ids": ids.to(self._device),
             "attention_mask": cache.mask(new, pad_to=ids.shape[1]),
-            "past_key_values": cache,
+            self._cache_argument: cache,
             "use_cache": True,
         }
         if "position_ids" in self._options:
@@ -401,9 +401,3 @@ class Engine:
             last = self._running.pop()
             if row < len(self._running):
                 self._running[row] = last
-
-
-def _forward_options(model: nn.Module) -> frozenset[str]:
-    """Return the optional arguments that the model's forward pass takes."""
-    base = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
-    return frozenset(inspect.signature(base.forward).parameters) & {"position_ids", "logits_to_keep"}

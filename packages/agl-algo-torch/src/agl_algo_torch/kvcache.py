@@ -15,6 +15,7 @@ Which rows join and leave is decided in `engine` and `scheduling`.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,11 +88,23 @@ def _probe(model: Any) -> list[tuple[Tensor, Tensor]]:
             f"{strange or 'no layers'}, and only plain and sliding-window attention can be served while requests come "
             "and go. Serve it with vLLM and point the policy at that endpoint."
         )
-    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    model(**{"input_ids": token, cache_argument(model): cache, "use_cache": True})
     return [(cast("Tensor", layer.keys), cast("Tensor", layer.values)) for layer in cast("Any", cache.layers)]
 
 
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def forward_arguments(model: nn.Module) -> frozenset[str]:
+    """Return the names of the arguments that a model's forward pass takes, of the base model under adapters."""
+    base = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
+    return frozenset(inspect.signature(base.forward).parameters)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name under which a forward pass takes its cache: since transformers 5.24 it is `cache`."""
+    return "cache" if "cache" in forward_arguments(model) else "past_key_values"
 
 
 def has_sliding_window(model: nn.Module) -> bool:
