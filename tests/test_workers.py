@@ -121,7 +121,9 @@ def test_workers_without_the_key_run_the_one_experiment_that_their_token_is_for(
 ) -> None:
     file = experiment(steps=2)
     url = leave_to_workers(file, free_port())
-    tokens = [end_of(agl("worker-token", name, "--valid", "1h", cwd=file.parent))[0].strip() for name in ("toy", "other")]
+    tokens = [
+        end_of(agl("worker-token", name, "--valid", "1h", cwd=file.parent))[0].strip() for name in ("toy", "other")
+    ]
     homes = [elsewhere(file, name) for name in ("mine", "foreign")]
     mine, foreign = (
         # an empty key is refused by whatever would sign with it
