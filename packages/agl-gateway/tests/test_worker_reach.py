@@ -64,8 +64,8 @@ class Two:
 
 
 @asynccontextmanager
-async def two(stage: StageFactory, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Two]:
-    async with stage() as it:
+async def two(stage: StageFactory, monkeypatch: pytest.MonkeyPatch, **settings: int) -> AsyncIterator[Two]:
+    async with stage(**settings) as it:
         for experiment in ("mine", "other"):
             version = ResourceVersion(
                 name="prompt", version=f"{experiment}-1", resource=PromptTemplate(template=experiment)
@@ -192,7 +192,7 @@ async def test_unknown_ids_and_those_of_another_experiment_are_told_apart_by_not
 async def test_a_worker_does_its_work_in_its_own_experiment(
     stage: StageFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with two(stage, monkeypatch) as the:
+    async with two(stage, monkeypatch, max_spans=1) as the:
         worker = the.worker
         [claim] = await worker.claim(worker="w", experiment="mine")
         attempt_id = claim.attempt.attempt_id

@@ -63,9 +63,9 @@ class Quotas:
     async def add_spans(self, claim: AttemptToken, count: int) -> None:
         """Count spans of an attempt's own token, all or none; raises a 403 :class:`Problem` beyond the limit.
 
-        Only the admin's and workers' tokens append without a limit.
+        Only the admin's token appends without a limit; those of workers do not come here.
         """
-        if claim.scope in ("admin", "worker"):
+        if claim.scope == "admin":
             return
         own = self._facts.usage.of(claim.attempt_id)
         over = await self._over(claim, "spans", own["spans"] + count)
