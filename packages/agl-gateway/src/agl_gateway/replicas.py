@@ -42,7 +42,7 @@ class Replicas:
         return len(self._base_urls)
 
     def ranked(self, rollout_id: str) -> list[str]:
-        """Return the base URLs in the order to try them: the rollout's own first, busy and recently failed ones last."""
+        """Return the base URLs in the order to try: the rollout's own first, busy and recently failed ones last."""
         if len(self._base_urls) == 1:
             return [*self._base_urls]
         bound = max(_FEW, math.ceil(_SLACK * (self._under_way.total() + 1) / len(self._base_urls)))
