@@ -122,7 +122,7 @@ class Settings:
 
 
 class GatewayService:
-    """A gateway with all of its parts. Construct and use it in one event loop.
+    """A gateway with all of its parts. Construct and use it in one event loop. ``routes`` are those of its dispatcher.
 
     Args:
         admin_key: A key that counts as an admin token, or a function that returns such keys, one a line.
@@ -230,7 +230,7 @@ class GatewayService:
             ),
             apis=ClientApis(settings.native_apis),
         )
-        self._handler: Dispatcher | None = None
+        self.routes: tuple[str, ...] = ()
         self._runner: web.ServerRunner | None = None
         self._is_running = False
         self._advertised = ""
@@ -240,11 +240,6 @@ class GatewayService:
     def has_conversations(self) -> bool:
         """Return true if clients may call models without an attempt."""
         return self._conversations is not None
-
-    @property
-    def routes(self) -> tuple[str, ...]:
-        """The names of all routes, see :attr:`Dispatcher.routes`; empty before the start."""
-        return () if self._handler is None else self._handler.routes
 
     @property
     def spool_path(self) -> Path | None:
@@ -263,7 +258,7 @@ class GatewayService:
             ConfigError: The port is taken, a label of the split names nothing, or no upstream serves its version.
         """
         await self._check_split()
-        self._handler = handler = Dispatcher(
+        handler = Dispatcher(
             relay=self.relay,
             side_calls=SideCalls(
                 relay=self.relay, session=self.session, bodies=self._bodies, max_body=self._settings.max_body
@@ -275,6 +270,7 @@ class GatewayService:
             routes={**self._routes(), **self._conversation_routes()},
             conversations=self._conversations,
         )
+        self.routes = handler.routes
         self.recorder.start()
         self._is_running = True
         cursor = await self.store.cursor()
