@@ -163,11 +163,12 @@ class ShardWriter(BatchWriter):
         last = [rows.last[key] for key, _ in spans]
         asked = (keys, [rows.last[key] for key in keys], [key for key, _ in spans], last, [each for _, each in spans])
         with self._shards.guarding(number) as shard:
+            within = bounds_of(keys) if self._of_shards else b""
+            query = _FOUND.replace(b" AND s.sequence", within + b" AND s.sequence")
             with shard.pipeline():
                 shard.execute(BEGIN)
-                within = bounds_of(keys) if self._of_shards else b""
-                query = _FOUND.replace(b" AND s.sequence", within + b" AND s.sequence")
-                found = shard.execute(query, asked, binary=True).fetchall()
+                cursor = shard.execute(query, asked, binary=True)
+            found = cursor.fetchall()  # behind the pipeline, whose end waits for the server anyway
             rows.kept |= {(key, span_id) for key, _, span_id in found if span_id is not None}
             if left := [(key, sequence) for key, sequence, span_id in found if span_id is None]:
                 db.execute("SELECT 1")  # fails unless this transaction still holds the rollouts
