@@ -106,7 +106,7 @@ def figures(programs: Path, *, repeats: int) -> list[Figure]:
 
 
 async def retention(case: Case) -> tuple[float, float]:
-    """Remove a day of rollouts with 100 spans each; return the server's seconds, and the share of bytes that is left."""
+    """Remove a day of rollouts with 100 spans each; return the server's seconds, and the share of bytes left."""
     ids = await start(case.store, REMOVED)
     await append_all(case.store, [[llm_span(each, at) for at in range(BATCH)] for each in ids])
     await case.store.finish([Outcome(attempt_id=f"{each}.1", status="succeeded") for each in ids])
