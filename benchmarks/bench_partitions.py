@@ -22,7 +22,7 @@ DAYS = (0, 1, 10, 100)
 """Numbers of partitions; 0 is a table without."""
 
 PLAIN = "a table without partitions"
-OLD, NEW, REMOVED = 200, 40, 160
+OLD, NEW, REMOVED, KEPT = 200, 40, 60, 6
 
 
 class Case:
@@ -32,7 +32,7 @@ class Case:
         self._url, self.days = url, days
         self.schema = f"{name}_{days}"
         option = "&partition=day" if days else ""
-        self.store = component("store", "postgresql", url=f"{url}?schema={self.schema}{option}")
+        self.store: Any = component("store", "postgresql", url=f"{url}?schema={self.schema}{option}")
         self.ids: list[str] = []
         self.pid = pid_of(url)
         self.taken = defaultdict[str, list[float]](list)
@@ -105,38 +105,53 @@ def figures(programs: Path, *, repeats: int) -> list[Figure]:
     return found
 
 
-async def retention(case: Case) -> tuple[float, float]:
-    """Remove a day of rollouts with 100 spans each; return the server's seconds, and the share of bytes left."""
-    ids = await start(case.store, REMOVED)
-    await append_all(case.store, [[llm_span(each, at) for at in range(BATCH)] for each in ids])
-    await case.store.finish([Outcome(attempt_id=f"{each}.1", status="succeeded") for each in ids])
-    case.end_day()
-    await start(case.store, 1)
+async def fill_days(case: Case, days: int) -> list[list[str]]:
+    """Finish rollouts with 100 spans each, on several days; returns their ids by day."""
+    found: list[list[str]] = []
+    for _ in range(days):
+        case.end_day()
+        ids = await start(case.store, REMOVED)
+        await append_all(case.store, [[llm_span(each, at) for at in range(BATCH)] for each in ids])
+        await case.store.finish([Outcome(attempt_id=f"{each}.1", status="succeeded") for each in ids])
+        found.append(ids)
+    return found
+
+
+async def retention(case: Case, ids: list[str]) -> tuple[float, float]:
+    """Remove rollouts of the oldest day; return the server's seconds, and the share of bytes left."""
     begun = servers_s([case.pid])
     await case.store.delete(ids)
-    compaction = await compacted(case.store)
+    compaction = await case.store.compact()
     return servers_s([case.pid]) - begun, compaction.after / compaction.before
 
 
-async def compacted(store: Any) -> Any:
-    """Return the sizes before and after."""
-    return await store.compact()
-
-
 def retention_figures(runner: asyncio.Runner, url: str, *, repeats: int) -> list[Figure]:
-    """What it takes to remove a day, and what it leaves."""
-    cases = [Case(url, days, name="removed") for days in (0, 1)]
-    found = [[runner.run(retention(case)) for case in cases] for _ in range(repeats + 1)][1:]  # the first warms up
-    plain, parted = ([statistics.median(row[at][part] for row in found) for part in (0, 1)] for at in (0, 1))
-    for case in cases:
+    """What it takes to remove the oldest day of several, all of it and all but one rollout, and what that leaves."""
+    ways = {"plain": (Case(url, 0, name="removed"), 0)}
+    ways |= {name: (Case(url, 1, name=f"removed_{keeps}"), keeps) for name, keeps in (("whole", 0), ("but one", 1))}
+    days = {name: runner.run(fill_days(case, repeats + KEPT)) for name, (case, _) in ways.items()}
+    taken = defaultdict[str, list[tuple[float, float]]](list)
+    for day in range(repeats):
+        for name, (case, keeps) in ways.items():
+            taken[name].append(runner.run(retention(case, days[name][day][keeps:])))
+    found = {name: [statistics.median(part) for part in zip(*each, strict=True)] for name, each in taken.items()}
+    for case, _ in ways.values():
         runner.run(case.store.close())
-    spans = REMOVED * BATCH
     return [
-        Figure(name="span removed with its day, server", value=parted[0] / spans * 1e6, unit="us", better="lower",
-               baseline=plain[0] / spans * 1e6, baseline_name=PLAIN),
-        Figure(name="bytes of the store after it, of those before", value=parted[1], unit="", better="lower",
-               baseline=plain[1], baseline_name=PLAIN),
-    ]  # fmt: skip
+        Figure(
+            name=title,
+            value=found[name][at] * (1e6 / REMOVED / BATCH if at == 0 else 100),
+            unit="us" if at == 0 else "%",
+            better="lower",
+            baseline=found["plain"][at] * (1e6 / REMOVED / BATCH if at == 0 else 100),
+            baseline_name=PLAIN,
+        )
+        for title, name, at in (
+            ("span removed with its whole day, server", "whole", 0),
+            ("span removed with all of its day but one rollout, server", "but one", 0),
+            ("bytes left of the store after a whole day was removed", "whole", 1),
+        )
+    ]
 
 
 def _us(case: Case, name: str) -> float:

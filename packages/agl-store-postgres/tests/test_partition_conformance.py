@@ -6,22 +6,30 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
-from agl.contracts import Store
 from agl_store_postgres.urls import SHARDED, sharded_target_of, target_of
 from agl_testing.conformance import StoreConformance, StoreLocation
 
 
-def begin_often(url: str, open_store: Callable[[str], Store]) -> str:
-    """Make a store in which every call that enqueues begins a period; return the URL without its option."""
+def locating(factory: str, url_of: Callable[[str], str]) -> Callable[[str], StoreLocation]:
+    """Return a function that makes stores, by name, in which every call that enqueues begins a period."""
+    made: dict[str, StoreLocation] = {}
 
-    async def body() -> None:
-        await open_store(f"{url}&partition=day").close()
+    def located(name: str) -> StoreLocation:
+        if name not in made:
+            made[name] = location = StoreLocation(factory=factory, url=url_of(name))
+            asyncio.run(StoreLocation(factory=factory, url=f"{location.url}&partition=day").open().close())
+            execute(location, "UPDATE {}.partitioning SET unit = 'microseconds'")
+        return made[name]
 
-    asyncio.run(body())
-    target = sharded_target_of(url).control if url.startswith(SHARDED) else target_of(url)
+    return located
+
+
+def execute(location: StoreLocation, statement: str) -> None:
+    """Run a statement on the store, or on its control server; ``{}`` stands for the schema."""
+    is_sharded = location.url.startswith(SHARDED)
+    target = sharded_target_of(location.url).control if is_sharded else target_of(location.url)
     with psycopg.connect(target.conninfo, autocommit=True) as connection:
-        connection.execute(f"UPDATE {target.schema}.partitioning SET unit = 'microseconds'".encode())
-    return url
+        connection.execute(statement.format(target.schema).encode())
 
 
 class TestPartitionedPostgresStore(StoreConformance):
@@ -29,22 +37,10 @@ class TestPartitionedPostgresStore(StoreConformance):
 
     @pytest.fixture
     def locate(self, url: str) -> Callable[[str], StoreLocation]:
-        factory = "agl_store_postgres.store:PostgresStore"
-        made: dict[str, StoreLocation] = {}
-
-        def located(name: str) -> StoreLocation:
-            if name not in made:
-                location = StoreLocation(factory=factory, url=f"{url}_{name}")
-                begin_often(location.url, lambda url: StoreLocation(factory=factory, url=url).open())
-                made[name] = location
-            return made[name]
-
-        return located
+        return locating("agl_store_postgres.store:PostgresStore", lambda name: f"{url}_{name}")
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
-        target = target_of(location.url)
-        with psycopg.connect(target.conninfo, autocommit=True) as connection:
-            connection.execute(f"UPDATE {target.schema}.agl_schema SET version = {version}".encode())
+        execute(location, f"UPDATE {{}}.agl_schema SET version = {version}")
 
 
 class TestPartitionedShards(StoreConformance):
@@ -53,18 +49,7 @@ class TestPartitionedShards(StoreConformance):
     @pytest.fixture
     def locate(self, sharded_url: Callable[..., str]) -> Callable[[str], StoreLocation]:
         factory = "agl_store_postgres.sharded_store:ShardedPostgresStore"
-        made: dict[str, StoreLocation] = {}
-
-        def located(name: str) -> StoreLocation:
-            if name not in made:
-                location = StoreLocation(factory=factory, url=sharded_url(2, name=name))
-                begin_often(location.url, lambda url: StoreLocation(factory=factory, url=url).open())
-                made[name] = location
-            return made[name]
-
-        return located
+        return locating(factory, lambda name: sharded_url(2, name=name))
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
-        control = sharded_target_of(location.url).control
-        with psycopg.connect(control.conninfo, autocommit=True) as connection:
-            connection.execute(f"UPDATE {control.schema}.agl_schema SET version = {version}".encode())
+        execute(location, f"UPDATE {{}}.agl_schema SET version = {version}")

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,12 +113,14 @@ def test_late_spans_reach_the_day_of_their_rollout(url: str) -> None:
         await store.append_spans([make_span(old, name="first"), make_span(new, name="newer")])
         await store.append_spans([make_span(silent, name="late")])
         again = make_span(old, name="second")
-        await store.append_spans([again])
+        for number in range(2):
+            await store.append_spans([make_span(new, name=str(number))])
+            await store.append_spans([again])
         await store.append_spans([again, make_span(new, name="newest")])
         assert ["first", "second"] == [span.name for span in await store.spans(old.rollout.rollout_id)]
-        assert ["new", "newer", "newest"] == [span.name for span in await store.spans(new.rollout.rollout_id)]
+        assert ["new", "newer", "0", "1", "newest"] == [span.name for span in await store.spans(new.rollout.rollout_id)]
         assert ["late"] == [span.name for span in await store.spans(silent.rollout.rollout_id)]
-        assert [(3,)] == execute("SELECT count(*) FROM spans_1")
+        assert [(3,), (5,)] == [*execute("SELECT count(*) FROM spans_1"), *execute("SELECT count(*) FROM spans_2")]
         await store.close()
 
     asyncio.run(body())
@@ -184,7 +187,9 @@ def test_partition_in_use_is_left_for_the_next_time_and_holds_nobody_up(url: str
         with psycopg.connect(target_of(url).conninfo) as reader:
             reader.execute(f"SELECT count(*) FROM {target_of(url).schema}.spans".encode())  # and goes on reading
             await store.delete(ids)
+            begun = time.monotonic()
             await store.size()
+            assert time.monotonic() - begun < 20
             assert "spans_1" in tables_of(execute)
             assert [(0,)] == execute("SELECT count(*) FROM spans_1")
             await finish_one(store, spans=1)
@@ -263,6 +268,29 @@ def test_processes_that_begin_a_day_at_once_make_one_table(url: str) -> None:
         assert [(30,)] == execute("SELECT count(*) FROM spans_2")
         for rollout_id in ids:
             assert 2 == len(await store.spans(rollout_id))
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_transactions_that_begin_a_day_at_once_begin_one(url: str) -> None:
+    async def body() -> None:
+        store, execute, target = PostgresStore(f"{url}&partition=day"), executing(target_of(url)), target_of(url)
+        end_period(execute)
+
+        def draw(connection: "psycopg.Connection[tuple[object, ...]]") -> int:
+            connection.execute(f"SET search_path = {target.schema}".encode())
+            ((number,),) = connection.execute("SELECT agl_numbers(1)").fetchall()
+            return int(str(number))
+
+        with psycopg.connect(target.conninfo) as one, psycopg.connect(target.conninfo) as two:
+            first = draw(one)
+            second = asyncio.create_task(asyncio.to_thread(draw, two))
+            waiting = f"SELECT wait_event_type FROM pg_stat_activity WHERE pid = {two.info.backend_pid}"
+            await eventually(lambda: execute(waiting) == [("Lock",)])
+            one.commit()
+            assert [2, 2] == [first >> parts.PERIOD_BITS, await second >> parts.PERIOD_BITS]
+            assert first < await second
         await store.close()
 
     asyncio.run(body())

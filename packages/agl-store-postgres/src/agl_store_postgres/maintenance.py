@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import LiteralString
 
 import psycopg
 from psycopg import sql
@@ -18,7 +17,7 @@ _OF_SCHEMA = (
     b"WHERE n.nspname = %s AND c.relkind IN ('r', 'p') AND NOT c.relispartition"
 )
 """The tables, of which a partitioned one stands for its partitions."""
-_TABLES = b"SELECT c.relname " + _OF_SCHEMA
+_TABLES = b"SELECT c.relname, c.relkind = 'p' " + _OF_SCHEMA
 _COLUMNS = b"SELECT c.relname, a.attname " + _OF_SCHEMA.replace(
     b"WHERE", b"JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped WHERE"
 )
@@ -30,14 +29,18 @@ _SIZE = (
 )
 
 
-def compact(target: DatabaseTarget, vacuum: LiteralString, *, sweep: Callable[[], object] | None = None) -> Compaction:
-    """Run a statement for every table, after a sweep; returns the sizes before and after both, with indexes."""
+def compact(target: DatabaseTarget, *, is_full: bool, sweep: Callable[[], object] | None = None) -> Compaction:
+    """Vacuum every table, after a sweep; returns the sizes before and after both, with indexes.
+
+    A partitioned table is not analysed, which would read many spans whatever was removed: no plan depends on it.
+    """
     with connected(target) as db:
         before = _size(db, target)
         if sweep is not None:
             sweep()
-        for (table,) in db.execute(_TABLES, (target.schema,)).fetchall():
-            db.execute(sql.SQL(vacuum).format(sql.Identifier(target.schema, table)))
+        for table, is_partitioned in db.execute(_TABLES, (target.schema,)).fetchall():
+            options = "(FULL, ANALYZE)" if is_full else "" if is_partitioned else "(ANALYZE)"
+            db.execute(sql.SQL("VACUUM {} {}").format(sql.SQL(options), sql.Identifier(target.schema, table)))
         return Compaction(before=before, after=_size(db, target))
 
 

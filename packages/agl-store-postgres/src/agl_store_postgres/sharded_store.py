@@ -80,25 +80,25 @@ class ShardedPostgresStore(TableStore):
 
     async def compact(self) -> Compaction:
         """Make the space of removed rows usable again (``VACUUM``); nobody has to wait meanwhile."""
-        return await self._compact("VACUUM (ANALYZE) {}")
+        return await self._compact(is_full=False)
 
     async def vacuum(self) -> Compaction:
         """Write every table anew without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
-        return await self._compact("VACUUM (FULL, ANALYZE) {}")
+        return await self._compact(is_full=True)
 
     async def size(self) -> int:
         """Return the bytes of all rows on all servers, without indexes; it reads every table, but no contents."""
         await asyncio.to_thread(self._sharded.sweep)
         return sum(await self._everywhere(row_bytes))
 
-    async def _compact(self, vacuum: Any) -> Compaction:
+    async def _compact(self, *, is_full: bool) -> Compaction:
         before = sum(await self._everywhere(table_bytes))
         await asyncio.to_thread(self._sharded.sweep)
-        done = await self._everywhere(compact, vacuum)
+        done = await self._everywhere(partial(compact, is_full=is_full))
         return Compaction(before=before, after=sum(each.after for each in done))
 
-    async def _everywhere(self, work: Callable[..., T], *args: Any) -> list[T]:
-        return [await asyncio.to_thread(work, each, *args) for each in (self._target.control, *self._target.shards)]
+    async def _everywhere(self, work: Callable[[DatabaseTarget], T]) -> list[T]:
+        return [await asyncio.to_thread(work, each) for each in (self._target.control, *self._target.shards)]
 
 
 class _Sharded:

@@ -62,11 +62,11 @@ class PostgresStore(TableStore):
 
         Nobody has to wait for more than a moment.
         """
-        return await asyncio.to_thread(compact, self._target, "VACUUM (ANALYZE) {}", sweep=self._sweep)
+        return await asyncio.to_thread(compact, self._target, is_full=False, sweep=self._sweep)
 
     async def vacuum(self) -> Compaction:
         """Write every table anew without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
-        return await asyncio.to_thread(compact, self._target, "VACUUM (FULL, ANALYZE) {}", sweep=self._sweep)
+        return await asyncio.to_thread(compact, self._target, is_full=True, sweep=self._sweep)
 
     async def size(self) -> int:
         """Return the bytes of all rows, without indexes; it reads every table, but not the spans' contents."""

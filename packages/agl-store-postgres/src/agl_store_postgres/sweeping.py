@@ -16,7 +16,7 @@ import psycopg
 from agl.errors import StoreError
 from agl_store_postgres.connections import START_WAIT_S, Connection, connect
 from agl_store_postgres.maintenance import connected
-from agl_store_postgres.partitions import PERIOD_BITS, drop_unneeded
+from agl_store_postgres.partitions import drop_unneeded
 from agl_store_postgres.placing import Placing
 from agl_store_postgres.shard_connections import LostShardError, ShardConnections
 from agl_store_postgres.urls import DatabaseTarget
@@ -112,8 +112,6 @@ def _remove(control: Connection, server: Connection, *, shard: int, is_partition
     if is_partitioned and not drop_unneeded(control, server, shard=shard):
         _logger.info("a partition that is not needed any more is in use, and is dropped the next time")
     while seqs := [seq for (seq,) in control.execute(_WAITING, (shard, _PAGE)).fetchall()]:
-        if is_partitioned:  # those of one partition
-            seqs = [seq for seq in seqs if seq >> PERIOD_BITS == seqs[0] >> PERIOD_BITS]
         with server.transaction():
-            remove_spans(server, seqs, is_partitioned=is_partitioned)
+            remove_spans(server, seqs)
         control.execute(_DONE, (seqs,))

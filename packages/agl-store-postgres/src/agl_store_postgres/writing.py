@@ -12,7 +12,7 @@ from agl.contracts import Statistics
 from agl.schemas import Rollout, encode
 from agl_run.sql import ATTEMPT_BITS, STATISTICS, Changes, additions, merging, progress_row, statistics_row
 from agl_store_postgres.connections import Connection
-from agl_store_postgres.partitions import Partitions, bounds_of
+from agl_store_postgres.partitions import Partitions
 
 _FEED_LOCK = 0x41474C00 << 32
 """The upper half of the lock's number; the lower half is the feed's object number, so each store has its own lock."""
@@ -142,11 +142,10 @@ def add_spans(db: Connection, rows: Sequence[tuple[Any, ...]], partitions: Parti
     _copy(db, _ADD_SPANS, _SPAN_TYPES, rows)
 
 
-def remove_spans(db: Connection, seqs: Sequence[int], *, is_partitioned: bool) -> None:
+def remove_spans(db: Connection, seqs: Sequence[int]) -> None:
     """Remove the spans of rollouts, by the rollouts' numbers."""
-    within = bounds_of(seq << ATTEMPT_BITS for seq in seqs).replace(b"s.", b"t.") if is_partitioned else b""
     for statement in _REMOVE_SPANS:
-        db.execute(statement + within, (list(seqs),))
+        db.execute(statement, (list(seqs),))
 
 
 def channel_of(feed: int) -> str:
