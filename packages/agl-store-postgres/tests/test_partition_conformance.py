@@ -29,7 +29,7 @@ def execute(location: StoreLocation, statement: str) -> None:
     is_sharded = location.url.startswith(SHARDED)
     target = sharded_target_of(location.url).control if is_sharded else target_of(location.url)
     with psycopg.connect(target.conninfo, autocommit=True) as connection:
-        connection.execute(statement.format(target.schema).encode())
+        connection.execute(statement.format(f'"{target.schema}"').encode())
 
 
 class TestPartitionedPostgresStore(StoreConformance):

@@ -104,7 +104,10 @@ def test_size_no_longer_counts_what_was_removed(url: str) -> None:
     asyncio.run(body())
 
 
-def test_late_spans_reach_the_day_of_their_rollout(url: str) -> None:
+def test_late_spans_reach_the_day_of_their_rollout_at_the_first_try(url: str, server) -> None:
+    log = server.folder / "log"
+    before = log.read_text().count("duplicate key")
+
     async def body() -> None:
         store, execute = PostgresStore(f"{url}&partition=day"), executing(target_of(url))
         old = await start_one(store)
@@ -123,6 +126,7 @@ def test_late_spans_reach_the_day_of_their_rollout(url: str) -> None:
         assert ["new", "newer", "0", "1", "newest"] == [span.name for span in await store.spans(new.rollout.rollout_id)]
         assert ["late"] == [span.name for span in await store.spans(silent.rollout.rollout_id)]
         assert [(3,), (5,)] == [*execute("SELECT count(*) FROM spans_1"), *execute("SELECT count(*) FROM spans_2")]
+        assert before == log.read_text().count("duplicate key")
         await store.close()
 
     asyncio.run(body())
