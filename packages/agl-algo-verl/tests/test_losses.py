@@ -23,7 +23,7 @@ from .test_inproc import train
 from .world import World, config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
 
 torch_batch = pytest.importorskip("agl_algo_torch.batch", reason="needs agl-algo-torch")
@@ -138,8 +138,10 @@ def by_torch(update: Update, policy: Any, *, budget: int, **options: Any) -> tup
     return value, {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
 
-def by_verl(update: Update, model_dir: Path, **keys: Any) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
-    """The same by VERL's engine, and the metrics; nothing is updated."""
+def by_verl(
+    update: Update, model_dir: Path, *, held: Sequence[RowSample] = (), **keys: Any
+) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """The same by VERL's engine, and the metrics; nothing is updated. `held` are rows of the anchor."""
     settings, _ = read_settings(config(**keys))
     worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1, threads=1)
     engine = worker._worker.engine
@@ -152,7 +154,7 @@ def by_verl(update: Update, model_dir: Path, **keys: Any) -> tuple[float, dict[s
         return 0.0
 
     engine.optimizer_step = keep
-    metrics = worker.update(update.verl, rollouts=3, is_last=False)
+    metrics = worker.update(update.verl, rollouts=3, is_last=False, held=held)
     return metrics["loss"], found, metrics
 
 

@@ -87,10 +87,11 @@ class Weighting:
 
     def fields(self, samples: Sequence[RowSample]) -> dict[str, Tensor]:
         """Return the fields that the loss reads of each row, [B]."""
+        # Rows that are held and not trained may belong to a rollout without any other; they have no token to weigh.
         return {
-            "agl_weight": torch.tensor([self.weight[s.rollout] for s in samples], dtype=torch.float32),
+            "agl_weight": torch.tensor([self.weight.get(s.rollout, 0.0) for s in samples], dtype=torch.float32),
             "agl_total": torch.full((len(samples),), self.total),
-            "agl_rollout": torch.tensor([self.number[s.rollout] for s in samples]),
+            "agl_rollout": torch.tensor([self.number.get(s.rollout, 0) for s in samples]),
             "agl_row": torch.arange(len(samples)),
         }
 
@@ -113,7 +114,8 @@ def weighting(samples: Sequence[RowSample], *, rollouts: int, choice: LossChoice
 def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
     """Append copies without a trained token until the number of rows is a multiple; they change no sum."""
     missing = -len(samples) % multiple
-    return [*samples, *(replace(samples[-1], mask=torch.zeros_like(samples[-1].mask)) for _ in range(missing))]
+    copy = replace(samples[-1], mask=torch.zeros_like(samples[-1].mask), held=None)
+    return [*samples, *(copy for _ in range(missing))]
 
 
 def micro_batched(
@@ -160,10 +162,20 @@ def batch(samples: Sequence[RowSample], *, weighting: Weighting | None = None, *
     }.items():
         if len(found) == len(samples):  # all rows have it or none, as the settings ask
             tensors[name] = ragged(found)
+    if any(s.held is not None for s in samples):
+        tensors |= _held_fields(samples)
     if "is_threshold" in options:
         threshold = options.pop("is_threshold")
         tensors["rollout_is_weights"] = ragged([importance(s, threshold) for s in samples])
     return verl_part("verl.utils.tensordict_utils:get_tensordict")(tensor_dict=tensors, non_tensor_dict=options)
+
+
+def _held_fields(samples: Sequence[RowSample]) -> dict[str, Tensor]:
+    """Return what the anchor reads of each row: 1 / held tokens of the update at each of them, and log pi_ref."""
+    held = [torch.zeros_like(s.mask) if s.held is None else s.held for s in samples]
+    share = 1.0 / max(1, sum(int(held_R.sum()) for held_R in held))
+    start = [s.behaviour if s.held is None or s.reference is None else s.reference for s in samples]
+    return {"agl_anchor": ragged([held_R * share for held_R in held]), "agl_start": ragged(start)}
 
 
 def responses(found: Any, samples: Sequence[RowSample]) -> list[Tensor]:

@@ -33,6 +33,8 @@ def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     _check_overlong(settings, given)
     _check_draws(settings)
     _check_replay(settings)
+    if settings.anchor_coef < 0:
+        raise ConfigError(f"verl got anchor_coef = {settings.anchor_coef}; give 0 for none, or a weight such as 0.1.")
 
 
 def is_given(given: Mapping[str, Any], name: str) -> bool:

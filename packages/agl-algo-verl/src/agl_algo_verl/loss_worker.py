@@ -7,7 +7,11 @@ VERL's own names there the worker is VERL's. The loss of an update is
 
     sum_t w_t c_t loss_t / W  -  entropy_coeff * sum_t w_t H_t / W  +  kl_loss_coef * sum_t w_t KL_t / W
 
-over its trained tokens. w_t and W come with the rows, because only agl knows which of them belong to one rollout; c_t
+over its trained tokens, and where agents are held that share the weights (`anchor.py`)
+
+    + anchor_coef * sum_u k3_u / U
+
+over their U tokens in the update, which VERL's own losses get as well. w_t and W come with the rows, because only agl knows which of them belong to one rollout; c_t
 is VERL's `rollout_is_weights`, where they are asked for. FSDP takes the mean of gradients over D ranks, so each rank's
 part is multiplied by D. Micro-batches add up.
 
@@ -37,6 +41,7 @@ from agl_algo_verl.objectives import PREFIX
 from agl_algo_verl.typed import integers, ragged, verl_part
 from agl_algo_verl.worker_metrics import COUNTS
 from agl_objectives.contract import SurveyedLoss, TokenBatch
+from agl_objectives.kl import kl_estimate
 from agl_objectives.registry import find_loss
 from agl_objectives.trial import checked_terms
 
@@ -53,6 +58,9 @@ WEIGHT, TOTAL, ROLLOUT, ROW = "agl_weight", "agl_total", "agl_rollout", "agl_row
 
 UPDATE, UPDATES, ROLLOUTS = "agl_update", "agl_updates", "agl_rollouts"
 """Fields with the place of a row's update, how many updates the step has, and the rollouts of the row's update."""
+
+ANCHOR, START, ANCHOR_COEF = "agl_anchor", "agl_start", "agl_anchor_coef"
+"""Fields with 1 / U at the tokens that are held and log pi_ref, ragged, [R] per row; and the anchor's weight."""
 
 FOUND = "agl_found_"
 """Beginning of the fields with what a loss found in its survey, ragged, one vector [R] per row."""
@@ -73,11 +81,15 @@ class LossWorker(TrainingWorker):
     _moves_schedule = True
 
     def set_loss_fn(self, loss_fn: Any) -> None:
-        """Take the loss that the configuration in VERL's `ppo_loss` names."""
+        """Take the loss that the configuration in VERL's `ppo_loss` names, with the anchor where rows ask for it."""
         config: Any = loss_fn.keywords["config"]
-        policy = getattr(config, "policy_loss", None)  # a critic has none
-        self._found = None if policy is None else loss_of(policy.loss_mode)
-        self.loss_fn = loss_fn if self._found is None else partial(policy_loss, config=config, found=self._found)
+        policy = getattr(config, "policy_loss", None)
+        self.loss_fn = loss_fn
+        if policy is None:  # a critic has none
+            return
+        self._found = loss_of(policy.loss_mode)
+        own = loss_fn if self._found is None else partial(policy_loss, config=config, found=self._found)
+        self.loss_fn = partial(anchored, own)
 
     def train_mini_batch(self, data: TensorDict) -> Any:
         """Do the updates that the rows name, as often as there are epochs; or leave one update to VERL."""
@@ -171,6 +183,22 @@ def policy_loss(
     away_M = (tokens.old_M - tokens.logp_M).detach()
     counts = {COUNTS + name: value for name, value in terms.counts.items()} | {"actor/ppo_kl": float(away_M.sum())}
     return loss, metrics | {name: _summed(value * per_token) for name, value in counts.items()}
+
+
+def anchored(
+    loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return a micro-batch's part of the loss `loss_fn` and of the anchor, with their metrics."""
+    loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+    fields: Any = data
+    if ANCHOR not in fields:
+        return loss, metrics
+    share_B_R = _padded(data, ANCHOR)
+    held_B_R = share_B_R > 0
+    logp_M = no_padding_2_padding(model_output["log_probs"], data)[held_B_R]
+    kl_M = kl_estimate(logp_M, _padded(data, START)[held_B_R], kind="k3")
+    kl = (share_B_R[held_B_R] * kl_M).sum() * float(fields["dp_size"])  # D k3 / U
+    return loss + float(fields[ANCHOR_COEF]) * kl, {**metrics, "anchor_kl": _summed(kl)}
 
 
 def tokens_of(data: TensorDict, logp_B_R: Tensor) -> TokenBatch:

@@ -105,7 +105,12 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     for name, value in given.items():
         if has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)
-    settings = read_settings(own | beside)[0]
+    if beside.get("anchor_coef"):
+        raise ConfigError(
+            f"verl got anchor_coef = {beside['anchor_coef']} with engine = \"ray\", whose workers get the calls of "
+            'trained agents alone. Remove it, or use engine = "inproc".'
+        )
+    settings = read_settings(own | beside | {"anchor_coef": 0.0})[0]
     _check_together(settings, given)
     return RaySettings(settings=settings, given=given, ray_init=dict(ray_kwargs.get("ray_init", {})), notes=notes)
 

@@ -52,6 +52,7 @@ class RowSample:
         reference: The reference's log-probabilities, likewise.
         values: The critic's value before each token, likewise.
         returns: What those values learn, likewise.
+        held: True on the tokens of an agent that is held and not trained (`anchor.py`); bool, [R], None without any.
     """
 
     rollout: str
@@ -67,6 +68,7 @@ class RowSample:
     reference: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    held: Tensor | None = None
 
     @property
     def prompt(self) -> int:

@@ -280,6 +280,7 @@ OWN = (
     "curriculum_uniform",
     "replay",
     "replay_max_staleness",
+    "anchor_coef",
 )
 """Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
 
@@ -302,6 +303,7 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     curriculum_uniform: float = 0.5  # share of a step's tasks that is drawn without preference
     replay: float = 0.0  # share of a step's trained rollouts that earlier steps have trained on already
     replay_max_staleness: int = MAX_STALENESS  # versions of the policy that such a rollout may be behind
+    anchor_coef: float = 0.1  # weight of the KL on calls of agents that share the weights and are not trained
 
     @property
     def has_critic(self) -> bool:

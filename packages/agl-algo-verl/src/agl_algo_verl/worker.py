@@ -111,10 +111,13 @@ class VerlWorker:
             )
         return self._infer(self._reference, samples)
 
-    def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool, held: Sequence[RowSample] = ()
+    ) -> dict[str, float]:
         """Do one optimizer update on the rows of `rollouts` rollouts and return what to log.
 
-        `is_last` says that it is the last of its step, which moves the schedule of the learning rate.
+        `is_last` says that it is the last of its step, which moves the schedule of the learning rate. The rows `held`
+        are those of `anchor.py`, with the reference's log-probabilities.
         """
         self.use_threads()
         actor = self._settings.actor
@@ -132,7 +135,9 @@ class VerlWorker:
         correction = self._settings.algorithm.rollout_correction
         if correction.rollout_is:
             options["is_threshold"] = correction.rollout_is_threshold  # the bound of `batches.importance`
-        return plain_metrics(self._worker.train_batch(self._batch(samples, **options))["metrics"])
+        if held:
+            options["agl_anchor_coef"] = self._settings.anchor_coef
+        return plain_metrics(self._worker.train_batch(self._batch([*samples, *held], **options))["metrics"])
 
     @property
     def place(self) -> int:
