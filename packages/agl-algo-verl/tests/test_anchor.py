@@ -133,9 +133,7 @@ def trained(model_dir: Path, workdir: Path, world: World, **keys: Any) -> tuple[
 
 
 @pytest.mark.parametrize("keys", [{}, {"model.lora_rank": 4}, {"algorithm.adv_estimator": "gae"}], ids=str)
-def test_other_agents_are_held_without_being_asked_for(
-    keys: dict[str, Any], model_dir: Path, tmp_path: Path
-) -> None:
+def test_other_agents_are_held_without_being_asked_for(keys: dict[str, Any], model_dir: Path, tmp_path: Path) -> None:
     drifts: dict[str, float] = {}
     settings = {"trainer.total_training_steps": 6, "actor.optim.lr": 1e-2, "rollout.n": 8, **keys}
     for name, params in (("default", {}), ("off", {"anchor_coef": 0.0})):

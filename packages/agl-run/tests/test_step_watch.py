@@ -50,6 +50,8 @@ def test_line_of_a_step_shows_what_tells_why_it_learns() -> None:
         ({}, ""),
         ({"clipped_low": 0.0}, ""),
         ({"clipped_low": 0.1, "clipped_high": 0.2}, ", 30% clipped"),
+        ({"clipped": 0.25}, ", 25% clipped"),
+        ({"staleness": 1.5}, ", staleness 1.5"),
     ):
         report = StepReport(step=2, metrics=metrics | clipped, published=("llm@v2",))
         assert f"grpo step 2 of 3: {shown}{ending}" == _line("grpo", report, total=3, left="")

@@ -136,10 +136,10 @@ def check_family(config: Any, *, path: str) -> None:
 
 
 def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device) -> Any:
-    critic, remove_padding = settings.critic, settings.actor_rollout_ref.model.use_remove_padding
+    critic = settings.critic
     loaded = model_config(
         path,
-        use_remove_padding=remove_padding,
+        use_remove_padding=settings.is_packed,
         enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
     )
     config = loaded.hf_config

@@ -31,6 +31,7 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_verl.anchor import held_rows
 from agl_algo_verl.learning import VerlLearner
+from agl_algo_verl.packing import with_packing
 from agl_algo_verl.replay import VerlReplay
 from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
@@ -74,7 +75,7 @@ class VERL:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
         *,
         engine: str = "inproc",
@@ -124,6 +125,7 @@ class VERL:
         """
         self._tuned, _ = tuned_policy(context)
         self._context = context
+        self.settings, told = with_packing(self.settings, has_gpu=own_device().type == "cuda")
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
         self._learner = VerlLearner(
@@ -138,7 +140,7 @@ class VERL:
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
         self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
         begin_saving(context, self.save, algorithm="verl", save_every=self._save_every, serves=self._tuned)
-        for note in (*self.notes, *advice(self.settings)):
+        for note in (*self.notes, *told, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:

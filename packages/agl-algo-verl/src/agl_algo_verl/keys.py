@@ -64,14 +64,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "actor_rollout_ref.actor.strategy": (("fsdp2",), "the engine is VERL's FSDP2"),
     "actor_rollout_ref.actor.grad_clip": ((), "VERL's engine reads actor_rollout_ref.actor.optim.clip_grad instead"),
-    "algorithm.rollout_correction.rollout_rs": (
-        (None,),
-        'nothing is rejected by its probability; truncate the weights with rollout_is = "token"',
-    ),
-    "algorithm.rollout_correction.bypass_mode": (
-        (False,),
-        'old log-probabilities are always the engine\'s; correct the recorded ones with rollout_is = "token"',
-    ),
     "algorithm.filter_groups.enable": (
         (False,),
         "groups without a difference are replaced with refill = ROUNDS, which stands beside VERL's groups of keys",

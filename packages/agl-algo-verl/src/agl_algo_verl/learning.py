@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agl_algo_verl.correction import corrected, correction_metrics
 from agl_algo_verl.files import step_directory
 from agl_algo_verl.kl_control import KlController
 from agl_algo_verl.replay import beside
@@ -133,6 +134,10 @@ class VerlLearner:
         """
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
         every = await asyncio.to_thread(self._with_replayed, replace(prepared, samples=samples), replayed)
+        correction = self._settings.correction
+        every = replace(every, samples=corrected(every.samples, correction))
+        metrics |= correction_metrics(every.samples, correction)
+        samples = every.samples[: len(samples)]
         jobs: list[tuple[Callable[..., dict[str, float]], Part, bool]] = []
         actor, critic = self._settings.actor, self._settings.critic
         if self._critic is not None:
@@ -322,13 +327,17 @@ class VerlLearner:
         # log pi_old, [R] per row. The recorded log-probabilities would do if the server were exact; it computes with
         # other kernels, and where groups are collected ahead also with older weights.
         # The entropies H of the same pass, [R] per row, are only shown: VERL's trainer on Ray computes them too.
-        found = worker.scores(prepared.samples, has_entropy=self._has_entropy)
-        scored = zip(prepared.samples, *found, strict=True)
-        samples = [replace(sample, old=old_R, entropy=entropy_R) for sample, old_R, entropy_R in scored]
+        if algorithm.rollout_correction.bypass_mode:
+            samples = [replace(sample, old=sample.behaviour) for sample in prepared.samples]
+        else:
+            found = worker.scores(prepared.samples, has_entropy=self._has_entropy)
+            scored = zip(prepared.samples, *found, strict=True)
+            samples = [replace(sample, old=old_R, entropy=entropy_R) for sample, old_R, entropy_R in scored]
         metrics = shaping.logprob_gaps(samples)  # how large that error is
         metrics |= mean_entropy(samples)
         if self._settings.has_reference:
             samples = self._with_reference(samples)
+            metrics |= shaping.distance(samples)
         penalty = None
         if algorithm.use_kl_in_reward:
             penalty = shaping.penalise(samples, settings=algorithm, beta=self._kl.value)

@@ -11,9 +11,9 @@ over its trained tokens, and where agents are held that share the weights (`anch
 
     + anchor_coef * sum_u k3_u / U
 
-over their U tokens in the update, which VERL's own losses get as well. w_t and W come with the rows, because only agl knows which of them belong to one rollout; c_t
-is VERL's `rollout_is_weights`, where they are asked for. FSDP takes the mean of gradients over D ranks, so each rank's
-part is multiplied by D. Micro-batches add up.
+over their U tokens in the update, which VERL's own losses get as well. w_t and W come with the rows, because only agl
+knows which of them belong to one rollout; c_t is VERL's `rollout_is_weights`, where they are asked for. FSDP takes the
+mean of gradients over D ranks, so each rank's part is multiplied by D. Micro-batches add up.
 
 A loss that compares tokens of several rows (`SurveyedLoss`) gets all those of the update beforehand: one more forward
 pass, whose log-probabilities every rank sends to all others.
@@ -62,6 +62,9 @@ UPDATE, UPDATES, ROLLOUTS = "agl_update", "agl_updates", "agl_rollouts"
 ANCHOR, START, ANCHOR_COEF = "agl_anchor", "agl_start", "agl_anchor_coef"
 """Fields with 1 / U at the tokens that are held and log pi_ref, ragged, [R] per row; and the anchor's weight."""
 
+LIMIT = 20.0
+"""Largest size of a log-ratio, as in VERL."""
+
 FOUND = "agl_found_"
 """Beginning of the fields with what a loss found in its survey, ragged, one vector [R] per row."""
 
@@ -88,7 +91,9 @@ class LossWorker(TrainingWorker):
         if policy is None:  # a critic has none
             return
         self._found = loss_of(policy.loss_mode)
-        own = loss_fn if self._found is None else partial(policy_loss, config=config, found=self._found)
+        own = partial(counted, loss_fn, config)
+        if self._found is not None:
+            own = partial(policy_loss, config=config, found=self._found)
         self.loss_fn = partial(anchored, own)
 
     def train_mini_batch(self, data: TensorDict) -> Any:
@@ -182,12 +187,39 @@ def policy_loss(
     per_token = float(fields["dp_size"]) / max(1, int(fields["batch_num_tokens"]))
     away_M = (tokens.old_M - tokens.logp_M).detach()
     counts = {COUNTS + name: value for name, value in terms.counts.items()} | {"actor/ppo_kl": float(away_M.sum())}
-    return loss, metrics | {name: _summed(value * per_token) for name, value in counts.items()}
+    summed = {name: _summed(value * per_token) for name, value in counts.items()}
+    return loss, metrics | summed | {"ratio_max": _peak(-away_M)}
 
 
-def anchored(
-    loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = None
+def counted(
+    loss_fn: Any, config: Any, model_output: Any, data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
+    """Return VERL's own loss `loss_fn` of a micro-batch with the numbers that losses of agl-objectives have.
+
+    VERL's means over the tokens of a micro-batch become parts of one over those of the update: micro-batches differ in
+    size, and one of rows that are only held has no token.
+    """
+    loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+    mask_B_R = _padded(data, "response_mask").bool()
+    with torch.no_grad():
+        log_B_R = no_padding_2_padding(model_output["log_probs"], data) - _padded(data, "old_log_probs")
+        away_M, peak = log_B_R[mask_B_R], _peak(log_B_R[mask_B_R])
+        advantages_M = _padded(data, "advantages")[mask_B_R]
+        if config.policy_loss.loss_mode == "gspo":
+            length_B = mask_B_R.sum(dim=1, keepdim=True).clamp(min=1)
+            away_M = ((log_B_R * mask_B_R).sum(dim=1, keepdim=True) / length_B).expand(mask_B_R.shape)[mask_B_R]
+        ratio_M = away_M.clamp(-LIMIT, LIMIT).exp()
+        low = (ratio_M < 1.0 - config.clip_ratio_low) & (advantages_M < 0)
+        high = (ratio_M > 1.0 + config.clip_ratio_high) & (advantages_M > 0)
+    per_token = float(cast("Any", data)["dp_size"]) / max(1, int(cast("Any", data)["batch_num_tokens"]))
+    means = [name for name, value in metrics.items() if getattr(value, "aggregation", None) is AggregationType.MEAN]
+    exact = {name: _summed(metrics[name].aggregate() * len(away_M) * per_token) for name in means}
+    counts = {"clipped_low": int(low.sum()), "clipped_high": int(high.sum())}
+    own = {COUNTS + name: _summed(count * per_token) for name, count in counts.items()}
+    return loss, {**metrics, **exact, **own, "ratio_max": peak}
+
+
+def anchored(loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
     """Return a micro-batch's part of the loss `loss_fn` and of the anchor, with their metrics."""
     loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
     fields: Any = data
@@ -285,6 +317,12 @@ def _per_row(data: TensorDict, name: str) -> Tensor:
 def _per_token(data: TensorDict, name: str, mask_B_R: Tensor) -> Tensor:
     """Return a field of one number per row at each trained token, [M]."""
     return _per_row(data, name)[:, None].expand(mask_B_R.shape)[mask_B_R]
+
+
+def _peak(log_M: Tensor) -> Any:
+    """Return the largest ratio as a metric, 0 without a token."""
+    value = float(log_M.detach().max().clamp(max=LIMIT).exp()) if len(log_M) else 0.0
+    return Metric(value=value, aggregation=AggregationType.MAX)
 
 
 def _summed(value: Tensor | float) -> Any:

@@ -63,7 +63,7 @@ def open_policy(path: str, settings: VerlSettings, *, role: Role, steps: int, de
         adapters["exclude_modules"] = model.exclude_modules
     loaded = model_config(
         path,
-        use_remove_padding=model.use_remove_padding,
+        use_remove_padding=settings.is_packed,
         enable_gradient_checkpointing=model.enable_gradient_checkpointing and role == "actor",
         **adapters,
     )

@@ -82,10 +82,8 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
         # VERL's own bounds are 0.2 whatever clip_ratio says, so they are always given.
         "actor_rollout_ref.actor.clip_ratio_low": actor.clip_ratio if low is None else low,
         "actor_rollout_ref.actor.clip_ratio_high": actor.clip_ratio if high is None else high,
-        "actor_rollout_ref.model.use_remove_padding": settings.actor_rollout_ref.model.use_remove_padding,
-        "actor_rollout_ref.model.override_config.attn_implementation": attention(
-            use_remove_padding=settings.actor_rollout_ref.model.use_remove_padding
-        ),
+        "actor_rollout_ref.model.use_remove_padding": settings.is_packed,
+        "actor_rollout_ref.model.override_config.attn_implementation": attention(use_remove_padding=settings.is_packed),
         "actor_rollout_ref.model.enable_gradient_checkpointing": (
             settings.actor_rollout_ref.model.enable_gradient_checkpointing
         ),
@@ -117,10 +115,8 @@ def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
         "critic.strategy": "fsdp2",
         "critic.use_dynamic_bsz": True,
         "critic.model.path": model,
-        "critic.model.use_remove_padding": read.settings.actor_rollout_ref.model.use_remove_padding,
-        "critic.model.override_config.attn_implementation": attention(
-            use_remove_padding=read.settings.actor_rollout_ref.model.use_remove_padding
-        ),
+        "critic.model.use_remove_padding": read.settings.is_packed,
+        "critic.model.override_config.attn_implementation": attention(use_remove_padding=read.settings.is_packed),
         "critic.model.enable_gradient_checkpointing": critic.model.enable_gradient_checkpointing,
         "critic.ppo_infer_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu,  # what VERL reads for training
         "trainer.critic_warmup": max(0, read.settings.trainer.critic_warmup - before),  # in VERL's count of steps

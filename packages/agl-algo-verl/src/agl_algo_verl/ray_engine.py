@@ -28,6 +28,7 @@ import asyncio
 import json
 import shutil
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +40,7 @@ from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
 from agl_algo_verl.inproc import advice
 from agl_algo_verl.objectives import chosen_loss
+from agl_algo_verl.packing import with_packing
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.probe import probe_files
 from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
@@ -134,6 +136,10 @@ class RayVERL:
 
         self._tuned, weights = tuned_policy(context)
         self._context = context
+        # The GPUs of a cluster elsewhere are not seen from here, and its machines have what is installed here.
+        has_gpu = not self.read.is_cpu and (torch.cuda.is_available() or bool(self.read.ray_init.get("address")))
+        self.settings, told = with_packing(self.settings, has_gpu=has_gpu)
+        self.read = replace(self.read, settings=self.settings)
         check_machine(self.read, has_gpu=torch.cuda.is_available())
         if self.settings.has_critic:
             await asyncio.to_thread(check_model, weights.uri)
@@ -148,7 +154,7 @@ class RayVERL:
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
         self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
-        for note in (*self.notes, *advice(self.settings)):
+        for note in (*self.notes, *told, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:

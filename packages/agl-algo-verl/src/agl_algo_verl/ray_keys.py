@@ -107,7 +107,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
             put(own, tuple(name.split(".")), value)
     if beside.get("anchor_coef"):
         raise ConfigError(
-            f"verl got anchor_coef = {beside['anchor_coef']} with engine = \"ray\", whose workers get the calls of "
+            f'verl got anchor_coef = {beside["anchor_coef"]} with engine = "ray", whose workers get the calls of '
             'trained agents alone. Remove it, or use engine = "inproc".'
         )
     settings = read_settings(own | beside | {"anchor_coef": 0.0})[0]
@@ -150,6 +150,11 @@ def _check_together(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"loss_agg_mode = {settings.actor.loss_agg_mode!r} would divide the entropy or KL term by rows, not by "
             'rollouts. Use token-mean, or loss = "ppo-clip", or set entropy_coeff = 0 and use_kl_loss = false.'
+        )
+    if settings.algorithm.rollout_correction.rollout_is == "sequence":
+        raise ConfigError(
+            "algorithm.rollout_correction.rollout_is = 'sequence' would multiply over an agent's rows, not its "
+            'rollouts. Use token, or engine = "inproc".'
         )
     nodes, workers = given.get("trainer.nnodes", 1), given.get("trainer.n_gpus_per_node", 1)
     if not all(isinstance(count, int) and count > 0 for count in (nodes, workers)):

@@ -17,6 +17,8 @@ SERVING = "actor_rollout_ref.rollout"
 REFERENCE = "actor_rollout_ref.ref"
 ACTOR = "actor_rollout_ref.actor"
 
+CORRECTION = "algorithm.rollout_correction"
+
 MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 """Read here: agl cuts updates, and VERL gets a mini-batch of all rows."""
 
@@ -70,6 +72,8 @@ _VALIDATION = "validation is the experiment's, and its rollouts are in the store
 _NOT_READ = "VERL 0.9.1 has this key, and its V1 trainer on FSDP2 never reads it"
 _OTHER_ESTIMATOR = "it belongs to an estimator of VERL's that cannot be used here"
 _WHOLE_STATE = "a step that counts as done is never repeated, so each saves and loads all of the model and optimizer"
+_ROWS = 'VERL\'s trainer would count an agent\'s rows, not its rollouts; use rollout_is = "token", or engine = "inproc"'
+_OWN_OLD = 'old log-probabilities are always the engine\'s here; use rollout_is = "token", or engine = "inproc"'
 _BY_TOKENS_ALWAYS = "micro-batches are always cut by tokens, as if it were true"
 
 _STRATEGIES = (
@@ -117,6 +121,8 @@ REFUSED = (
         "data.gen_batch_size": "a step collects the tasks of data.train_batch_size at once",
         "algorithm.filter_groups": "groups without a difference are replaced with refill = ROUNDS, which stands beside "
         "VERL's groups of keys",
+        **_each("rollout_rs rollout_rs_threshold rollout_is_batch_normalize", _ROWS, below=[CORRECTION]),
+        **_each("bypass_mode loss_type", _OWN_OLD, below=[CORRECTION]),
         "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
         "actor_rollout_ref.hybrid_engine": "the trainer and the replicas always share their devices",
         "actor_rollout_ref.nccl_timeout": _NOT_READ,
@@ -143,6 +149,11 @@ REFUSED = (
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "algorithm.filter_groups.enable": (False,),
     "algorithm.use_kl_in_reward": (False,),
+    f"{CORRECTION}.rollout_rs": (None,),
+    f"{CORRECTION}.rollout_rs_threshold": (None,),
+    f"{CORRECTION}.rollout_is_batch_normalize": (False,),
+    f"{CORRECTION}.bypass_mode": (False,),
+    f"{CORRECTION}.loss_type": ("ppo_clip",),
     "actor_rollout_ref.hybrid_engine": (True,),
     "actor_rollout_ref.model.lora_adapter_path": (None,),
     "trainer.balance_batch": (True,),

@@ -132,9 +132,6 @@ class VerlWorker:
             "calculate_entropy": actor.entropy_coeff != 0.0,  # a softmax over the vocabulary: only where it is used
             "weighting": None if choice is None else weighting(samples, rollouts=rollouts, choice=choice),
         }
-        correction = self._settings.algorithm.rollout_correction
-        if correction.rollout_is:
-            options["is_threshold"] = correction.rollout_is_threshold  # the bound of `batches.importance`
         if held:
             options["agl_anchor_coef"] = self._settings.anchor_coef
         return plain_metrics(self._worker.train_batch(self._batch([*samples, *held], **options))["metrics"])
@@ -253,7 +250,7 @@ def check_device(settings: VerlSettings, device: torch.device) -> None:
     if device.type == "cuda":
         return
     parts = {"actor_rollout_ref.actor.fsdp_config": settings.actor.fsdp_config, "critic.fsdp": settings.critic.fsdp}
-    asked = {"actor_rollout_ref.model.use_remove_padding": settings.actor_rollout_ref.model.use_remove_padding}
+    asked = {"actor_rollout_ref.model.use_remove_padding": settings.is_packed}
     for name, fsdp in parts.items():
         asked[f"{name}.param_offload"] = fsdp.param_offload
         asked[f"{name}.optimizer_offload"] = fsdp.optimizer_offload

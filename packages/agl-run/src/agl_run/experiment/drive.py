@@ -649,8 +649,10 @@ _COUNTS = {
     "rollouts_replayed": "rollouts replayed",
 }
 """Counts that an algorithm may report of a step; those of 0 are left out."""
-_HEALTH = ("kl", "entropy", "logprob_gap")
+_HEALTH = ("kl", "anchor_kl", "entropy", "logprob_gap", "staleness")
 """Metrics that tell why a policy learns or does not."""
+_CLIPPED = ("clipped", "clipped_low", "clipped_high")
+"""Shares of tokens whose gradient a bound has removed or bounded; a loss reports the first, or the others."""
 
 
 def _line(name: str, report: StepReport, *, total: int, left: str) -> str:
@@ -660,7 +662,7 @@ def _line(name: str, report: StepReport, *, total: int, left: str) -> str:
     ]
     shown += [f"{key} {report.metrics[key]:.3g}" for key in _HEALTH if key in report.metrics]
     shown += [f"{report.metrics[key]:.0f} {text}" for key, text in _COUNTS.items() if report.metrics.get(key)]
-    clipped = report.metrics.get("clipped_low", 0.0) + report.metrics.get("clipped_high", 0.0)
+    clipped = sum(report.metrics.get(key, 0.0) for key in _CLIPPED)
     shown += [f"{clipped:.0%} clipped"] if clipped else []
     if report.metrics.get("updates_skipped") and not report.published:
         shown.append("trained nothing")
