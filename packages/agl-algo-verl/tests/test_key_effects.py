@@ -144,7 +144,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "curriculum": ("frontier", {}),
     "curriculum_uniform": (1.0, {"curriculum": "unsolved"}),
     "replay": (0.5, IS),
-    "replay_max_staleness": (1, {**IS, "replay": 0.2, "trainer.total_training_steps": 5}),
+    "replay_max_staleness": (1, {**IS, "replay": 0.43}),
     "anchor_coef": (0.5, {}),
 }
 """A value of each key that differs from its default, and the keys that it needs beside it."""
@@ -210,7 +210,7 @@ class Recorder:
         ]
         found = {name: ragged(rows) for name in ("log_probs", "entropy", "values")}
         if self.is_reference or "no_lora_adapter" in data:
-            found["log_probs"] = ragged([row + 0.3 for row in rows])
+            found["log_probs"] = ragged([row - 0.3 for row in rows])
         return found
 
     def train_batch(self, data: Any) -> Any:
@@ -250,7 +250,8 @@ class Scripted(World):
         ids = [10, 20, 30, *(draw.randrange(250) for _ in range(6))]
         logprobs = [0.0] * 3 + [-draw.random() for _ in range(6)]
         place = int(order.rollout.group_id.rpartition("-")[2].replace("refill", "") or 0)
-        reward = draw.random() if place % 2 == 0 else 1.0
+        is_first = "-1-train-" in order.rollout.group_id
+        reward = draw.random() if place % 2 == 0 or is_first else 1.0
         found = episode(order.rollout, ids, logprobs, reward, rows=1 + len(ids) % 2)
         calls = [
             changed(call, prompt_ids=b"\0" * 12, response_ids=b"\0" * 4 * draw.randrange(1, 5))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from agl.errors import AglError, ConfigError
 from agl_algo_verl.inproc import VERL
+from agl_algo_verl.ray_config import METRICS
+from agl_algo_verl.ray_engine import RayVERL
 from agl_objectives.contract import LossTerms, TokenBatch
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -95,3 +99,21 @@ def test_a_critic_that_is_not_finite_is_left_out_as_well(model_dir: Path, tmp_pa
 def test_a_limit_below_0_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_nonfinite = -1; give 0"):
         VERL(**config(), max_nonfinite=-1)
+
+
+def test_the_cluster_counts_and_tells_steps_that_verl_skipped(tmp_path: Path) -> None:
+    said: list[str] = []
+    engine: Any = RayVERL(**config(**{"rollout.name": "agl_hf"}), max_nonfinite=1)
+    engine._context = SimpleNamespace(workdir=tmp_path, name="verl", say=said.append)
+    engine._folder.mkdir(parents=True)
+    norms = [math.nan, 1.0, math.nan, math.inf]
+    lines = [
+        json.dumps({"step": step, "data": {"actor/grad_norm": norm, "actor/lr": 0.1}})
+        for step, norm in enumerate(norms, start=1)
+    ]
+    (engine._folder / METRICS).write_text("\n".join(lines))
+    skipped = {"lr": 0.1, "updates_nonfinite": 1.0}
+    assert [skipped, {"lr": 0.1, "grad_norm": 1.0}, skipped] == [engine._trained(step) for step in (1, 2, 3)]
+    assert ["verl: 1 updates were skipped, because their gradients are not finite"] * 2 == said
+    with pytest.raises(AglError, match=r"2 in a row are not finite, and max_nonfinite = 1"):
+        engine._trained(4)

@@ -171,11 +171,21 @@ def test_the_settings_are_keys_that_verl_has() -> None:
         assert name in dapo
 
 
-@pytest.mark.parametrize("name", ["calc/verl-inproc.toml", "sql/large.toml", "rag/large.toml"])
+@pytest.mark.parametrize("name", [f"{home}/large.toml" for home in ("calc", "crew", "rag", "sql")])
 def test_the_examples_keys_are_taken(name: str) -> None:
     content = tomllib.loads((EXAMPLES / name).read_text())
     entry = next(item for item in content["algorithm"] if item["use"] == "verl")
     params = entry["params"]
+    settings = VERL(**params).settings
+    assert settings.data.train_batch_size == params["data"]["train_batch_size"]
+    model = settings.actor_rollout_ref.model
+    assert model.enable_gradient_checkpointing
+    assert model.use_remove_padding is None  # rows are packed where they can be
+
+
+def test_the_keys_of_the_example_without_a_gpu_are_taken() -> None:
+    content = tomllib.loads((EXAMPLES / "calc/verl-inproc.toml").read_text())
+    params = next(item for item in content["algorithm"] if item["use"] == "verl")["params"]
     assert VERL(**params).settings.data.train_batch_size == params["data"]["train_batch_size"]
 
 

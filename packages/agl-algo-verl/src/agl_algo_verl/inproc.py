@@ -270,7 +270,8 @@ class VERL:
 
 def advice(settings: VerlSettings) -> list[str]:
     """Return what to tell the person about settings that work and have a better alternative."""
-    if settings.trainer.v1.is_async and settings.algorithm.rollout_correction.rollout_is is None:
+    is_corrected = settings.correction.is_on or settings.algorithm.rollout_correction.bypass_mode
+    if settings.trainer.v1.is_async and not is_corrected:
         return [
             "old rollouts are trained as if they were new; correct them with "
             'algorithm.rollout_correction.rollout_is = "token"'

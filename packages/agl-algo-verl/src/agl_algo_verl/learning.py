@@ -19,7 +19,6 @@ What blocks runs in a thread, so that rollouts go on meanwhile.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +30,7 @@ from agl_algo_verl.files import step_directory
 from agl_algo_verl.kl_control import KlController
 from agl_algo_verl.replay import beside
 from agl_algo_verl.token_numbers import mean_entropy
+from agl_algo_verl.worker_metrics import finite
 from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ class VerlLearner:
             found = self._policy.update(rows, rollouts=rollouts, is_last=is_last, held=own)
             self._tried += 1
             if self._skipped.note(found["grad_norm"], update=self._tried):
-                return _finite(found) | {"updates_nonfinite": 1.0}
+                return finite(found) | {"updates_nonfinite": 1.0}
             self.updates += 1
             return found
         if is_last:
@@ -299,7 +299,7 @@ class VerlLearner:
             raise AssertionError("the critic is opened before it is trained")
         found = self._critic.update(rows, rollouts=rollouts, is_last=is_last)
         if self._critic_skipped.note(found["critic_grad_norm"], update=self._critic_skipped.total + 1):
-            return _finite(found) | {"value_updates_nonfinite": 1.0}
+            return finite(found) | {"value_updates_nonfinite": 1.0}
         return found
 
     def _with_replayed(self, prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
@@ -352,8 +352,3 @@ class VerlLearner:
             # Advantages were made in `rows.prepare` already; the penalty changes the scores that they compare.
             samples = shaping.with_penalty(prepared, samples, penalty=penalty, settings=self._settings)
         return samples, metrics
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers of an update that was not made which say something."""
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}

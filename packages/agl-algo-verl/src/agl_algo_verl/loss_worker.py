@@ -28,6 +28,7 @@ Axes: B rows of a micro-batch, R tokens of the longest response, M trained token
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -132,7 +133,9 @@ class LossWorker(TrainingWorker):
             verl_part("verl.utils.tensordict_utils:assign_non_tensor")(data, update_lr_scheduler=False)
         if self._found is not None and isinstance(self._found.call, SurveyedLoss):
             data = self._surveyed(data, self._found.call)
-        return super().train_batch(data)
+        with warnings.catch_warnings():  # torch expects an update before each move, and VERL may have skipped the first
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`")
+            return super().train_batch(data)
 
     def _surveyed(self, data: TensorDict, loss: SurveyedLoss) -> TensorDict:
         """Return the batch with what the loss finds in the tokens of the update on all ranks."""

@@ -50,7 +50,8 @@ from agl_algo_verl.replay import VerlReplay, beside
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.supply import VerlSupply
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
-from agl_algo_verl.worker_metrics import COUNTS
+from agl_algo_verl.worker_metrics import COUNTS, finite
+from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -98,6 +99,8 @@ class RayVERL:
     Args:
         threads: Torch's threads in each process on the CPU; 0 for one.
         keep: Number of checkpoints that stay on disk.
+        max_nonfinite: Steps in a row with an update that VERL skips for a gradient that is not finite; one more ends
+            the run.
         probe: Whether to put a probe beside the weights of each step, for policies such as `vllm` that check what
             they serve. The weights are read once more for it, on the CPU of this machine.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
@@ -110,7 +113,14 @@ class RayVERL:
     """
 
     def __init__(
-        self, *, threads: int = 0, keep: int = 2, probe: bool = True, mask_truncated: bool = False, **config: Any
+        self,
+        *,
+        threads: int = 0,
+        keep: int = 2,
+        max_nonfinite: int = MAX_NONFINITE,
+        probe: bool = True,
+        mask_truncated: bool = False,
+        **config: Any,
     ) -> None:
         if keep < 1 or threads < 0:
             raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
@@ -119,6 +129,7 @@ class RayVERL:
         self.settings, self.notes = self.read.settings, self.read.notes
         self._threads, self._keep, self._probes = threads, keep, probe
         self._mask_truncated = mask_truncated
+        self._nonfinite = Skipped(max_nonfinite)
         self._cluster: Cluster | None = None
         self._request: StepRequest | None = None
         # `_base` steps were done before VERL's count began, and `_skipped` ones since then never reached VERL.
@@ -393,8 +404,18 @@ class RayVERL:
             if record["step"] == step:
                 data = record["data"]
                 counts = {key.partition(COUNTS)[2]: float(value) for key, value in data.items() if COUNTS in key}
-                return counts | {name: float(data[key]) for key, name in REPORTED.items() if key in data}
+                return self._noted(counts | {name: float(data[key]) for key, name in REPORTED.items() if key in data})
         return {}
+
+    def _noted(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return VERL's numbers of a step; one with an update that VERL skipped is counted and told.
+
+        VERL reports the mean of its updates, which is not a number where one of them is none.
+        """
+        if not self._nonfinite.note(metrics.get("grad_norm", 0.0), update=self._step + 1):
+            return metrics
+        self._context.say(f"{self._context.name}: {self._nonfinite.news()}")
+        return finite(metrics) | {"updates_nonfinite": 1.0}
 
 
 def _number(path: Path) -> int:
