@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from verl.trainer.ppo.core_algos import register_adv_est
 
 from agl_algo_verl.bridge import NAME, BridgeRow, StepRequest
-from agl_algo_verl.ray_gap import report_gap
+from agl_algo_verl.privates import balancer_of, report_gap
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class AgentLoops:
     def create(cls, *, config: Any, llm_client: Any, **_: Any) -> AgentLoops:
         """Build the manager; VERL calls this in its trainer's process."""
         report_gap()
-        return cls(config=config, balancer=llm_client._load_balancer)  # VERL's client has no public way to its servers
+        return cls(config=config, balancer=balancer_of(llm_client))
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Put the rows of this step into VERL's queue; blocks until agl has collected them."""
