@@ -42,6 +42,8 @@ class Changed:
 
     def _compute_old_log_prob(self) -> None: ...
 
+    def fit(self) -> None: ...
+
 
 GUARDS: list[tuple[str, str, Any, Callable[[], Any], str]] = [
     (GROUP, "initialize_global_process_group_ray", other, privates.repair_process_group, r"cpu:gloo.* in verl\.utils"),
@@ -55,6 +57,8 @@ GUARDS: list[tuple[str, str, Any, Callable[[], Any], str]] = [
     (WORKERS, "ActorRolloutRefWorker", Changed, privates.use_loss_worker, "actor_worker_cls.* in init_model"),
     (TRAINER, "PPOTrainer", Changed, privates.report_gap, "calculate_debug_metrics.* in _compute_old_log_prob"),
     (TRAINER, "calculate_debug_metrics", None, privates.report_gap, "calculate_debug_metrics in verl"),
+    (TRAINER, "PPOTrainer", Changed, privates.introduce_trainer, r"PPOTrainer\.fit\(agent_loop_manager\) in verl"),
+    (TRAINER, "PPOTrainer", None, privates.introduce_trainer, r"PPOTrainer\.fit\(agent_loop_manager\) in verl"),
     (NAMES, "normalize_peft_param_name", None, lambda: privates.plain_names({}), "normalize_peft_param_name in"),
     (NAMES, "normalize_peft_param_name", list, lambda: privates.plain_names({}), "normalize_peft_param_name.*dict"),
     (
@@ -92,6 +96,8 @@ ATTRIBUTES: list[tuple[Callable[[Any], Any], Any, str]] = [
     (privates.schedule_of, SimpleNamespace(), "base_lrs, lr_lambdas, last_epoch, step"),
     (privates.schedule_of, SimpleNamespace(lr_scheduler=SimpleNamespace(base_lrs=[], step=1)), "lr_lambdas, last"),
     (privates.tensors_of, SimpleNamespace(), "get_per_tensor_param"),
+    (partial(privates.save_checkpoint, step=1), SimpleNamespace(), "global_steps"),
+    (partial(privates.save_checkpoint, step=1), SimpleNamespace(global_steps=2), "_save_checkpoint"),
     (privates.tensors_of, SimpleNamespace(get_per_tensor_param=lambda: iter(())), "names with tensors, adapters"),
     (privates.open_as_language_model, SimpleNamespace(), "model_type"),
 ]
@@ -103,6 +109,31 @@ def test_an_object_of_verls_that_is_not_as_expected_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^VERL 0\.9\.1 is installed, .*{expected}.* in types.SimpleNamespace.*"):
         read(of)
+
+
+class Trainer:
+    """A trainer of VERL's, as far as its checkpoints go."""
+
+    def __init__(self) -> None:
+        self.global_steps, self.saved = 4, ""
+
+    def fit(self, agent_loop_manager: Any) -> Any:
+        return agent_loop_manager
+
+    def _save_checkpoint(self) -> None:
+        self.saved = f"global_step_{self.global_steps}"
+
+
+def test_a_trainer_is_known_to_its_loops_and_saves_the_step_before_the_one_that_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.import_module(TRAINER), "PPOTrainer", Trainer)
+    privates.introduce_trainer()
+    privates.introduce_trainer()
+    trainer = Trainer()
+    loops = trainer.fit(SimpleNamespace())
+    privates.save_checkpoint(loops.trainer, step=3)
+    assert ("global_step_3", 4) == (trainer.saved, trainer.global_steps)
 
 
 def test_a_schedule_without_an_optimizer_is_refused() -> None:
@@ -134,7 +165,7 @@ def test_all_repairs_can_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             repair()
         for repair in (privates.register_replica, privates.use_loss_worker, privates.report_gap):
             repair()
-    assert LossWorker is worker.actor_worker_cls
+    assert issubclass(worker.actor_worker_cls, LossWorker)
     assert "cuda" == importlib.import_module(GROUP).get_device_name()
     policy = importlib.import_module(ENGINE).CPUOffloadPolicy
     assert isinstance(policy, partial)
@@ -159,7 +190,7 @@ print(verl.utils.distributed.get_device_name(), workers.ActorRolloutRefWorker.ac
 
 def test_a_process_that_verl_starts_makes_the_repairs_by_the_names_of_modules() -> None:
     done = subprocess.run([sys.executable, "-c", IN_A_WORKER], capture_output=True, text=True, check=False)
-    assert "cuda LossWorker" == done.stdout.strip().splitlines()[-1], done.stderr
+    assert "cuda ClusterWorker" == done.stdout.strip().splitlines()[-1], done.stderr
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ what was expected where, and what to do, and nothing is changed.
     use_loss_worker        VERL's worker of a cluster names the class of the model that it trains in a class attribute
     report_gap             VERL reports the difference of probabilities, which says little about unlikely tokens,
                            where a ratio of ten may be a difference of a thousandth
+    introduce_trainer,     VERL saves a checkpoint after every so many steps, and has no way to ask for one when a
+    save_checkpoint        validation or a stop needs it
     balancer_of            VERL's client has no public way to its servers
     schedule_of,           VERL's engine has no public way to its schedule and its optimizer
     use_rate_of_schedule
@@ -50,6 +52,9 @@ LOSS = "self.loss_fn = partial(ppo_loss, config=actor_config)"
 REPORT = "metrics.update(calculate_debug_metrics(data))"
 LOADER = 'if self.model_config.model_type == "language_model":'
 """Lines of VERL that the repairs replace, or that a repair depends on."""
+
+SAVED = 'f"global_step_{self.global_steps}"'
+"""The line that names the directory of a checkpoint."""
 
 LARGEST, MEAN = "agl/logprob_gap", "agl/logprob_gap_mean"
 """Names of the largest and the mean gap of log-probabilities among VERL's metrics."""
@@ -122,7 +127,7 @@ def _replica() -> type:
 
 
 def use_loss_worker() -> None:
-    """Let VERL's worker in this process train with `LossWorker`; a process without one, such as a server's, is left."""
+    """Let VERL's worker in this process train by `loss_worker.py`; one without it, such as a server's, is left."""
     module = sys.modules.get("verl.workers.engine_workers")
     if module is None:
         return
@@ -130,10 +135,10 @@ def use_loss_worker() -> None:
     _expect_attributes(worker, "actor_worker_cls", where=module.__name__)
     for line in (OPENED, LOSS):
         _expect_line(worker, "init_model", line)
-    loss_worker = _module("agl_algo_verl.loss_worker").LossWorker
+    loss_worker = _module("agl_algo_verl.loss_worker").ClusterWorker
     _expect(
         worker.actor_worker_cls in loss_worker.__mro__,
-        f"{worker.__name__}.actor_worker_cls = {loss_worker.__base__.__name__}",
+        f"{worker.__name__}.actor_worker_cls = TrainingWorker",
         where=module.__name__,
     )
     worker.actor_worker_cls = loss_worker
@@ -160,6 +165,42 @@ def with_gap(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[st
         return report(data) | gaps
 
     return reported
+
+
+def introduce_trainer() -> None:
+    """Let VERL's trainers in this process set `trainer` of the agent loops that they are given to train with."""
+    module = _module("verl.trainer.ppo.v1.trainer_base")
+    trainer: Any = getattr(module, "PPOTrainer", None)
+    fit: Callable[[Any, Any], Any] = getattr(trainer, "fit", _absent)
+    if not hasattr(fit, "__wrapped__"):
+        has_loops = list(inspect.signature(fit).parameters) == ["self", "agent_loop_manager"]
+        _expect(has_loops, "PPOTrainer.fit(agent_loop_manager)", where=module.__name__)
+        trainer.fit = _introducing(fit)
+
+
+def _absent() -> None:
+    """Stand for a function that VERL does not have."""
+
+
+def _introducing(fit: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @wraps(fit)
+    def introduced(self: Any, agent_loop_manager: Any) -> Any:
+        agent_loop_manager.trainer = self
+        return fit(self, agent_loop_manager)
+
+    return introduced
+
+
+def save_checkpoint(trainer: Any, *, step: int) -> None:
+    """Let VERL's trainer, which has begun the step after `step`, save a checkpoint as it would have at its end."""
+    _expect_attributes(trainer, "global_steps", where=_type_name(trainer))
+    _expect_line(type(trainer), "_save_checkpoint", SAVED)
+    begun = trainer.global_steps
+    trainer.global_steps = step
+    try:
+        trainer._save_checkpoint()
+    finally:
+        trainer.global_steps = begun
 
 
 def balancer_of(client: Any) -> Any:
