@@ -171,7 +171,7 @@ def introduce_trainer() -> None:
     """Let VERL's trainers in this process set `trainer` of the agent loops that they are given to train with."""
     module = _module("verl.trainer.ppo.v1.trainer_base")
     trainer: Any = getattr(module, "PPOTrainer", None)
-    fit: Callable[[Any, Any], Any] = getattr(trainer, "fit", _absent)
+    fit: Any = getattr(trainer, "fit", _absent)
     if not hasattr(fit, "__wrapped__"):
         has_loops = list(inspect.signature(fit).parameters) == ["self", "agent_loop_manager"]
         _expect(has_loops, "PPOTrainer.fit(agent_loop_manager)", where=module.__name__)
