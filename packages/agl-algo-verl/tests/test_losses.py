@@ -321,21 +321,3 @@ def test_reward_rises_with_losses_that_compare_tokens_of_several_rows(
     metrics, _ = train(tmp_path, model_dir, World(rows=2), **settings, **keys)
     assert metrics[0]["reward"] + 0.1 < metrics[-1]["reward"]
     assert {"clipped", "held_back"} & metrics[-1].keys()
-
-
-def test_verls_worker_trains_with_a_loss_of_ours_only_where_it_opens_its_model_as_expected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    from agl_algo_verl import ray_losses
-    from agl_algo_verl.loss_worker import LossWorker
-
-    monkeypatch.setattr(ActorRolloutRefWorker, "actor_worker_cls", ActorRolloutRefWorker.actor_worker_cls)
-    ray_losses.use_loss_worker()
-    assert ActorRolloutRefWorker.actor_worker_cls is LossWorker
-    monkeypatch.setattr(ray_losses, "OPENED", "self.actor = None")
-    with pytest.raises(
-        RuntimeError, match=r"replaces self\.actor = None in verl\.workers\.engine_workers.*pip install"
-    ):
-        ray_losses.use_loss_worker()

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 from agl.errors import ConfigError
 from agl_algo_verl.batches import micro_batched, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
-from agl_algo_verl.opening import engine_config, model_config, open_worker, use_rate_of_schedule
+from agl_algo_verl.opening import engine_config, model_config, open_worker
+from agl_algo_verl.privates import use_rate_of_schedule
 from agl_algo_verl.typed import verl_part
 from agl_algo_verl.worker_metrics import plain_metrics
 

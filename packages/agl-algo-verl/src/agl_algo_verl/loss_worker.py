@@ -39,6 +39,7 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
 from agl_algo_verl.objectives import PREFIX
+from agl_algo_verl.privates import use_rate_of_schedule
 from agl_algo_verl.typed import integers, ragged, verl_part
 from agl_algo_verl.worker_metrics import COUNTS
 from agl_objectives.contract import SurveyedLoss, TokenBatch
@@ -152,6 +153,15 @@ class LossWorker(TrainingWorker):
         for name, parts in found.items():
             surveyed[FOUND + name] = _ragged_rows(parts, data, lengths=lengths)
         return surveyed
+
+
+class ClusterWorker(LossWorker):
+    """A `LossWorker` of a cluster: after a checkpoint was loaded it goes on with the configured learning rate."""
+
+    def load_checkpoint(self, local_path: Any, hdfs_path: Any = None, del_local_after_load: bool = False) -> None:
+        """Load weights, moments and schedule; the rate of a run that went back is smaller than the checkpoint's."""
+        cast("Any", super()).load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        use_rate_of_schedule(cast("Any", self).engine, peak=float(cast("Any", self).optimizer_config.lr))
 
 
 def policy_loss(

@@ -24,11 +24,11 @@ from agl.schemas import Weights
 from agl_algo_verl.batches import micro_batched, per_rollout, responses, weighting
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.objectives import chosen_loss
-from agl_algo_verl.opening import open_policy, use_rate_of_schedule
+from agl_algo_verl.opening import open_policy
+from agl_algo_verl.privates import plain_names, schedule_of, tensors_of, use_rate_of_schedule
 from agl_algo_verl.probe import put_probe
 from agl_algo_verl.rows import RowSample
 from agl_algo_verl.runtime import prepare
-from agl_algo_verl.typed import verl_part
 from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class VerlWorker:
     @property
     def place(self) -> int:
         """Steps of the learning rate's schedule that are done."""
-        return int(self._worker.engine.lr_scheduler.last_epoch)
+        return int(schedule_of(self._worker.engine).last_epoch)
 
     def move_schedule(self) -> None:
         """Count a step without an update in the schedule of the learning rate."""
@@ -184,7 +184,7 @@ class VerlWorker:
         if self._settings.is_lora:
             state = merged_weights(engine.module)
         else:
-            state = {name: tensor.detach().cpu() for name, tensor in engine.get_per_tensor_param()[0]}
+            state = {name: tensor.detach().cpu() for name, tensor in tensors_of(engine)}
         if engine.model_config.hf_config.tie_word_embeddings:
             state.pop("lm_head.weight", None)  # the same tensor as the embedding
         return state
@@ -281,7 +281,7 @@ def merged_weights(module: Any) -> dict[str, Tensor]:
             change = state[f"{name}.lora_B.default.weight"] @ state[f"{name}.lora_A.default.weight"]
             weight = state[f"{name}.base_layer.weight"]
             state[f"{name}.base_layer.weight"] = weight + scaling * change
-    return verl_part("verl.utils.fsdp_utils:normalize_peft_param_name")(state)
+    return plain_names(state)
 
 
 def _gathered(tensor: Any) -> Tensor:
