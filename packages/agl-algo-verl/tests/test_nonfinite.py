@@ -105,7 +105,7 @@ def test_the_cluster_counts_and_tells_steps_that_verl_skipped(tmp_path: Path) ->
     said: list[str] = []
     engine: Any = RayVERL(**config(**{"rollout.name": "agl_hf"}), max_nonfinite=1)
     engine._context = SimpleNamespace(workdir=tmp_path, name="verl", say=said.append)
-    engine._folder.mkdir(parents=True)
+    engine._folder.mkdir(parents=True, exist_ok=True)
     norms = [math.nan, 1.0, math.nan, math.inf]
     lines = [
         json.dumps({"step": step, "data": {"actor/grad_norm": norm, "actor/lr": 0.1}})

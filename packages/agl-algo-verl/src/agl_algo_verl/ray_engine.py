@@ -79,6 +79,7 @@ REPORTED = {
     "actor/kl_loss": "kl_loss",
     "agl/logprob_gap": "logprob_gap",
     "agl/logprob_gap_mean": "logprob_gap_mean",
+    "rollout_corr/rollout_is_eff_sample_size": "effective_share",
     "training/rollout_probs_diff_max": "probability_gap",
     "training/rollout_probs_diff_mean": "probability_gap_mean",
     "timing_s/old_log_prob": "old_log_prob_s",
