@@ -37,6 +37,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.groups",
         "agl_objectives.importance",
         "agl_objectives.kl",
+        "agl_objectives.nonfinite",
         "agl_objectives.registry",
         "agl_objectives.replay",
         "agl_objectives.saving",

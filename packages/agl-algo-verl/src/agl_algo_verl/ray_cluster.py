@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import psutil
 
 from agl.errors import AglError, ConfigError
 from agl_algo_verl.bridge import NAME, Bridge
+from agl_algo_verl.ray_validation import checked, use_platform
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.typed import verl_part
 
@@ -88,6 +88,10 @@ class Cluster:
         self._given = await self._in_thread(lambda: ray.put(answer))  # kept: Ray drops what nobody refers to
         await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.answer.remote([self._given]).future()))
 
+    async def save(self) -> None:
+        """Let VERL, which waits for rows, save a checkpoint; raises AglError when its trainer has ended."""
+        await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.save.remote().future()))
+
     async def stop(self) -> None:
         """End VERL's trainer, and Ray where it was started here; call it once, even where `start` failed."""
         run, self._run = self._run, None
@@ -119,16 +123,10 @@ class Cluster:
     def _launch(self, config: Callable[[], Any]) -> Any:
         check_version()
         ray: Any = verl_part("importlib:import_module")("ray")
-        for name in (
-            "VERL_PLATFORM",
-            "VERL_ENGINE_DEVICE",
-            "VERL_LOGGING_LEVEL",
-        ):  # VERL reads them when it is imported, here as well
-            if name in self._environment:
-                os.environ.setdefault(name, self._environment[name])
+        use_platform(self._environment)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # VERL warns of every engine that is not installed
-            composed = config()
+            composed = checked(config(), self._read)
             runner = verl_part("verl.trainer.main_ppo:TaskRunnerV1")
             own = verl_part("verl.trainer.constants_ppo:get_ppo_ray_runtime_env")(composed)
         own["env_vars"] = {**own.get("env_vars", {}), **self._environment, "TRANSFER_QUEUE_ENABLE": "1"}
@@ -207,7 +205,7 @@ def _one_machine(ranks: int) -> dict[str, Any]:
 
 def _trainer_error(error: BaseException) -> AglError:
     return AglError(
-        f"VERL's trainer on Ray ended with an error: {_last_line(error)} Every finished step is kept. Mend the "
+        f"VERL's trainer on Ray ended with an error: {_last_line(error)} Every saved step is kept. Mend the "
         "cause unless it was an accident, and continue with --resume (resume=True)"
     )
 
