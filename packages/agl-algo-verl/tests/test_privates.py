@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from functools import partial
@@ -158,6 +159,8 @@ def test_all_repairs_can_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in places:
         place = importlib.import_module(module)
         monkeypatch.setattr(place, name, getattr(place, name))
+    trainer = importlib.import_module(TRAINER).PPOTrainer
+    monkeypatch.setattr(trainer, "fit", trainer.fit)
     worker = importlib.import_module(WORKERS).ActorRolloutRefWorker
     monkeypatch.setattr(worker, "actor_worker_cls", worker.actor_worker_cls)
     for _ in range(2):
@@ -165,6 +168,9 @@ def test_all_repairs_can_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             repair()
         for repair in (privates.register_replica, privates.use_loss_worker, privates.report_gap):
             repair()
+        privates.introduce_trainer()
+    assert "introduced" == trainer.fit.__code__.co_name
+    assert privates.SAVED in inspect.getsource(trainer._save_checkpoint)
     assert issubclass(worker.actor_worker_cls, LossWorker)
     assert "cuda" == importlib.import_module(GROUP).get_device_name()
     policy = importlib.import_module(ENGINE).CPUOffloadPolicy

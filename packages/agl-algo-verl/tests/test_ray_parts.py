@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from agl.errors import AglError
 from agl.schemas import CallCredit
+from agl_algo_verl.bridge import Bridge, StepRequest
 from agl_algo_verl.ray_files import count, forget_after, prune, steps_of
 from agl_algo_verl.ray_rows import rows_for_verl
 from agl_algo_verl.ray_weights import merge_saved, say_precision
@@ -126,6 +128,23 @@ def test_rows_that_verl_cannot_train_are_refused() -> None:
     mixed = prepared(sample("a"), sample("b", temperature=0.5), rollouts=[("a", 0), ("b", 0)])
     with pytest.raises(AglError, match=r"temperatures \[0.5, 1.0\]"):
         rows_for_verl(mixed, mode="token-mean", step=4)
+
+
+def test_a_checkpoint_is_asked_for_while_verl_waits_for_rows() -> None:
+    async def body() -> None:
+        bridge = Bridge()
+        asked = asyncio.ensure_future(bridge.ask(StepRequest(step=3, addresses=())))
+        assert 3 == (await bridge.request()).step
+        saving = asyncio.ensure_future(bridge.save())
+        assert [] == await asked
+        assert not saving.done()
+        asked = asyncio.ensure_future(bridge.saved())
+        await saving
+        assert not asked.done()
+        await bridge.answer(["rows"])
+        assert ["rows"] == await asked
+
+    asyncio.run(body())
 
 
 def test_checkpoints_of_uncounted_steps_and_old_ones_are_removed(tmp_path: Path) -> None:
