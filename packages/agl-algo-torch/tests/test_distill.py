@@ -82,6 +82,16 @@ class TestConformanceWithEverything(AlgorithmConformance):
         )
 
 
+class TestConformanceWithChosenTasks(AlgorithmConformance):
+    """Rounds and a curriculum must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path, teacher_dir: Path) -> AlgorithmScenario:
+        chosen = {"tasks_per_step": 2, "refill": 2, "curriculum": "frontier", "reward_coef": 0.5}
+        scenario = scenario_of(model_dir, teacher_dir, **chosen)
+        return replace(scenario, train=[{"n": number} for number in range(12)])
+
+
 class TestConformanceWithAServedTeacher(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path, teacher_dir: Path) -> AlgorithmScenario:

@@ -15,7 +15,7 @@ from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Span, Weights, unpack_ids
 from agl_algo_torch.divergence import scaled_logprobs
 from agl_algo_torch.model import load_model
-from agl_algo_torch.sdpo import SDPO
+from agl_algo_torch.sdpo import NOTHING_TO_LEARN, SDPO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -69,6 +69,19 @@ class TestConformanceWithEverything(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
         return scenario_of(model_dir, teacher_start=0.3, grpo_coef=0.5, lora_rank=4, warmup=1, decay="linear")
+
+
+class TestConformanceWithChosenTasks(AlgorithmConformance):
+    """Rounds and a curriculum must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        chosen = {"group_size": 2, "refill": 2, "curriculum": "frontier", "sources": ("siblings",)}
+        return replace(scenario_of(model_dir, **chosen), train=questions(12))
+
+
+def questions(count: int) -> list[dict[str, str]]:
+    return [{"question": f"question {number}"} for number in range(count)]
 
 
 def first_update(tmp_path: Path, model_dir: Path, **params: Any) -> tuple[AlgorithmBench, dict[str, torch.Tensor]]:
@@ -138,6 +151,40 @@ def test_teacher_at_the_start_is_another_one_once_the_policy_has_moved(tmp_path:
     free, held = (reports_of(tmp_path / f"{s}", model_dir, teacher_start=s, **params) for s in (0.0, 1.0))
     assert free[0].metrics["divergence"] == pytest.approx(held[0].metrics["divergence"], rel=1e-3)
     assert free[1].metrics["divergence"] != pytest.approx(held[1].metrics["divergence"], rel=1e-2)
+
+
+def test_groups_about_which_nothing_can_be_told_are_replaced(tmp_path: Path, model_dir: Path) -> None:
+    chosen = {"steps": 1, "group_size": 2, "refill": 20, "sources": ("siblings",)}
+    bench = AlgorithmBench(replace(scenario_of(model_dir, **chosen), train=questions(40)), tmp_path)
+    (report,) = asyncio.run(run(bench))
+    by_group: dict[str, list[float]] = {}
+    for episode in bench.collected.values():
+        by_group.setdefault(episode.rollout.group_id, []).append(episode.reward or 0.0)
+    mixed = {group for group, rewards in by_group.items() if 0 < sum(rewards) < 2}
+    dropped = {name for name, uses in report.uses.items() if {NOTHING_TO_LEARN} == {use.note for use in uses}}
+    assert {e.rollout.rollout_id for e in bench.collected.values() if e.rollout.group_id not in mixed} == dropped
+    assert (2, 0.0) == (len(mixed), report.metrics["groups_missing"])
+    assert report.metrics["groups_dropped"] == len(by_group) - 2 > 0
+    assert report.trained
+
+
+def test_a_group_that_failed_as_a_whole_is_kept_where_its_failures_were_told(tmp_path: Path, model_dir: Path) -> None:
+    world = ChatWorld()
+    world.value_of = lambda response: 0.0  # type: ignore[method-assign]
+    chosen = {"steps": 1, "group_size": 2, "refill": 5}
+    (report,) = reports_of(tmp_path, model_dir, world, **chosen)
+    assert (0.0, 0.0) == (report.metrics["groups_silent"], report.metrics["rollouts_extra"])
+    assert 8.0 == report.metrics["calls_taught"]
+
+
+@pytest.mark.parametrize(("grpo_coef", "is_kept"), [(0.0, False), (0.5, True)])
+def test_with_rewards_in_the_loss_a_group_that_differs_is_kept(
+    tmp_path: Path, model_dir: Path, grpo_coef: float, is_kept: bool
+) -> None:
+    world = ChatWorld(remarks=False)
+    chosen = {"steps": 1, "group_size": 8, "refill": 1, "sources": ("rewards",), "grpo_coef": grpo_coef}
+    (report,) = reports_of(tmp_path, model_dir, world, **chosen)
+    assert is_kept == (report.metrics["groups_silent"] < report.metrics["groups"])
 
 
 def test_rollouts_with_nothing_to_tell_do_not_train_and_are_counted(tmp_path: Path, model_dir: Path) -> None:

@@ -109,6 +109,7 @@ class CollectFn(Protocol):
         resources: Mapping[str, str] | None = None,
         key: str = "",
         keeps_all: bool = False,
+        greedy: bool = False,
     ) -> Collected:
         """Run every task ``n`` times as one group each.
 
@@ -125,6 +126,8 @@ class CollectFn(Protocol):
                 digits, ``_`` and ``-``.
             keeps_all: Return failed and unrewarded training rollouts as they are, instead of applying the
                 experiment's policies for them; validation and test rollouts always come as they are.
+            greedy: Have the tuned policies answer at temperature 0, whatever the agent asks; for rollouts of mode
+                ``test``, to which the experiment's policies for failed and unrewarded ones are then applied.
         """
         ...
 
