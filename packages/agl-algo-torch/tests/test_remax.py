@@ -153,7 +153,7 @@ def test_tasks_whose_greedy_rollout_has_no_reward_are_left_out_with_the_reason(m
 
 
 def test_rounds_that_compare_rollouts_with_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="refill = 2, which replaces groups whose rollouts do not differ.*greedy"):
+    with pytest.raises(ConfigError, match=r"refill = 2, which replaces groups whose rollouts do not differ.*greedy"):
         GRPO(estimator="remax", refill=2)
 
 

@@ -205,7 +205,7 @@ class Distill:
 
     async def step(self) -> StepReport:
         """Collect rollouts, ask the teacher about them, update, save and publish."""
-        context, step = self._context, self._step + 1
+        step = self._step + 1
         learner = await self._tuned.learner(updates=self._step * self._updates_per_step * self._epochs)
         moves = learner.moves
 

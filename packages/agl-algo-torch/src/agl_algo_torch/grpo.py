@@ -77,8 +77,9 @@ class GRPO:
             `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
             without preference.
         estimator: `grpo`, `dr_grpo`, `rloo`, `remax`, `reinforce++`, `reinforce++-baseline`, another estimator's name,
-            or `module:name`; `estimator_params` are its parameters. `remax` runs every task once more, greedily. A credit that gives finished advantages leaves it
-            nothing to do, which the first such step says.
+            or `module:name`; `estimator_params` are its parameters. `remax` runs every task once more, greedily, and
+            compares with that. A credit that gives finished advantages leaves it nothing to do, which the first such
+            step says.
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does); by default what
             the loss asks for, `token` for `ppo-clip`.
         replay: Share of a step's trained rollouts that earlier steps have trained on already, each once more at most

@@ -91,6 +91,7 @@ NOTHING_TO_LEARN = (
 )
 """Said by `agl why` of the calls of a group that was replaced."""
 
+
 class SDPO:
     """Trains the weights of one policy towards what it would answer knowing what was said about its answers.
 

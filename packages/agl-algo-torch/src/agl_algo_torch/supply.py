@@ -122,9 +122,7 @@ class RolloutSupply:
         metrics = {"reward": mean(rewards), "groups": float(len(sampled.groups)), "rollouts": float(len(rewards))}
         metrics |= sampled.metrics  # with rounds, those of all rollouts that were collected
         metrics |= {f"dropped_{why}": float(count) for why, count in sampled.dropped.items()}
-        return SuppliedGroups(
-            groups=sampled.groups, metrics=metrics, stop_reason=self._reason(step), uses=sampled.uses
-        )
+        return SuppliedGroups(groups=sampled.groups, metrics=metrics, stop_reason=self._reason(step), uses=sampled.uses)
 
     def state(self) -> dict[str, Json]:
         """Return how far the sources were read, if they are exhausted, and what the curriculum knows."""

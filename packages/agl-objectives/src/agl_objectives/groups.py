@@ -136,8 +136,8 @@ class GroupSampler:
             raise ConfigError(f"{algorithm} got refill = {refill}; give the most rounds of a step, or 0 for none.")
         if refill and has_greedy:
             raise ConfigError(
-                f"{algorithm} got refill = {refill}, which replaces groups whose rollouts do not differ from each other, "
-                "with an estimator that compares them with a greedy rollout. Remove refill, or use rloo."
+                f"{algorithm} got refill = {refill}, which replaces groups whose rollouts do not differ, "
+                "and an estimator that compares them with a greedy rollout. Remove refill, or use rloo."
             )
         if refill and n < 2 and silence is None:
             raise ConfigError(
