@@ -279,6 +279,7 @@ def test_token_that_a_server_rules_out_has_a_finite_gap() -> None:
         ({"teacher": ""}, 'teacher = ""; give a model folder'),
         ({"teacher": "./big", "reward_coef": 1.0, "group_size": 1}, "group_size is 1"),
         ({"teacher": "./big", "reward_coef": -1.0}, "reward_coef"),
+        ({"teacher": "./big", "refill": 2}, "refill = 2 without reward_coef: every group learns from the teacher"),
         ({"teacher": "./big", "loss": "ppo-clib"}, "No loss is named 'ppo-clib'"),
     ],
 )

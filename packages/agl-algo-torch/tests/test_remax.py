@@ -69,8 +69,9 @@ def first_step(model_dir: Path, folder: Path, world: World, **params: Any) -> tu
 class TestConformance(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        scenario = scenario_of(model_dir, GreedyWorld(0.25), curriculum="frontier")
-        return replace(scenario, make_longer=scenario_of(model_dir, GreedyWorld(0.25), steps=4).make)
+        chosen = {"curriculum": "frontier"}
+        longer = scenario_of(model_dir, GreedyWorld(0.25), steps=4, **chosen)
+        return replace(scenario_of(model_dir, GreedyWorld(0.25), **chosen), make_longer=longer.make)
 
 
 def remax_of_the_paper(rewards_R_T: torch.Tensor, baseline_R: torch.Tensor, mask_R_T: torch.Tensor) -> torch.Tensor:

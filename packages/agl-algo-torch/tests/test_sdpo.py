@@ -14,6 +14,7 @@ from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Span, Weights, unpack_ids
 from agl_algo_torch.divergence import scaled_logprobs
+from agl_algo_torch.lessons import Teaching
 from agl_algo_torch.model import load_model
 from agl_algo_torch.sdpo import NOTHING_TO_LEARN, SDPO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
@@ -233,28 +234,27 @@ def test_mixing_adds_the_gradient_of_grpo(tmp_path: Path, model_dir: Path) -> No
     assert {row for uses in mixed.uses.values() for row in (use.row for use in uses)} == {0}
 
 
-def teachers_texts(bench: AlgorithmBench, store: Any = None) -> list[str]:
+def teachers_texts(bench: AlgorithmBench, patch: pytest.MonkeyPatch, store: Any = None) -> list[str]:
     """The words that the teacher of each call reads at the first step, the recorded prompt left out."""
     found: list[str] = []
+    told = Teaching._teacher_sample
+
+    def listen(self: Any, call: Any, lesson: Any) -> Any:
+        sample = told(self, call, lesson)
+        if not isinstance(sample, str):
+            shared = unpack_ids(call.prompt_ids) + unpack_ids(call.response_ids)
+            found.append(self._retelling.text(sample.ids[: len(sample.ids) - len(shared) + 60].tolist()))
+        return sample
 
     async def body() -> None:
         async with bench:
             algorithm: Any = bench.scenario.make()
             context = bench.context()
             await algorithm.setup(replace(context, store=store) if store else context)
-            told = algorithm._teacher_sample
-
-            def listen(call: Any, lesson: Any, retelling: Any, *, most: int) -> Any:
-                sample = told(call, lesson, retelling, most=most)
-                if not isinstance(sample, str):
-                    shared = unpack_ids(call.prompt_ids) + unpack_ids(call.response_ids)
-                    found.append(retelling.text(sample.ids[: len(sample.ids) - len(shared) + 60].tolist()))
-                return sample
-
-            algorithm._teacher_sample = listen
             await algorithm.step()
             await algorithm.close()
 
+    patch.setattr(Teaching, "_teacher_sample", listen)
     asyncio.run(body())
     return found
 
@@ -270,11 +270,13 @@ class Quoting(ChatWorld):
         return msgspec.structs.replace(played, rewards=(Reward(value=0.0, source="evaluator", feedback=remark),))
 
 
-def test_hidden_field_that_a_reward_quotes_is_not_in_the_teachers_tokens(tmp_path: Path, model_dir: Path) -> None:
+def test_hidden_field_that_a_reward_quotes_is_not_in_the_teachers_tokens(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secrets = ["blue whale", 'a "b" c', "twenty\ntwo\nlines", "1234567", "über-Größe"]
     tasks = [{"question": f"q{i}", "answer": secret} for i, secret in enumerate(secrets)]
     scenario = replace(scenario_of(model_dir, Quoting(), steps=1, tasks_per_step=5, group_size=2), train=tasks)
-    texts = teachers_texts(AlgorithmBench(scenario, tmp_path))
+    texts = teachers_texts(AlgorithmBench(scenario, tmp_path), monkeypatch)
     assert len(texts) == 20
     for text in texts:
         assert "bad: expected" in text
@@ -301,10 +303,12 @@ class Attempted(ChatWorld):
         return msgspec.structs.replace(super().play(order), attempt=attempt)
 
 
-def test_tool_that_failed_is_told_from_the_store(tmp_path: Path, model_dir: Path) -> None:
+def test_tool_that_failed_is_told_from_the_store(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = Attempted(remarks=False)
     scenario = scenario_of(model_dir, world, steps=1, tasks_per_step=1, group_size=2, sources=("tools",))
-    texts = teachers_texts(AlgorithmBench(scenario, tmp_path), store=OneFailedTool())
+    texts = teachers_texts(AlgorithmBench(scenario, tmp_path), monkeypatch, store=OneFailedTool())
     assert len(texts) == 4
     assert all("sql: no such table" in text for text in texts)
 
