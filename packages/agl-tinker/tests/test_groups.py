@@ -12,6 +12,7 @@ from agl.contracts import Collected
 from agl.errors import ConfigError, RunError
 from agl.schemas import Episode, Transition
 from agl_objectives.groups import GroupSampler as TheirSampler
+from agl_objectives.groups import Silence
 from agl_testing.conformance.bench import AlgorithmBench, AlgorithmScenario, RolloutOrder
 from agl_tinker.algorithm import Tinker
 from agl_tinker.groups import GroupSampler, StepGroups
@@ -88,7 +89,12 @@ def test_a_round_without_a_usable_rollout_is_counted_and_ends_nothing(tmp_path: 
 def test_tasks_and_metrics_are_those_of_the_algorithms_with_torch(tmp_path: Path, curriculum: Any) -> None:
     one, two = bench_of(tmp_path / "one"), bench_of(tmp_path / "two")
     ours = sampler(one, refill=2, curriculum=curriculum)
-    theirs = TheirSampler("grpo", count=COUNT, n=N, refill=2, curriculum=curriculum)
+
+    async def is_equal(group: Sequence[Episode]) -> bool:
+        return is_silent(group)
+
+    silence = Silence(of=is_equal, note="equal")
+    theirs = TheirSampler("grpo", count=COUNT, n=N, refill=2, curriculum=curriculum, silence=silence)
     theirs.begin(two.context())
     for step in range(1, 9):
         mine, other = asyncio.run(ours.collect(step)), asyncio.run(theirs.collect(step))

@@ -107,7 +107,8 @@ class GroupSampler:
         places = self.first(step)
         metrics = self._described(places)
         found = await self._run(step, places)
-        begun, groups, dropped = found.groups(), found.groups(), Counter(found.dropped)
+        begun, dropped = found.groups(), Counter(found.dropped)
+        groups = list(begun)
         loud = [group for group in groups if not self._is_silent(group)]
         taken, rounds = list(places), 0
         while len(loud) < len(places) and rounds < self._refill:
@@ -118,8 +119,9 @@ class GroupSampler:
             found = await self._run_further(step, further, key=f"refill{len(taken) - len(places)}")
             taken, rounds = taken + further, rounds + 1
             dropped.update(found.dropped)
-            groups += found.groups()
-            loud += [group for group in found.groups() if not self._is_silent(group)]
+            fresh = found.groups()
+            groups += fresh
+            loud += [group for group in fresh if not self._is_silent(group)]
         kept = groups if not self._refill else loud or begun
         replaced = [group for group in groups if not any(group is other for other in kept)]
         if self._refill:
