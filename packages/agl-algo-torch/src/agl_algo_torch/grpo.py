@@ -378,7 +378,7 @@ class GRPO:
             for index, part in enumerate(parts):
                 reports.append(await asyncio.to_thread(self._update, learner, part, held=held, tokens=tokens))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
-        return averaged(reports) | self._replay.truncated(replayed)
+        return (averaged(reports) or {"updates_skipped": 1.0}) | self._replay.truncated(replayed)
 
     def _batches(
         self, learner: PolicyLearner, samples: Sequence[RowSample]
