@@ -79,7 +79,7 @@ class TestConformanceWithChosenTasks(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
         train = [{"n": number} for number in range(12)]
-        scenario = scenario_of(model_dir, tasks_per_step=2, group_size=2, refill=2, curriculum="unsolved")
+        scenario = scenario_of(model_dir, min_reward=0.5, tasks_per_step=2, refill=2, curriculum="unsolved")
         return replace(scenario, train=train)
 
 
