@@ -52,7 +52,7 @@ from agl_run.store_contract import build_store, checked_store
 
 _LOG = logging.getLogger("agl_run.experiment")
 
-_FILES = ("tls_cert", "tls_key")
+_FILES = ("tls_cert", "tls_key", "audit_log")
 """Parameters of a gateway that name files from the experiment's folder."""
 
 
@@ -317,6 +317,7 @@ class Session:
     def _worker_context(self, upstreams: list[Upstream]) -> WorkerContext:
         return WorkerContext(
             store=self.store,
+            secret=signing_keys(),
             resources=self.live.for_rollout,
             gateway_url=self._gateway_url,
             gateway=self._gateway,
