@@ -55,6 +55,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_run.fleets",
         "agl_run.lightning",
         "agl_run.programs",
+        "agl_run.greedy",
         "agl_run.replay",
         "agl_run.sinks",
         "agl_run.sql",
