@@ -64,11 +64,13 @@ class Pacing:
             context.policy("main_llm").engine
         assert getattr(context.policy("main_llm"), "offer_weights", None) is None
         collected = await context.collect(context.train[:2], step=step, n=1)
+        trained = tuple(episode.rollout.rollout_id for group in collected.groups() for episode in group)
         began = time.time()
         await asyncio.sleep(self.work_s)
         note = {
             "name": context.name, "pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             "began": began, "ended": time.time(), "live": dict(context.live()), "step": step,
+            "trained": trained,
         }
         with open(context.folder / "notes.jsonl", "a") as file:
             file.write(json.dumps(note) + "\\n")
@@ -78,7 +80,6 @@ class Pacing:
         context.progress(step, self.steps, "pacing")
         context.say(f"took step {step}")
         self.done = step
-        trained = tuple(episode.rollout.rollout_id for group in collected.groups() for episode in group)
         return StepReport(
             step=step, is_finished=step >= self.steps, trained=trained, metrics={"rollouts": float(len(trained))}
         )
