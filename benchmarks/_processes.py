@@ -4,57 +4,67 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LOOK_S = 1.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ACTOR = b"ray::WorkerActor"
 
 
-@dataclass(kw_only=True)
-class Use:
-    """The largest sums that were seen.
+class Look(NamedTuple):
+    """What was seen at one moment.
 
     Attributes:
-        ours_mb: PSS of ``agl run`` and of all workers.
-        run_mb: PSS of ``agl run`` alone.
-        ray_mb: PSS of Ray's own processes, workers that wait included.
-        run_cpu_s: CPU seconds of ``agl run``, from its start.
-        worker_cpu_s: CPU seconds of all workers, from their starts.
+        at: Unix seconds.
+        run_mb: PSS of ``agl run``, with its gateway where that is a process of its own.
+        workers_mb: PSS of all workers.
+        ray_mb: PSS of Ray's own processes, those that wait for work included.
+        run_cpu_s: CPU seconds of these since their starts.
+        workers_cpu_s: CPU seconds of all workers since their starts.
     """
 
-    ours_mb: float = 0.0
-    run_mb: float = 0.0
-    ray_mb: float = 0.0
-    run_cpu_s: float = 0.0
-    worker_cpu_s: float = 0.0
+    at: float
+    run_mb: float
+    workers_mb: float
+    ray_mb: float
+    run_cpu_s: float
+    workers_cpu_s: float
 
 
-def watched(run: "subprocess.Popen[str]", ours: Sequence[int]) -> Use:
+def watched(run: "subprocess.Popen[str]", ours: Sequence[int]) -> list[Look]:
     """Look each second until a process ends; ``ours`` are the processes that belong to agl, besides Ray's actors."""
-    use = Use()
+    looks: list[Look] = []
     while run.poll() is None:
-        _look(use, run.pid, set(ours))
+        looks.append(_look(run.pid, set(ours)))
         time.sleep(LOOK_S)
-    return use
+    return looks
 
 
-def _look(use: Use, run: int, ours: set[int]) -> None:
-    workers_mb = ray_mb = run_mb = worker_cpu_s = 0.0
+def _look(run: int, ours: set[int]) -> Look:
+    sums = {"run": (0.0, 0.0), "workers": (0.0, 0.0), "ray": (0.0, 0.0)}
     for pid in ours | set(_descendants(ours)):
         try:
             name, pss_mb, cpu_s = Path(f"/proc/{pid}/cmdline").read_bytes(), _pss_mb(pid), _cpu_s(pid)
         except OSError:
             continue  # it has ended
-        if pid == run:
-            run_mb, use.run_cpu_s = pss_mb, cpu_s
-        elif pid in ours or name.startswith(_ACTOR):
-            workers_mb, worker_cpu_s = workers_mb + pss_mb, worker_cpu_s + cpu_s
-        else:
-            ray_mb += pss_mb
-    use.ours_mb, use.run_mb = max(use.ours_mb, workers_mb + run_mb), max(use.run_mb, run_mb)
-    use.ray_mb, use.worker_cpu_s = max(use.ray_mb, ray_mb), max(use.worker_cpu_s, worker_cpu_s)
+        whose = _owner(pid, name, run=run, ours=ours)
+        memory_mb, used_s = sums[whose]
+        sums[whose] = (memory_mb + pss_mb, used_s + cpu_s)
+    return Look(
+        at=time.time(),
+        run_mb=sums["run"][0],
+        workers_mb=sums["workers"][0],
+        ray_mb=sums["ray"][0],
+        run_cpu_s=sums["run"][1],
+        workers_cpu_s=sums["workers"][1],
+    )
+
+
+def _owner(pid: int, name: bytes, *, run: int, ours: set[int]) -> str:
+    if pid == run or b"agl_gateway" in name:
+        return "run"
+    return "workers" if pid in ours or name.startswith(_ACTOR) else "ray"
 
 
 def _descendants(roots: set[int]) -> Iterator[int]:

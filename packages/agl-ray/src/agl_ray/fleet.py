@@ -16,10 +16,7 @@ from agl_ray.placed import placed_algorithm
 from agl_ray.pool import Pool, PoolSettings
 from agl_ray.reservation import Patience, Reservation
 from agl_run import PlacementConfig
-from agl_run.fleets import FleetSetup
-
-LOOP_ROLLOUTS = 256
-"""Rollouts that one event loop holds at most; beyond that their calls wait for each other."""
+from agl_run.fleets import LOOP_ROLLOUTS, FleetSetup
 
 WORKER_CPUS = 0.5
 """CPUs that a worker asks for by default: it mostly waits for models."""
