@@ -1,8 +1,8 @@
 """Agents that ask five times and wait in between, the model that answers them, and the same agents without agl.
 
-``python -m benchmarks._crowd model`` serves the model and prints its URL; every answer says how long the model took, so
-that what an agent waited beyond that is known. ``python -m benchmarks._crowd agents URL COUNT FIRST SECONDS NOTES`` runs
-agents on one event loop, with nothing between them and the URL. Each agent leaves a line of JSON among the notes.
+``python -m benchmarks._crowd model`` serves the model and prints its URL; every answer says how long the model took,
+so that what an agent waited beyond that is known. ``python -m benchmarks._crowd agents URL COUNT FIRST SECONDS NOTES``
+runs agents on one event loop, with nothing between them and the URL. Each agent leaves a line of JSON in the notes.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ class Look(NamedTuple):
     workers_cpu_s: float
 
 
-def watched(run: "subprocess.Popen[str]", ours: Sequence[int]) -> list[Look]:
+def watched(run: subprocess.Popen[str], ours: Sequence[int]) -> list[Look]:
     """Look each second until a process ends; ``ours`` are the processes that belong to agl, besides Ray's actors."""
     looks: list[Look] = []
     while run.poll() is None:

@@ -260,9 +260,7 @@ def _counts(title: str, size: Size, found: Result) -> list[Figure]:
     agents, calls = size.agents, size.agents * CALLS
     return [
         Figure(name=f"{title}: agents at once", value=found.at_once, unit=f"of {agents}", bar=agents),
-        Figure(
-            name=f"{title}: rollouts lost", value=found.lost_rollouts, unit=f"of {agents}", bar=0, better="lower"
-        ),
+        Figure(name=f"{title}: rollouts lost", value=found.lost_rollouts, unit=f"of {agents}", bar=0, better="lower"),
         Figure(name=f"{title}: calls lost", value=found.lost_calls, unit=f"of {calls}", bar=0, better="lower"),
         Figure(name=f"{title}: attempts repeated", value=found.repeated, unit="", better="lower"),
     ]

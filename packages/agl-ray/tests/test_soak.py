@@ -110,7 +110,8 @@ def test_any_actor_is_killed_fifty_times_and_every_rollout_is_finished_once(
     ray: Any, experiment: Any, tmp_path: Path
 ) -> None:
     resources = "\n[algorithm.resources]\nnum_cpus = 0.5\n"
-    runner = '[runner]\nuse = "ray"\nconcurrency = 2\n\n[runner.params]\nmax_workers = 2\nmin_workers = 2\nwait_s = 60\n'
+    params = "max_workers = 2\nmin_workers = 2\nwait_s = 60\n"
+    runner = f'[runner]\nuse = "ray"\nconcurrency = 2\n\n[runner.params]\n{params}'
     more = _algorithm(f"steps = {STEPS}, work_s = 0.2", resources) + runner
     given = experiment(tmp_path, tasks=2, seconds=1.5, more=more)
     draw, seen = random.Random(0), set[int]()

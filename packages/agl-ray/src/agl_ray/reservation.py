@@ -88,9 +88,9 @@ class Reservation:
         names = {name for share in shares for name in share.amounts}
         free = amounts_text({name: amount for name, amount in _free().items() if name in names})
         return (
-            f"the Ray cluster had no room within {self._patience.wait_s:g} s: {asked} ({strategy}), and {free or 'nothing'} is "
-            "free. Wait until others end, ask for less in the table resources, or raise wait_s in [runner.params] for "
-            "a cluster that grows"
+            f"the Ray cluster had no room within {self._patience.wait_s:g} s: {asked} ({strategy}), and "
+            f"{free or 'nothing'} is free. Wait until others end, ask for less in the table resources, or raise wait_s "
+            "in [runner.params] for a cluster that grows"
         )
 
     def _make(self, shares: Sequence[Share], strategy: str) -> None:
