@@ -71,7 +71,7 @@ ADAPTERS = {
 
 PLUGINS = {
     "agl-archive": ["duckdb>=2.0,<3", "pandas>=3.1,<4"],
-    "agl-ray": ["ray[default]==2.60.0", "openai>=3,<4"],
+    "agl-ray": ["ray==2.60.0", "openai>=3,<4"],
     "agl-rewards": ["-e", "packages/agl-credit", "openai>=3,<4"],
     "agl-credit": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
@@ -479,6 +479,13 @@ def harness(session: nox.Session) -> None:
     tools = environment(session, ours(*LIGHT, "agl-harness"))
     words = session.posargs or ["--write"]
     tools.run(session, "python", "-m", "tools.harness_matrix", *words, variables=HARNESSES)
+
+
+@nox.session(name="ray-jobs")
+def ray_jobs(session: nox.Session) -> None:
+    """An experiment that is submitted to Ray's own job server, not part of ``tests``: the server is slow to start."""
+    needs = [*ours(*LIGHT, "agl-ray"), *TEST_TOOLS, "ray[default]==2.60.0", "openai>=3,<4"]
+    pytest(session, environment(session, needs), "packages/agl-ray/tests/test_jobs.py", "-m", "soak", "-n0")
 
 
 @nox.session

@@ -1,21 +1,19 @@
-"""Long runs: actors that are killed again and again, Ray's own job server, and defaults at their real length."""
+"""Long runs: actors that are killed again and again, and defaults at their real length."""
 
 import asyncio
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -160,7 +158,7 @@ def test_idle_cluster_has_no_worker_after_a_minute(ray: Any, experiment: Any, tm
 
 def test_auto_starts_a_cluster_that_ends_with_the_run(experiment: Any, tmp_path: Path) -> None:
     given = experiment(tmp_path)
-    with _short_folder() as folder:
+    with TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:  # short, for sockets
         done = subprocess.run(
             [sys.executable, "-m", "agl", "run", str(given.file), "--ray", "auto"],
             cwd=tmp_path,
@@ -174,17 +172,6 @@ def test_auto_starts_a_cluster_that_ends_with_the_run(experiment: Any, tmp_path:
         wait_until(lambda: not _processes_with(folder))
 
 
-class _short_folder:  # noqa: N801  # a context manager
-    """A folder with a short path, in which sockets can be."""
-
-    def __enter__(self) -> str:
-        self._path = tempfile.mkdtemp(prefix="agl-", dir="/tmp")
-        return self._path
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
-
-
 def _processes_with(text: str) -> list[str]:
     found: list[str] = []
     for line in Path("/proc").glob("[0-9]*/cmdline"):
@@ -195,49 +182,3 @@ def _processes_with(text: str) -> list[str]:
         if text in words:
             found.append(words)
     return found
-
-
-SERVER = """
-import sys, ray
-found = ray.init(address="local", num_cpus=4, include_dashboard=True, dashboard_port=0, object_store_memory=128 << 20)
-print("dashboard", found.dashboard_url, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def job_server(_place: None) -> Iterator[str]:
-    """Ray with its job server, in a process of its own; gives the address."""
-    with _short_folder() as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "RAY_TMPDIR": folder},
-            text=True,
-        )
-        assert process.stdout is not None
-        found = next((line for line in process.stdout if line.startswith("dashboard")), "")
-        assert found, "Ray did not start"
-        yield f"http://{found.split()[1]}"
-        process.communicate(timeout=120)
-
-
-def test_job_that_is_submitted_runs_on_its_cluster(job_server: str, experiment: Any, tmp_path: Path) -> None:
-    store = f"sqlite:///{tmp_path / 'kept' / 'runs.db'}"
-    given = experiment(tmp_path / "job")
-    given.file.write_text(given.file.read_text().replace("sqlite:///runs.db", store))
-    (tmp_path / "kept").mkdir()
-    ray = Path(sys.executable).parent / "ray"
-    words = [ray, "job", "submit", "--address", job_server, "--working-dir", ".", "--"]
-    done = subprocess.run(
-        [*words, sys.executable, "-m", "agl", "run", "experiment.toml", "--ray", "auto"],
-        cwd=given.file.parent,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert 0 == done.returncode, done.stdout + done.stderr
-    assert "recorded 6 rollouts, 0 failed, mean reward 1.000" in done.stdout
-    assert {"succeeded"} == {recording.rollout.status for recording in asyncio.run(_read(store))}
-    assert given.processes
