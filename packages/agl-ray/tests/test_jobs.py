@@ -38,7 +38,8 @@ def job_server(_place: None) -> Iterator[str]:
     with TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:  # short, for sockets
         process = subprocess.Popen([str(word) for word in (RAY, *words, "--temp-dir", folder)], start_new_session=True)
         try:
-            wait_until(lambda: _answers(f"http://127.0.0.1:{agent}/api/local_raylet_healthz"), within_s=300)
+            for url in (f"{agent}/api/local_raylet_healthz", f"{dashboard}/api/version"):
+                wait_until(lambda url=url: _answers(f"http://127.0.0.1:{url}"), within_s=300, every_s=0.5)
             yield f"http://127.0.0.1:{dashboard}"
         finally:
             process.terminate()
