@@ -1,7 +1,8 @@
 """A Ray cluster with VERL's trainer on it, as the experiment uses it: start, wait for a request, answer, stop.
 
 All calls that start or stop Ray run in one thread of this object's own. Ray's processes are children of that thread
-and die with it, so that neither an error nor `kill -9` of the experiment leaves any of them behind.
+and die with it, so that neither an error nor `kill -9` of the experiment leaves any of them behind. Where this process
+is connected to a cluster already, as by the runner `ray`, VERL uses that connection and leaves it open.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Cluster:
         self._runner: Any = None
         self._given: Any = None
         self._run: asyncio.Future[None] | None = None
+        self._is_shared = False
 
     async def start(self, config: Callable[[], Any]) -> None:
         """Start Ray, or attach to it, and start VERL's trainer on the configuration that `config` makes.
@@ -123,6 +125,7 @@ class Cluster:
     def _launch(self, config: Callable[[], Any]) -> Any:
         check_version()
         ray: Any = verl_part("importlib:import_module")("ray")
+        self._is_shared = ray.is_initialized()
         use_platform(self._environment)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # VERL warns of every engine that is not installed
@@ -130,16 +133,35 @@ class Cluster:
             runner = verl_part("verl.trainer.main_ppo:TaskRunnerV1")
             own = verl_part("verl.trainer.constants_ppo:get_ppo_ray_runtime_env")(composed)
         own["env_vars"] = {**own.get("env_vars", {}), **self._environment, "TRANSFER_QUEUE_ENABLE": "1"}
-        self._init(ray, own)
+        own = self._with_given(own)
+        if self._is_shared:
+            self._check_shared(ray)
+        else:
+            self._init(ray, own)
         self._check_resources(ray)
         self._bridge = ray.remote(Bridge).options(name=NAME, num_cpus=0, max_concurrency=8).remote()
-        self._runner = runner.remote()
+        self._runner = runner.options(runtime_env=own).remote() if self._is_shared else runner.remote()
         return self._runner.run.remote(composed)
 
+    def _with_given(self, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+        mine = self._read.ray_init.get("runtime_env", {})
+        return {**runtime_env, **mine, "env_vars": {**runtime_env["env_vars"], **mine.get("env_vars", {})}}
+
+    def _check_shared(self, ray: Any) -> None:
+        """Refuse arguments that have no effect on a cluster to which this process is connected already."""
+        given = {name: value for name, value in self._read.ray_init.items() if name != "runtime_env"}
+        found = str(ray.get_runtime_context().gcs_address)
+        if given.get("address") in ("auto", found):
+            del given["address"]
+        if given:
+            raise ConfigError(
+                f"ray_kwargs.ray_init = {given} has no effect, because the runner connects this process to the Ray "
+                f"cluster at {found!r}. Remove it; where the runner starts the cluster, its size is that of "
+                "[runner.params] cluster = { num_cpus = ..., num_gpus = ... }"
+            )
+
     def _init(self, ray: Any, runtime_env: dict[str, Any]) -> None:
-        given = dict(self._read.ray_init)
-        mine = given.pop("runtime_env", {})
-        runtime_env |= {**mine, "env_vars": {**runtime_env["env_vars"], **mine.get("env_vars", {})}}
+        given = {name: value for name, value in self._read.ray_init.items() if name != "runtime_env"}
         defaults: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if not given.get("address"):
             defaults["include_dashboard"] = False
@@ -176,7 +198,8 @@ class Cluster:
                 with contextlib.suppress(Exception):  # it may be gone already
                     ray.kill(actor)
         self._runner = self._bridge = None
-        ray.shutdown()
+        if not self._is_shared:
+            ray.shutdown()
 
 
 def _kill(processes: set[psutil.Process]) -> None:

@@ -18,6 +18,7 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, read_experiment
 from agl_run.cli.output import json_option, print_json
 from agl_run.experiment.config import RunnerConfig
+from agl_run.experiment.loop_limit import crowded_loop
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker
 from agl_run.experiment.store_url import as_url, located
@@ -59,6 +60,8 @@ def worker(
         os.environ.setdefault(CA_ENV, str(ca))  # its store is mostly that which the gateway serves
     at_once = concurrency or config.runner.concurrency or RunnerConfig().concurrency
     tell = _tell_json if as_json else _tell_nothing if quiet else _tell_text
+    for text in crowded_loop(plan.config.runner.use, at_once, key="--concurrency" if concurrency else "concurrency"):
+        tell("warning", text)
 
     async def work() -> None:
         _stop_on_sigterm()

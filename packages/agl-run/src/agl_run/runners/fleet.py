@@ -15,6 +15,9 @@ from agl.schemas import Json
 if TYPE_CHECKING:
     from agl_run.experiment.worker_order import WorkerOrder
 
+LOOP_ROLLOUTS = 256
+"""Rollouts that one event loop should hold at most; beyond that their calls wait for each other."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
