@@ -90,7 +90,7 @@ def check_all_trained_once(file: Path, *, steps: int, attempts: int = 1) -> None
 
 
 def test_gateway_killed_five_times_costs_no_rollout(agl: StartAgl, apart: Callable[..., Path]) -> None:
-    file = apart(steps=40, pause_s=0.3)
+    file = apart(steps=25, pause_s=0.3)
     process = agl("run", str(file), cwd=file.parent)
     wait_for_a_step(file, process)
     draw = random.Random(1)
@@ -105,30 +105,33 @@ def test_gateway_killed_five_times_costs_no_rollout(agl: StartAgl, apart: Callab
     assert 0 == process.returncode, out + err
     assert 5 == (out + err).count("ended with -9; it is started again"), out + err
     assert "the gateway runs in a process of its own: 3 attempts at once" in out + err
-    check_all_trained_once(file, steps=40)
+    check_all_trained_once(file, steps=25)
+
+
+def kill_both(process: "subprocess.Popen[str]", draw: random.Random) -> None:
+    """Kill a trainer and its gateway, one after the other in random order, soon after the gateway has started."""
+    pid = wait_until(lambda: gateway_of(process.pid) or process.poll() is not None)
+    time.sleep(draw.uniform(0.5, 2.5))
+    for one in draw.sample([pid, process.pid], 2):
+        if not is_gone(one):
+            os.kill(one, signal.SIGKILL)
+        time.sleep(draw.choice([0.0, 0.2]))
+    process.kill()
+    process.communicate()
 
 
 def test_trainer_and_gateway_killed_at_random_lose_nothing(agl: StartAgl, apart: Callable[..., Path]) -> None:
-    file = apart(steps=25, pause_s=0.3)
+    file = apart(steps=15, pause_s=0.3)
     draw = random.Random(2)
     resume: tuple[str, ...] = ()
-    for _ in range(6):
-        process = agl("run", str(file), "--quiet", *resume, cwd=file.parent)
-        pid = wait_until(lambda: gateway_of(process.pid) or process.poll() is not None)
-        time.sleep(draw.uniform(0.5, 2.5))
-        first, second = draw.sample([pid, process.pid], 2)
-        os.kill(first, signal.SIGKILL)
-        time.sleep(draw.choice([0.0, 0.2]))
-        if not is_gone(second):
-            os.kill(second, signal.SIGKILL)
-        process.communicate()
-        wait_until(lambda: not gateway_of(process.pid))
+    for _ in range(4):
+        kill_both(agl("run", str(file), "--quiet", *resume, cwd=file.parent), draw)
         resume = ("--resume",) if (file.parent / "runs" / "toy.db").exists() else ()
     process = agl("run", str(file), "--quiet", *resume, cwd=file.parent)
     out, err = process.communicate(timeout=400)
 
     assert 0 == process.returncode, out + err
-    check_all_trained_once(file, steps=25, attempts=0)
+    check_all_trained_once(file, steps=15, attempts=0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -401,5 +401,5 @@ def refusal(store_url: str, *, spool: str) -> str:
     if store_url.startswith("memory:"):
         return "the store is in the memory of this process; use sqlite:///runs.db"
     if spool == OFF:
-        return "only its spool keeps the calls that a process had when it was killed; take away spool = \"off\""
+        return 'only its spool keeps the calls that a process had when it was killed; take away spool = "off"'
     return ""

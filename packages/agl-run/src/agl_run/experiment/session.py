@@ -53,6 +53,7 @@ from agl_run.store_contract import build_store, checked_store
 
 _LOG = logging.getLogger("agl_run.experiment")
 
+
 class Session:
     """The running parts of an experiment: call ``open_store``, then ``start``, and at the end ``close``.
 
