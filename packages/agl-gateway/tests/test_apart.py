@@ -5,12 +5,13 @@ import logging
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ async def ended(pid: int) -> None:
 async def test_calls_are_recorded_and_the_address_is_one_that_serves_the_store_too(apart):
     async with apart() as (it, gateway):
         assert gateway.pid not in (0, os.getpid())
+        assert os.getsid(gateway.pid) == gateway.pid, "a terminal's Ctrl-C reaches it"
         attempt_id, token = await it.open_attempt()
         async with it.openai(token) as client:
             await ask(client, "one")
@@ -124,13 +126,24 @@ async def test_kills_lose_no_acknowledged_call_and_the_address_stays(apart):
         assert sum(answered.values()) >= 120
 
 
-async def test_end_of_an_attempt_waits_for_the_next_process_and_the_calls_in_its_spool(apart):
+async def test_end_of_an_attempt_waits_for_the_next_process_and_the_calls_in_its_spool(apart, tmp_path):
     async with apart(settings=Settings(spool_after_s=0.0)) as (it, gateway):
         attempt_id, token = await it.open_attempt()
-        async with it.openai(token) as client:
-            await ask(client, "kept")
-        os.kill(gateway.pid, signal.SIGKILL)
-        assert ["kept"] == [call.request["messages"][0]["content"] for call in await it.calls(attempt_id)]
+        with closing(sqlite3.connect(tmp_path / "runs.db", isolation_level=None)) as other:
+            async with it.openai(token) as client:
+                await ask(client, "in the store")
+                await gateway.settle(attempt_id)
+                other.execute("BEGIN IMMEDIATE")  # now the store takes nothing
+                await ask(client, "in the spool")
+            os.kill(gateway.pid, signal.SIGKILL)
+            settling = asyncio.create_task(gateway.settle(attempt_id))
+            await eventually(lambda: gateway.restarts == 1)
+            assert not settling.done()
+            other.execute("ROLLBACK")
+            await settling
+        found = await it.store.spans(attempt_id.rpartition(".")[0], attempt_id=attempt_id)
+        texts = [span.call.request["messages"][0]["content"] for span in found if span.call is not None]
+        assert ["in the store", "in the spool"] == texts
 
 
 async def test_paused_policy_stays_paused_over_a_kill_and_calls_carry_the_version_of_after_it(apart):
@@ -156,16 +169,17 @@ async def test_paused_policy_stays_paused_over_a_kill_and_calls_carry_the_versio
 
 
 async def test_pause_waits_for_the_calls_under_way(apart, server):
-    server.enqueue(Reply(text="late", delay=1.0))
+    server.enqueue(Reply(text="late", delay=2.0))
     async with apart() as (it, gateway):
         _, token = await it.open_attempt()
         async with it.openai(token) as client:
             under_way = asyncio.create_task(ask(client, "slow"))
             await eventually(lambda: server.calls)
+            began = time.monotonic()
             await gateway.pause("main_llm")
-            answered = asyncio.create_task(asyncio.wait_for(under_way, 5.0))
+            assert time.monotonic() - began > 1.5
+            await under_way
             await gateway.resume("main_llm")
-            await answered
 
 
 async def test_process_that_hangs_is_ended_and_started_again(apart, caplog):
@@ -237,7 +251,7 @@ async def test_unknown_policy_is_named(apart):
 
 
 OWNER = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 from agl.contracts import Upstream
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run import SQLiteStore
@@ -248,7 +262,7 @@ async def main(url, backend, spool):
     await gateway.start(store=SQLiteStore(url), upstreams=[one], secret=b"a secret of these tests")
     if os.fork() == 0:  # a child that holds everything open, as a data loader's does
         os.close(1)
-        await asyncio.sleep(60)
+        time.sleep(60)
     print(gateway.pid, flush=True)
     await asyncio.sleep(600)
 

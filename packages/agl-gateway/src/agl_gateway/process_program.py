@@ -12,6 +12,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -155,19 +157,18 @@ async def _set_gate(service: GatewayService, name: str, state: GateState) -> Non
         await gate.pause(drain_s=0.0)
 
 
-async def watch(owner: int) -> None:
-    """End this process once it is no child of its owner any more."""
+def watch(owner: int) -> None:
+    """End this process once it is no child of its owner any more, even if its event loop hangs."""
     while os.getppid() == owner:
-        await asyncio.sleep(OWNER_S)
+        time.sleep(OWNER_S)
     os._exit(0)
 
 
 async def main(listener: int, control: int, owner: int) -> None:
     """Serve at the file descriptor ``listener``, as orders over ``control`` say."""
-    watching = asyncio.create_task(watch(owner))
+    threading.Thread(target=watch, args=(owner,), daemon=True).start()
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=control), limit=LONGEST)
     await _Program(reader, writer, socket.socket(fileno=listener)).run()
-    watching.cancel()
     writer.close()
 
 
