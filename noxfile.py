@@ -425,7 +425,7 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session
 def deploy(session: nox.Session) -> None:
-    """The Helm chart with Helm itself and Kubernetes' schemas, not part of ``tests``: they take 400 MB."""
+    """The Helm chart with Helm itself and Kubernetes' schemas; they take 400 MB of disk."""
     needs = [*TEST_TOOLS, *PLUGINS["agl-deploy"], "helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0"]
     tools = environment(session, [*ours(*LIGHT, "agl-deploy"), *needs])
     pytest(session, tools, "packages/agl-deploy/tests/test_chart.py")
@@ -642,7 +642,7 @@ EVERYTHING = [
         "tinker",
         f"verl-{VERL_PYTHON}",
     ),
-    *("integration", "docs", "site", "wheels"),
+    *("integration", "docs", "site", "wheels", "deploy"),
     *(f"adapter({package}-{versions})" for package in ADAPTERS for versions in ("oldest", "newest")),
     *(f"plugin({package})" for package in PLUGINS),
     *(f"outside({name})" for name in ENVIRONMENTS),

@@ -31,7 +31,7 @@ SIZES = {
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
-ROUTES = ("restart", "reload", "lora")
+ROUTES = ("restart", "reload", "sleep", "lora")
 VOCABULARY = 151_936
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", size=options.size, has_gpu=not options.cpu)
         figures: list[Figure] = []
-        for route in options.routes:
+        for route in options.routes or [route for route in ROUTES if not (options.cpu and route == "sleep")]:
             figures += measure(options, model, route, Path(folder) / route)
             print(table(figures), flush=True)
     return 0
@@ -59,7 +59,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has vLLM; this one by default")
     parser.add_argument("--size", choices=SIZES, default="0.5b")
-    parser.add_argument("--routes", choices=ROUTES, nargs="+", default=list(ROUTES))
+    parser.add_argument("--routes", choices=ROUTES, nargs="+", help="all by default, on a CPU without sleep")
     parser.add_argument("--steps", type=int, default=4, help="the first is warm-up and not counted")
     parser.add_argument("--tasks", type=int, default=32, help="groups per step")
     parser.add_argument("--group", type=int, default=8, help="rollouts per group")

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+from collections import Counter
 
 import aiohttp
 import openai
@@ -68,6 +70,48 @@ def test_a_server_that_failed_is_asked_last_for_a_while():
     assert [*rest, first] == replicas.ranked("ro-1")
     now[0] += 5.0
     assert [first, *rest] == replicas.ranked("ro-1")
+
+
+@pytest.mark.parametrize("at_once", [1, 8, 64, 512])
+def test_rollouts_share_the_servers_evenly_and_keep_theirs(at_once):
+    urls = [f"http://host{number}/v1" for number in range(8)]
+    replicas, draw = Replicas(urls), random.Random(0)
+    tasks = [(f"ro-{number}", draw.randint(1, 6)) for number in range(1024)]
+    calls, kept, running, now = Counter(), 0, [], 0.0
+
+    def begin(rollout_id, turns):
+        url = replicas.ranked(rollout_id)[0]
+        calls[url] += 1
+        holder = replicas.under_way(f"{url}/chat/completions")
+        holder.__enter__()
+        running.append((now + draw.expovariate(1.0), rollout_id, turns, url, holder))
+
+    while tasks or running:
+        while tasks and len(running) < at_once:
+            begin(*tasks.pop())
+        running.sort(key=lambda call: -call[0])
+        now, rollout_id, turns, url, holder = running.pop()
+        holder.__exit__(None, None, None)
+        if turns > 1:
+            begin(rollout_id, turns - 1)
+            kept += running[-1][3] == url
+    assert max(calls.values()) <= 1.3 * calls.total() / len(urls)
+    assert kept >= 0.8 * (calls.total() - 1024)
+
+
+def test_a_slow_servers_rollouts_go_to_their_next_server_until_it_has_caught_up():
+    replicas = Replicas(["http://a/v1", "http://b/v1", "http://c/v1"])
+    first, second, third = replicas.ranked("ro-1")
+    holders = [replicas.under_way(f"{first}/chat/completions") for _ in range(4)]
+    for holder in holders:
+        assert first == replicas.ranked("ro-1")[0]
+        holder.__enter__()
+    assert [second, third, first] == replicas.ranked("ro-1")
+    replicas.failed(f"{second}/chat/completions")
+    assert [third, first, second] == replicas.ranked("ro-1")
+    for holder in holders:
+        holder.__exit__(None, None, None)
+    assert [first, third, second] == replicas.ranked("ro-1")
 
 
 def test_a_replica_without_http_is_refused():

@@ -199,3 +199,54 @@ def test_axis_that_no_step_has_is_answered_with_the_metrics_that_exist(searched:
     assert (1, f"Error: {expected}\n") == (result.exit_code, result.output)
     result = agl("plot", "--store", searched, "--name", "score", "--over", "money")
     assert "choose from: score, score_high, score_low, spent_rollouts" in result.output
+
+
+def test_steps_are_shown_as_the_run_printed_them(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/runs.db"
+    logged = [
+        ("validate", 0, 0, {"reward": 0.125}),
+        ("grpo", 1, 1, {"loss": -0.5, "reward": 0.25, "silent_share": 0.5, "kl": 0.01}),
+        ("apo", 1, 2, {"best_val_score": 0.5}),
+        ("grpo", 2, 3, {"reward": 0.5, "silent_share": 1.0, "updates_skipped": 1.0}),
+        ("validate", 3, 3, {"reward": 0.75}),
+    ]
+
+    async def fill() -> None:
+        made = SQLiteStore(url)
+        await made.save_state({}, experiment=ExperimentRecord(name="calc", run=2))
+        prompt = PromptTemplate(template="x")
+        await made.publish(
+            [ResourceVersion(name="p", version="calc-2-grpo-1", resource=prompt, algorithm="grpo")],
+        )
+        of_run = {"experiment": "calc", "run": 2}
+        await made.log_metrics(
+            [
+                Metric(algorithm=name, step=step, experiment_step=place, name=key, value=value, **of_run)
+                for name, step, place, metrics in reversed(logged)
+                for key, value in metrics.items()
+            ]
+        )
+        await made.log_metrics([Metric(experiment="calc", algorithm="grpo", step=1, name="reward", value=0.0)])
+        await made.close()
+
+    asyncio.run(fill())
+    lines = [
+        "validate step 0: reward 0.125",
+        "grpo step 1: reward 0.250, loss -0.500, 50% silent, kl 0.01",
+        "apo step 1: best_val_score 0.500",
+        "grpo step 2: reward 0.500, 100% silent, trained nothing",
+        "validate step 3: reward 0.750",
+    ]
+    assert lines == agl("show", "--steps", "--store", url).stdout.splitlines()
+    assert lines == agl("show", "calc", "--steps", "--run", "2", "--store", url).stdout.splitlines()
+    every = agl("show", "--steps", "--run", "all", "--store", url).stdout.splitlines()
+    assert ["run 1 grpo step 1: reward 0.000", *(f"run 2 {line}" for line in lines)] == every
+    read = json.loads(agl("show", "--steps", "--json", "--store", url).stdout)
+    assert lines == [step["line"] for step in read]
+    assert {"kl": 0.01, "loss": -0.5, "reward": 0.25, "silent_share": 0.5} == read[1]["metrics"]
+
+
+def test_steps_of_what_has_none_are_refused_with_what_there_is(store: str) -> None:
+    assert "did you mean 'calc'" in agl("show", "cal", "--steps", "--store", store).stderr
+    assert "--run goes with --steps" in agl("show", "latest", "--run", "1", "--store", store).stderr
+    assert "give the id of a rollout" in agl("show", "--store", store).stderr

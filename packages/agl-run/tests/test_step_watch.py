@@ -1,7 +1,7 @@
 """Steps that teach nothing are told, once for each reason."""
 
 from agl.contracts import StepReport
-from agl_run.experiment.drive import _line
+from agl_run.experiment.step_line import step_line
 from agl_run.experiment.step_watch import StepWatch
 
 
@@ -43,6 +43,10 @@ def test_long_run_is_watched_in_little_memory() -> None:
     assert 60 == len(watch._steps)
 
 
+def line(metrics: dict[str, float], *, has_published: bool = True) -> str:
+    return step_line("grpo", 2, metrics=metrics, has_published=has_published, total=3)
+
+
 def test_line_of_a_step_shows_what_tells_why_it_learns() -> None:
     metrics = {"reward": 0.5, "silent_share": 0.25, "effective_share": 0.98, "entropy": 1.25, "logprob_gap": 1e-6}
     shown = "reward 0.500, 25% silent, 98% effective, entropy 1.25, logprob_gap 1e-06"
@@ -50,24 +54,27 @@ def test_line_of_a_step_shows_what_tells_why_it_learns() -> None:
         ({}, ""),
         ({"clipped_low": 0.0}, ""),
         ({"clipped_low": 0.1, "clipped_high": 0.2}, ", 30% clipped"),
+        ({"staleness": 1.25}, ", staleness 1.25"),
     ):
-        report = StepReport(step=2, metrics=metrics | clipped, published=("llm@v2",))
-        assert f"grpo step 2 of 3: {shown}{ending}" == _line("grpo", report, total=3, left="")
+        assert f"grpo step 2 of 3: {shown}{ending}" == line(metrics | clipped)
 
 
 def test_line_of_a_step_counts_the_groups_that_were_replaced() -> None:
-    metrics = {"reward": 0.5, "groups_dropped": 3.0, "rollouts_extra": 12.0}
-    line = _line("grpo", StepReport(step=1, metrics=metrics, published=("llm@v1",)), total=3, left="")
-    assert "grpo step 1 of 3: reward 0.500, 3 silent groups dropped, 12 extra rollouts" == line
+    counts = {"reward": 0.5, "groups_dropped": 3.0, "rollouts_extra": 12.0}
+    assert "grpo step 2 of 3: reward 0.500, 3 silent groups dropped, 12 extra rollouts" == line(counts)
     none = {"reward": 0.5, "groups_dropped": 0.0, "rollouts_extra": 0.0}
-    assert "reward 0.500" == _line("grpo", StepReport(step=1, metrics=none), total=3, left="").split(": ")[1]
+    assert "grpo step 2 of 3: reward 0.500" == line(none)
 
 
 def test_line_of_a_step_without_an_update_says_so() -> None:
-    report = StepReport(step=1, metrics={"reward": 0.0, "updates_skipped": 1.0})
-    assert "grpo step 1 of 3: reward 0.000, trained nothing" == _line("grpo", report, total=3, left="")
+    skipped = {"reward": 0.0, "updates_skipped": 1.0}
+    assert "grpo step 2 of 3: reward 0.000, trained nothing" == line(skipped, has_published=False)
 
 
 def test_line_of_a_step_of_which_one_update_was_skipped_does_not() -> None:
-    report = StepReport(step=1, metrics={"updates_skipped": 1.0}, published=("llm@v2",))
-    assert "grpo step 1 of 3: done" == _line("grpo", report, total=3, left="")
+    assert "grpo step 2 of 3: done" == line({"updates_skipped": 1.0})
+
+
+def test_line_of_a_step_ends_with_what_else_there_is_to_say() -> None:
+    ended = step_line("grpo", 4, metrics={}, has_published=True, ending=("it is solved", "", "3 min left"))
+    assert "grpo step 4: done; it is solved; 3 min left" == ended

@@ -98,6 +98,59 @@ def test_a_reload_changes_the_running_server(base, make_weights):
     run(policy, act)
 
 
+@pytest.mark.parametrize("settings", [{"sync": "sleep"}, {"args": ["--enable-sleep-mode"]}], ids=["asked", "auto"])
+def test_a_server_takes_new_weights_in_its_sleep(base, make_weights, settings):
+    policy = started(base, **settings)
+
+    async def act(served):
+        pid = noted(served.base_urls[0])["pid"]
+        for version in ("v1", "v2"):
+            assert version == (await policy.load(published(make_weights(version, shift=0.5), version))).version
+        found = noted(served.base_urls[0])
+        assert pid == found["pid"]
+        assert 1 == found["argv"].count("--enable-sleep-mode")
+        return found["paths"]
+
+    update = [
+        *("/pause?mode=wait", "/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"),
+        *("/reset_prefix_cache", "/resume", "/v1/completions"),
+    ]
+    assert [*["/v1/completions"] * 3, *update, *update] == run(policy, act)
+
+
+def test_a_server_that_wakes_with_other_weights_is_restarted_from_then_on(base, make_weights, fake, caplog):
+    fake("reload-ignored")
+    policy = started(base, args=["--enable-sleep-mode"])
+
+    async def act(served):
+        before = noted(served.base_urls[0])["pid"]
+        await policy.load(published(make_weights("new", shift=0.5), "v1"))
+        after = noted(served.base_urls[0])
+        assert before != after["pid"]
+        await policy.load(published(make_weights("newer", shift=0.75), "v2"))
+        assert after["pid"] != noted(served.base_urls[0])["pid"]
+
+    run(policy, act)
+    (told,) = [record.getMessage() for record in caplog.records if "in their sleep" in record.getMessage()]
+    assert "does not serve them" in told
+    policy = started(base, sync="sleep")
+    with pytest.raises(PolicyError, match="does not serve them"):
+        run(policy, lambda _: policy.load(published(make_weights("newest", shift=0.5))))
+
+
+def test_a_server_that_cannot_sleep_is_refused_with_what_it_needs(base, make_weights):
+    server = started(base)
+
+    async def act(served):
+        policy = VLLMPolicy(name="main_llm", model=base.uri, base_url=served.base_urls[0], sync="sleep")
+        await policy.start()
+        with pytest.raises(PolicyError, match=r"cannot sleep .*; start it with --enable-sleep-mode"):
+            await policy.load(published(make_weights("new", shift=0.5)))
+        await policy.stop()
+
+    run(server, act)
+
+
 def test_a_reload_that_answers_200_and_serves_other_weights_stops_the_run(base, make_weights, fake):
     fake("reload-ignored")
     policy = started(base, sync="reload")

@@ -310,7 +310,8 @@ def has_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_VLLM or not has_gpu(), reason="needs a GPU that torch can use")
-def test_calls_on_a_gpu_are_those_of_the_weights_that_were_loaded_in_place(model, tmp_path):
+@pytest.mark.parametrize("sync", ["reload", "sleep"])
+def test_calls_on_a_gpu_are_those_of_the_weights_that_were_loaded_in_place(model, tmp_path, sync):
     from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
 
     base = load_model(str(model), device="cpu")
@@ -320,7 +321,7 @@ def test_calls_on_a_gpu_are_those_of_the_weights_that_were_loaded_in_place(model
 
     async def run():
         memory = ["--gpu-memory-utilization", "0.2"]
-        async with stage(model, dtype="bfloat16", args=memory, lora_rank=4, sync="reload") as it:
+        async with stage(model, dtype="bfloat16", args=memory, lora_rank=4, sync=sync) as it:
             client = await it.begin("ro-1")
             async with client:
                 for version in (adapters, whole):

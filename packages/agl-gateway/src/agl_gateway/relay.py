@@ -331,13 +331,15 @@ class Relay:
         *firsts, last = target.urls(call.context.rollout_id, call.endpoint, query)
         for url in firsts:
             try:
-                return await self._ask(request, call, url=url, body=body, headers=headers, connect_tries=1)
+                with target.replicas.under_way(url):
+                    return await self._ask(request, call, url=url, body=body, headers=headers, connect_tries=1)
             except Problem as problem:
                 if problem.code not in _NO_ANSWER_CODES:
                     raise
                 target.replicas.failed(url)
                 target.replicas.rerouted += 1
-        return await self._ask(request, call, url=last, body=body, headers=headers, connect_tries=CONNECT_TRIES)
+        with target.replicas.under_way(last):
+            return await self._ask(request, call, url=last, body=body, headers=headers, connect_tries=CONNECT_TRIES)
 
     async def _ask(
         self,

@@ -127,9 +127,9 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
     rewarded = "" if reward is None else f", and the mean reward is {reward:.3g}"
     return (
         f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward{rewarded}",
-        "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, or a "
-        "larger group_size; if it is as high as it gets, these tasks are learned: harder ones, or stop; if some tasks "
-        'teach: refill = 3, or curriculum = "frontier"',
+        "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, a larger "
+        "group_size, or sdpo, which learns from errors and failed checks; if it is as high as it gets, these tasks are "
+        'learned: harder ones, or stop; if some tasks teach: refill = 3, or curriculum = "frontier"',
     )
 
 

@@ -5,7 +5,7 @@ others need ``VLLM_SERVER_DEV_MODE``.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -136,6 +136,14 @@ class ServerClient:
         """Read full weights from ``path``, a directory that the server sees, into the running engine."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await self._call("POST", f"{self._root}/collective_rpc", body)
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and cache; the server answers nothing until `wake_up` and new weights."""
+        await self._call("POST", f"{self._root}/sleep?level=2")
+
+    async def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take the memory of one part again; what was in it is gone."""
+        await self._call("POST", f"{self._root}/wake_up?tags={part}")
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Serve the adapter at ``path`` as the model ``name``, in place of an earlier one of that name."""

@@ -1,9 +1,9 @@
 """The policy `vllm`: one or several vLLM servers, and how new weights get into them.
 
-There are three routes. `lora`: an adapter is loaded into the running server, under a name of its own. `reload`: full
-weights are loaded into the running server. `restart`: the server is stopped and started with the new weights. After
-each of them every server is asked for the log-probabilities of a fixed text, which must be those that came with the
-weights (`check.py`).
+There are four routes. `lora`: an adapter is loaded into the running server, under a name of its own. `sleep`: the
+running server frees its weights and loads others in their place. `reload`: full weights are loaded over the old ones.
+`restart`: the server is stopped and started with the new weights. After each of them every server is asked for the
+log-probabilities of a fixed text, which must be those that came with the weights (`check.py`).
 
 Limits: full weights travel through files that the servers can read; a server that was attached to is never restarted.
 """
@@ -20,19 +20,19 @@ import msgspec
 
 from agl.contracts import ServedModel
 from agl.errors import PolicyError
-from agl.schemas import ResourceVersion, Weights
+from agl.schemas import ResourceVersion, Weights, WeightsProbe
 from agl_vllm.check import FLOAT32_TOLERANCE, TOLERANCE, check_served, probe_of
 from agl_vllm.client import ServerClient
 from agl_vllm.relay import TokenRelay
-from agl_vllm.server import LaunchSettings, LocalServer, can_take_tokens, require_vllm
+from agl_vllm.server import SLEEP_MODE, LaunchSettings, LocalServer, can_sleep, can_take_tokens, require_vllm
 from agl_vllm.settings import read_settings
-from agl_vllm.update import load_adapter, rank_of, reload_weights, run_together
+from agl_vllm.update import load_adapter, rank_of, reload_weights, replace_weights, run_together
 
 _LOG = logging.getLogger("agl_vllm")
 _ASKED_IDS = (1, 2, 3)
 """Token ids that every vocabulary has, to find out whether a server gives ids and log-probabilities."""
 
-Route = Literal["lora", "reload", "restart"]
+Route = Literal["lora", "sleep", "reload", "restart"]
 
 
 class VLLMPolicy:
@@ -50,8 +50,9 @@ class VLLMPolicy:
             - `args`: further arguments of vLLM's server; `env`: a table of environment variables for it.
             - `replicas`: number of servers to start; `devices`: `CUDA_VISIBLE_DEVICES` for each of them.
             - `dtype`: vLLM's `--dtype`; `lora_rank`: largest rank of adapters, 0 for none.
-            - `sync`: the route of full weights: `reload`, `restart`, or `auto`, which restarts servers that were
-              started here and reloads those attached to.
+            - `sync`: the route of full weights: `sleep`, `reload`, `restart`, or `auto`, which reloads servers that
+              were attached to, and of those that were started here lets sleep the ones that can (on CUDA and ROCm,
+              without `lora_rank`), and restarts the others and any on which a check fails.
             - `tokens_in`: whether turns of a conversation are given to vLLM as the tokens that were recorded; needs
               `--enable-scale-out`. Absent: where a vLLM that is started here has that option.
             - `probe`: whether to compare log-probabilities after each update; `probe_tolerance`: largest mean
@@ -73,7 +74,7 @@ class VLLMPolicy:
         self._relay: TokenRelay | None = None
         self._addresses: list[str] = []
         self._log_dir: Path | None = None
-        self._is_well = False
+        self._is_well = self._can_sleep = False
         self._base_name = self._served = self._settings.served_model or name
         self._full = Weights(uri=self._settings.model)
         self._live: Weights | None = self._full  # what the servers have; unknown while and after an update failed
@@ -149,11 +150,35 @@ class VLLMPolicy:
         probe = probe_of(weights, name=self.name) if self._settings.probe else None
         self._require_fit(weights, version)
         self._live, self._is_well = None, False
-        match self._route(weights):
+        route = self._route(weights)
+        try:
+            await self._bring(weights, route)
+            await self._check(probe, version)
+        except PolicyError as error:
+            if route != "sleep" or self._settings.sync != "auto":
+                raise
+            _LOG.warning(
+                "policy %r: its servers did not take new weights in their sleep, so they are restarted with them, now "
+                'and later; sync = "restart" leaves the attempt out. The reason: %s',
+                self.name,
+                error,
+            )
+            self._can_sleep = False
+            await self._bring(weights, "restart")
+            await self._check(probe, version)
+        self._live, self._is_well = weights, True
+        self._full = weights if weights.format == "hf" else self._full
+
+    async def _bring(self, weights: Weights, route: Route) -> None:
+        match route:
             case "lora":
                 await self._revive()
                 self._served = f"{self._base_name}-adapter"
                 await self._each(lambda client: load_adapter(client, weights, name=self._served))
+            case "sleep":
+                await self._revive()
+                self._served = self._base_name
+                await self._each(lambda client: replace_weights(client, weights))
             case "reload":
                 await self._revive()
                 self._served = self._base_name
@@ -161,6 +186,9 @@ class VLLMPolicy:
             case "restart":
                 self._served = self._base_name
                 await run_together(self._restart(server, weights) for server in self._servers)
+
+    async def _check(self, probe: WeightsProbe | None, version: str) -> None:
+        """Raise PolicyError where a server does not serve the weights of `probe`; check nothing without one."""
         if probe is not None:
             await self._each(
                 lambda client: check_served(
@@ -172,14 +200,12 @@ class VLLMPolicy:
                     tolerance=self._tolerance(),
                 )
             )
-        self._live, self._is_well = weights, True
-        self._full = weights if weights.format == "hf" else self._full
 
     def _route(self, weights: Weights) -> Route:
         if weights.format == "lora":
             return "lora"
         if self._settings.sync == "auto":
-            return "restart" if self._servers else "reload"
+            return "sleep" if self._can_sleep else "restart" if self._servers else "reload"
         return self._settings.sync
 
     def _tolerance(self) -> float:
@@ -210,6 +236,7 @@ class VLLMPolicy:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         if chosen.tokens_in is None and await asyncio.to_thread(can_take_tokens, chosen.python):
             self._settings = chosen = msgspec.structs.replace(chosen, tokens_in=True)
+        self._can_sleep = await self._may_sleep()
         how = LaunchSettings(
             name=self.name,
             python=chosen.python,
@@ -219,6 +246,7 @@ class VLLMPolicy:
             lora_rank=chosen.max_lora_rank,
             start_timeout_s=chosen.start_timeout_s,
             tokens_in=bool(chosen.tokens_in),
+            can_sleep=self._can_sleep,
         )
         self._servers = [
             LocalServer(
@@ -231,6 +259,13 @@ class VLLMPolicy:
         ]
         self._clients = [server.client for server in self._servers]
         await run_together(server.start(model=self._full.uri) for server in self._servers)
+
+    async def _may_sleep(self) -> bool:
+        """Return whether servers are started so that they can sleep."""
+        chosen = self._settings
+        if chosen.sync == "sleep" or SLEEP_MODE in chosen.args:
+            return True
+        return chosen.sync == "auto" and not chosen.lora_rank and await asyncio.to_thread(can_sleep, chosen.python)
 
     async def _take_tokens(self) -> None:
         """Put a relay before the servers that gives them recorded tokens, where the settings ask for it."""

@@ -23,6 +23,10 @@ _POLL_S = 0.5
 _SAY_EVERY_S = 30.0
 _TAIL_LINES = 20
 _STOP_S = guard.GRACE_S + 15.0
+SLEEP_MODE = "--enable-sleep-mode"
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+"""Devices of CUDA and ROCm, the platforms on which vLLM can sleep."""
+
 _OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables of this environment that would mislead another interpreter."""
 
@@ -40,6 +44,7 @@ class LaunchSettings:
         lora_rank: Largest rank of an adapter; 0 for no adapters.
         start_timeout_s: Seconds that a start may take.
         tokens_in: Whether prompts are given as token ids (``--enable-scale-out``).
+        can_sleep: Whether weights can be freed and loaded again while it runs (``--enable-sleep-mode``).
     """
 
     name: str
@@ -50,6 +55,7 @@ class LaunchSettings:
     lora_rank: int
     start_timeout_s: float
     tokens_in: bool = False
+    can_sleep: bool = False
 
     def command(self, *, model: str, port: int) -> list[str]:
         """Return the server's command line."""
@@ -63,6 +69,7 @@ class LaunchSettings:
             *("--logprobs-mode", "processed_logprobs"),
             *(adapters if self.lora_rank else ()),
             *(("--enable-scale-out",) if self.tokens_in else ()),
+            *((SLEEP_MODE,) if self.can_sleep and SLEEP_MODE not in self.args else ()),
             *self.args,
         ]
 
@@ -174,11 +181,21 @@ def require_vllm(python: str, *, name: str) -> None:
 
 def can_take_tokens(python: str) -> bool:
     """Return whether the interpreter's vLLM has ``--enable-scale-out``, by its source; imports nothing of it."""
+    return _has_option(python, "enable_scale_out", folder="entrypoints", file="cli_args.py")
+
+
+def can_sleep(python: str) -> bool:
+    """Return whether the interpreter's vLLM has ``--enable-sleep-mode`` and this machine a device that can use it."""
+    has_device = any(Path(device).exists() for device in _DEVICES)
+    return has_device and _has_option(python, "enable_sleep_mode", folder="engine", file="arg_utils.py")
+
+
+def _has_option(python: str, option: str, *, folder: str, file: str) -> bool:
     code = (
         "import importlib.util, pathlib; "
         "found = importlib.util.find_spec('vllm').submodule_search_locations; "
-        "files = [file for place in found for file in pathlib.Path(place, 'entrypoints').rglob('cli_args.py')]; "
-        "print(any('enable_scale_out' in file.read_text(encoding='utf-8') for file in files))"
+        f"files = [file for place in found for file in pathlib.Path(place, {folder!r}).rglob({file!r})]; "
+        f"print(any({option!r} in file.read_text(encoding='utf-8') for file in files))"
     )
     found = subprocess.run([python, "-c", code], check=False, capture_output=True, env=environment_for(python))
     return found.stdout.strip() == b"True"

@@ -13,7 +13,7 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Record
 
-Sync = Literal["auto", "reload", "restart"]
+Sync = Literal["auto", "sleep", "reload", "restart"]
 _OWN_ARGS = (
     *("--model", "--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank"),
     *("--generation-config", "--logprobs-mode"),

@@ -38,6 +38,24 @@ async def reload_weights(client: ServerClient, weights: Weights) -> None:
             ) from error
 
 
+async def replace_weights(client: ServerClient, weights: Weights) -> None:
+    """Free the server's weights, then load others in their place; raises :class:`PolicyError` where it cannot.
+
+    After a failure the server has no weights, and must be started again.
+    """
+    async with _between_answers(client):
+        try:
+            await client.sleep()
+            await client.wake_up("weights")
+            await client.reload_weights(weights.uri)
+            await client.wake_up("kv_cache")
+        except RouteMissingError as error:
+            raise PolicyError(
+                f"the server at {client.base_url} cannot sleep ({error}); start it with --enable-sleep-mode and the "
+                'environment variable VLLM_SERVER_DEV_MODE=1, or write sync = "reload"'
+            ) from error
+
+
 @asynccontextmanager
 async def _between_answers(client: ServerClient) -> AsyncGenerator[None]:
     """Hold the server's requests within the block, then drop the prefixes that the old weights computed."""

@@ -1,4 +1,4 @@
-"""``agl show``: one rollout as a tree of its spans with their contents, or one resource with its history."""
+"""``agl show``: a rollout as a tree of its spans with their contents, a resource with its history, or a run's steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ from agl import PluginManager, semconv
 from agl.contracts import SpanQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
-from agl_run.cli.completion import LATEST, complete_rollout
+from agl_run.cli.completion import LATEST, complete_experiment, complete_rollout
 from agl_run.cli.contents import Contents
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions
+from agl_run.cli.logged import RUN
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_line, json_option, print_json, short, when
 from agl_run.cli.query import find, find_exact, span_options
 from agl_run.cli.span_reader import SpanReader
+from agl_run.cli.steps import read_steps
 from agl_run.experiment.plan import ORIGIN
 from agl_run.explain import token_counts
 from agl_run.replay.origin import answer_counts, fork_origin
@@ -55,8 +57,16 @@ class ShownSpan(Record, frozen=True, kw_only=True):
     is_circular: bool = False
 
 
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return names of experiments after ``--steps``, else ids of rollouts."""
+    complete = complete_experiment if ctx.params.get("has_steps") else complete_rollout
+    return complete(ctx, param, incomplete)
+
+
 @click.command()
-@click.argument("rollout_id", shell_complete=complete_rollout)
+@click.argument("rollout_id", required=False, shell_complete=_complete)
+@click.option("--steps", "has_steps", is_flag=True, help="Show the steps of an experiment's run, a line for each.")
+@click.option("--run", type=RUN, metavar="N|all", help="With --steps: this run, from 1, or all; else the newest.")
 @click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
 @click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
 @span_options
@@ -65,7 +75,9 @@ class ShownSpan(Record, frozen=True, kw_only=True):
 @pass_manager
 def show(
     manager: PluginManager,
-    rollout_id: str,
+    rollout_id: str | None,
+    has_steps: bool,
+    run: int | None,
     number: int | None,
     is_full: bool,
     chosen: SpanQuery | None,
@@ -76,7 +88,17 @@ def show(
 
     The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place
     of the id shows its versions with their scores and why each was kept, and the changes since the first one.
+
+    With --steps, the name of an experiment in place of the id shows the steps of its newest run as agl run printed
+    them; the only experiment of the store needs no name.
     """
+    if has_steps:
+        _show_steps(manager, store_url, experiment=rollout_id, run=run, as_json=as_json)
+        return
+    if rollout_id is None:
+        raise click.UsageError("give the id of a rollout, latest, or the name of a resource; agl runs lists rollouts")
+    if run is not None:
+        raise click.UsageError("--run goes with --steps; a rollout is named by its id")
     contents = Contents(is_full=is_full)
 
     async def work(store: Store) -> None:
@@ -92,6 +114,18 @@ def show(
     with_store(manager, store_url, work)
     if contents.is_cut:
         echo("… texts are cut; --full shows them whole")
+
+
+def _show_steps(
+    manager: PluginManager, store_url: str | None, *, experiment: str | None, run: int | None, as_json: bool
+) -> None:
+    steps = with_store(manager, store_url, lambda store: read_steps(store, experiment, run))
+    if as_json:
+        print_json(steps)
+        return
+    has_runs = len({step["run"] for step in steps}) > 1
+    for step in steps:
+        echo(f"run {step['run']} {step['line']}" if has_runs else str(step["line"]))
 
 
 async def _find(

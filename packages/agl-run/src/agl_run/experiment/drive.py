@@ -1,7 +1,6 @@
 """Drives the algorithms: sets each up, takes its steps, saves its state, and refuses to train a rollout twice."""
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +40,7 @@ from agl_run.experiment.saving import Collecting, SaveFn, deferred, saved_marks,
 from agl_run.experiment.session import Session
 from agl_run.experiment.settings import changed_settings, training_settings
 from agl_run.experiment.state import AlgorithmState
+from agl_run.experiment.step_line import step_line, version_of_step
 from agl_run.experiment.step_shares import StepShares
 from agl_run.experiment.step_tallies import StepTallies, keep_tallies
 from agl_run.experiment.step_watch import StepWatch
@@ -459,7 +459,15 @@ class DrivenAlgorithm:
         left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
         self._view.stepped(report, left=left)
         self._driver.progress.update(f"{name} steps", report.step, self._total, left)
-        self._driver.progress.say(_line(name, report, total=self._total, left=left))
+        line = step_line(
+            name,
+            report.step,
+            metrics=report.metrics,
+            has_published=bool(report.published),
+            total=self._total,
+            ending=(report.stop_reason, left),
+        )
+        self._driver.progress.say(line)
         for found in self._watch.add(whole):
             self._driver.progress.say(f"{name}: {found.evidence}. To change that: {found.change}")
             await self._driver.alert("suggestion", found, key=name)
@@ -625,7 +633,7 @@ class DrivenAlgorithm:
             raise ConfigError(f"algorithm {config.name!r} may not publish {name!r}; it tunes {config.tunes}")
         return ResourceVersion(
             name=name,
-            version=f"{driver.name}-{driver.state.run}-{config.name}-{step}",
+            version=version_of_step(driver.name, driver.state.run, config.name, step),
             resource=resource,
             parent=driver.session.live.current(name).version,
             algorithm=config.name,
@@ -638,32 +646,3 @@ class DrivenAlgorithm:
 def _make_folder(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-_SHOWN = re.compile(r"reward|loss|score")
-_SHARES = ("truncated", "dropped", "silent", "effective")
-"""Shares that an algorithm may report of a step's rollouts or tokens, as metrics such as `silent_share`."""
-_COUNTS = {
-    "groups_dropped": "silent groups dropped",
-    "rollouts_extra": "extra rollouts",
-    "rollouts_replayed": "rollouts replayed",
-}
-"""Counts that an algorithm may report of a step; those of 0 are left out."""
-_HEALTH = ("kl", "entropy", "logprob_gap")
-"""Metrics that tell why a policy learns or does not."""
-
-
-def _line(name: str, report: StepReport, *, total: int, left: str) -> str:
-    shown: list[Any] = [f"{key} {value:.3f}" for key, value in report.metrics.items() if _SHOWN.search(key)]
-    shown = shown[:4] + [
-        f"{report.metrics[f'{key}_share']:.0%} {key}" for key in _SHARES if f"{key}_share" in report.metrics
-    ]
-    shown += [f"{key} {report.metrics[key]:.3g}" for key in _HEALTH if key in report.metrics]
-    shown += [f"{report.metrics[key]:.0f} {text}" for key, text in _COUNTS.items() if report.metrics.get(key)]
-    clipped = report.metrics.get("clipped_low", 0.0) + report.metrics.get("clipped_high", 0.0)
-    shown += [f"{clipped:.0%} clipped"] if clipped else []
-    if report.metrics.get("updates_skipped") and not report.published:
-        shown.append("trained nothing")
-    ending = "".join(f"; {part}" for part in (report.stop_reason, left) if part)
-    step = f"step {report.step} of {total}" if total >= report.step else f"step {report.step}"
-    return f"{name} {step}: {', '.join(shown) or 'done'}{ending}"

@@ -33,6 +33,8 @@ class Server:
         self.max_rank = args.max_lora_rank if args.enable_lora else 0
         self.shift = shift_in(args.model)
         self.is_processed = args.logprobs_mode == "processed_logprobs" and FAKE != "raw-logprobs"
+        self.can_sleep = args.enable_sleep_mode
+        self.asleep: set[str] = set()
         self.adapters: dict[str, float] = {}
         self.paths: list[str] = []
         self.bodies: list[Any] = []
@@ -57,6 +59,9 @@ class Server:
             for path in ("/pause", "/resume", "/reset_prefix_cache"):
                 app.router.add_post(path, self.health)
             app.router.add_post("/collective_rpc", self.rpc)
+            if self.can_sleep:
+                app.router.add_post("/sleep", self.sleep)
+                app.router.add_post("/wake_up", self.wake_up)
         return app
 
     async def health(self, request: web.Request) -> web.Response:
@@ -74,6 +79,8 @@ class Server:
         return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
 
     def shift_of(self, model: str) -> float:
+        if self.asleep:
+            raise web.HTTPInternalServerError(text="the engine sleeps")
         if model not in (self.name, *self.adapters):
             text = json.dumps({"error": {"message": f"The model `{model}` does not exist."}})
             raise web.HTTPNotFound(text=text, content_type="application/json")
@@ -137,8 +144,19 @@ class Server:
         self.adapters[body["lora_name"]] = shift_in(body["lora_path"])
         return web.Response(text="Success")
 
+    async def sleep(self, request: web.Request) -> web.Response:
+        assert "2" == request.query["level"]
+        self.shift, self.asleep = 99.0, {"weights", "kv_cache"}
+        return web.Response()
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        self.asleep.remove(request.query["tags"])
+        return web.Response()
+
     async def rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if "weights" in self.asleep:
+            return web.json_response({"error": {"message": "no memory for the weights"}}, status=500)
         if FAKE != "reload-ignored":
             self.shift = shift_in(body["kwargs"]["weights_path"])
         return web.json_response({"results": [None]})
@@ -152,6 +170,7 @@ def main() -> None:
         parser.add_argument(name, type=int)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--enable-sleep-mode", action="store_true")
     args = parser.parse_args()
     if FAKE == "dies":
         print("loading the model", flush=True)
