@@ -21,6 +21,7 @@ from agl_gateway.spool_file import SpoolBusyError, SpoolFile, spools_in
 from agl_gateway.spooling import folder_of, spools_for
 from agl_run import SQLiteStore
 from agl_run.runners.remote_gateway import RemoteGateway
+from agl_run.tokens import AdminKey
 from agl_testing.waiting import eventually
 
 from .conftest import ADMIN, SECRET
@@ -399,7 +400,7 @@ async def test_worker_goes_on_with_a_gateway_that_lost_nothing_and_knows_that_ca
     store = FickleStore()
     async with serving(store=store, spool=tmp_path) as it:
         port = urlsplit(it.url).port
-        remote = RemoteGateway(it.url, secret=SECRET, patience_s=0.0)
+        remote = RemoteGateway(it.url, key=AdminKey(SECRET), patience_s=0.0)
         attempt_id, token = await open_attempt(it)
         assert "" == await remote.look()
         store.is_gone = True

@@ -193,7 +193,7 @@ class Pool:
             max_task_retries=-1,
             max_concurrency=_ANSWERS,
             scheduling_strategy=spread if place is None else place.strategy(),
-        ).remote(self._setup.order)
+        ).remote(self._setup.order.for_worker())
 
     async def _dismiss_idle(self, *, beyond: int) -> None:
         """Stop workers that held nothing for a while, as many as are not needed."""

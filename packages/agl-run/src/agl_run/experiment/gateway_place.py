@@ -77,7 +77,7 @@ def check_place(plan: Plan, *, store_url: str) -> None:
     placed(plan.manager.build(entry, **params), plan, store_url=store_url)
 
 
-_FILES = ("tls_cert", "tls_key")
+_FILES = ("tls_cert", "tls_key", "audit_log")
 """Parameters of a gateway that name files from the experiment's folder."""
 
 

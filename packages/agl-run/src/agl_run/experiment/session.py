@@ -316,6 +316,7 @@ class Session:
     def _worker_context(self, upstreams: list[Upstream]) -> WorkerContext:
         return WorkerContext(
             store=self.store,
+            secret=signing_keys(),
             resources=self.live.for_rollout,
             gateway_url=self._gateway_url,
             gateway=self._gateway,
