@@ -55,7 +55,7 @@ def type_of(kind: Any) -> str:
         return NAMES[kind]
     if get_origin(kind) is Literal:
         words = [f'`"{word}"`' for word in get_args(kind)]
-        return f"{', '.join(words[:-1])} or {words[-1]}"
+        return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
     if get_origin(kind) is tuple:
         (item, _) = get_args(kind)
         return "array of " + ("tables" if isinstance(item, type) and issubclass(item, Record) else "strings")

@@ -56,6 +56,7 @@ def test_fleet_keeps_the_contract() -> None:
 
     assert isinstance(RayFleet, Fleet)
     assert ("process", {"a": 1}) == RayFleet(runner="process", runner_params={"a": 1}).attempts()
+    assert 12 == RayFleet(concurrency=4, max_workers=3).most_attempts
 
 
 def test_check_shows_the_layout_of_a_cluster_that_would_be_started_here(tmp_path: Path) -> None:

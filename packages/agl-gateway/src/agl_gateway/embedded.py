@@ -1,16 +1,17 @@
 """Runs a gateway beside an experiment, in a thread and event loop of its own, so that agents cannot block it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
 from agl_gateway.arms import with_distinct_names
 from agl_gateway.gate import Gate
+from agl_gateway.gateway_process import GatewayProcess, refusal
 from agl_gateway.loop_thread import LoopThread
 from agl_gateway.routing import Router
 from agl_gateway.service import GatewayService, Settings
-from agl_gateway.spooling import left_text, spools_for
+from agl_gateway.spooling import default_folder, left_text, spools_for
 from agl_gateway.tls import certificate_of
 from agl_run.tokens import AttemptTokens, Secret
 
@@ -59,6 +60,7 @@ class EmbeddedGateway:
         audit_log: str = "",
     ) -> None:
         self._spool = spool
+        self._tls = tls_cert, tls_key
         self._certificate = certificate_of(tls_cert, tls_key)
         self._settings = Settings(
             host=host,
@@ -75,6 +77,30 @@ class EmbeddedGateway:
         )
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None
+
+    def apart(self, store_url: str, *, plugins: Mapping[str, str]) -> GatewayProcess:
+        """Return a gateway with the same settings that runs in a process of its own.
+
+        It always has a spool, which keeps the calls that a process had when it was killed.
+
+        Args:
+            store_url: The store, which a second process can open.
+            plugins: Environment that makes a process load the same plugins.
+
+        Raises:
+            ConfigError: It cannot run in a process of its own; names the reasons.
+        """
+        if reason := refusal(store_url, spool=self._spool):
+            raise ConfigError(f"the gateway cannot have a process of its own, because {reason}")
+        cert, key = self._tls
+        return GatewayProcess(
+            store_url=store_url,
+            settings=self._settings,
+            spool=self._spool or str(default_folder()),
+            tls_cert=cert,
+            tls_key=key,
+            plugins=plugins,
+        )
 
     async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: Secret) -> str:
         """Listen; returns the base URL without ``/v1``."""

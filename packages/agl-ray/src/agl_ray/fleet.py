@@ -84,6 +84,11 @@ class RayFleet:
         self._room: Reservation | None = None
         self._pool: Pool | None = None
 
+    @property
+    def most_attempts(self) -> int:
+        """Attempts at once in all workers, at most."""
+        return self._pool_settings.at_once * self._pool_settings.most
+
     def attempts(self) -> tuple[str, dict[str, Json]]:
         """Return the runner of each worker, with its parameters."""
         return self._attempts

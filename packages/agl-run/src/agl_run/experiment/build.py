@@ -9,9 +9,11 @@ from agl.schemas import LLM, PromptTemplate
 from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.declared import check_keys, check_policy_key, check_template
 from agl_run.experiment.dry_check import check_without_starting
+from agl_run.experiment.gateway_place import check_place
 from agl_run.experiment.models import policy_params
 from agl_run.experiment.own_rewards import build_own, is_own
 from agl_run.experiment.plan import Plan
+from agl_run.experiment.store_url import located
 from agl_run.experiment.waiting import loading, told
 from agl_run.sinks import Sink
 
@@ -29,6 +31,7 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
         if isinstance(resource, PromptTemplate):
             check_template(name, resource)
     check_keys(plan)
+    check_place(plan, store_url="" if plan.store else located(config.experiment.store, plan.folder))
     with told("importing the rewards, tracers and exporters", say=say):
         build_rewards(plan)
         for name in config.tracers:

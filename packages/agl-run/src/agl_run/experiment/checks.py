@@ -14,7 +14,7 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import JsonResource, PromptTemplate, Resource
 from agl.stores import MAX_ATTEMPTS
-from agl_run.experiment.config import ExperimentConfig, ResourceConfig
+from agl_run.experiment.config import ExperimentConfig, GatewayConfig, ResourceConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.exporting import check_different
 from agl_run.experiment.finished import PREFIX, experiment_of
@@ -244,11 +244,27 @@ def _check_components(plan: Plan) -> None:
     check_different(plan)
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
-    if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise or config.gateway.ca):
-        raise ConfigError('gateway.params, gateway.advertise and gateway.ca are ignored with use = "none"; remove them')
+    _check_gateway(config.gateway)
     if plan.store is None:
         check_store_url(config.experiment.store, plan.folder)
         manager.store_entry(config.experiment.store.partition("://")[0])
+
+
+def _check_gateway(gateway: GatewayConfig) -> None:
+    has_limit = gateway.process_above != GatewayConfig().process_above
+    if gateway.use == "none" and (gateway.params or gateway.advertise or gateway.ca):
+        raise ConfigError('gateway.params, gateway.advertise and gateway.ca are ignored with use = "none"; remove them')
+    if gateway.use == "none" and (gateway.process is True or has_limit):
+        raise ConfigError('gateway.process and gateway.process_above are ignored with use = "none"; remove them')
+    if gateway.process_above < 0:
+        raise ConfigError(
+            f"gateway.process_above is {gateway.process_above}; write the number of attempts at once beyond which the "
+            "gateway gets a process of its own, 0 for always"
+        )
+    if gateway.process != "auto" and has_limit:
+        raise ConfigError(
+            'gateway.process_above is ignored unless process is "auto"; remove it, or take away gateway.process'
+        )
 
 
 def _check_roles(plan: Plan) -> None:

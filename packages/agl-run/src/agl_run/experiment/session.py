@@ -30,6 +30,7 @@ from agl_run.experiment.address import advertised_url, local_url
 from agl_run.experiment.build import build_exporters, no_token_ids
 from agl_run.experiment.collect import FinishFeed
 from agl_run.experiment.exporting import Exporting
+from agl_run.experiment.gateway_place import gateway_params, placed
 from agl_run.experiment.hints import address_of
 from agl_run.experiment.labels import labelled
 from agl_run.experiment.live import LiveResources
@@ -52,9 +53,6 @@ from agl_run.secret import signing_keys
 from agl_run.store_contract import build_store, checked_store
 
 _LOG = logging.getLogger("agl_run.experiment")
-
-_FILES = ("tls_cert", "tls_key", "audit_log")
-"""Parameters of a gateway that name files from the experiment's folder."""
 
 
 class Session:
@@ -269,8 +267,9 @@ class Session:
                 raise
             _LOG.info("agl-gateway is not installed; model calls are recorded in the agent's process")
             return
-        own = {name: str(self.plan.folder / str(config.params[name])) for name in _FILES if name in config.params}
-        gateway: Gateway = manager.build(entry, **{**config.params, **own})
+        own: Gateway = manager.build(entry, **gateway_params(self.plan))
+        gateway, where = placed(own, self.plan, store_url="" if self.plan.store else store_url_of(self.plan))
+        (self._say or _LOG.info)(where)
         self._stack.push_async_callback(gateway.stop)
         url = await gateway.start(store=self.store, upstreams=upstreams, secret=signing_keys())
         self._advertised_url = advertised_url(url, config.advertise)

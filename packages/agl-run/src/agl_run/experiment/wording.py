@@ -13,6 +13,7 @@ EXAMPLES = {
     'agent = ["python", "agent.py"]',
     "older_than": 'write a duration in quotes, such as older_than = "30d"',
     "plugins": 'write plugins = { disabled = ["NAME"] }, the only key of it',
+    "process": 'write process = true, process = false, or process = "auto"',
     "reward_weights": "write the weights by reward: reward_weights = { NAME = 1.0 }",
     "timeout_s": "write a number of seconds without quotes, such as timeout_s = 60",
     "use": 'write a name in quotes, such as use = "NAME"',
