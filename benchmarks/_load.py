@@ -49,6 +49,11 @@ class Connection:
     async def call(self, request: bytes) -> float:
         """Send and read to the end; returns the latency in seconds."""
         started = time.perf_counter()
+        await self.answer(request)
+        return time.perf_counter() - started
+
+    async def answer(self, request: bytes) -> bytes:
+        """Send and read to the end; returns the body, of a stream with the sizes of its pieces."""
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
@@ -56,10 +61,8 @@ class Connection:
         lower = head.lower()
         at = lower.find(b"content-length:")
         if at >= 0:
-            await self._reader.readexactly(int(lower[at + 15 : lower.find(b"\r\n", at)]))
-        else:
-            await self._reader.readuntil(b"\r\n0\r\n\r\n")
-        return time.perf_counter() - started
+            return await self._reader.readexactly(int(lower[at + 15 : lower.find(b"\r\n", at)]))
+        return await self._reader.readuntil(b"\r\n0\r\n\r\n")
 
     def close(self) -> None:
         self._writer.close()

@@ -2,6 +2,8 @@
 
 The model has a million weights, random; a rollout is two calls on one row. Both algorithms do one update on all rows;
 VERL recomputes the log-probabilities before it, which agl-algo-torch's does in the same pass.
+What a pass computes with packed and with padded rows follows from VERL's own cut of rows into micro-batches: the tokens
+of its rows, or its rows times the longest.
 Run alone: ``python -m benchmarks.bench_verl``; it needs agl-algo-verl and agl-algo-torch in one environment.
 """
 
@@ -19,6 +21,8 @@ from benchmarks._harness import Figure, component, table
 
 TASKS, ROLLOUTS, PROMPT, CALL, OBSERVED = 8, 8, 80, 30, 20
 VOCABULARY = 400
+BUDGET = 16_384
+"""Tokens of a pass, `ppo_max_token_len_per_gpu`."""
 
 
 def run(*, quick: bool) -> list[Figure]:
@@ -51,6 +55,37 @@ def figures(folder: Path, *, steps: int) -> list[Figure]:
             unit="nats",
             bar=1e-5,
             better="lower",
+        ),
+        *passes(),
+    ]
+
+
+def passes() -> list[Figure]:
+    """Tokens that the largest pass computes, over its budget, on 256 rows of agents with few and with many turns."""
+    import torch
+    from verl.utils.tensordict_utils import get_tensordict
+    from verl.workers.engine.utils import prepare_micro_batches
+
+    source = random.Random(0)
+    lengths = [min(8192, int(source.lognormvariate(6.0, 1.0))) for _ in range(256)]
+    rows: Any = torch.nested.as_nested_tensor([torch.zeros(n, dtype=torch.int64) for n in lengths], layout=torch.jagged)
+    data = get_tensordict(tensor_dict={"input_ids": rows}, non_tensor_dict={"max_token_len_per_gpu": BUDGET})
+    sizes = [part["input_ids"].offsets().diff() for part in prepare_micro_batches(data=data)[0]]
+    packed, padded = (max(found) for found in zip(*((int(s.sum()), int(len(s) * s.max())) for s in sizes), strict=True))
+    return [
+        Figure(
+            name=f"tokens of the largest packed pass, budget {BUDGET}",
+            value=packed,
+            unit="",
+            bar=BUDGET,
+            better="lower",
+        ),
+        Figure(
+            name="tokens of the largest padded pass over the packed one",
+            value=padded / packed,
+            unit="x",
+            baseline=1.0,
+            baseline_name=f"packed, {packed} tokens; padded {padded}",
         ),
     ]
 

@@ -116,6 +116,30 @@ def test_workers_elsewhere_run_what_a_local_run_would(agl: StartAgl, experiment:
     check_end(file, steps=4)
 
 
+def test_workers_without_the_key_run_the_one_experiment_that_their_token_is_for(
+    agl: StartAgl, experiment: Callable[..., Path]
+) -> None:
+    file = experiment(steps=2)
+    url = leave_to_workers(file, free_port())
+    tokens = [
+        end_of(agl("worker-token", name, "--valid", "1h", cwd=file.parent))[0].strip() for name in ("toy", "other")
+    ]
+    homes = [elsewhere(file, name) for name in ("mine", "foreign")]
+    mine, foreign = (
+        # an empty key is refused by whatever would sign with it
+        agl("worker", str(home), "--store", url, *more, cwd=home.parent, AGL_SECRET="", AGL_WORKER_TOKEN=token)
+        for home, token, more in zip(homes, tokens, (("--set", "runner.use=process"), ()), strict=True)
+    )
+    trainer = agl("run", str(file), "--quiet", cwd=file.parent)
+    assert "" == end_of(trainer)[1]
+    assert "experiment 'toy' is finished" in end_of(mine)[0]
+    _, refused = foreign.communicate(timeout=180)
+    assert 0 != foreign.returncode
+    assert "asks for experiment 'toy'; this worker's token of experiment 'other' is for no other" in refused
+    assert {mine.pid} == {pid_of(attempt) for attempt in attempts_of(file)}
+    check_end(file, steps=2)
+
+
 def test_killed_worker_and_killed_trainer_cost_no_rollout(
     agl: StartAgl, experiment: Callable[..., Path], tmp_path: Path
 ) -> None:

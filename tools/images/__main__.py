@@ -16,6 +16,7 @@ import yaml
 from agl import PluginManager
 from agl_deploy.images import wheel_command
 from agl_deploy.needs import read_needs
+from agl_run.tokens import AttemptTokens
 from tools.images import __doc__ as about
 from tools.images._build import BASE, PYTHON, Images, call, missing, wheels
 from tools.images._containers import Compose
@@ -37,6 +38,7 @@ KILLS = ("worker-1", "gateway", "postgres", "trainer", "worker-2", "console")
 """The order in which containers are killed, while rollouts run."""
 
 WITHIN_S = 900.0
+_SLACK_S = 3600.0
 
 
 def main() -> None:
@@ -111,6 +113,8 @@ def _build(images: Images, project: Path) -> Compose:
         print(f"{tag}: {image.size / 1e6:.0f} MB, user {image.user}")
     names = sorted({name for service in compose["services"].values() for name in service["environment"]})
     values = {name: secrets.token_hex(16) for name in names} | {"POSTGRES_USER": "agl", "POSTGRES_DB": "agl"}
+    tokens, until = AttemptTokens(values["AGL_SECRET"].encode()), time.time() + WITHIN_S + _SLACK_S
+    values["AGL_WORKER_TOKEN"] = tokens.issue_for_worker(needs.experiment, expires_at=until)
     return Compose(file=compose, images=found, secrets=values, folder=project.parent)
 
 

@@ -26,6 +26,7 @@ class ChatWorld:
 
     def __init__(self, *, remarks: bool = True, temperature: float = 1.0) -> None:
         self.remarks, self.temperature = remarks, temperature
+        self.value_of = good_tokens
         self._models: dict[tuple[str, str], Any] = {}
 
     def play(self, order: RolloutOrder) -> Episode:
@@ -62,7 +63,7 @@ class ChatWorld:
         self, rollout: Rollout, ids: list[int], logprobs: list[float], parts: list[tuple[int, int]]
     ) -> Episode:
         name = rollout.rollout_id
-        value = good_tokens(ids[slice(*parts[0])])
+        value = self.value_of(ids[slice(*parts[0])])
         remark = "the first token was low" if self.remarks and not value else ""
         calls = tuple(
             Transition(

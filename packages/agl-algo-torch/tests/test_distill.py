@@ -82,6 +82,16 @@ class TestConformanceWithEverything(AlgorithmConformance):
         )
 
 
+class TestConformanceWithChosenTasks(AlgorithmConformance):
+    """Rounds and a curriculum must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path, teacher_dir: Path) -> AlgorithmScenario:
+        chosen = {"tasks_per_step": 2, "refill": 2, "curriculum": "frontier", "reward_coef": 0.5}
+        scenario = scenario_of(model_dir, teacher_dir, **chosen)
+        return replace(scenario, train=[{"n": number} for number in range(12)])
+
+
 class TestConformanceWithAServedTeacher(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path, teacher_dir: Path) -> AlgorithmScenario:
@@ -269,6 +279,7 @@ def test_token_that_a_server_rules_out_has_a_finite_gap() -> None:
         ({"teacher": ""}, 'teacher = ""; give a model folder'),
         ({"teacher": "./big", "reward_coef": 1.0, "group_size": 1}, "group_size is 1"),
         ({"teacher": "./big", "reward_coef": -1.0}, "reward_coef"),
+        ({"teacher": "./big", "refill": 2}, "refill = 2 without reward_coef: every group learns from the teacher"),
         ({"teacher": "./big", "loss": "ppo-clib"}, "No loss is named 'ppo-clib'"),
     ],
 )

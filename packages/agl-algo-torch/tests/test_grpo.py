@@ -242,7 +242,6 @@ def summed(tokens: TokenBatch) -> LossTerms:
     ("params", "message"),
     [
         ({"estimator": "gae"}, "No estimator is named 'gae'.*rloo"),
-        ({"estimator": "remax"}, "greedy rollout of every task, and grpo makes none"),
         ({"loss": f"{__name__}:summed"}, "summed' returned loss_M = .* for 6 trained tokens; return LossTerms"),
         ({"estimator": f"{__name__}:summed"}, "summed' raised AttributeError: .*advantages_M"),
         ({"loss": "gspoo"}, "No loss is named 'gspoo'; did you mean 'gspo'"),

@@ -11,7 +11,7 @@ import pytest
 from agl.contracts import Recorded
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.rft import RFT
+from agl_algo_torch.rft import NONE_GOOD, RFT
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -73,6 +73,31 @@ def test_good_rollouts_of_another_algorithm_are_imitated_once(model_dir: Path, t
     assert mean_reward(published(bench)) > mean_reward(model_dir) + 0.1
 
 
+class TestConformanceWithChosenTasks(AlgorithmConformance):
+    """Rounds and a curriculum must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        train = [{"n": number} for number in range(12)]
+        scenario = scenario_of(model_dir, min_reward=0.5, tasks_per_step=2, refill=2, curriculum="unsolved")
+        return replace(scenario, train=train)
+
+
+def test_groups_without_a_rollout_to_imitate_are_replaced(model_dir: Path, tmp_path: Path) -> None:
+    params = {"steps": 1, "min_reward": 1.0, "tasks_per_step": 2, "group_size": 2, "refill": 20}
+    scenario = replace(scenario_of(model_dir, **params), train=[{"n": number} for number in range(40)])
+    bench = AlgorithmBench(scenario, tmp_path / "work")
+    (report,) = asyncio.run(run(bench))
+    assert (2.0, 0.0) == (report.metrics["groups"] - report.metrics["groups_dropped"], report.metrics["groups_missing"])
+    assert report.metrics["groups_dropped"] > 0
+    best = {e.rollout.group_id: 0.0 for e in bench.collected.values()}
+    for e in bench.collected.values():
+        best[e.rollout.group_id] = max(best[e.rollout.group_id], e.reward or 0.0)
+    silent = {e.rollout.rollout_id for e in bench.collected.values() if best[e.rollout.group_id] < 1.0}
+    dropped = {name for name, uses in report.uses.items() if {NONE_GOOD} == {use.note for use in uses}}
+    assert silent == dropped
+
+
 def test_nothing_good_enough_trains_and_publishes_nothing(model_dir: Path, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario_of(model_dir, min_reward=2.0, steps=1), tmp_path / "work")
     (report,) = asyncio.run(run(bench))
@@ -84,6 +109,12 @@ def test_nothing_good_enough_trains_and_publishes_nothing(model_dir: Path, tmp_p
     [
         ({"tasks_per_step": 4}, True, "collects nothing, so tasks_per_step"),
         ({"max_age": 2}, False, "max_age without a source"),
+        ({"tasks_per_step": None, "group_size": None, "refill": 2}, True, "chose its own tasks, so refill would"),
+        (
+            {"tasks_per_step": None, "group_size": None, "refill": 2, "curriculum": "frontier"},
+            True,
+            "so refill and curriculum would be ignored",
+        ),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(

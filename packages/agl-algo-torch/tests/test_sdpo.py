@@ -14,8 +14,9 @@ from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Span, Weights, unpack_ids
 from agl_algo_torch.divergence import scaled_logprobs
+from agl_algo_torch.lessons import Teaching
 from agl_algo_torch.model import load_model
-from agl_algo_torch.sdpo import SDPO
+from agl_algo_torch.sdpo import NOTHING_TO_LEARN, SDPO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -69,6 +70,19 @@ class TestConformanceWithEverything(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
         return scenario_of(model_dir, teacher_start=0.3, grpo_coef=0.5, lora_rank=4, warmup=1, decay="linear")
+
+
+class TestConformanceWithChosenTasks(AlgorithmConformance):
+    """Rounds and a curriculum must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        chosen = {"group_size": 2, "refill": 2, "curriculum": "frontier", "sources": ("siblings",)}
+        return replace(scenario_of(model_dir, **chosen), train=questions(12))
+
+
+def questions(count: int) -> list[dict[str, str]]:
+    return [{"question": f"question {number}"} for number in range(count)]
 
 
 def first_update(tmp_path: Path, model_dir: Path, **params: Any) -> tuple[AlgorithmBench, dict[str, torch.Tensor]]:
@@ -140,6 +154,40 @@ def test_teacher_at_the_start_is_another_one_once_the_policy_has_moved(tmp_path:
     assert free[1].metrics["divergence"] != pytest.approx(held[1].metrics["divergence"], rel=1e-2)
 
 
+def test_groups_about_which_nothing_can_be_told_are_replaced(tmp_path: Path, model_dir: Path) -> None:
+    chosen = {"steps": 1, "group_size": 2, "refill": 20, "sources": ("siblings",)}
+    bench = AlgorithmBench(replace(scenario_of(model_dir, **chosen), train=questions(40)), tmp_path)
+    (report,) = asyncio.run(run(bench))
+    by_group: dict[str, list[float]] = {}
+    for episode in bench.collected.values():
+        by_group.setdefault(episode.rollout.group_id, []).append(episode.reward or 0.0)
+    mixed = {group for group, rewards in by_group.items() if 0 < sum(rewards) < 2}
+    dropped = {name for name, uses in report.uses.items() if {NOTHING_TO_LEARN} == {use.note for use in uses}}
+    assert {e.rollout.rollout_id for e in bench.collected.values() if e.rollout.group_id not in mixed} == dropped
+    assert (2, 0.0) == (len(mixed), report.metrics["groups_missing"])
+    assert report.metrics["groups_dropped"] == len(by_group) - 2 > 0
+    assert report.trained
+
+
+def test_a_group_that_failed_as_a_whole_is_kept_where_its_failures_were_told(tmp_path: Path, model_dir: Path) -> None:
+    world = ChatWorld()
+    world.value_of = lambda response: 0.0  # type: ignore[method-assign]
+    chosen = {"steps": 1, "group_size": 2, "refill": 5}
+    (report,) = reports_of(tmp_path, model_dir, world, **chosen)
+    assert (0.0, 0.0) == (report.metrics["groups_silent"], report.metrics["rollouts_extra"])
+    assert 8.0 == report.metrics["calls_taught"]
+
+
+@pytest.mark.parametrize(("grpo_coef", "is_kept"), [(0.0, False), (0.5, True)])
+def test_with_rewards_in_the_loss_a_group_that_differs_is_kept(
+    tmp_path: Path, model_dir: Path, grpo_coef: float, is_kept: bool
+) -> None:
+    world = ChatWorld(remarks=False)
+    chosen = {"steps": 1, "group_size": 8, "refill": 1, "sources": ("rewards",), "grpo_coef": grpo_coef}
+    (report,) = reports_of(tmp_path, model_dir, world, **chosen)
+    assert is_kept == (report.metrics["groups_silent"] < report.metrics["groups"])
+
+
 def test_rollouts_with_nothing_to_tell_do_not_train_and_are_counted(tmp_path: Path, model_dir: Path) -> None:
     world = ChatWorld(remarks=False)
     (report,) = reports_of(tmp_path, model_dir, world, steps=1, sources=("rewards",))
@@ -186,28 +234,27 @@ def test_mixing_adds_the_gradient_of_grpo(tmp_path: Path, model_dir: Path) -> No
     assert {row for uses in mixed.uses.values() for row in (use.row for use in uses)} == {0}
 
 
-def teachers_texts(bench: AlgorithmBench, store: Any = None) -> list[str]:
+def teachers_texts(bench: AlgorithmBench, patch: pytest.MonkeyPatch, store: Any = None) -> list[str]:
     """The words that the teacher of each call reads at the first step, the recorded prompt left out."""
     found: list[str] = []
+    told = Teaching._teacher_sample
+
+    def listen(self: Any, call: Any, lesson: Any) -> Any:
+        sample = told(self, call, lesson)
+        if not isinstance(sample, str):
+            shared = unpack_ids(call.prompt_ids) + unpack_ids(call.response_ids)
+            found.append(self._retelling.text(sample.ids[: len(sample.ids) - len(shared) + 60].tolist()))
+        return sample
 
     async def body() -> None:
         async with bench:
             algorithm: Any = bench.scenario.make()
             context = bench.context()
             await algorithm.setup(replace(context, store=store) if store else context)
-            told = algorithm._teacher_sample
-
-            def listen(call: Any, lesson: Any, retelling: Any, *, most: int) -> Any:
-                sample = told(call, lesson, retelling, most=most)
-                if not isinstance(sample, str):
-                    shared = unpack_ids(call.prompt_ids) + unpack_ids(call.response_ids)
-                    found.append(retelling.text(sample.ids[: len(sample.ids) - len(shared) + 60].tolist()))
-                return sample
-
-            algorithm._teacher_sample = listen
             await algorithm.step()
             await algorithm.close()
 
+    patch.setattr(Teaching, "_teacher_sample", listen)
     asyncio.run(body())
     return found
 
@@ -223,11 +270,13 @@ class Quoting(ChatWorld):
         return msgspec.structs.replace(played, rewards=(Reward(value=0.0, source="evaluator", feedback=remark),))
 
 
-def test_hidden_field_that_a_reward_quotes_is_not_in_the_teachers_tokens(tmp_path: Path, model_dir: Path) -> None:
+def test_hidden_field_that_a_reward_quotes_is_not_in_the_teachers_tokens(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secrets = ["blue whale", 'a "b" c', "twenty\ntwo\nlines", "1234567", "über-Größe"]
     tasks = [{"question": f"q{i}", "answer": secret} for i, secret in enumerate(secrets)]
     scenario = replace(scenario_of(model_dir, Quoting(), steps=1, tasks_per_step=5, group_size=2), train=tasks)
-    texts = teachers_texts(AlgorithmBench(scenario, tmp_path))
+    texts = teachers_texts(AlgorithmBench(scenario, tmp_path), monkeypatch)
     assert len(texts) == 20
     for text in texts:
         assert "bad: expected" in text
@@ -254,10 +303,12 @@ class Attempted(ChatWorld):
         return msgspec.structs.replace(super().play(order), attempt=attempt)
 
 
-def test_tool_that_failed_is_told_from_the_store(tmp_path: Path, model_dir: Path) -> None:
+def test_tool_that_failed_is_told_from_the_store(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = Attempted(remarks=False)
     scenario = scenario_of(model_dir, world, steps=1, tasks_per_step=1, group_size=2, sources=("tools",))
-    texts = teachers_texts(AlgorithmBench(scenario, tmp_path), store=OneFailedTool())
+    texts = teachers_texts(AlgorithmBench(scenario, tmp_path), monkeypatch, store=OneFailedTool())
     assert len(texts) == 4
     assert all("sql: no such table" in text for text in texts)
 

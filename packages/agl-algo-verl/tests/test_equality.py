@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_algo_verl.batches import importance
+from agl_algo_verl.correction import Correction, corrected
 from agl_algo_verl.objectives import ESTIMATORS, chosen_estimator
 from agl_algo_verl.opening import actor_config
 from agl_algo_verl.rows import RowSample
@@ -264,7 +264,9 @@ def test_truncated_importance_weights_are_the_same_numbers(
     assert own.tolist() == theirs[mask_B_R].tolist()
     for mask, old_R, behaviour_R, theirs_R in zip(masks, old_B_R, behaviour_B_R, theirs, strict=True):
         row = replace(sample(mask, old_R), old=old_R[: len(mask)], behaviour=behaviour_R[: len(mask)])
-        used = importance(row, cap)[row.mask]
+        (used_row,) = corrected([row], Correction(importance=weighting.Importance(cap=cap)))
+        assert used_row.importance is not None
+        used = used_row.importance[row.mask]
         assert used.tolist() == theirs_R[: len(mask)][row.mask].tolist()
 
 

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.torch import load_file
 
+from agl.schemas import Weights
 from agl_algo_verl.files import prune
+from agl_algo_verl.loss_worker import ClusterWorker
+from agl_algo_verl.settings import read_settings
+from agl_algo_verl.worker import VerlWorker
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import scenario
+from .world import config, scenario
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,6 +93,22 @@ def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_
     assert 3 == asyncio.run(body()).step
     assert said[-1].endswith("is gone; training goes on with new moments of AdamW")
     assert distance(served(tmp_path, 1), served(tmp_path, 3)) < 1e-5
+
+
+def test_worker_of_a_cluster_loads_a_checkpoint_with_the_configured_rate(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_algo_verl.loss_worker.LossWorker", ClusterWorker)
+
+    def opened(rate: float) -> Any:
+        settings = read_settings(config(**{"actor.optim.lr": rate, "trainer.total_training_steps": 4}))[0]
+        return VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=4, threads=1)._worker
+
+    opened(4e-3).save_checkpoint(str(tmp_path / "saved"), global_step=1)
+    worker = opened(1e-3)
+    worker.load_checkpoint(str(tmp_path / "saved"))
+    assert [1e-3] == [group["lr"] for group in worker.engine.optimizer.param_groups]
+    assert [1e-3] == worker.engine.lr_scheduler.base_lrs
 
 
 def test_pruning_leaves_the_kept_steps(tmp_path: Path) -> None:

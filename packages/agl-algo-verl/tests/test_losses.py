@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl_algo_verl.correction import Correction, corrected
 from agl_algo_verl.objectives import chosen_loss
 from agl_algo_verl.rows import RowSample
 from agl_algo_verl.settings import read_settings
@@ -23,7 +24,7 @@ from .test_inproc import train
 from .world import World, config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
 
 torch_batch = pytest.importorskip("agl_algo_torch.batch", reason="needs agl-algo-torch")
@@ -138,8 +139,10 @@ def by_torch(update: Update, policy: Any, *, budget: int, **options: Any) -> tup
     return value, {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
 
-def by_verl(update: Update, model_dir: Path, **keys: Any) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
-    """The same by VERL's engine, and the metrics; nothing is updated."""
+def by_verl(
+    update: Update, model_dir: Path, *, held: Sequence[RowSample] = (), **keys: Any
+) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """The same by VERL's engine, and the metrics; nothing is updated. `held` are rows of the anchor."""
     settings, _ = read_settings(config(**keys))
     worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1, threads=1)
     engine = worker._worker.engine
@@ -152,7 +155,7 @@ def by_verl(update: Update, model_dir: Path, **keys: Any) -> tuple[float, dict[s
         return 0.0
 
     engine.optimizer_step = keep
-    metrics = worker.update(update.verl, rollouts=3, is_last=False)
+    metrics = worker.update(update.verl, rollouts=3, is_last=False, held=held)
     return metrics["loss"], found, metrics
 
 
@@ -210,22 +213,32 @@ def test_penalty_bonus_and_importance_weights_are_those_of_the_torch_engine(
         "actor.use_kl_loss": True,
         "actor.kl_loss_coef": 0.2,
         "actor.entropy_coeff": 0.1,
-        "algorithm.rollout_correction.rollout_is": "token",
-        "algorithm.rollout_correction.rollout_is_threshold": 1.2,
     }
+    update.verl = corrected(update.verl, Correction(importance=Importance(cap=1.2)))
     value, gradient, metrics = by_verl(update, model_dir, **keys, **AGGREGATIONS[aggregation], **MICRO["tokens"])
     assert_equal(expected, (value, gradient))
     assert {"kl_loss", "entropy_loss", "ppo_kl", "pg_loss"} <= metrics.keys()
 
 
-def test_counts_of_a_loss_are_reported_per_token(policy: Any, other: Any, model_dir: Path) -> None:
+@pytest.mark.parametrize("micro", MICRO)
+@pytest.mark.parametrize("loss", ["ours", "vanilla", "gspo"])
+def test_counts_of_a_loss_are_reported_per_token(
+    loss: str, micro: str, policy: Any, other: Any, model_dir: Path
+) -> None:
     update = update_of(policy, other, seed=2)
     low, high = 0.1, 0.15
-    *_, metrics = by_verl(
-        update, model_dir, loss="ppo-clip", loss_params={"clip_low": low, "clip_high": high}, **MICRO["tokens"]
-    )
+    keys: dict[str, Any] = {"loss": "ppo-clip", "loss_params": {"clip_low": low, "clip_high": high}}
+    if loss != "ours":
+        keys = {"actor.policy_loss.loss_mode": loss, "actor.clip_ratio_low": low, "actor.clip_ratio_high": high}
+    *_, metrics = by_verl(update, model_dir, **keys, **MICRO[micro])
     now = torch_forward.recompute_logprobs(policy, update.torch, token_budget=64, device=CPU)
-    ratio_M = torch.cat([(p - s.old)[s.trained] for p, s in zip(now, update.torch, strict=True)]).exp()
+    away = [(p - s.old)[s.trained] for p, s in zip(now, update.torch, strict=True)]
+    assert float(torch.cat(away).max().exp()) == pytest.approx(metrics["ratio_max"], rel=1e-5)
+    if loss != "ours":
+        assert float(-torch.cat(away).mean()) == pytest.approx(metrics["ppo_kl"], abs=1e-6)
+        assert metrics["clipped_low"] + metrics["clipped_high"] == pytest.approx(metrics["pg_clipfrac"])
+    away = [parts.mean().expand(len(parts)) for parts in away] if loss == "gspo" else away
+    ratio_M = torch.cat(away).exp()
     advantages_M = torch.cat([s.advantages[s.trained] for s in update.torch])
     assert float(((ratio_M < 1 - low) & (advantages_M < 0)).float().mean()) == pytest.approx(metrics["clipped_low"])
     assert float(((ratio_M > 1 + high) & (advantages_M > 0)).float().mean()) == pytest.approx(metrics["clipped_high"])
@@ -308,21 +321,3 @@ def test_reward_rises_with_losses_that_compare_tokens_of_several_rows(
     metrics, _ = train(tmp_path, model_dir, World(rows=2), **settings, **keys)
     assert metrics[0]["reward"] + 0.1 < metrics[-1]["reward"]
     assert {"clipped", "held_back"} & metrics[-1].keys()
-
-
-def test_verls_worker_trains_with_a_loss_of_ours_only_where_it_opens_its_model_as_expected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    from agl_algo_verl import ray_losses
-    from agl_algo_verl.loss_worker import LossWorker
-
-    monkeypatch.setattr(ActorRolloutRefWorker, "actor_worker_cls", ActorRolloutRefWorker.actor_worker_cls)
-    ray_losses.use_loss_worker()
-    assert ActorRolloutRefWorker.actor_worker_cls is LossWorker
-    monkeypatch.setattr(ray_losses, "OPENED", "self.actor = None")
-    with pytest.raises(
-        RuntimeError, match=r"replaces self\.actor = None in verl\.workers\.engine_workers.*pip install"
-    ):
-        ray_losses.use_loss_worker()

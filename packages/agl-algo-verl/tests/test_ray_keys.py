@@ -22,7 +22,7 @@ from agl_algo_verl.loss_worker import loss_of
 from agl_algo_verl.ray_config import compose
 from agl_algo_verl.ray_engine import RayVERL
 from agl_algo_verl.ray_keys import HERE, RaySettings, check_machine, classify, read_ray_settings
-from agl_algo_verl.ray_refused import ALLOWED, DECIDED, REFUSED
+from agl_algo_verl.ray_refused import ALLOWED, DECIDED, REFUSED, SAME_STRATEGY
 from agl_algo_verl.runtime import check_attention
 from agl_algo_verl.settings import VerlSettings
 
@@ -82,7 +82,7 @@ def test_keys_that_others_decide_are_told() -> None:
 
 def test_the_tables_name_keys_that_verl_has() -> None:
     known = verl_keys()
-    absent = {name for name in (*REFUSED, *DECIDED, *ALLOWED, *HERE) if name not in known}
+    absent = {name for name in (*REFUSED, *DECIDED, *ALLOWED, *HERE, *SAME_STRATEGY) if name not in known}
     assert absent <= {"reward_model", "custom_reward_function"}, absent
 
 
@@ -137,11 +137,11 @@ READ_ELSEWHERE = ("ray_kwargs.", "global_profiler.global_tool_config.", "data.fi
 """Keys that Ray's start, profilers and agl's own rows take."""
 
 
-def passed_on() -> set[str]:
+def passed_on(strategy: str = "fsdp2") -> set[str]:
     """The keys of VERL's configuration without keys below them that go to VERL as a person wrote them."""
-    known = verl_keys()
+    known = verl_keys(strategy)
     lowest = {name for name in known if not any(other.startswith(f"{name}.") for other in known)}
-    return {name for name in lowest if ("", "") == classify(name, object())}
+    return {name for name in lowest if ("", "") == classify(name, object(), strategy=strategy)}
 
 
 def words_in_verl() -> set[str]:
@@ -276,7 +276,7 @@ def test_every_configuration_on_the_page_is_accepted() -> None:
     page = (Path(__file__).parents[3] / "docs/how-to/cluster.md").read_text(encoding="utf-8")
     blocks = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)]
     engines = [make(**block["algorithm"][0]["params"]) for block in blocks if "algorithm" in block]
-    assert ["VERL", *["RayVERL"] * 4] == [type(engine).__name__ for engine in engines]
+    assert ["VERL", *["RayVERL"] * 5] == [type(engine).__name__ for engine in engines]
 
 
 def test_the_example_differs_from_the_one_in_one_process_where_the_page_says() -> None:

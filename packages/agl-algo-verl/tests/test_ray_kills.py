@@ -2,6 +2,7 @@
 
 One run of three steps: a process of the runner and then the store and gateway of `agl serve` in the first, the replica
 that serves in the second, VERL's training worker in the third. Nothing is trained twice or left out.
+Other runs are killed as a whole while steps wait to be saved.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.error import URLError
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from pathlib import Path
 
-PATIENCE_S = 600
+PATIENCE_S = 1200
 """Seconds to wait for anything on a machine that is busy."""
 
 STEPS, ROLLOUTS_PER_STEP = 3, 8
@@ -93,13 +95,14 @@ actor_rollout_ref.rollout.name = "agl_hf"
 actor_rollout_ref.rollout.n = 4
 actor_rollout_ref.actor.optim.lr = 1e-3
 trainer.total_training_steps = {steps}
+save_every = {save_every}
 """
 
 
 class Stage:
     """The experiment's folder, its served store, and its runs."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, *, steps: int = STEPS, save_every: int = 1) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = int(found.getsockname()[1])
@@ -109,7 +112,9 @@ class Stage:
         url = f"http://127.0.0.1:{self.port}"
         (folder / "agent.py").write_text(AGENT)
         (folder / "tasks.jsonl").write_text("".join(json.dumps({"text": f"task {i}"}) + "\n" for i in range(4)))
-        (folder / "experiment.toml").write_text(EXPERIMENT.format(store=url, model=model, steps=STEPS))
+        (folder / "experiment.toml").write_text(
+            EXPERIMENT.format(store=url, model=model, steps=steps, save_every=save_every)
+        )
 
     def start(self, *words: str, log: str) -> subprocess.Popen[bytes]:
         with (self.folder / log).open("ab") as file:
@@ -210,14 +215,55 @@ def test_whatever_is_killed_in_the_middle_of_a_step_nothing_is_trained_twice(mod
         server.kill()
         server.wait()
 
-    async def look() -> None:
-        store = SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
+    asyncio.run(check_ledger(tmp_path, steps=STEPS))
+
+
+async def check_ledger(folder: Path, *, steps: int) -> None:
+    """Every rollout has succeeded and is trained, in one step, and every step has logged once."""
+    store = SQLiteStore(f"sqlite:///{folder / 'runs.db'}")
+    try:
         rollouts = await store.rollouts(RolloutQuery(experiment="kills", mode="train", limit=1000))
         assert {"succeeded"} == {rollout.status for rollout in rollouts}
-        assert STEPS * ROLLOUTS_PER_STEP == len(rollouts)
+        assert steps * ROLLOUTS_PER_STEP == len(rollouts)
         assert {rollout.rollout_id for rollout in rollouts} == await trained_rollouts(store, "kills", 1, "verl")
+        ledger = await store.trained("kills", run=1, algorithm="verl")
+        assert dict.fromkeys(range(1, steps + 1), ROLLOUTS_PER_STEP) == Counter(ledger.values())
         logged = [metric.step for metric in await store.metrics("kills") if metric.name == "loss"]
-        assert [1, 2, 3] == sorted(logged)
+        assert list(range(1, steps + 1)) == sorted(logged)
+    finally:
         await store.close()
 
-    asyncio.run(look())
+
+@pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
+def test_steps_that_wait_to_be_saved_are_repeated_from_their_rollouts_after_a_kill(
+    model_dir: Path, tmp_path: Path, kills: int
+) -> None:
+    steps = kills + 3
+    stage = Stage(tmp_path, model_dir, steps=steps, save_every=3)
+    server = stage.serve()
+    try:
+        for kill_number in range(kills):
+            with stage.running(*(["--resume"] if kill_number else [])) as run:
+                step = kill_number + 3  # those since the last multiple of 3 are not saved
+                wait_for(lambda step=step: bool(stage.attempts(step)), run)
+                left = psutil.Process(run.pid).children(recursive=True)
+                run.send_signal(signal.SIGKILL)
+                run.wait()
+                wait_until(lambda left=left: not any(map(is_left, left)), within_s=PATIENCE_S, every_s=0.2)
+        begun = len(stage.attempts(1)) + len(stage.attempts(2))
+        with stage.running("--resume") as run:
+            assert 0 == run.wait(PATIENCE_S), stage.log()
+        assert begun == len(stage.attempts(1)) + len(stage.attempts(2)), "the steps were repeated without a rollout"
+    finally:
+        server.kill()
+        server.wait()
+    asyncio.run(check_ledger(tmp_path, steps=steps))
+
+
+def is_left(one: psutil.Process) -> bool:
+    """True for a process that is neither gone nor waits to be reaped."""
+    try:
+        return one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from agl.errors import AglError
 from agl.schemas import CallCredit
-from agl_algo_verl.ray_engine import forget_after, prune
+from agl_algo_verl.bridge import Bridge, StepRequest
+from agl_algo_verl.ray_files import count, forget_after, prune, steps_of
 from agl_algo_verl.ray_rows import rows_for_verl
 from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.rows import PreparedStep, RowSample
@@ -128,10 +130,40 @@ def test_rows_that_verl_cannot_train_are_refused() -> None:
         rows_for_verl(mixed, mode="token-mean", step=4)
 
 
+def test_a_checkpoint_is_asked_for_while_verl_waits_for_rows() -> None:
+    async def body() -> None:
+        bridge = Bridge()
+        asked = asyncio.ensure_future(bridge.ask(StepRequest(step=3, addresses=())))
+        assert 3 == (await bridge.request()).step
+        saving = asyncio.ensure_future(bridge.save())
+        assert [] == await asked
+        assert not saving.done()
+        asked = asyncio.ensure_future(bridge.saved())
+        await saving
+        assert not asked.done()
+        await bridge.answer(["rows"])
+        assert ["rows"] == await asked
+
+    asyncio.run(body())
+
+
 def test_checkpoints_of_uncounted_steps_and_old_ones_are_removed(tmp_path: Path) -> None:
     for step in (8, 9, 10, 11):
         (tmp_path / f"global_step_{step}").mkdir()
     forget_after(tmp_path, step=10)
     assert {8, 9, 10} == {int(path.name[12:]) for path in tmp_path.iterdir()}
-    prune(tmp_path, step=10, keep=2)
-    assert {9, 10} == {int(path.name[12:]) for path in tmp_path.iterdir()}
+
+
+def test_checkpoints_that_count_are_removed_except_the_newest_the_kept_and_those_in_use(tmp_path: Path) -> None:
+    places = {1: "verl-000000/global_step_1", 2: "verl-000000/global_step_2", 3: "verl-000000/global_step_3"}
+    places |= {5: "verl-000004/global_step_2", 6: "verl-000004/global_step_3"}
+    for step, place in places.items():
+        (tmp_path / place).mkdir(parents=True)
+        count(tmp_path / place, step=step)
+    count(tmp_path / places[3], step=4)  # which trained nothing
+    count(tmp_path / places[3], step=4)
+    (tmp_path / "verl-000004/global_step_4").mkdir()  # which no step counts yet
+    assert [3, 4] == steps_of(tmp_path / places[3])
+    prune(tmp_path, keep=2, kept={4}, used=("", str(tmp_path / places[1] / "actor/huggingface")))
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")}
+    assert {places[step] for step in (1, 3, 5, 6)} | {"verl-000004/global_step_4"} == left

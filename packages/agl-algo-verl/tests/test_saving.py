@@ -17,6 +17,7 @@ openai = pytest.importorskip("openai", reason="needs openai, which the agent cal
 import agl  # noqa: E402  # behind the checks
 from agl.algorithms import algorithm  # noqa: E402
 from agl.errors import ConfigError  # noqa: E402
+from agl_algo_verl.engines import make  # noqa: E402
 from agl_run import Quiet, policy  # noqa: E402
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ CONFIG: dict[str, Any] = {
     "actor_rollout_ref": {"rollout": {"n": 4}, "actor": {"ppo_mini_batch_size": 2, "optim": {"lr": 1e-3}}},
     "trainer": {"total_training_steps": STEPS},
 }
+RAY = {"actor_rollout_ref": {"rollout": {"name": "agl_hf", "n": 4}}}
 
 
 class Small:
@@ -108,7 +110,7 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     assert undisturbed == small.outcome()
 
 
-def test_interval_is_refused_on_ray(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    small = Small(tmp_path / "small", make_model())
-    with pytest.raises(ConfigError, match=r"got save_every = 3 with engine = \"ray\", where every step is saved"):
-        small.fit(save_every=3, engine="ray")
+def test_interval_that_is_none_is_refused_on_ray() -> None:
+    with pytest.raises(ConfigError, match=r"verl got save_every = 'often'. Give a number of steps"):
+        make(engine="ray", save_every="often", **RAY)
+    make(engine="ray", save_every="10m", **RAY)

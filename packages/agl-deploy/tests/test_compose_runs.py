@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
+from agl_run.tokens import AttemptTokens
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 
@@ -42,6 +44,8 @@ SECRETS = {
     "PGPASSWORD": "a-database-password",
     "DEPLOY_MODEL_KEY": "a-key-of-a-provider",
 }
+_TOKENS = AttemptTokens(SECRETS["AGL_SECRET"].encode())
+SECRETS["AGL_WORKER_TOKEN"] = _TOKENS.issue_for_worker("answers", expires_at=time.time() + 3600)
 
 
 def server_module() -> ModuleType:

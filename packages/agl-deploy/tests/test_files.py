@@ -65,7 +65,7 @@ def test_compose_file_keeps_secrets_out_and_the_database_from_workers(project: P
             assert ["ALL"] == service["cap_drop"]
     assert 2 == services["worker"]["deploy"]["replicas"]
     assert not set(services["worker"]["networks"]) & set(services["postgres"]["networks"])
-    assert {"AGL_SECRET"} == services["worker"]["environment"].keys()
+    assert {"AGL_WORKER_TOKEN"} == services["worker"]["environment"].keys()
     assert all(port.startswith("127.0.0.1:") for one in services.values() for port in one.get("ports", ()))
     names = {name for one in services.values() for name in one["environment"]} - {"POSTGRES_USER", "POSTGRES_DB"}
     example = (folder / "env.example").read_text()

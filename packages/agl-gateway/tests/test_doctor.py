@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from agl_gateway.doctor import Finding, Patient, examine, forget_gone, patient_o
 from agl_gateway.gateway_presence import GATEWAYS
 from agl_gateway.spool_file import SpooledCall, SpoolFile
 from agl_run import SQLiteStore
+from agl_run.tokens import AttemptTokens
 
 from .conftest import ADMIN, SECRET
 
@@ -139,6 +141,15 @@ async def test_gateway_is_asked_with_the_token_of_this_machine(serving, monkeypa
     monkeypatch.delenv("AGL_TOKEN")
     found = await wrong(patient, manager)
     assert "does not answer" in found[f"gateway {it.url}"].text
+
+
+async def test_gateway_is_asked_with_a_workers_token_where_there_is_no_key(serving, monkeypatch, tmp_path, manager):
+    token = AttemptTokens(SECRET).issue_for_worker("mine", expires_at=time.time() + 60)
+    monkeypatch.setenv("AGL_WORKER_TOKEN", token)
+    async with serving() as it:
+        assert {} == await wrong(Patient(gateway_url=it.url, store_url=it.url, spool=tmp_path), manager)
+        monkeypatch.setenv("AGL_WORKER_TOKEN", token[:-2] + "xx")
+        assert {f"gateway {it.url}"} == (await wrong(Patient(gateway_url=it.url, spool=tmp_path), manager)).keys()
 
 
 def test_connections_to_other_machines_without_encryption_are_named():

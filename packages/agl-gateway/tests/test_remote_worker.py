@@ -13,6 +13,7 @@ from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run import Worker, WorkerSetup
 from agl_run.runners.remote_gateway import GuardedRunner, RemoteGateway
+from agl_run.tokens import AdminKey
 from agl_testing.waiting import eventually
 
 from .conftest import SECRET, StageFactory
@@ -53,7 +54,7 @@ def a_claim() -> Claim:
 
 async def test_settling_waits_for_the_calls_that_were_answered(stage: StageFactory) -> None:
     async with stage(store=BusyStore()) as it:
-        remote = RemoteGateway(it.url, secret=SECRET)
+        remote = RemoteGateway(it.url, key=AdminKey(SECRET))
         attempt_id, token = await it.open_attempt()
         async with it.openai(token) as client:
             ask = {"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}
@@ -73,7 +74,7 @@ async def test_calls_that_the_store_refused_fail_the_attempt(stage: StageFactory
         async with it.openai(token) as client:
             await client.chat.completions.create(model="main_llm", messages=[{"role": "user", "content": "hi"}])
         with pytest.raises(CaptureError, match="are not in the store: unknown rollout"):
-            await RemoteGateway(it.url, secret=SECRET).settle(attempt_id)
+            await RemoteGateway(it.url, key=AdminKey(SECRET)).settle(attempt_id)
 
 
 async def test_an_attempt_settles_itself_and_no_other(stage: StageFactory) -> None:
@@ -92,14 +93,14 @@ async def test_an_attempt_settles_itself_and_no_other(stage: StageFactory) -> No
 
 async def test_another_secret_is_named_and_a_closed_port_too(stage: StageFactory) -> None:
     async with stage() as it:
-        assert "signs with another secret. Set AGL_SECRET" in await RemoteGateway(it.url, secret=OTHER).look()
-        assert "" == await RemoteGateway(it.url, secret=SECRET).look()
-    assert "ConnectionRefusedError" in await RemoteGateway("http://127.0.0.1:9", secret=SECRET).look()
+        assert "signs with another secret. Set AGL_SECRET" in await RemoteGateway(it.url, key=AdminKey(OTHER)).look()
+        assert "" == await RemoteGateway(it.url, key=AdminKey(SECRET)).look()
+    assert "ConnectionRefusedError" in await RemoteGateway("http://127.0.0.1:9", key=AdminKey(SECRET)).look()
 
 
 async def test_gateway_that_was_started_again_gives_attempts_back(stage: StageFactory) -> None:
     async with stage() as it:
-        remote = RemoteGateway(it.url, secret=SECRET)
+        remote = RemoteGateway(it.url, key=AdminKey(SECRET))
         await remote.look()
         port = int(it.url.rpartition(":")[2])
         await it.gateway.stop()
@@ -112,7 +113,7 @@ async def test_gateway_that_was_started_again_gives_attempts_back(stage: StageFa
 
 async def test_agent_that_failed_without_its_gateway_is_not_to_blame(stage: StageFactory) -> None:
     async with stage() as it:
-        remote = RemoteGateway(it.url, secret=SECRET, patience_s=0.1)
+        remote = RemoteGateway(it.url, key=AdminKey(SECRET), patience_s=0.1)
         guarded = GuardedRunner(Runner(failing), remote)
         assert "failed" == (await guarded.execute(a_claim())).status
     with pytest.raises(GatewayLostError, match="went away while"):
@@ -129,7 +130,7 @@ async def test_agent_that_failed_while_the_network_was_gone_is_given_back(stage:
             return await super().execute(claim)
 
     async with stage() as it:
-        remote = RemoteGateway(it.url, secret=SECRET)
+        remote = RemoteGateway(it.url, key=AdminKey(SECRET))
         with pytest.raises(GatewayLostError, match="did not answer while the attempt ran"):
             await GuardedRunner(Outage(failing), remote).execute(a_claim())
         assert not remote.lost.is_set()
@@ -137,7 +138,7 @@ async def test_agent_that_failed_while_the_network_was_gone_is_given_back(stage:
 
 
 async def test_attempt_waits_for_a_gateway_that_is_gone_until_the_worker_stops() -> None:
-    remote = RemoteGateway("http://127.0.0.1:9", secret=SECRET, patience_s=0.1)
+    remote = RemoteGateway("http://127.0.0.1:9", key=AdminKey(SECRET), patience_s=0.1)
     attempt = asyncio.create_task(GuardedRunner(Runner(failing), remote).execute(a_claim()))
     await asyncio.wait_for(remote.lost.wait(), 30)
     done, _ = await asyncio.wait({attempt}, timeout=0.1)

@@ -15,7 +15,7 @@ from agl_gateway.problems import Problem
 from agl_gateway.service import GatewayService, Settings
 from agl_run import signing_keys
 from agl_run.runners.remote_gateway import RemoteGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.tokens import AdminKey, AttemptTokens
 from agl_testing.waiting import eventually
 
 from .conftest import SECRET, Stage, StageFactory
@@ -64,7 +64,7 @@ async def test_signing_key_rotates_under_load(stage: StageFactory, tmp_path: Pat
     monkeypatch.delenv("AGL_TOKEN", raising=False)
     async with stage(secret=signing_keys()) as it:
         it.tokens = AttemptTokens(signing_keys())  # another process has its own
-        remote, store = RemoteGateway(it.url, secret=signing_keys()), HttpStore(it.url)
+        remote, store = RemoteGateway(it.url, key=AdminKey(signing_keys())), HttpStore(it.url)
         _, old = await it.open_attempt()
         assert not await _is_refused(it, old)  # and so it is among the verified tokens
         agents = Agents(it)

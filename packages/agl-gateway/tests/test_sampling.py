@@ -7,7 +7,9 @@ import pytest
 
 from agl import semconv
 from agl.contracts import Upstream
+from agl.errors import ConfigError
 from agl.schemas import Rollout, new_rollout_id
+from agl_run.greedy import as_greedy
 
 BODIES = {
     "/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -21,9 +23,11 @@ def upstream(server, sampling):
     return Upstream(name="main", base_url=server.base_url, model="m", is_trained=True, sampling=sampling)
 
 
-async def ask(it, body, *, endpoint="/chat/completions", mode="train"):
+async def ask(it, body, *, endpoint="/chat/completions", mode="train", greedy=()):
     """Call once in a rollout of that mode; returns the answer, what the server was asked, and the call's spans."""
     rollout = Rollout(rollout_id=new_rollout_id(), task={}, mode=mode)
+    if greedy:
+        rollout = as_greedy(rollout, greedy)
     await it.store.enqueue([rollout])
     (claim,) = await it.store.claim(worker="test")
     attempt_id = claim.attempt.attempt_id
@@ -76,6 +80,26 @@ async def test_validation_samples_as_the_agent_asks(stage, server, mode, rule):
     async with stage(upstreams=[upstream(server, rule)]) as it:
         _, sent, (span,) = await ask(it, {"temperature": 0, "top_p": 0.8}, mode=mode)
         assert (0, 0.8, {}) == (sent["temperature"], sent["top_p"], notes(span))
+
+
+@pytest.mark.parametrize("rule", ["override", "refuse", "keep"])
+@pytest.mark.parametrize("endpoint", BODIES)
+async def test_greedy_rollout_gets_the_likeliest_tokens_of_the_whole_distribution(stage, server, rule, endpoint):
+    async with stage(upstreams=[upstream(server, rule)]) as it:
+        asked = {"temperature": 0.7, "top_k": 20}
+        _, sent, (span,) = await ask(it, asked, endpoint=endpoint, mode="test", greedy=("main",))
+        assert (0, -1, 0, {}) == (sent["temperature"], sent["top_k"], span.call.sampling.temperature, notes(span))
+
+
+async def test_greedy_rollout_asks_other_policies_as_its_agent_does(stage, server):
+    async with stage(upstreams=[upstream(server, "override")]) as it:
+        _, sent, _ = await ask(it, {"temperature": 0.7}, mode="test", greedy=("another",))
+        assert 0.7 == sent["temperature"]
+
+
+def test_rollout_that_trains_is_never_greedy():
+    with pytest.raises(ConfigError, match="greedy answers teach nothing"):
+        as_greedy(Rollout(rollout_id="r", task={}, mode="train"), ["main"])
 
 
 async def test_refused_call_is_answered_with_the_parameter_and_the_ways_out(stage, server):

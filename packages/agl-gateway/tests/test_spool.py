@@ -21,6 +21,7 @@ from agl_gateway.spool_file import SpoolBusyError, SpoolFile, spools_in
 from agl_gateway.spooling import folder_of, spools_for
 from agl_run import SQLiteStore
 from agl_run.runners.remote_gateway import RemoteGateway
+from agl_run.tokens import AdminKey
 from agl_testing.waiting import eventually
 
 from .conftest import ADMIN, SECRET
@@ -132,6 +133,32 @@ async def test_store_that_is_gone_costs_no_call_and_gets_each_once(serving, tmp_
             seen["agl_span_queue_age_seconds"],
         )
         assert 0.0 == seen["agl_spans_lost_total"]
+
+
+async def test_gauges_follow_the_queue_within_a_second(serving, tmp_path):
+    """Length and bytes with the answer of a call, and the age to a second."""
+    store = FickleStore()
+    async with serving(store=store, spool=tmp_path) as it:
+        attempt_id, token = await open_attempt(it)
+        store.is_gone = True
+        begun = answered = time.monotonic()
+        sizes = list[float]()
+        for count in range(1, 6):
+            assert 200 == (await call(it, token, "x" * 1000 * count))[0]
+            answered = time.monotonic() if count == 1 else answered
+            asked, seen, ended = time.monotonic(), await gauges(it), time.monotonic()
+            assert (float(count), float(count)) == (seen["agl_span_queue_length"], seen["agl_spool_length"])
+            # the first call waits since a moment between its beginning and its answer
+            assert asked - answered - 1.0 <= seen["agl_span_queue_age_seconds"] <= ended - begun + 1.0
+            sizes.append(seen["agl_span_queue_bytes"])
+        assert all(1000 * count < size for count, size in enumerate(sizes, start=1))
+        assert sizes == sorted(set(sizes))
+        store.is_gone = False
+        await it.recorder.settle(attempt_id)
+        assert 5 == len(await texts(store, attempt_id))
+        seen = await gauges(it)
+        names = ("agl_span_queue_length", "agl_span_queue_bytes", "agl_span_queue_age_seconds", "agl_spool_length")
+        assert dict.fromkeys(names, 0.0) == {name: seen[name] for name in names}
 
 
 async def test_slow_store_delays_no_answer_and_gets_no_span_twice(serving, tmp_path):
@@ -399,7 +426,7 @@ async def test_worker_goes_on_with_a_gateway_that_lost_nothing_and_knows_that_ca
     store = FickleStore()
     async with serving(store=store, spool=tmp_path) as it:
         port = urlsplit(it.url).port
-        remote = RemoteGateway(it.url, secret=SECRET, patience_s=0.0)
+        remote = RemoteGateway(it.url, key=AdminKey(SECRET), patience_s=0.0)
         attempt_id, token = await open_attempt(it)
         assert "" == await remote.look()
         store.is_gone = True

@@ -19,6 +19,7 @@ from agl_gateway.client import HttpStore
 from agl_gateway.gateway_presence import gateways_of
 from agl_gateway.tls import Certificate
 from agl_run.runners.remote_gateway import RemoteGateway
+from agl_run.tokens import AdminKey
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
 
@@ -137,11 +138,11 @@ async def test_store_and_worker_trust_the_authority_of_a_file_alone(serving, tmp
     ca = tmp_path / "ca.pem"
     async with serving(certificate=Certificate(cert, key)) as it:
         assert 0 <= await _asked(f"{it.url}?ca={ca}")
-        assert "" == await RemoteGateway(it.url, secret=SECRET, ca=ca).look()
+        assert "" == await RemoteGateway(it.url, key=AdminKey(SECRET), ca=ca).look()
         for file, trusted in ((other, str(other)), (None, "the system's authorities")):
             with pytest.raises(StoreError, match="its certificate is not trusted here") as caught:
                 await _asked(f"{it.url}?ca={file}" if file else it.url)
-            problem = await RemoteGateway(it.url, secret=SECRET, ca=file).look()
+            problem = await RemoteGateway(it.url, key=AdminKey(SECRET), ca=file).look()
             assert "certificate is not trusted here" in problem
             assert "Name the file of its authority as AGL_CA_FILE" in problem
             assert trusted in problem
@@ -164,7 +165,7 @@ async def _asked(url: str) -> int:
 
 async def test_https_to_a_port_without_it_says_so(serving):
     async with serving() as it:
-        problem = await RemoteGateway(it.url.replace("http:", "https:"), secret=SECRET).look()
+        problem = await RemoteGateway(it.url.replace("http:", "https:"), key=AdminKey(SECRET)).look()
         assert "does not speak TLS" in problem
 
 

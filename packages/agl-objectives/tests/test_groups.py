@@ -12,7 +12,7 @@ import pytest
 from agl.errors import ConfigError, RunError
 from agl.schemas import CallCredit, Episode, Rollout, Row, Segment, Transition, pack_floats, pack_ids
 from agl_objectives.answers import SoftOverlong
-from agl_objectives.groups import DROPPED, GroupSampler, SampledGroups
+from agl_objectives.groups import DROPPED, GroupSampler, SampledGroups, Silence
 from agl_objectives.tasks import TaskDraws, draw_places
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
@@ -53,7 +53,7 @@ class Village:
         if tasks and all(task["n"] in self.broken for task in tasks):
             raise RunError(f"none of {len(tasks)} rollouts can be used")
         found = await self.bench.collect(tasks, **request)
-        assert [task for task in tasks for _ in range(N)] == [e.rollout.task for e in found.episodes], (
+        assert [task for task in tasks for _ in range(request["n"])] == [e.rollout.task for e in found.episodes], (
             "other tasks' ids"
         )
         return found
@@ -189,6 +189,26 @@ def test_rounds_without_a_usable_rollout_are_counted_and_end_nothing(tmp_path: P
     village.broken = set(range(20))
     with pytest.raises(RunError, match="none of 4 rollouts"):
         village.step(2)
+
+
+async def is_odd(group: Sequence[Episode]) -> bool:
+    return group[0].rollout.task["n"] % 2 == 1
+
+
+def test_an_algorithm_may_say_itself_which_groups_are_silent(tmp_path: Path) -> None:
+    silence = Silence(of=is_odd, note="odd")
+    found = Village(tmp_path, loud=lambda n: n % 3 == 0, n=1, refill=10, silence=silence).step()
+    assert COUNT == len(found.groups)
+    assert {0} == {n % 2 for n in tasks_of(found.groups)}
+    assert found.metrics["groups_dropped"] == len(found.uses) > 0
+    assert {"odd"} == {call.note for calls in found.uses.values() for call in calls}
+
+
+def test_a_curriculum_without_any_reward_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    village = Village(tmp_path, curriculum="frontier", keeps_all=True)
+    object.__setattr__(village.bench.scenario, "play", lambda order: episode(order.rollout, reward=None))
+    with pytest.raises(ConfigError, match=r"none of the 8 rollouts of step 1 has one. Add a \[\[reward"):
+        village.step()
 
 
 class Turns:

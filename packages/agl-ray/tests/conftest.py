@@ -3,6 +3,7 @@
 Ray's own processes are started once, because they take seconds.
 """
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agl_ray.cluster import Cluster
 from agl_testing.experiments import write_experiment
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder
@@ -64,11 +66,13 @@ class Pacing:
             context.policy("main_llm").engine
         assert getattr(context.policy("main_llm"), "offer_weights", None) is None
         collected = await context.collect(context.train[:2], step=step, n=1)
+        trained = tuple(episode.rollout.rollout_id for group in collected.groups() for episode in group)
         began = time.time()
         await asyncio.sleep(self.work_s)
         note = {
             "name": context.name, "pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             "began": began, "ended": time.time(), "live": dict(context.live()), "step": step,
+            "trained": trained,
         }
         with open(context.folder / "notes.jsonl", "a") as file:
             file.write(json.dumps(note) + "\\n")
@@ -78,7 +82,6 @@ class Pacing:
         context.progress(step, self.steps, "pacing")
         context.say(f"took step {step}")
         self.done = step
-        trained = tuple(episode.rollout.rollout_id for group in collected.groups() for episode in group)
         return StepReport(
             step=step, is_finished=step >= self.steps, trained=trained, metrics={"rollouts": float(len(trained))}
         )
@@ -122,18 +125,11 @@ def ray(_place: None) -> Iterator[Any]:
     """Ray, connected to a cluster with logical CPUs and GPUs."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=LOGICAL_CPUS,
-        num_gpus=LOGICAL_GPUS,
-        resources={"desk": 1},
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=128 << 20,
-        _system_config={"prestart_worker_first_driver": False, "memory_monitor_refresh_ms": 0},
-    )
+    size: dict[str, Any] = {"num_cpus": LOGICAL_CPUS, "num_gpus": LOGICAL_GPUS, "resources": {"desk": 1}}
+    cluster = Cluster("local", started=size)
+    asyncio.run(cluster.connect())
     yield ray
-    ray.shutdown()
+    asyncio.run(cluster.disconnect())
 
 
 @pytest.fixture

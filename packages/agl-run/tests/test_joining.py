@@ -36,6 +36,7 @@ from agl_run.experiment.worker_admission import (
 from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import place, worker_is_dead, worker_name
 from agl_run.runners.remote_gateway import RemoteGateway
+from agl_run.tokens import AdminKey
 from agl_testing.waiting import eventually
 
 AGENT = "def solve(task, prompt):\n    return 1.0\n"
@@ -214,7 +215,7 @@ def test_missing_reward_of_the_experiment_is_an_error_at_once(tmp_path: Path) ->
 def test_loopback_of_another_machine_names_the_setting_and_is_never_asked(tmp_path: Path) -> None:
     plan = a_plan(tmp_path)
     serving = a_serving(plan, host="trainer", place="elsewhere", gateway_url="http://127.0.0.1:9")
-    gateway = RemoteGateway(serving.gateway_url, secret=SECRET)
+    gateway = RemoteGateway(serving.gateway_url, key=AdminKey(SECRET))
     found = asyncio.run(try_gateway(serving, gateway, is_given=False))
     assert found is not None
     assert "on 'trainer' listens on its own machine only" in found.text

@@ -134,3 +134,5 @@ def test_check_tells_of_weights_that_must_be_on_disk_in_every_step(
         "of training alone"
     )
     assert ([line] if is_told else []) == served_from_disk(plan)
+    config.policy["llm"].use = "grpo"  # a policy of the algorithm's own name gets its weights from its trainer
+    assert [] == served_from_disk(plan)

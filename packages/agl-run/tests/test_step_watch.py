@@ -54,6 +54,7 @@ def test_line_of_a_step_shows_what_tells_why_it_learns() -> None:
         ({}, ""),
         ({"clipped_low": 0.0}, ""),
         ({"clipped_low": 0.1, "clipped_high": 0.2}, ", 30% clipped"),
+        ({"clipped": 0.25}, ", 25% clipped"),
         ({"staleness": 1.25}, ", staleness 1.25"),
     ):
         assert f"grpo step 2 of 3: {shown}{ending}" == line(metrics | clipped)

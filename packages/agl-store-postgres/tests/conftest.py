@@ -23,6 +23,9 @@ SERVER_USER = "nobody" if os.name == "posix" and os.getuid() == 0 else None
 
 _numbers = itertools.count(1)
 
+_LONG = {"test_shard_conformance.py": "[3]", "test_partition_conformance.py": "TestPartitionedPostgresStore"}
+"""Files with the conformance suite of other kinds of stores, and of each the kind whose parts about spans run daily."""
+
 
 class Server:
     """A server in a folder of its own that can be killed and started again on the same port.
@@ -210,9 +213,10 @@ def two_servers_url(server: Server, shard_server: Server) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the conformance suite in shards, run the parts about spans every day; all of it is long."""
+    """Of the conformance suite in shards and in partitions, run the parts about spans every day; all of it is long."""
     for item in items:
-        if isinstance(item, pytest.Function) and item.path.name == "test_shard_conformance.py":
-            is_of_spans = item.function.__module__.rpartition(".")[2] in ("spans", "recordings", "choosing")
-            if not is_of_spans or "[3]" not in item.name:
-                item.add_marker(pytest.mark.soak)
+        if not isinstance(item, pytest.Function) or item.path.name not in _LONG:
+            continue
+        is_of_spans = item.function.__module__.rpartition(".")[2] in ("spans", "recordings", "choosing")
+        if not is_of_spans or _LONG[item.path.name] not in item.nodeid:
+            item.add_marker(pytest.mark.soak)

@@ -19,6 +19,7 @@ from agl_store_postgres import listener
 from agl_store_postgres.store import PostgresStore
 from agl_store_postgres.urls import target_of
 from agl_testing.conformance import StoreLocation
+from agl_testing.stores.samples import finish_one
 from agl_testing.waiting import eventually, wait_until
 
 from . import test_conformance
@@ -149,6 +150,25 @@ def test_waiting_callers_are_woken_through_the_pooler(pooled_url: str, monkeypat
         assert time.monotonic() - started < 30
         await waiter.close()
         await other.close()
+
+    asyncio.run(body())
+
+
+def test_days_begin_and_end_through_the_pooler(pooled_url: str) -> None:
+    async def body() -> None:
+        store, target = PostgresStore(f"{pooled_url}&partition=day"), target_of(pooled_url)
+        ids: list[str] = []
+        for _ in range(3):
+            ids.append((await finish_one(store, spans=2)).rollout_id)
+            with psycopg.connect(target.conninfo, autocommit=True) as db:
+                db.execute(f"UPDATE {target.schema}.partitioning SET began_at = now() - interval '1 day'".encode())
+        await store.delete(ids[:1])
+        await store.compact()
+        with psycopg.connect(target.conninfo, autocommit=True) as db:
+            rows = db.execute(f"SELECT tableoid::regclass::text FROM {target.schema}.spans".encode()).fetchall()
+        assert [f"{target.schema}.spans_{day}" for day in (2, 2, 3, 3)] == [name for (name,) in rows]
+        assert [2, 2] == [len(await store.spans(rollout_id)) for rollout_id in ids[1:]]
+        await store.close()
 
     asyncio.run(body())
 

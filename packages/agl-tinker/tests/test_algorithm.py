@@ -87,6 +87,15 @@ class TestTinker(AlgorithmConformance):
         return scenario_of(served, make_longer=lambda: make(steps=5))
 
 
+class TestTinkerWithChosenTasks(AlgorithmConformance):
+    """Rounds and a curriculum must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, served: Served) -> AlgorithmScenario:
+        train = [{"question": f"q{number}"} for number in range(12)]
+        return scenario_of(served, lambda: make(group_size=2, refill=2, curriculum="frontier"), train=train)
+
+
 async def complete_run(bench: AlgorithmBench) -> list[dict[str, float]]:
     async with bench:
         algorithm = bench.scenario.make()

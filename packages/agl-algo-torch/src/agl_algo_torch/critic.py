@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from agl_algo_torch.batch import micro_batches
 from agl_algo_torch.checkpoint import load_training, prune, save_training, step_directory
-from agl_algo_torch.optim import OptimSettings, Skipped, apply_gradients, build_optimizer
+from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
 from agl_algo_torch.packing import pack, packs_rows
 from agl_algo_torch.scoring import last_hidden_states
 from agl_algo_torch.typed_torch import backward, seed_everything
 from agl_algo_torch.weights import serving_copy
+from agl_objectives.nonfinite import Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -37,12 +37,14 @@ from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import prepare
 from agl_algo_torch.teachers import LocalTeacher, ServedTeacher, Teacher, load_tokenizer
 from agl_algo_torch.token_numbers import TokenNumbers, mean_advantages
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance
 from agl_objectives.registry import find_estimator
 from agl_objectives.saving import SAVE_EVERY
+from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
@@ -63,6 +65,11 @@ class Distill:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Tasks per step, drawn without repetition until the training tasks are used up.
         group_size: Rollouts per task; more than 1 only makes a batch larger, unless `reward_coef` compares them.
+        refill: With `reward_coef`, rounds in which groups whose rewards do not differ are replaced by those of further
+            tasks; 0 keeps every group. Without it every group learns from the teacher, and `refill` is refused.
+        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
+            `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
+            without preference.
         reward_coef: Weight of the rewards' advantages, by `estimator`, beside the teacher's; 0 needs no reward.
         teacher_wait_s: Seconds for which a teacher's server that is away is asked again before the run ends.
         updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
@@ -89,6 +96,9 @@ class Distill:
         steps: int = 100,
         tasks_per_step: int = 16,
         group_size: int = 4,
+        refill: int = 0,
+        curriculum: Curriculum = "",
+        curriculum_uniform: float = 0.5,
         reward_coef: float = 0.0,
         estimator: str = "grpo",
         teacher_wait_s: float = 600.0,
@@ -129,6 +139,11 @@ class Distill:
                 "distill with reward_coef compares the rewards of a task's rollouts, but group_size is 1. Give at "
                 "least 2, or reward_coef = 0."
             )
+        if refill and not reward_coef:
+            raise ConfigError(
+                f"distill got refill = {refill} without reward_coef: every group learns from the teacher, so there is "
+                "none to replace. Remove refill, or give reward_coef."
+            )
         self._objective = Objective(
             "distill",
             loss=loss,
@@ -143,8 +158,18 @@ class Distill:
         )
         self._estimator = find_estimator(estimator, None)
         self._name, self._wait_s = teacher, teacher_wait_s
-        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._steps = steps
         self._reward_coef = reward_coef
+        # Without rewards in the loss, a rollout without a reward is as good as any.
+        self._groups = GroupSampler(
+            "distill",
+            count=tasks_per_step,
+            n=group_size,
+            refill=refill,
+            curriculum=curriculum,
+            uniform=curriculum_uniform,
+            keeps_all=not reward_coef,
+        )
         self._updates_per_step, self._epochs = updates_per_step, epochs
         self._token_budget = token_budget
         self._settings = LearnerSettings(
@@ -172,6 +197,7 @@ class Distill:
         self._context = context
         self._tuned.begin(context)
         check_tasks(context, algorithm="distill")
+        self._groups.begin(context)
         self._teacher = self._find_teacher(context)
         weights = tuned_weights(context.current(self._tuned.name).resource, name=self._tuned.name)
         path = weights.uri if weights.format == "hf" else weights.base_model
@@ -179,24 +205,23 @@ class Distill:
 
     async def step(self) -> StepReport:
         """Collect rollouts, ask the teacher about them, update, save and publish."""
-        context, step = self._context, self._step + 1
+        step = self._step + 1
         learner = await self._tuned.learner(updates=self._step * self._updates_per_step * self._epochs)
         moves = learner.moves
 
-        # 1. Collect. Without rewards in the loss, a rollout without a reward is as good as any.
+        # 1. Collect.
         started = time.perf_counter()
-        tasks = draw_tasks(context, step=step, count=self._tasks_per_step)
-        collected = await context.collect(tasks, step=step, n=self._group_size, keeps_all=not self._reward_coef)
+        collected = await self._groups.collect(step)
         collect_s = time.perf_counter() - started
 
         # 2. and 3. Rows with the rewards' part of the advantages, then the teacher's.
-        groups = collected.groups()
+        groups = collected.groups
         samples, metrics = self._rows(groups)
         started = time.perf_counter()
         scores = await self._teacher.score(samples)
         metrics["teacher_s"] = time.perf_counter() - started
         rows = [taught(row, scores_T) for row, scores_T in zip(samples, scores, strict=True)]
-        metrics |= _gap(samples, scores) | {"collect_s": collect_s}
+        metrics |= collected.metrics | _gap(samples, scores) | {"collect_s": collect_s}
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 
         # 4. Update, make the new weights live, and save them unless that may wait.
@@ -216,16 +241,17 @@ class Distill:
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=tokens.added(_uses(groups, rows)),
+            uses=tokens.added(_uses(groups, rows)) | collected.uses,
         )
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, the newest checkpoint and the version that training started from."""
-        return {"step": self._step, **self._tuned.state(step=self._step)}
+        """The step count, what the curriculum knows, the newest checkpoint and the version it was opened from."""
+        return {"step": self._step, "groups": self._groups.state(), **self._tuned.state(step=self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments included."""
         self._step = int(state["step"])
+        self._groups.restore(state.get("groups", {}))
         await self._tuned.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:

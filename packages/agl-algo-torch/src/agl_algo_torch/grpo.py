@@ -76,9 +76,10 @@ class GRPO:
         curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
             `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
             without preference.
-        estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce++`, `reinforce++-baseline`, another estimator's name, or
-            `module:name`; `estimator_params` are its parameters. A credit that gives finished advantages leaves it
-            nothing to do, which the first such step says.
+        estimator: `grpo`, `dr_grpo`, `rloo`, `remax`, `reinforce++`, `reinforce++-baseline`, another estimator's name,
+            or `module:name`; `estimator_params` are its parameters. `remax` runs every task once more, greedily, and
+            compares with that. A credit that gives finished advantages leaves it nothing to do, which the first such
+            step says.
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does); by default what
             the loss asks for, `token` for `ppo-clip`.
         replay: Share of a step's trained rollouts that earlier steps have trained on already, each once more at most
@@ -161,11 +162,6 @@ class GRPO:
     ) -> None:
         not_negative("grpo", kl_coef=kl_coef, tis_cap=tis_cap)
         found = find_estimator(estimator, estimator_params)
-        if found.entry.needs_baseline:
-            raise ConfigError(
-                f"grpo with estimator {estimator!r} would need the reward of a greedy rollout of every task, and grpo "
-                "makes none. Use rloo, whose baseline is the mean of the other rollouts of the task."
-            )
         self._objective = Objective(
             "grpo",
             loss=loss,
@@ -192,7 +188,7 @@ class GRPO:
             keep=keep,
         )
         # One rollout is its own mean, so every advantage of a group of one is 0 and nothing would ever be learned.
-        if group_size == 1 and found.entry.compares == "group":
+        if group_size == 1 and found.entry.compares == "group" and not found.entry.needs_baseline:
             raise ConfigError(
                 f"grpo with estimator {estimator!r} compares the rollouts of a group, but group_size is 1. "
                 'Give at least 2, or estimator = "reinforce++", which compares over the batch.'
@@ -211,6 +207,7 @@ class GRPO:
             uniform=curriculum_uniform,
             mask_truncated=mask_truncated,
             overlong=self._overlong,
+            has_greedy=found.entry.needs_baseline,
         )
         self._replay = ReplayBuffer("grpo", share=replay, bound=replay_bound, max_staleness=replay_max_staleness)
         self._token_budget, self._keep = token_budget, keep
@@ -268,6 +265,7 @@ class GRPO:
             estimator=self._estimator.call,
             mask_truncated=self._mask_truncated,
             overlong=self._overlong,
+            baselines=collected.baselines,
         )
         self._tell_unused(batch.final, batch.calls)
         metrics = batch.metrics | collected.metrics | {"collect_s": collect_s}
@@ -380,7 +378,7 @@ class GRPO:
             for index, part in enumerate(parts):
                 reports.append(await asyncio.to_thread(self._update, learner, part, held=held, tokens=tokens))
                 self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
-        return averaged(reports) | self._replay.truncated(replayed)
+        return (averaged(reports) or {"updates_skipped": 1.0}) | self._replay.truncated(replayed)
 
     def _batches(
         self, learner: PolicyLearner, samples: Sequence[RowSample]

@@ -24,10 +24,11 @@ from agl_algo_torch.checkpoint import (
     step_directory,
 )
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, checkpoint_gradients, load_model, open_adapter
-from agl_algo_torch.optim import OptimSettings, Skipped, apply_gradients, build_optimizer
+from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
 from agl_algo_torch.packing import pack
 from agl_algo_torch.scoring import find_head
 from agl_algo_torch.typed_torch import seed_everything
+from agl_objectives.nonfinite import Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

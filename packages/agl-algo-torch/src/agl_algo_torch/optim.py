@@ -1,7 +1,7 @@
 """AdamW with warm-up and gradient clipping: the settings, and the few lines that apply them.
 
-The update itself is torch's. Here are the choice of what is decayed, the learning rate and the guard against
-gradients that are not finite. The learning rate is a pure function of the update number, so a resumed run continues
+The update itself is torch's. Here are the choice of what is decayed, the learning rate, and that gradients that are
+not finite change nothing. The learning rate is a pure function of the update number, so a resumed run continues
 on the same curve.
 """
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from agl.errors import AglError, ConfigError
+from agl.errors import ConfigError
+from agl_objectives.nonfinite import MAX_NONFINITE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +39,7 @@ class OptimSettings:
     decay: Decay = "constant"
     total: int = 0
     max_grad_norm: float = 1.0
-    max_nonfinite: int = 3
+    max_nonfinite: int = MAX_NONFINITE
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.max_grad_norm > 0):
@@ -103,36 +104,3 @@ def apply_gradients(optimizer: torch.optim.AdamW, settings: OptimSettings, *, up
     optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
     optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-@dataclass(slots=True)
-class Skipped:
-    """Counts the updates that were not made because their gradient was not finite; at most `limit` in a row may be."""
-
-    limit: int
-    total: int = 0
-    in_a_row: int = 0
-    told: int = 0
-
-    def news(self) -> str:
-        """Return a sentence for people about the updates that were skipped since the last call, `""` without one."""
-        count, self.told = self.total - self.told, self.total
-        return f"{count} updates were skipped, because their gradients are not finite" if count else ""
-
-    def note(self, norm: float, *, update: int) -> bool:
-        """Take the gradient's norm of an update and return whether it was skipped.
-
-        Raises AglError beyond the limit.
-        """
-        if math.isfinite(norm):
-            self.in_a_row = 0
-            return False
-        self.total += 1
-        self.in_a_row += 1
-        if self.in_a_row > self.limit:
-            raise AglError(
-                f"The gradient norm of update {update} is {norm}: {self.in_a_row} in a row are not finite, and "
-                f"max_nonfinite = {self.limit}. None of these updates was made. Lower lr, train in float32 instead of "
-                "float16, or raise max_nonfinite."
-            )
-        return True

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from agl.contracts import CallUse, Credit
     from agl.schemas import Episode
     from agl_objectives.contract import Estimator
+    from agl_objectives.estimating import Baseline
 
 
 NO_PUNISHMENT = SoftOverlong()
@@ -52,19 +53,26 @@ def prepare(
     estimator: Estimator,
     mask_truncated: bool = False,
     overlong: SoftOverlong = NO_PUNISHMENT,
+    baselines: Sequence[Baseline] = (),
 ) -> PreparedBatch:
     """Return samples with advantages for groups of episodes that share a task.
 
     A call whose credit says `is_advantage` keeps its value. Rows without a creditable call are left out. With
     `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained; `overlong`
-    takes its punishment off the credit of long ones.
+    takes its punishment off the credit of long ones. `baselines` are what greedy rollouts got, one for each group.
     """
     episodes = [episode for group in groups for episode in group]
     # Credit sees one group at a time: a credit may compare rollouts of one task, and no others.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
     credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
     places = [index for index, group in enumerate(groups) for _ in group]  # the group of each episode
-    advantages = call_advantages(credits, groups=places, tokens=trained_tokens(episodes), estimator=estimator)
+    advantages = call_advantages(
+        credits,
+        groups=places,
+        tokens=trained_tokens(episodes),
+        estimator=estimator,
+        baselines=[baselines[place] for place in places] if baselines else None,
+    )
     if mask_truncated:
         advantages = [without_truncated(e, by_span) for e, by_span in zip(episodes, advantages, strict=True)]
     samples: list[RowSample] = []

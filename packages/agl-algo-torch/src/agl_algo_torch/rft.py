@@ -40,7 +40,9 @@ from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.groups import Silence
 from agl_objectives.saving import SAVE_EVERY
+from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import Episode, Json
+
+NONE_GOOD = (
+    "silent, dropped: no rollout of its group has min_reward, and the step took further tasks in its place (refill)"
+)
+"""Said by `agl why` of the calls of a group that was replaced."""
 
 
 class RFT:
@@ -59,6 +66,11 @@ class RFT:
         steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
         tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
         group_size: Rollouts per task, by default 4; refused with a source.
+        refill: Rounds in which groups without a rollout to imitate are replaced by those of further tasks; 0 keeps
+            every group. Refused with a source, as `curriculum` is.
+        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
+            `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
+            without preference.
         max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
         epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
         aggregation: `token`, or `sequence`: every rollout counts the same, however long.
@@ -82,6 +94,9 @@ class RFT:
         steps: int | None = None,
         tasks_per_step: int | None = None,
         group_size: int | None = None,
+        refill: int = 0,
+        curriculum: Curriculum = "",
+        curriculum_uniform: float = 0.5,
         max_age: int = -1,
         epochs: int = 1,
         rollouts_per_update: int = 16,
@@ -129,7 +144,15 @@ class RFT:
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="rft", keep=keep, save_every=save_every)
         self._supply = RolloutSupply(
-            algorithm="rft", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
+            algorithm="rft",
+            steps=steps,
+            tasks_per_step=tasks_per_step,
+            group_size=group_size,
+            max_age=max_age,
+            refill=refill,
+            silence=Silence(of=self._has_none, note=NONE_GOOD),
+            curriculum=curriculum,
+            uniform=curriculum_uniform,
         )
         self._step, self._updates = 0, 0
 
@@ -165,7 +188,7 @@ class RFT:
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
             stop_reason=given.stop_reason,
-            uses=_uses(given.groups, {row.rollout for row in rows}),
+            uses=_uses(given.groups, {row.rollout for row in rows}) | given.uses,
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -203,6 +226,10 @@ class RFT:
         # The id breaks ties, so that a repeated step keeps the same rollouts.
         good.sort(key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
         return good[: self._best or None]  # `best` 0 keeps all; otherwise easy tasks cannot fill the batch
+
+    async def _has_none(self, group: Sequence[Episode]) -> bool:
+        """Return true if no rollout of a group is imitated."""
+        return not self._good(group)
 
     async def _train(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates."""

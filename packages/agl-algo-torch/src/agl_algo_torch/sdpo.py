@@ -31,16 +31,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl.schemas import unpack_ids
-from agl_algo_torch.batch import MicroBatch, RowSample, from_row, from_tokens, loss_weights, micro_batches
+from agl_algo_torch.batch import MicroBatch, RowSample, loss_weights, micro_batches
 from agl_algo_torch.divergence import (
     DIVERGENCES,
     Divergence,
@@ -49,65 +47,49 @@ from agl_algo_torch.divergence import (
     likeliest,
     scaled_logprobs,
 )
-from agl_algo_torch.feedback import SOURCES, Lesson, Source, answers_of, find_feedback, find_sibling
+from agl_algo_torch.feedback import SOURCES, Source
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.lessons import TaughtRow, Teaching
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.preparation import PreparedBatch, prepare
+from agl_algo_torch.preparation import prepare
 from agl_algo_torch.retelling import Retelling, Words
 from agl_algo_torch.token_numbers import TokenNumbers
 from agl_algo_torch.tuned_policy import (
     TunedPolicy,
     at_least_one,
     check_tasks,
-    draw_tasks,
     not_negative,
     one_of,
     shares,
 )
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.groups import GroupSampler, Silence
 from agl_objectives.importance import Importance
 from agl_objectives.registry import find_estimator
 from agl_objectives.saving import SAVE_EVERY
-from agl_objectives.uses import call_uses
+from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from agl.contracts import AlgorithmContext, CallUse
-    from agl.schemas import Episode, Json, Span, Transition
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Episode, Json
 
 SIBLING_WORDS = "Here is an answer to this task that was right:\n\n{sibling}"
 FEEDBACK_WORDS = "This was said about an earlier answer to this task:\n\n{feedback}"
 CLOSING_WORDS = "Answer the task again, and get it right."
 
-_REASONS = {
-    "nothing": "nothing was said about its rollout, and no sibling succeeded",
-    "unplaced": "its prompt has no place where an answer of the chat template begins",
-    "too_long": "its prompt with the lesson is longer than the model's context",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaughtRow:
-    """A row of the policy, and the same tokens in the teacher's contexts: one sample per call, in order of the row."""
-
-    policy: RowSample
-    teacher: tuple[RowSample, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lessons:
-    """The rows that learn, the calls that do not with the reason for each, and the rollouts by what they were told."""
-
-    rows: list[TaughtRow]
-    untaught: dict[str, dict[str, str]]
-    counts: Counter[str]
+NOTHING_TO_LEARN = (
+    "silent, dropped: nothing could be told about its group, or all of it succeeded, and the step took further tasks "
+    "in its place (refill)"
+)
+"""Said by `agl why` of the calls of a group that was replaced."""
 
 
 class SDPO:
@@ -117,6 +99,11 @@ class SDPO:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
         group_size: Rollouts per task; a rollout that failed is shown another of its group that succeeded.
+        refill: Rounds in which silent groups are replaced by those of further tasks; 0 keeps every group. Silent are
+            groups about which nothing can be told, and those in which every rollout succeeded without a remark.
+        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
+            `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
+            without preference.
         sources: What the teacher is told: `tools`, `rewards`, `siblings`.
         success: Least reward of a sibling that is shown.
         divergence: `jsd`, `reverse` (policy to teacher) or `forward` (teacher to policy).
@@ -146,6 +133,9 @@ class SDPO:
         steps: int = 100,
         tasks_per_step: int = 16,
         group_size: int = 8,  # the paper's
+        refill: int = 0,
+        curriculum: Curriculum = "",
+        curriculum_uniform: float = 0.5,
         sources: tuple[Source, ...] = ("tools", "rewards", "siblings"),
         success: float = 1.0,
         divergence: Divergence = "jsd",  # the paper's, which found it steadier than either direction of KL
@@ -183,7 +173,16 @@ class SDPO:
         one_of("sdpo", divergence=(divergence, DIVERGENCES), aggregation=(aggregation, AGGREGATIONS[:2]))
         one_of("sdpo", **{f"sources[{i}]": (source, SOURCES) for i, source in enumerate(sources)})
         _check_sources(sources, group_size=group_size, grpo_coef=grpo_coef)
-        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._steps = steps
+        self._groups = GroupSampler(
+            "sdpo",
+            count=tasks_per_step,
+            n=group_size,
+            refill=refill,
+            curriculum=curriculum,
+            uniform=curriculum_uniform,
+            silence=Silence(of=self._is_silent, note=NOTHING_TO_LEARN),
+        )
         self._sources, self._success = sources, success
         self._divergence: Divergence = divergence
         self._top_k, self._teacher_start = top_k, teacher_start
@@ -235,6 +234,7 @@ class SDPO:
         self._context = context
         self._tuned.begin(context)
         check_tasks(context, algorithm="sdpo")
+        self._groups.begin(context)
 
     async def step(self) -> StepReport:
         """Collect one batch of groups, tell the teacher what is known about them, update, save and publish."""
@@ -242,19 +242,25 @@ class SDPO:
         learner = await self._tuned.learner(updates=self._step)
         moves = learner.moves
         # A template that has no place for feedback is found before anything is paid for.
-        retelling = Retelling(learner.loaded.tokenizer, max_tokens=self._max_tokens)
+        self._teaching = Teaching(
+            context.store,
+            retelling=Retelling(learner.loaded.tokenizer, max_tokens=self._max_tokens),
+            words=self._words,
+            sources=self._sources,
+            success=self._success,
+            most=learner.loaded.context_length,
+        )
 
         # 1. Collect.
         started = time.perf_counter()
-        tasks = draw_tasks(context, step=step, count=self._tasks_per_step)
-        collected = await context.collect(tasks, step=step, n=self._group_size)
+        collected = await self._groups.collect(step)
         collect_s = time.perf_counter() - started
-        groups = collected.groups()
+        groups = collected.groups
 
         # 2. Tell.
         prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call)
-        lessons = await self._lessons(groups, retelling, most=learner.loaded.context_length)
-        metrics = prepared.metrics | {"collect_s": collect_s} | _told(lessons)
+        lessons = await self._teaching.lessons(groups)
+        metrics = prepared.metrics | collected.metrics | {"collect_s": collect_s} | lessons.metrics()
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 
         # 3. Update.
@@ -277,16 +283,17 @@ class SDPO:
             trained=tuple(dict.fromkeys(rollouts)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=tokens.added(_uses(groups, lessons, prepared if self._grpo_coef else None)),
+            uses=tokens.added(lessons.uses(groups, grpo=prepared if self._grpo_coef else None)) | collected.uses,
         )
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, the newest checkpoint and the version that training started from."""
-        return {"step": self._step, **self._tuned.state(step=self._step)}
+        """The step count, what the curriculum knows, the newest checkpoint and the version it was opened from."""
+        return {"step": self._step, "groups": self._groups.state(), **self._tuned.state(step=self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the policy at the start included."""
         self._step = int(state["step"])
+        self._groups.restore(state.get("groups", {}))
         await self._tuned.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
@@ -302,55 +309,9 @@ class SDPO:
         """Drop the model and the policy at the start."""
         self._tuned.close()
 
-    async def _lessons(self, groups: Sequence[Sequence[Episode]], retelling: Retelling, *, most: int) -> Lessons:
-        """Return the rows of all rollouts that there is something to tell about; `most` is the model's context."""
-        found = Lessons(rows=[], untaught={}, counts=Counter())
-        for group in groups:
-            for index, episode in enumerate(group):
-                sibling = find_sibling(group, index, success=self._success) if "siblings" in self._sources else None
-                said = find_feedback(
-                    episode, await self._spans(episode), sources=self._sources, clean=retelling.harmless
-                )
-                rollout = episode.rollout.rollout_id
-                found.counts.update({"with_sibling": sibling is not None, "with_feedback": bool(said)})
-                untaught: dict[str, str] = {}
-                taught: dict[str, RowSample] = {}
-                for call in (call for call in episode.transitions if not call.reject):
-                    lesson = _lesson(call, retelling, sibling=sibling, said=said)
-                    sample = self._teacher_sample(call, lesson, retelling, most=most)
-                    if isinstance(sample, str):
-                        untaught[call.span_id] = sample
-                    else:
-                        taught[call.span_id] = sample
-                found.untaught[rollout] = untaught
-                found.counts.update(taught=len(taught), **Counter(untaught.values()))
-                found.rows.extend(_rows(episode, taught))
-        return found
-
-    async def _spans(self, episode: Episode) -> list[Span]:
-        """Return the spans of a rollout's deciding attempt, where errors of tools are looked for."""
-        if "tools" not in self._sources or episode.attempt is None:
-            return []
-        spans: list[Span] = []
-        while True:
-            after = spans[-1].sequence if spans else 0
-            page = await self._context.store.spans(episode.rollout.rollout_id, after=after)
-            if not page:
-                return spans
-            spans += page
-
-    def _teacher_sample(self, call: Transition, lesson: Lesson, retelling: Retelling, *, most: int) -> RowSample | str:
-        """Return a call in the teacher's context, or the reason why it has none."""
-        if not lesson:
-            return "nothing"
-        prompt = retelling.prompt(unpack_ids(call.prompt_ids), self._words.message(lesson))
-        if prompt is None:
-            return "unplaced"
-        answer = unpack_ids(call.response_ids)
-        if len(prompt) + len(answer) > most:
-            return "too_long"
-        sample = from_tokens(call.rollout_id, [*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
-        return replace(sample, temperature=torch.full((len(sample.ids),), call.temperature or 1.0))
+    async def _is_silent(self, group: Sequence[Episode]) -> bool:
+        """Return true if a group of this step teaches nothing, neither by words nor, with `grpo_coef`, by rewards."""
+        return await self._teaching.is_silent(group) and (not self._grpo_coef or self._groups.is_equal(group))
 
     def _update(
         self, learner: PolicyLearner, rows: Sequence[TaughtRow], samples: Sequence[RowSample], *, tokens: TokenNumbers
@@ -453,46 +414,3 @@ def _check_sources(sources: Sequence[str], *, group_size: int, grpo_coef: float)
             "sdpo with grpo_coef compares the rollouts of a group, but group_size is 1. Give at least 2, or "
             "grpo_coef = 0."
         )
-
-
-def _lesson(call: Transition, retelling: Retelling, *, sibling: Episode | None, said: str) -> Lesson:
-    answers = answers_of(sibling, agent=call.agent) if sibling is not None else []
-    shown = "\n".join(retelling.text(unpack_ids(answer.response_ids)) for answer in answers)
-    return Lesson(feedback=retelling.cut(said), sibling=retelling.cut(shown))
-
-
-def _rows(episode: Episode, taught: Mapping[str, RowSample]) -> list[TaughtRow]:
-    """Return the rows of an episode on which calls are taught."""
-    temperatures = {call.span_id: call.temperature for call in episode.transitions}
-    rows: list[TaughtRow] = []
-    for row in episode.rows:
-        calls = [part.span_id for part in row.segments if part.span_id in taught]
-        if calls:
-            policy = from_row(row, advantages=dict.fromkeys(calls, 1.0), temperatures=temperatures)
-            rows.append(TaughtRow(policy=policy, teacher=tuple(taught[span_id] for span_id in calls)))
-    return rows
-
-
-def _told(lessons: Lessons) -> dict[str, float]:
-    """Return how many rollouts there was something to tell about, and how many calls learn, by reason where not."""
-    names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
-    names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
-    return {name: float(lessons.counts[key]) for key, name in names.items()}
-
-
-def _uses(
-    groups: Sequence[Sequence[Episode]], lessons: Lessons, grpo: PreparedBatch | None
-) -> dict[str, tuple[CallUse, ...]]:
-    """Return what became of every call, by rollout id."""
-    uses: dict[str, tuple[CallUse, ...]] = {}
-    for episode in (episode for group in groups for episode in group):
-        rollout = episode.rollout.rollout_id
-        untaught = lessons.untaught[rollout]
-        trained = {call.span_id for call in episode.transitions} - set(untaught)
-        reasons = {span_id: _REASONS[reason] for span_id, reason in untaught.items()}
-        found = call_uses(episode, trained=trained, refused=reasons)
-        if grpo is not None:  # a call without a lesson may still have an advantage
-            of_grpo = {use.span_id: use for use in grpo.uses[rollout]}
-            found = tuple(use if use.row >= 0 else of_grpo[use.span_id] for use in found)
-        uses[rollout] = found
-    return uses

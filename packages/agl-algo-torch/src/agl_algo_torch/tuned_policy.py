@@ -22,7 +22,6 @@ from agl_algo_torch.checkpoint import keep_start, read_origin
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.model import Reference
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving, offer_of
-from agl_objectives.tasks import draw_places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -272,11 +271,6 @@ class TunedPolicy:
     def _scaled(self) -> LearnerSettings:
         optim = self._settings.optim
         return replace(self._settings, optim=replace(optim, lr=optim.lr * self._rate))
-
-
-def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:
-    """Return the tasks of a step, none of them twice, as `draw_places` of `agl_objectives.tasks` chooses them."""
-    return [context.train[place] for place in draw_places(context, step=step, count=count)]
 
 
 def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:

@@ -55,7 +55,7 @@ def has_gradient(samples: Sequence[RowSample], settings: VerlSettings) -> bool:
     actor, choice = settings.actor, chosen_loss(settings)
     trains_silent = choice is not None and choice.found().entry.trains_silent
     others = actor.entropy_coeff or (actor.use_kl_loss and actor.kl_loss_coef) or trains_silent
-    return any(sample.trained_tokens and (others or not sample.is_silent) for sample in samples)
+    return any(sample.kept_tokens and (others or not sample.is_silent) for sample in samples)
 
 
 def per_rollout(samples: Sequence[RowSample]) -> list[RowSample]:
@@ -65,10 +65,11 @@ def per_rollout(samples: Sequence[RowSample]) -> list[RowSample]:
     """
     # VERL takes sum over rows of (1 / n_row) * sum of its token losses; wanted is 1 / n_rollout for each of them.
     # A * n_row / n_rollout turns the one into the other: clipping looks at the ratio and the sign of A alone.
+    # VERL counts the tokens that are not rejected.
     tokens: Counter[str] = Counter()
     for sample in samples:
-        tokens[sample.rollout] += sample.trained_tokens
-    return [replace(s, advantages=s.advantages * (s.trained_tokens / tokens[s.rollout])) for s in samples]
+        tokens[sample.rollout] += sample.kept_tokens
+    return [replace(s, advantages=s.advantages * (s.kept_tokens / max(1, tokens[s.rollout]))) for s in samples]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +88,11 @@ class Weighting:
 
     def fields(self, samples: Sequence[RowSample]) -> dict[str, Tensor]:
         """Return the fields that the loss reads of each row, [B]."""
+        # Rows that are held and not trained may belong to a rollout without any other; they have no token to weigh.
         return {
-            "agl_weight": torch.tensor([self.weight[s.rollout] for s in samples], dtype=torch.float32),
+            "agl_weight": torch.tensor([self.weight.get(s.rollout, 0.0) for s in samples], dtype=torch.float32),
             "agl_total": torch.full((len(samples),), self.total),
-            "agl_rollout": torch.tensor([self.number[s.rollout] for s in samples]),
+            "agl_rollout": torch.tensor([self.number.get(s.rollout, 0) for s in samples]),
             "agl_row": torch.arange(len(samples)),
         }
 
@@ -99,13 +101,14 @@ def weighting(samples: Sequence[RowSample], *, rollouts: int, choice: LossChoice
     """Return the weights of the rows of an update of so many rollouts, those without a row included."""
     tokens: Counter[str] = Counter()
     for sample in samples:
-        tokens[sample.rollout] += sample.trained_tokens
+        tokens[sample.rollout] += sample.kept_tokens
+    trained = sum(sample.trained_tokens for sample in samples)
     return Weighting(
         weight={
             rollout: token_weight(choice.aggregation, rollout_tokens=max(1, count), constant=choice.constant)
             for rollout, count in tokens.items()
         },
-        total=update_total(choice.aggregation, tokens=max(1, tokens.total()), rollouts=rollouts),
+        total=update_total(choice.aggregation, tokens=max(1, trained), rollouts=rollouts),
         number={rollout: index for index, rollout in enumerate(tokens)},
     )
 
@@ -113,7 +116,8 @@ def weighting(samples: Sequence[RowSample], *, rollouts: int, choice: LossChoice
 def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
     """Append copies without a trained token until the number of rows is a multiple; they change no sum."""
     missing = -len(samples) % multiple
-    return [*samples, *(replace(samples[-1], mask=torch.zeros_like(samples[-1].mask)) for _ in range(missing))]
+    copy = replace(samples[-1], mask=torch.zeros_like(samples[-1].mask), held=None)
+    return [*samples, *(copy for _ in range(missing))]
 
 
 def micro_batched(
@@ -141,7 +145,8 @@ def batch(samples: Sequence[RowSample], *, weighting: Weighting | None = None, *
         "position_ids": ragged([torch.arange(len(s.ids)) for s in samples]),
         "prompts": ragged([s.ids[: s.prompt] for s in samples]),
         "responses": ragged([s.ids[s.prompt :] for s in samples]),
-        "response_mask": ragged([s.mask.long() for s in samples]),
+        # What is rejected is in VERL's second mask, by which it counts the tokens of an update, and not in the first.
+        "response_mask": ragged([s.kept.long() for s in samples]),
         "loss_mask": ragged([s.mask.long() for s in samples]),
         "advantages": ragged([s.advantages for s in samples]),
         # pi_old of PPO's ratio pi / pi_old: the engine's own, so that the ratio starts at 1. Before it was computed
@@ -160,10 +165,20 @@ def batch(samples: Sequence[RowSample], *, weighting: Weighting | None = None, *
     }.items():
         if len(found) == len(samples):  # all rows have it or none, as the settings ask
             tensors[name] = ragged(found)
-    if "is_threshold" in options:
-        threshold = options.pop("is_threshold")
-        tensors["rollout_is_weights"] = ragged([importance(s, threshold) for s in samples])
+    if any(s.held is not None for s in samples):
+        tensors |= _held_fields(samples)
+    if any(s.importance is not None for s in samples):
+        weights = [torch.zeros_like(s.behaviour) if s.importance is None else s.importance for s in samples]
+        tensors["rollout_is_weights"] = ragged(weights)
     return verl_part("verl.utils.tensordict_utils:get_tensordict")(tensor_dict=tensors, non_tensor_dict=options)
+
+
+def _held_fields(samples: Sequence[RowSample]) -> dict[str, Tensor]:
+    """Return what the anchor reads of each row: 1 / held tokens of the update at each of them, and log pi_ref."""
+    held = [torch.zeros_like(s.mask) if s.held is None else s.held for s in samples]
+    share = 1.0 / max(1, sum(int(held_R.sum()) for held_R in held))
+    start = [s.behaviour if s.held is None or s.reference is None else s.reference for s in samples]
+    return {"agl_anchor": ragged([held_R * share for held_R in held]), "agl_start": ragged(start)}
 
 
 def responses(found: Any, samples: Sequence[RowSample]) -> list[Tensor]:
@@ -172,14 +187,3 @@ def responses(found: Any, samples: Sequence[RowSample]) -> list[Tensor]:
     # dropped. The model's output at place i is about token i + 1, so the window lies one place before the response.
     values, offsets = found.values().float().cpu(), integers(found.offsets())
     return [values[start + s.prompt - 1 : start + len(s.ids) - 1] for s, start in zip(samples, offsets, strict=False)]
-
-
-def importance(sample: RowSample, threshold: float) -> Tensor:
-    """Return truncated importance weights min(pi_old / pi_behaviour, threshold), [R].
-
-    pi_behaviour is what the server recorded, pi_old what the engine finds. Weighting a token's loss with their ratio
-    corrects for tokens that other weights, or another engine, drew. The bound trades a bias for less variance
-    (truncated importance sampling, Ionides 2008): one token with a huge ratio would otherwise decide an update.
-    """
-    old_R = sample.behaviour if sample.old is None else sample.old
-    return torch.exp(old_R - sample.behaviour).clamp(max=threshold)  # in logs: both may be tiny; no lower bound

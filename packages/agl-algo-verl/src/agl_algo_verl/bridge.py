@@ -40,12 +40,14 @@ class StepRows:
         rollouts: The number that a mean over sequences divides by where all rows share one update; 0 for a mean over
             tokens, which counts its tokens, and for a loss of agl-objectives, whose rows bring their weights.
         updates: The number of rollouts of each update, where the step has several.
+        saves: Whether VERL saves a checkpoint at the end of the step; after its last one it does anyway.
     """
 
     rows: tuple[BridgeRow, ...]
     temperature: float
     rollouts: int = 0
     updates: tuple[int, ...] = ()
+    saves: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +85,25 @@ class Bridge:
     def __init__(self) -> None:
         self._requests: asyncio.Queue[StepRequest] = asyncio.Queue()
         self._answers: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._saves: asyncio.Queue[None] = asyncio.Queue()
 
     async def ask(self, request: StepRequest) -> list[Any]:
-        """Ask, and wait for the answer; called by VERL's side. Returns a list of one reference to the rows."""
+        """Ask, and wait for the answer; called by VERL's side.
+
+        Returns a list of one reference to the rows, or an empty one: save a checkpoint now, then call `saved`.
+        """
         await self._requests.put(request)
         return await self._answers.get()
+
+    async def saved(self) -> list[Any]:
+        """Say that a checkpoint is saved, and wait for the answer as `ask` does; called by VERL's side."""
+        await self._saves.put(None)
+        return await self._answers.get()
+
+    async def save(self) -> None:
+        """Ask for a checkpoint of the step before the request, and return once it is saved; called by agl's side."""
+        await self._answers.put([])
+        await self._saves.get()
 
     async def request(self) -> StepRequest:
         """Wait for a request and return it; called by agl's side."""

@@ -33,6 +33,9 @@ def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     _check_overlong(settings, given)
     _check_draws(settings)
     _check_replay(settings)
+    _check_correction(settings)
+    if settings.anchor_coef < 0:
+        raise ConfigError(f"verl got anchor_coef = {settings.anchor_coef}; give 0 for none, or a weight such as 0.1.")
 
 
 def is_given(given: Mapping[str, Any], name: str) -> bool:
@@ -246,4 +249,21 @@ def _check_replay(settings: VerlSettings) -> None:
         raise ConfigError(
             f"verl got replay = {settings.replay}, and nothing weighs tokens that older weights drew. Set "
             'algorithm.rollout_correction.rollout_is = "token"; rollout_is_threshold is the largest weight.'
+        )
+
+
+def _check_correction(settings: VerlSettings) -> None:
+    """Raise ConfigError for a correction with values that mean nothing, or that has no effect."""
+    correction, keys, home = settings.correction, settings.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if keys.rollout_is_batch_normalize and keys.rollout_is is None:
+        raise ConfigError(f"{home}.rollout_is_batch_normalize is ignored without rollout_is. Give that, or remove it.")
+    if keys.bypass_mode and correction.is_on:
+        raise ConfigError(
+            f"{home}.bypass_mode = true takes the recorded log-probabilities for the old ones, so that rollout_is and "
+            "rollout_rs have nothing to correct. Remove one or the other."
+        )
+    if correction.bounds and settings.has_critic:
+        raise ConfigError(
+            f"{home}.rollout_rs would leave tokens out of the sums of the critic's advantages. Use rollout_is with "
+            '"LOW_HIGH" as rollout_is_threshold, or an estimator without a critic.'
         )

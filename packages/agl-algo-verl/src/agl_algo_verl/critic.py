@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 from agl.errors import ConfigError
 from agl_algo_verl.batches import micro_batched, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
-from agl_algo_verl.opening import engine_config, model_config, open_worker, use_rate_of_schedule
+from agl_algo_verl.opening import engine_config, model_config, open_worker
+from agl_algo_verl.privates import use_rate_of_schedule
 from agl_algo_verl.typed import verl_part
 from agl_algo_verl.worker_metrics import plain_metrics
 
@@ -136,10 +137,10 @@ def check_family(config: Any, *, path: str) -> None:
 
 
 def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device) -> Any:
-    critic, remove_padding = settings.critic, settings.actor_rollout_ref.model.use_remove_padding
+    critic = settings.critic
     loaded = model_config(
         path,
-        use_remove_padding=remove_padding,
+        use_remove_padding=settings.is_packed,
         enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
     )
     config = loaded.hf_config

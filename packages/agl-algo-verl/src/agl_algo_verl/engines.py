@@ -24,6 +24,7 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
     curriculum_uniform: float | None = None,
     replay: float | None = None,
     replay_max_staleness: int | None = None,
+    anchor_coef: float | None = None,
     save_every: int | str | None = None,
     **config: Any,
 ) -> Any:
@@ -32,8 +33,9 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
     `loss` and `estimator` name those of agl-objectives, in place of VERL's own keys in `config`. `refill` is the most
     rounds in which silent groups are replaced, `curriculum` the tasks to prefer, with the share `curriculum_uniform`
     drawn without preference. `replay` is the share of a step's trained rollouts that earlier steps have trained on
-    already, at most `replay_max_staleness` versions of the policy before. `save_every` is the interval between two
-    saves, in this process only.
+    already, at most `replay_max_staleness` versions of the policy before. `anchor_coef`, 0.1 in this process, is
+    the weight of a KL penalty on the calls of agents that share the weights and are not trained. `save_every` is the
+    interval between two saves.
     Raises ConfigError for another engine, a wrong configuration, or a VERL that is missing or too new.
     """
     beside = {
@@ -46,6 +48,7 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
         "curriculum_uniform": curriculum_uniform,
         "replay": replay,
         "replay_max_staleness": replay_max_staleness,
+        "anchor_coef": anchor_coef,
         "save_every": save_every,
     }
     config |= {name: value for name, value in beside.items() if value is not None}
@@ -54,12 +57,6 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
 
         return VERL(threads=threads, keep=keep, **config)
     if engine == "ray":
-        if save_every not in (None, 1):
-            raise ConfigError(
-                f'verl got save_every = {save_every!r} with engine = "ray", where every step is saved: VERL\'s trainer '
-                "cannot be asked for a checkpoint when a validation or a stop needs one. Remove it."
-            )
-        config.pop("save_every", None)
         from agl_algo_verl.ray_engine import RayVERL
 
         return RayVERL(threads=threads, keep=keep, **config)

@@ -8,7 +8,8 @@ One step:
        `logprob_gap`. Where they are needed, log pi_ref of the reference and the values of the critic (`learning.py`)
     4. advantages once more where these change them: less a KL penalty, or by VERL's GAE (`shaping.py`)
     5. some rollouts of earlier steps beside them, where asked for (`replay.py`)
-    6. updates by the loss (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times
+    6. updates by the loss (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times;
+       agents that share the weights and are not trained are held near the start (`anchor.py`)
     7. publish the weights, which the policy then serves, and save them with a checkpoint unless that may wait; a step
        without an update publishes none
 
@@ -28,13 +29,16 @@ from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
+from agl_algo_verl.anchor import held_rows
 from agl_algo_verl.learning import VerlLearner
+from agl_algo_verl.packing import with_packing
 from agl_algo_verl.replay import VerlReplay
 from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.supply import VerlSupply
 from agl_algo_verl.token_numbers import with_tokens
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
+from agl_objectives.nonfinite import MAX_NONFINITE
 from agl_objectives.replay import Replayed
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving, offer_of
 
@@ -59,24 +63,26 @@ class VERL:
         keep: Number of saved states and exported weights that stay on disk.
         save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
             time that may go into saving. A run that is killed repeats the steps since the last save.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         entropy: Whether the entropy of the policy before every trained token is measured. It changes no update, and
             takes a softmax over the vocabulary for every token of the rows.
         others: `loss`, `loss_params`, `estimator` and `estimator_params` (`objectives.py`), `refill`, `curriculum` and
-            `curriculum_uniform` (`supply.py`), `replay` and `replay_max_staleness` (`replay.py`); further groups of
-            VERL's configuration are refused by name.
+            `curriculum_uniform` (`supply.py`), `replay` and `replay_max_staleness` (`replay.py`), and `anchor_coef`
+            (`anchor.py`); further groups of VERL's configuration are refused by name.
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
         *,
         engine: str = "inproc",
         threads: int = 0,
         keep: int = 2,
         save_every: int | str = SAVE_EVERY,
+        max_nonfinite: int = MAX_NONFINITE,
         mask_truncated: bool = False,
         entropy: bool = True,
         algorithm: dict[str, Any] | None = None,
@@ -91,6 +97,8 @@ class VERL:
             raise ConfigError(f"verl got engine = {engine!r}; this version of agl-algo-verl has one, 'inproc'. Use it.")
         if keep < 1 or threads < 0:
             raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
+        if max_nonfinite < 0:
+            raise ConfigError(f"verl got max_nonfinite = {max_nonfinite}; give 0 for none, or a number of updates.")
         check_version()
         groups = {
             "algorithm": algorithm,
@@ -103,7 +111,7 @@ class VERL:
         given = {name: group for name, group in groups.items() if group is not None}
         self.settings, self.notes = read_settings({**given, **others})
         self._threads, self._keep, self._mask_truncated = threads, keep, mask_truncated
-        self._has_entropy = entropy
+        self._has_entropy, self._max_nonfinite = entropy, max_nonfinite
         self._save_every, self._interval = save_every, SaveInterval("verl", save_every)
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
@@ -117,6 +125,7 @@ class VERL:
         """
         self._tuned, _ = tuned_policy(context)
         self._context = context
+        self.settings, told = with_packing(self.settings, has_gpu=own_device().type == "cuda")
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
         self._learner = VerlLearner(
@@ -126,11 +135,12 @@ class VERL:
             threads=self._threads,
             keep=self._keep,
             has_entropy=self._has_entropy,
+            max_nonfinite=self._max_nonfinite,
         )
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
         self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
         begin_saving(context, self.save, algorithm="verl", save_every=self._save_every, serves=self._tuned)
-        for note in (*self.notes, *advice(self.settings)):
+        for note in (*self.notes, *told, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:
@@ -142,16 +152,21 @@ class VERL:
         collect_s = time.perf_counter() - started
         # In a thread: while groups are collected ahead, agents go on in this event loop.
         prepared = await asyncio.to_thread(self._prepare, supplied)
-        metrics = prepared.metrics | supplied.metrics | {"collect_s": collect_s}
+        held, unheld = held_rows(supplied.groups, policy=self._tuned, settings=self.settings)
+        metrics = prepared.metrics | supplied.metrics | unheld | {"collect_s": collect_s}
 
         self._is_moving = True
         started, updates = time.perf_counter(), self._learner.updates
         self._live = context.current(self._tuned).version
         replayed = self._replayed(prepared, step=step)
-        trained = await self._learner.train(prepared, step=step, progress=context.progress, replayed=replayed)
+        trained = await self._learner.train(
+            prepared, step=step, progress=context.progress, replayed=replayed, held=held
+        )
         metrics |= trained.metrics | self._replay.metrics(replayed) | self._replay.weights(trained.replayed)
         if self._learner.trains_policy(step):
             self._replay.add(trained.own, version=self._live, uses=prepared.uses)
+        if notice := self._learner.notice():
+            context.say(f"{context.name}: {notice}")
         metrics["update_s"] = time.perf_counter() - started  # seconds, log-probabilities and values included
 
         published = (await self._publish(step),) if self._learner.updates > updates else ()
@@ -255,7 +270,8 @@ class VERL:
 
 def advice(settings: VerlSettings) -> list[str]:
     """Return what to tell the person about settings that work and have a better alternative."""
-    if settings.trainer.v1.is_async and settings.algorithm.rollout_correction.rollout_is is None:
+    is_corrected = settings.correction.is_on or settings.algorithm.rollout_correction.bypass_mode
+    if settings.trainer.v1.is_async and not is_corrected:
         return [
             "old rollouts are trained as if they were new; correct them with "
             'algorithm.rollout_correction.rollout_is = "token"'

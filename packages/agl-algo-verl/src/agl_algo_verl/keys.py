@@ -50,12 +50,15 @@ DECIDED_ELSEWHERE: dict[str, str] = {
     "trainer.experiment_name": "the experiment's `name`",
     "trainer.val_before_train": "the experiment's `validate_every`",
     "trainer.test_freq": "the experiment's `validate_every`",
-    "trainer.save_freq": "this algorithm's `save_every`, and on Ray the experiment, which saves every step",
+    "trainer.save_freq": "this algorithm's `save_every`",
     "trainer.resume_mode": "`agl run --resume`",
     "trainer.default_local_dir": "the experiment's `workdir`",
     "trainer.max_actor_ckpt_to_keep": "this algorithm's `keep`",
 }
 """Keys that guides for VERL set, and what decides them in an experiment; a key here covers those below it."""
+
+MEGATRON_OVERRIDES = ("override_transformer_config", "override_ddp_config", "override_mcore_model_config")
+"""Groups of VERL's Megatron engine that take arguments of Megatron's own."""
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.model.lora_adapter_path": (
@@ -64,14 +67,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "actor_rollout_ref.actor.strategy": (("fsdp2",), "the engine is VERL's FSDP2"),
     "actor_rollout_ref.actor.grad_clip": ((), "VERL's engine reads actor_rollout_ref.actor.optim.clip_grad instead"),
-    "algorithm.rollout_correction.rollout_rs": (
-        (None,),
-        'nothing is rejected by its probability; truncate the weights with rollout_is = "token"',
-    ),
-    "algorithm.rollout_correction.bypass_mode": (
-        (False,),
-        'old log-probabilities are always the engine\'s; correct the recorded ones with rollout_is = "token"',
-    ),
     "algorithm.filter_groups.enable": (
         (False,),
         "groups without a difference are replaced with refill = ROUNDS, which stands beside VERL's groups of keys",
@@ -121,20 +116,24 @@ def check_keys(config: Mapping[str, Any], shape: type[msgspec.Struct]) -> tuple[
 
 
 @cache
-def verl_keys() -> frozenset[str]:
-    """Return the dotted names of all keys in the configuration that VERL ships, groups included; imports nothing."""
+def verl_keys(strategy: str = "fsdp2") -> frozenset[str]:
+    """Return the dotted names of all keys in the configuration that VERL ships, groups included; imports nothing.
+
+    `strategy` is the engine: `fsdp2`, or `megatron`, for which VERL has other keys.
+    """
     spec = find_spec("verl")
     folder = Path(next(iter(spec.submodule_search_locations or ["."]))) if spec else Path()
-    file = folder / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    name = "ppo_megatron_trainer" if strategy == "megatron" else "ppo_trainer"
+    file = folder / "trainer" / "config" / f"_generated_{name}.yaml"
     if not file.is_file():
         return frozenset()
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     return frozenset(".".join(path) for path in _every(content, ()) if not path[-1].startswith("_"))
 
 
-def is_verl_key(name: str) -> bool:
-    """Return whether VERL has this key, or takes any key at this place."""
-    known = verl_keys()
+def is_verl_key(name: str, strategy: str = "fsdp2") -> bool:
+    """Return whether VERL has this key with an engine, or takes any key at this place."""
+    known = verl_keys(strategy)
     return name in known or any(name.startswith(f"{key}.") for key in _open_keys(known))
 
 
@@ -151,16 +150,17 @@ def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
     return misspelling(name, shape)
 
 
-def misspelling(name: str, shape: type[msgspec.Struct]) -> str:
+def misspelling(name: str, shape: type[msgspec.Struct], *, strategy: str = "fsdp2") -> str:
     """Return the answer to a key that does not exist, with the closest one that does."""
-    known = verl_keys()
+    known = verl_keys(strategy)
     near = closest(name, sorted(known | set(_paths(shape))), cutoff=0.75)
     return f"{name}: VERL has no such key; " + (f"did you mean {near}?" if near else "remove it")
 
 
 def _open_keys(known: frozenset[str]) -> Iterator[str]:
     """Yield the keys whose value is a mapping of the person's own."""
-    return (key for key in known if key.endswith(("_kwargs", "override_config", "engine_kwargs.vllm")))
+    ends = ("_kwargs", "override_config", "engine_kwargs.vllm", *MEGATRON_OVERRIDES)
+    return (key for key in known if key.endswith(ends))
 
 
 def leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -8,7 +8,8 @@ and computes nothing itself. One step:
     3. beta * KL off the rewards, where asked for; beta is updated with the KL of this step for the next one
     4. the critic's values V, and advantages from them
     5. the critic's updates, then the policy's, of which one without a gradient is left out: AdamW would move the
-       weights by its momentum alone
+       weights by its momentum alone. VERL's engine makes no update of a gradient that is not finite; here such are
+       counted, and too many in a row end the run
 
 All of 1 to 4 come before any update: PPO's ratio pi / pi_old and the critic's clipped loss compare with the models
 that the step began with (Schulman et al. 2017, arXiv 1707.06347, sections 3 and 5).
@@ -20,13 +21,17 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agl_algo_verl.correction import corrected, correction_metrics
 from agl_algo_verl.files import step_directory
 from agl_algo_verl.kl_control import KlController
 from agl_algo_verl.replay import beside
 from agl_algo_verl.token_numbers import mean_entropy
+from agl_algo_verl.worker_metrics import finite
+from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -70,12 +75,23 @@ class VerlLearner:
         threads: Torch's threads while training; 0 leaves torch's choice.
         keep: Number of saved states and exported weights that stay on disk.
         has_entropy: Whether entropies are measured beside the old log-probabilities.
+        max_nonfinite: Updates of a model in a row that may have a gradient that is not finite.
     """
 
     def __init__(
-        self, settings: VerlSettings, *, workdir: Path, steps: int, threads: int, keep: int, has_entropy: bool = True
+        self,
+        settings: VerlSettings,
+        *,
+        workdir: Path,
+        steps: int,
+        threads: int,
+        keep: int,
+        has_entropy: bool = True,
+        max_nonfinite: int = MAX_NONFINITE,
     ) -> None:
         self._has_entropy = has_entropy
+        self._skipped, self._critic_skipped = Skipped(max_nonfinite), Skipped(max_nonfinite)
+        self._tried = 0  # updates of the policy that were asked for
         self._settings, self._workdir, self._steps = settings, workdir.absolute(), steps
         self._threads, self._keep = threads, keep
         self._worker: VerlWorker | None = None
@@ -85,7 +101,11 @@ class VerlLearner:
         self._rate = 1.0  # factor of the configured learning rate
         self._behind: Behind | None = None
         self.updates = 0
-        """Updates of the policy since this object was made."""
+        """Updates of the policy since this object was made that changed its weights."""
+
+    def notice(self) -> str:
+        """Return a sentence for people about updates that were skipped since the last call, `""` without one."""
+        return self._skipped.news()
 
     @property
     def opened(self) -> str:
@@ -105,25 +125,32 @@ class VerlLearner:
         step: int,
         progress: Callable[[int, int, str], None],
         replayed: Replayed[RowSample],
+        held: Sequence[RowSample] = (),
     ) -> Trained:
         """Do all updates of a step; a number that several of them report is averaged.
 
         On `replayed` rollouts the policy trains besides, with the advantages that they have, and the critic does not.
+        The rows `held` keep agents that are not trained near the start (`anchor.py`).
         """
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
         every = await asyncio.to_thread(self._with_replayed, replace(prepared, samples=samples), replayed)
+        correction = self._settings.correction
+        every = replace(every, samples=corrected(every.samples, correction))
+        metrics |= correction_metrics(every.samples, correction)
+        samples = every.samples[: len(samples)]
         jobs: list[tuple[Callable[..., dict[str, float]], Part, bool]] = []
         actor, critic = self._settings.actor, self._settings.critic
         if self._critic is not None:
             # The critic's mini-batches and epochs are the actor's where it has none of its own.
             mini, epochs = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs
             own = replace(prepared, samples=samples)
-            jobs += self._jobs(self._critic.update, own, tasks=mini, epochs=epochs or actor.ppo_epochs)
+            jobs += self._jobs(self._update_critic, own, tasks=mini, epochs=epochs or actor.ppo_epochs)
         # A fresh critic's values are noise, and so are advantages from them: before step `critic_warmup` it learns
         # alone.
         if self.trains_policy(step):
             mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
-            jobs += self._jobs(self._update_policy, every, tasks=mini, epochs=epochs)
+            held = await asyncio.to_thread(self._with_reference, held)
+            jobs += self._jobs(partial(self._update_policy, held=held), every, tasks=mini, epochs=epochs)
         values: defaultdict[str, list[float]] = defaultdict(list)
         for done, (update, (rows, count), is_last) in enumerate(jobs, start=1):
             for name, value in (await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last)).items():
@@ -247,16 +274,33 @@ class VerlLearner:
         # every epoch. Schedules count steps of the experiment and not updates, so only the last update moves them.
         return [(update, parts[index % len(parts)], index + 1 == total) for index in range(total)]
 
-    def _update_policy(self, rows: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+    def _update_policy(
+        self, rows: Sequence[RowSample], *, rollouts: int, is_last: bool, held: Sequence[RowSample]
+    ) -> dict[str, float]:
         """Do one update of the policy, none where nothing has a gradient; the schedule counts the step either way."""
         from agl_algo_verl.batches import has_gradient
 
         if has_gradient(rows, self._settings):
+            names = {row.rollout for row in rows}
+            own = [row for row in held if row.rollout in names]
+            found = self._policy.update(rows, rollouts=rollouts, is_last=is_last, held=own)
+            self._tried += 1
+            if self._skipped.note(found["grad_norm"], update=self._tried):
+                return finite(found) | {"updates_nonfinite": 1.0}
             self.updates += 1
-            return self._policy.update(rows, rollouts=rollouts, is_last=is_last)
+            return found
         if is_last:
             self._policy.move_schedule()
         return {"updates_skipped": 1.0}
+
+    def _update_critic(self, rows: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+        """Do one update of the critic."""
+        if self._critic is None:
+            raise AssertionError("the critic is opened before it is trained")
+        found = self._critic.update(rows, rollouts=rollouts, is_last=is_last)
+        if self._critic_skipped.note(found["critic_grad_norm"], update=self._critic_skipped.total + 1):
+            return finite(found) | {"value_updates_nonfinite": 1.0}
+        return found
 
     def _with_replayed(self, prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:
         """Return a step with its own evaluated rows, and replayed ones with what the models say of them now."""
@@ -267,9 +311,13 @@ class VerlLearner:
         found, _ = self._policy.scores(rows, has_entropy=False)
         rows = [replace(row, old=values) for row, values in zip(rows, found, strict=True)]
         if self._settings.has_reference:
-            found = self._policy.reference_logprobs(rows)
-            rows = [replace(row, reference=values) for row, values in zip(rows, found, strict=True)]
+            rows = self._with_reference(rows)
         return replace(every, samples=[*prepared.samples, *rows])
+
+    def _with_reference(self, rows: Sequence[RowSample]) -> list[RowSample]:
+        """Return rows with log pi_ref; without rows the reference is not opened."""
+        found = self._policy.reference_logprobs(rows) if rows else []
+        return [replace(row, reference=values) for row, values in zip(rows, found, strict=True)]
 
     def _evaluate(self, prepared: PreparedStep) -> tuple[list[RowSample], dict[str, float]]:
         """Return the rows with what the models say of them and advantages that follow from it, and what to log."""
@@ -279,14 +327,17 @@ class VerlLearner:
         # log pi_old, [R] per row. The recorded log-probabilities would do if the server were exact; it computes with
         # other kernels, and where groups are collected ahead also with older weights.
         # The entropies H of the same pass, [R] per row, are only shown: VERL's trainer on Ray computes them too.
-        found = worker.scores(prepared.samples, has_entropy=self._has_entropy)
-        scored = zip(prepared.samples, *found, strict=True)
-        samples = [replace(sample, old=old_R, entropy=entropy_R) for sample, old_R, entropy_R in scored]
+        if algorithm.rollout_correction.bypass_mode:
+            samples = [replace(sample, old=sample.behaviour) for sample in prepared.samples]
+        else:
+            found = worker.scores(prepared.samples, has_entropy=self._has_entropy)
+            scored = zip(prepared.samples, *found, strict=True)
+            samples = [replace(sample, old=old_R, entropy=entropy_R) for sample, old_R, entropy_R in scored]
         metrics = shaping.logprob_gaps(samples)  # how large that error is
         metrics |= mean_entropy(samples)
         if self._settings.has_reference:
-            found = worker.reference_logprobs(samples)  # log pi_ref, [R] per row
-            samples = [replace(sample, reference=values) for sample, values in zip(samples, found, strict=True)]
+            samples = self._with_reference(samples)
+            metrics |= shaping.distance(samples)
         penalty = None
         if algorithm.use_kl_in_reward:
             penalty = shaping.penalise(samples, settings=algorithm, beta=self._kl.value)

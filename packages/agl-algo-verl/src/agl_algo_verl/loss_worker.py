@@ -7,9 +7,13 @@ VERL's own names there the worker is VERL's. The loss of an update is
 
     sum_t w_t c_t loss_t / W  -  entropy_coeff * sum_t w_t H_t / W  +  kl_loss_coef * sum_t w_t KL_t / W
 
-over its trained tokens. w_t and W come with the rows, because only agl knows which of them belong to one rollout; c_t
-is VERL's `rollout_is_weights`, where they are asked for. FSDP takes the mean of gradients over D ranks, so each rank's
-part is multiplied by D. Micro-batches add up.
+over its trained tokens, and where agents are held that share the weights (`anchor.py`)
+
+    + anchor_coef * sum_u k3_u / U
+
+over their U tokens in the update, which VERL's own losses get as well. w_t and W come with the rows, because only agl
+knows which of them belong to one rollout; c_t is VERL's `rollout_is_weights`, where they are asked for. FSDP takes the
+mean of gradients over D ranks, so each rank's part is multiplied by D. Micro-batches add up.
 
 A loss that compares tokens of several rows (`SurveyedLoss`) gets all those of the update beforehand: one more forward
 pass, whose log-probabilities every rank sends to all others.
@@ -24,6 +28,7 @@ Axes: B rows of a micro-batch, R tokens of the longest response, M trained token
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -34,9 +39,11 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
 from agl_algo_verl.objectives import PREFIX
+from agl_algo_verl.privates import use_rate_of_schedule
 from agl_algo_verl.typed import integers, ragged, verl_part
 from agl_algo_verl.worker_metrics import COUNTS
 from agl_objectives.contract import SurveyedLoss, TokenBatch
+from agl_objectives.kl import kl_estimate
 from agl_objectives.registry import find_loss
 from agl_objectives.trial import checked_terms
 
@@ -53,6 +60,12 @@ WEIGHT, TOTAL, ROLLOUT, ROW = "agl_weight", "agl_total", "agl_rollout", "agl_row
 
 UPDATE, UPDATES, ROLLOUTS = "agl_update", "agl_updates", "agl_rollouts"
 """Fields with the place of a row's update, how many updates the step has, and the rollouts of the row's update."""
+
+ANCHOR, START, ANCHOR_COEF = "agl_anchor", "agl_start", "agl_anchor_coef"
+"""Fields with 1 / U at the tokens that are held and log pi_ref, ragged, [R] per row; and the anchor's weight."""
+
+LIMIT = 20.0
+"""Largest size of a log-ratio, as in VERL."""
 
 FOUND = "agl_found_"
 """Beginning of the fields with what a loss found in its survey, ragged, one vector [R] per row."""
@@ -73,11 +86,17 @@ class LossWorker(TrainingWorker):
     _moves_schedule = True
 
     def set_loss_fn(self, loss_fn: Any) -> None:
-        """Take the loss that the configuration in VERL's `ppo_loss` names."""
+        """Take the loss that the configuration in VERL's `ppo_loss` names, with the anchor where rows ask for it."""
         config: Any = loss_fn.keywords["config"]
-        policy = getattr(config, "policy_loss", None)  # a critic has none
-        self._found = None if policy is None else loss_of(policy.loss_mode)
-        self.loss_fn = loss_fn if self._found is None else partial(policy_loss, config=config, found=self._found)
+        policy = getattr(config, "policy_loss", None)
+        self.loss_fn = loss_fn
+        if policy is None:  # a critic has none
+            return
+        self._found = loss_of(policy.loss_mode)
+        own = partial(counted, loss_fn, config)
+        if self._found is not None:
+            own = partial(policy_loss, config=config, found=self._found)
+        self.loss_fn = partial(anchored, own)
 
     def train_mini_batch(self, data: TensorDict) -> Any:
         """Do the updates that the rows name, as often as there are epochs; or leave one update to VERL."""
@@ -115,7 +134,9 @@ class LossWorker(TrainingWorker):
             verl_part("verl.utils.tensordict_utils:assign_non_tensor")(data, update_lr_scheduler=False)
         if self._found is not None and isinstance(self._found.call, SurveyedLoss):
             data = self._surveyed(data, self._found.call)
-        return super().train_batch(data)
+        with warnings.catch_warnings():  # torch expects an update before each move, and VERL may have skipped the first
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`")
+            return super().train_batch(data)
 
     def _surveyed(self, data: TensorDict, loss: SurveyedLoss) -> TensorDict:
         """Return the batch with what the loss finds in the tokens of the update on all ranks."""
@@ -132,6 +153,15 @@ class LossWorker(TrainingWorker):
         for name, parts in found.items():
             surveyed[FOUND + name] = _ragged_rows(parts, data, lengths=lengths)
         return surveyed
+
+
+class ClusterWorker(LossWorker):
+    """A `LossWorker` of a cluster: after a checkpoint was loaded it goes on with the configured learning rate."""
+
+    def load_checkpoint(self, local_path: Any, hdfs_path: Any = None, del_local_after_load: bool = False) -> None:
+        """Load weights, moments and schedule; the rate of a run that went back is smaller than the checkpoint's."""
+        cast("Any", super()).load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        use_rate_of_schedule(cast("Any", self).engine, peak=float(cast("Any", self).optimizer_config.lr))
 
 
 def policy_loss(
@@ -170,7 +200,50 @@ def policy_loss(
     per_token = float(fields["dp_size"]) / max(1, int(fields["batch_num_tokens"]))
     away_M = (tokens.old_M - tokens.logp_M).detach()
     counts = {COUNTS + name: value for name, value in terms.counts.items()} | {"actor/ppo_kl": float(away_M.sum())}
-    return loss, metrics | {name: _summed(value * per_token) for name, value in counts.items()}
+    summed = {name: _summed(value * per_token) for name, value in counts.items()}
+    return loss, metrics | summed | {"ratio_max": _peak(-away_M)}
+
+
+def counted(
+    loss_fn: Any, config: Any, model_output: Any, data: TensorDict, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return VERL's own loss `loss_fn` of a micro-batch with the numbers that losses of agl-objectives have.
+
+    VERL's means over the tokens of a micro-batch become parts of one over those of the update: micro-batches differ in
+    size, and one of rows that are only held has no token.
+    """
+    loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+    mask_B_R = _padded(data, "response_mask").bool()
+    with torch.no_grad():
+        log_B_R = no_padding_2_padding(model_output["log_probs"], data) - _padded(data, "old_log_probs")
+        away_M, peak = log_B_R[mask_B_R], _peak(log_B_R[mask_B_R])
+        advantages_M = _padded(data, "advantages")[mask_B_R]
+        if config.policy_loss.loss_mode == "gspo":
+            length_B = mask_B_R.sum(dim=1, keepdim=True).clamp(min=1)
+            away_M = ((log_B_R * mask_B_R).sum(dim=1, keepdim=True) / length_B).expand(mask_B_R.shape)[mask_B_R]
+        ratio_M = away_M.clamp(-LIMIT, LIMIT).exp()
+        low = (ratio_M < 1.0 - config.clip_ratio_low) & (advantages_M < 0)
+        high = (ratio_M > 1.0 + config.clip_ratio_high) & (advantages_M > 0)
+    per_token = float(cast("Any", data)["dp_size"]) / max(1, int(cast("Any", data)["batch_num_tokens"]))
+    means = [name for name, value in metrics.items() if getattr(value, "aggregation", None) is AggregationType.MEAN]
+    exact = {name: _summed(metrics[name].aggregate() * len(away_M) * per_token) for name in means}
+    counts = {"clipped_low": int(low.sum()), "clipped_high": int(high.sum())}
+    own = {COUNTS + name: _summed(count * per_token) for name, count in counts.items()}
+    return loss, {**metrics, **exact, **own, "ratio_max": peak}
+
+
+def anchored(loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+    """Return a micro-batch's part of the loss `loss_fn` and of the anchor, with their metrics."""
+    loss, metrics = loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+    fields: Any = data
+    if ANCHOR not in fields:
+        return loss, metrics
+    share_B_R = _padded(data, ANCHOR)
+    held_B_R = share_B_R > 0
+    logp_M = no_padding_2_padding(model_output["log_probs"], data)[held_B_R]
+    kl_M = kl_estimate(logp_M, _padded(data, START)[held_B_R], kind="k3")
+    kl = (share_B_R[held_B_R] * kl_M).sum() * float(fields["dp_size"])  # D k3 / U
+    return loss + float(fields[ANCHOR_COEF]) * kl, {**metrics, "anchor_kl": _summed(kl)}
 
 
 def tokens_of(data: TensorDict, logp_B_R: Tensor) -> TokenBatch:
@@ -257,6 +330,12 @@ def _per_row(data: TensorDict, name: str) -> Tensor:
 def _per_token(data: TensorDict, name: str, mask_B_R: Tensor) -> Tensor:
     """Return a field of one number per row at each trained token, [M]."""
     return _per_row(data, name)[:, None].expand(mask_B_R.shape)[mask_B_R]
+
+
+def _peak(log_M: Tensor) -> Any:
+    """Return the largest ratio as a metric, 0 without a token."""
+    value = float(log_M.detach().max().clamp(max=LIMIT).exp()) if len(log_M) else 0.0
+    return Metric(value=value, aggregation=AggregationType.MAX)
 
 
 def _summed(value: Tensor | float) -> Any:

@@ -38,6 +38,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl_algo_verl.objectives import loss_mode
+from agl_algo_verl.privates import open_as_language_model
 from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
 
@@ -63,7 +64,7 @@ def open_policy(path: str, settings: VerlSettings, *, role: Role, steps: int, de
         adapters["exclude_modules"] = model.exclude_modules
     loaded = model_config(
         path,
-        use_remove_padding=model.use_remove_padding,
+        use_remove_padding=settings.is_packed,
         enable_gradient_checkpointing=model.enable_gradient_checkpointing and role == "actor",
         **adapters,
     )
@@ -160,8 +161,7 @@ def open_worker(kind: Kind, model: Any, *, engine: Any, optim: OptimKeys, steps:
             checkpoint_config=verl_part("verl.trainer.config:CheckpointConfig")(),
         )
     )
-    # VERL loads a value model with flash-attention only; by its loader of language models it gets what `model` says.
-    worker.model_config.model_type = "language_model"
+    open_as_language_model(worker)
     worker.reset()
     return worker
 
@@ -179,24 +179,3 @@ def _optimizer(optim: OptimKeys, *, steps: int) -> Any:
         num_cycles=optim.num_cycles,
         total_training_steps=steps,
     )
-
-
-def use_rate_of_schedule(engine: Any, *, peak: float | None = None, place: int | None = None) -> None:
-    """Give the optimizer the learning rate of its schedule's next update, after a checkpoint was loaded.
-
-    A checkpoint brings the rate that was next when it was saved. Where the run has more steps than it had then, the
-    schedule falls more slowly and that rate is too low.
-
-    Args:
-        engine: VERL's engine.
-        peak: The highest rate of the schedule, for one that differs from the checkpoint's.
-        place: Steps of the schedule that are done, where training goes on at another place than the checkpoint's.
-    """
-    scheduler = engine.lr_scheduler
-    if peak is not None:
-        scheduler.base_lrs = [peak for _ in scheduler.base_lrs]
-    if place is not None:
-        scheduler.last_epoch = place
-    places = zip(engine.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    for group, rate, shape in places:
-        group["lr"] = rate * shape(scheduler.last_epoch)  # `last_epoch` is torch's name for the updates so far

@@ -1,7 +1,8 @@
 """A Ray cluster with VERL's trainer on it, as the experiment uses it: start, wait for a request, answer, stop.
 
 All calls that start or stop Ray run in one thread of this object's own. Ray's processes are children of that thread
-and die with it, so that neither an error nor `kill -9` of the experiment leaves any of them behind.
+and die with it, so that neither an error nor `kill -9` of the experiment leaves any of them behind. Where this process
+is connected to a cluster already, as by the runner `ray`, VERL uses that connection and leaves it open.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import psutil
 
 from agl.errors import AglError, ConfigError
 from agl_algo_verl.bridge import NAME, Bridge
+from agl_algo_verl.ray_validation import checked, use_platform
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.typed import verl_part
 
@@ -55,6 +56,7 @@ class Cluster:
         self._runner: Any = None
         self._given: Any = None
         self._run: asyncio.Future[None] | None = None
+        self._is_shared = False
 
     async def start(self, config: Callable[[], Any]) -> None:
         """Start Ray, or attach to it, and start VERL's trainer on the configuration that `config` makes.
@@ -88,6 +90,10 @@ class Cluster:
         self._given = await self._in_thread(lambda: ray.put(answer))  # kept: Ray drops what nobody refers to
         await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.answer.remote([self._given]).future()))
 
+    async def save(self) -> None:
+        """Let VERL, which waits for rows, save a checkpoint; raises AglError when its trainer has ended."""
+        await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.save.remote().future()))
+
     async def stop(self) -> None:
         """End VERL's trainer, and Ray where it was started here; call it once, even where `start` failed."""
         run, self._run = self._run, None
@@ -119,29 +125,43 @@ class Cluster:
     def _launch(self, config: Callable[[], Any]) -> Any:
         check_version()
         ray: Any = verl_part("importlib:import_module")("ray")
-        for name in (
-            "VERL_PLATFORM",
-            "VERL_ENGINE_DEVICE",
-            "VERL_LOGGING_LEVEL",
-        ):  # VERL reads them when it is imported, here as well
-            if name in self._environment:
-                os.environ.setdefault(name, self._environment[name])
+        self._is_shared = ray.is_initialized()
+        use_platform(self._environment)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # VERL warns of every engine that is not installed
-            composed = config()
+            composed = checked(config(), self._read)
             runner = verl_part("verl.trainer.main_ppo:TaskRunnerV1")
             own = verl_part("verl.trainer.constants_ppo:get_ppo_ray_runtime_env")(composed)
         own["env_vars"] = {**own.get("env_vars", {}), **self._environment, "TRANSFER_QUEUE_ENABLE": "1"}
-        self._init(ray, own)
+        own = self._with_given(own)
+        if self._is_shared:
+            self._check_shared(ray)
+        else:
+            self._init(ray, own)
         self._check_resources(ray)
         self._bridge = ray.remote(Bridge).options(name=NAME, num_cpus=0, max_concurrency=8).remote()
-        self._runner = runner.remote()
+        self._runner = runner.options(runtime_env=own).remote() if self._is_shared else runner.remote()
         return self._runner.run.remote(composed)
 
+    def _with_given(self, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+        mine = self._read.ray_init.get("runtime_env", {})
+        return {**runtime_env, **mine, "env_vars": {**runtime_env["env_vars"], **mine.get("env_vars", {})}}
+
+    def _check_shared(self, ray: Any) -> None:
+        """Refuse arguments that have no effect on a cluster to which this process is connected already."""
+        given = {name: value for name, value in self._read.ray_init.items() if name != "runtime_env"}
+        found = str(ray.get_runtime_context().gcs_address)
+        if given.get("address") in ("auto", found):
+            del given["address"]
+        if given:
+            raise ConfigError(
+                f"ray_kwargs.ray_init = {given} has no effect, because the runner connects this process to the Ray "
+                f"cluster at {found!r}. Remove it; where the runner starts the cluster, its size is that of "
+                "[runner.params] cluster = { num_cpus = ..., num_gpus = ... }"
+            )
+
     def _init(self, ray: Any, runtime_env: dict[str, Any]) -> None:
-        given = dict(self._read.ray_init)
-        mine = given.pop("runtime_env", {})
-        runtime_env |= {**mine, "env_vars": {**runtime_env["env_vars"], **mine.get("env_vars", {})}}
+        given = {name: value for name, value in self._read.ray_init.items() if name != "runtime_env"}
         defaults: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if not given.get("address"):
             defaults["include_dashboard"] = False
@@ -178,7 +198,8 @@ class Cluster:
                 with contextlib.suppress(Exception):  # it may be gone already
                     ray.kill(actor)
         self._runner = self._bridge = None
-        ray.shutdown()
+        if not self._is_shared:
+            ray.shutdown()
 
 
 def _kill(processes: set[psutil.Process]) -> None:
@@ -207,7 +228,7 @@ def _one_machine(ranks: int) -> dict[str, Any]:
 
 def _trainer_error(error: BaseException) -> AglError:
     return AglError(
-        f"VERL's trainer on Ray ended with an error: {_last_line(error)} Every finished step is kept. Mend the "
+        f"VERL's trainer on Ray ended with an error: {_last_line(error)} Every saved step is kept. Mend the "
         "cause unless it was an accident, and continue with --resume (resume=True)"
     )
 

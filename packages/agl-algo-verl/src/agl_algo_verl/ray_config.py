@@ -26,6 +26,9 @@ CHECKPOINTS = "global_step_{}"
 METRICS = "metrics.jsonl"
 """File that VERL's file logger writes, in the directory of the checkpoints."""
 
+WEIGHTS = {"fsdp2": "actor/huggingface", "megatron": "actor/model/huggingface"}
+"""Where each engine of VERL saves weights in Hugging Face's format, in the directory of a step."""
+
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 """Precision on the CPU, where bfloat16 is slow."""
 
@@ -40,6 +43,7 @@ def compose(
     checkpoint: Path | None,
     threads: int,
     before: int = 0,
+    rate: float = 1.0,
 ) -> Any:
     """Return VERL's configuration, an OmegaConf `DictConfig`.
 
@@ -52,18 +56,20 @@ def compose(
         checkpoint: The directory of a step to continue after; None to start from `model`.
         threads: Torch's threads in a process on the CPU; 0 for one.
         before: Steps that were done before VERL's count began.
+        rate: Factor of the configured learning rate of the policy.
     """
     initialize, compose_file = verl_part("hydra:initialize_config_module"), verl_part("hydra:compose")
     omega, open_dict = verl_part("omegaconf:OmegaConf"), verl_part("omegaconf:open_dict")
+    engine = ["model_engine=megatron"] if read.strategy == "megatron" else []
     with initialize(config_module="verl.trainer.config", version_base=None):
-        config = compose_file("ppo_trainer")
-    needed = _needed(model=model, folder=folder, steps=steps, tasks=tasks, checkpoint=checkpoint)
+        config = compose_file("ppo_trainer", overrides=engine)
+    needed = _needed(read, model=model, folder=folder, steps=steps, tasks=tasks, checkpoint=checkpoint)
     needed |= _critic(read, model=model, before=before) if read.settings.has_critic else {}
     if read.settings.is_lora and not read.is_cpu:
         # A replica with adapters serves them to VERL's own client only; others would get the weights without them.
         needed["actor_rollout_ref.model.lora.merge"] = True
     here = _on_cpu(threads) if read.is_cpu else {}
-    needed |= _loss(read, before=here | read.given)
+    needed |= _loss(read, before=here | read.given, rate=rate)
     with open_dict(config):
         for name, value in {**_defaults(read), **here, **read.given, **needed}.items():
             omega.update(config, name, value, force_add=True)
@@ -82,24 +88,24 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
         # VERL's own bounds are 0.2 whatever clip_ratio says, so they are always given.
         "actor_rollout_ref.actor.clip_ratio_low": actor.clip_ratio if low is None else low,
         "actor_rollout_ref.actor.clip_ratio_high": actor.clip_ratio if high is None else high,
-        "actor_rollout_ref.model.use_remove_padding": settings.actor_rollout_ref.model.use_remove_padding,
-        "actor_rollout_ref.model.override_config.attn_implementation": attention(
-            use_remove_padding=settings.actor_rollout_ref.model.use_remove_padding
-        ),
+        "actor_rollout_ref.model.use_remove_padding": settings.is_packed,
+        "actor_rollout_ref.model.override_config.attn_implementation": attention(use_remove_padding=settings.is_packed),
         "actor_rollout_ref.model.enable_gradient_checkpointing": (
             settings.actor_rollout_ref.model.enable_gradient_checkpointing
         ),
     }
 
 
-def _loss(read: RaySettings, *, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a loss of agl-objectives, or of several updates of a step, for VERL's workers."""
+def _loss(read: RaySettings, *, before: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Return the keys of a loss of agl-objectives, of several updates of a step, or of a smaller rate, for workers."""
     choice, mini = chosen_loss(read.settings), read.settings.actor.ppo_mini_batch_size
-    if choice is None and mini in (None, read.settings.data.train_batch_size):
+    if choice is None and mini in (None, read.settings.data.train_batch_size) and rate == 1.0:
         return {}
     library = before.get("actor_rollout_ref.model.external_lib")
     others = cast("list[str]", library if isinstance(library, list) else [library] if library else [])
-    worker = {"actor_rollout_ref.model.external_lib": [*others, "agl_algo_verl.ray_losses"]}
+    worker: dict[str, Any] = {"actor_rollout_ref.model.external_lib": [*others, "agl_algo_verl.ray_losses"]}
+    if rate != 1.0:
+        worker["actor_rollout_ref.actor.optim.lr"] = rate * read.settings.actor.optim.lr
     if choice is None:
         return worker
     return worker | {
@@ -117,10 +123,8 @@ def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
         "critic.strategy": "fsdp2",
         "critic.use_dynamic_bsz": True,
         "critic.model.path": model,
-        "critic.model.use_remove_padding": read.settings.actor_rollout_ref.model.use_remove_padding,
-        "critic.model.override_config.attn_implementation": attention(
-            use_remove_padding=read.settings.actor_rollout_ref.model.use_remove_padding
-        ),
+        "critic.model.use_remove_padding": read.settings.is_packed,
+        "critic.model.override_config.attn_implementation": attention(use_remove_padding=read.settings.is_packed),
         "critic.model.enable_gradient_checkpointing": critic.model.enable_gradient_checkpointing,
         "critic.ppo_infer_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu,  # what VERL reads for training
         "trainer.critic_warmup": max(0, read.settings.trainer.critic_warmup - before),  # in VERL's count of steps
@@ -148,7 +152,9 @@ def _on_cpu(threads: int) -> dict[str, Any]:
     }
 
 
-def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Path | None) -> dict[str, Any]:
+def _needed(
+    read: RaySettings, *, model: str, folder: Path, steps: int, tasks: int, checkpoint: Path | None
+) -> dict[str, Any]:
     """Return the keys that give VERL's trainer agl's tasks, rollouts, advantages, checkpoints and metrics."""
     contents = ["model", "optimizer", "extra", "hf_model"]
     return {
@@ -162,8 +168,8 @@ def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Pat
         "data.custom_cls.name": "EmptyTasks",
         "reward.num_workers": 0,
         "actor_rollout_ref.model.path": model,
-        "actor_rollout_ref.actor.strategy": "fsdp2",
-        "actor_rollout_ref.ref.strategy": "fsdp2",
+        "actor_rollout_ref.actor.strategy": read.strategy,
+        "actor_rollout_ref.ref.strategy": read.strategy,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
         "actor_rollout_ref.actor.ppo_mini_batch_size": tasks,
         "actor_rollout_ref.actor.checkpoint.save_contents": contents,

@@ -17,7 +17,10 @@ Deviations from VERL as it is usually run, and why:
 - Updates have whole rollouts: `ppo_mini_batch_size` counts tasks. VERL would cut after a number of rows.
 - A step without a gradient never reaches VERL, whose optimizer would move the weights all the same: VERL's request
   waits for the next step's rows. VERL's schedules count the steps that it gets.
-- A checkpoint is saved in every step, because a step that agl counts as done is never repeated.
+- `save_every` says when a checkpoint is saved. VERL does it at the end of a step for which it is due by then, before
+  its replicas wake; for a validation or a stop VERL is asked for one while it waits for rows (`ray_loops.py`).
+- Where a run goes back, VERL starts again from the checkpoint of then, and its schedule falls over what is left. With
+  Megatron it starts from the weights of then, with new moments, because no checkpoint there takes another rate.
 - VERL's trainer runs in its mode `sync`, also where groups are collected ahead. In VERL's own asynchronous modes its
   replicas break off calls in the middle, and only VERL's own client would resume them.
 """
@@ -26,8 +29,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,16 +42,19 @@ from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
 from agl_algo_verl.inproc import advice
 from agl_algo_verl.objectives import chosen_loss
+from agl_algo_verl.packing import with_packing
 from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.probe import probe_files
 from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
+from agl_algo_verl.ray_files import STARTS, Unsaved, complete, count, forget_after, number, prune, weights_in
 from agl_algo_verl.ray_keys import check_machine, read_ray_settings
-from agl_algo_verl.ray_weights import merge_saved, say_precision
+from agl_algo_verl.ray_validation import check_composed
 from agl_algo_verl.replay import VerlReplay, beside
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.supply import VerlSupply
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
-from agl_algo_verl.worker_metrics import COUNTS
+from agl_algo_verl.worker_metrics import COUNTS, finite
+from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
+from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -73,6 +79,7 @@ REPORTED = {
     "actor/kl_loss": "kl_loss",
     "agl/logprob_gap": "logprob_gap",
     "agl/logprob_gap_mean": "logprob_gap_mean",
+    "rollout_corr/rollout_is_eff_sample_size": "effective_share",
     "training/rollout_probs_diff_max": "probability_gap",
     "training/rollout_probs_diff_mean": "probability_gap_mean",
     "timing_s/old_log_prob": "old_log_prob_s",
@@ -96,6 +103,10 @@ class RayVERL:
     Args:
         threads: Torch's threads in each process on the CPU; 0 for one.
         keep: Number of checkpoints that stay on disk.
+        save_every: Steps between two checkpoints, a time such as `"60s"`, or the largest share of the time that may go
+            into saving. A run that is killed repeats the steps since the last one.
+        max_nonfinite: Steps in a row with an update that VERL skips for a gradient that is not finite; one more ends
+            the run.
         probe: Whether to put a probe beside the weights of each step, for policies such as `vllm` that check what
             they serve. The weights are read once more for it, on the CPU of this machine.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
@@ -108,7 +119,15 @@ class RayVERL:
     """
 
     def __init__(
-        self, *, threads: int = 0, keep: int = 2, probe: bool = True, mask_truncated: bool = False, **config: Any
+        self,
+        *,
+        threads: int = 0,
+        keep: int = 2,
+        save_every: int | str = SAVE_EVERY,
+        max_nonfinite: int = MAX_NONFINITE,
+        probe: bool = True,
+        mask_truncated: bool = False,
+        **config: Any,
     ) -> None:
         if keep < 1 or threads < 0:
             raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
@@ -117,13 +136,30 @@ class RayVERL:
         self.settings, self.notes = self.read.settings, self.read.notes
         self._threads, self._keep, self._probes = threads, keep, probe
         self._mask_truncated = mask_truncated
+        self._save_every, self._interval = save_every, SaveInterval("verl", save_every)
+        self._nonfinite = Skipped(max_nonfinite)
         self._cluster: Cluster | None = None
         self._request: StepRequest | None = None
         # `_base` steps were done before VERL's count began, and `_skipped` ones since then never reached VERL.
         self._step = self._base = self._skipped = 0
         self._opened: str = ""
         self._origin: str = ""
+        self._start: str = ""  # name of the directory that VERL writes to
         self._checkpoint: str = ""
+        self._rate = 1.0  # factor of the configured learning rate
+        self._unsaved: Unsaved | None = None
+        self._is_moving = False  # while VERL trains, when its weights belong to no step
+
+    async def check(self, context: AlgorithmContext) -> None:
+        """Check the machine, and let VERL check its whole configuration; starts nothing.
+
+        Raises ConfigError for what this machine lacks, and for what VERL refuses.
+        """
+        import torch
+
+        check_machine(self.read, has_gpu=torch.cuda.is_available())
+        tasks = min(self.settings.data.train_batch_size, len(context.train))
+        await asyncio.to_thread(check_composed, self.read, steps=self.settings.steps(len(context.train)), tasks=tasks)
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check the policy, the tasks and the machine; say which keys others decide. Ray starts with the first step.
@@ -134,6 +170,10 @@ class RayVERL:
 
         self._tuned, weights = tuned_policy(context)
         self._context = context
+        # The GPUs of a cluster elsewhere are not seen from here, and its machines have what is installed here.
+        has_gpu = not self.read.is_cpu and (torch.cuda.is_available() or bool(self.read.ray_init.get("address")))
+        self.settings, told = with_packing(self.settings, has_gpu=has_gpu)
+        self.read = replace(self.read, settings=self.settings)
         check_machine(self.read, has_gpu=torch.cuda.is_available())
         if self.settings.has_critic:
             await asyncio.to_thread(check_model, weights.uri)
@@ -148,13 +188,14 @@ class RayVERL:
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
         self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
-        for note in (*self.notes, *advice(self.settings)):
+        begin_saving(context, self.save, algorithm="verl", save_every=self._save_every)
+        for note in (*self.notes, *told, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:
         """Answer VERL's request with a step's rows, wait until it has trained them, and publish the new weights.
 
-        A step that can move no weights is left to agl: VERL goes on waiting.
+        They are saved unless that may wait. A step that can move no weights is left to agl: VERL goes on waiting.
         """
         step = self._step + 1
         cluster = await self._open()
@@ -174,14 +215,17 @@ class RayVERL:
         self._replay.add(prepared.samples, version=version, uses=prepared.uses)
         metrics |= self._replay.metrics(replayed)
         every = beside(prepared, replayed)
-        if self._can_train(every):
-            found, published = await self._train(cluster, every, step=step, request=request)
-            metrics |= found
+        self._interval.stepped()
+        is_trained = self._can_train(every)
+        if is_trained:
+            metrics |= await self._train(cluster, every, step=step, request=request)
         else:
-            metrics["updates_skipped"], published = 1.0, ()
+            metrics["updates_skipped"] = 1.0
             self._skipped += 1
-        await asyncio.to_thread(self._replay.save, step=step)
         self._step = step
+        if self._context.defer is None:
+            await self.save(True)
+        published = (await self._publish(step),) if is_trained else ()
         is_finished = step >= self._steps
         return StepReport(
             step=step,
@@ -193,11 +237,32 @@ class RayVERL:
             uses=prepared.uses | supplied.uses | self._replay.uses(replayed),
         )
 
+    async def save(self, must: bool) -> bool:
+        """Let VERL save a checkpoint unless it has, and complete it; see `defer` of the context."""
+        if self._is_moving or not (must or self._interval.is_due()):
+            return False
+        started, waiting, kept = time.perf_counter(), self._unsaved, self._context.kept()
+        if waiting is not None:
+            if not waiting.is_written:
+                await self._running().save()
+            # Reading and merging the weights would block the agents.
+            await asyncio.to_thread(
+                complete, self._weights(waiting.folder), waiting.folder, read=self.read, probes=self._probes
+            )
+            self._unsaved = None
+        await asyncio.to_thread(self._replay.save, step=self._step, kept=kept)
+        if self._checkpoint:
+            await asyncio.to_thread(count, Path(self._checkpoint), step=self._step)
+        used = (self._checkpoint, self._origin)
+        await asyncio.to_thread(prune, self._workdir, keep=max(2, self._keep), kept=kept, used=used)
+        self._interval.saved(time.perf_counter() - started + (0.0 if waiting is None else waiting.seconds))
+        return True
+
     def state(self) -> Mapping[str, Json]:
         """Return the step count, VERL's newest checkpoint, and the version and weights that training started from."""
-        names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin}
+        names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin, "start": self._start}
         counts = {"step": self._step, "base": self._base, "skipped": self._skipped}
-        return {**counts, "supply": self._supply.state(), **names}
+        return {**counts, "supply": self._supply.state(), **names, "rate": self._rate}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from VERL's checkpoint when the next step begins."""
@@ -205,12 +270,32 @@ class RayVERL:
         self._skipped = int(state.get("skipped", 0))
         self._opened, self._origin = str(state["opened"]), str(state["origin"])
         self._checkpoint = str(state["checkpoint"])
+        self._start, self._rate = str(state.get("start") or STARTS.format(self._base)), float(state.get("rate", 1.0))
         self._supply.restore(state["supply"])
         self._replay.load(step=self._step)
         if self._checkpoint and not Path(self._checkpoint).is_dir():
             raise ConfigError(
                 f"VERL's checkpoint {self._checkpoint} is not here. Resume where the run's files are, or start the "
                 "run with --fresh."
+            )
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Start VERL again from an earlier checkpoint with `rate` times the learning rate when the next step begins.
+
+        Without the checkpoint, and for an empty state, it starts from the live weights.
+        """
+        await self._stop()
+        await asyncio.to_thread(self._replay.clear, step=self._step)
+        checkpoint = str(state.get("checkpoint", ""))
+        self._rate, self._unsaved, self._start = rate, None, STARTS.format(self._step)
+        self._opened, self._origin, self._checkpoint = str(state.get("opened", "")), "", ""
+        if checkpoint and self.read.strategy == "fsdp2" and Path(checkpoint).is_dir():
+            self._origin, self._checkpoint = str(state["origin"]), checkpoint
+            self._base, self._skipped = self._step - number(Path(checkpoint)), 0
+        elif checkpoint:
+            self._context.say(
+                f"the saved state {checkpoint} is gone or of Megatron; training goes on with new moments of AdamW"
+                + (", and the KL is one to the live weights" if self.settings.actor.use_kl_loss else "")
             )
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
@@ -236,9 +321,23 @@ class RayVERL:
         return self._step - self._base - self._skipped
 
     @property
+    def _workdir(self) -> Path:
+        return self._context.workdir.absolute()
+
+    @property
     def _folder(self) -> Path:
-        """Directory that VERL writes to: a new one for each start, as VERL then counts its steps from 1 again."""
-        return self._context.workdir.absolute() / f"verl-{self._base:06d}"
+        """Directory that VERL writes to."""
+        return self._workdir / self._start
+
+    def _weights(self, folder: Path) -> Weights:
+        """Return the resource that names the weights in a checkpoint, which need not be written yet."""
+        return Weights(uri=str(weights_in(folder, self.read)), format="hf")
+
+    def _running(self) -> Cluster:
+        """Return the cluster, whose trainer waits for rows; raises AglError when there is none."""
+        if self._cluster is None:
+            raise AglError("VERL's trainer has stopped before it saved its last steps")
+        return self._cluster
 
     async def _open(self) -> Cluster:
         """Return the running cluster; it is started anew when another algorithm has published weights since."""
@@ -246,15 +345,18 @@ class RayVERL:
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._cluster is not None and not is_foreign:
             return self._cluster
+        if self._unsaved is not None:
+            await self.save(True)
         await self._stop()
         if is_foreign or not self._origin:
             self._origin = own_weights(version.resource, name=self._tuned).uri
             # New weights: VERL counts from 1 again, and there is no checkpoint of its own to continue from.
             self._opened, self._base, self._skipped, self._checkpoint = version.version, self._step, 0, ""
-        self._cluster = await self._start()
+            self._start = STARTS.format(self._step)
+        self._cluster = await self._launch()
         return self._cluster
 
-    async def _start(self) -> Cluster:
+    async def _launch(self) -> Cluster:
         from agl_algo_verl.ray_cluster import Cluster
 
         self._context.say("starts VERL's trainer on Ray")
@@ -277,21 +379,27 @@ class RayVERL:
 
     async def _train(
         self, cluster: Cluster, prepared: PreparedStep, *, step: int, request: StepRequest
-    ) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Let VERL train a step's rows and publish the weights; returns numbers to log and what was published."""
-        answer = self._answer(prepared, step=step)
+    ) -> dict[str, float]:
+        """Let VERL train a step's rows; returns numbers to log."""
+        saves = self._context.defer is None or self._interval.is_due()
+        answer = replace(self._answer(prepared, step=step), saves=saves)
         started = time.perf_counter()
-        # VERL asks for the next step only when this one is trained, saved and served.
+        # VERL asks for the next step only when this one is trained and served, and saved where it is due.
+        self._is_moving = True
         self._request = await self._exchange(cluster, answer, after=request)
+        self._is_moving = False
         metrics = self._trained(request.step) | {"train_s": time.perf_counter() - started}
         folder = self._folder / CHECKPOINTS.format(request.step)
-        weights = await asyncio.to_thread(self._published, folder)  # reading and merging them would block the agents
-        if self._probes:
-            await asyncio.to_thread(probe_files, weights)
-        version = await self._context.publish(self._tuned, weights, step=step)
-        await asyncio.to_thread(prune, self._folder, step=request.step, keep=max(2, self._keep))
+        is_written = saves or self._request is None  # VERL saves its last step anyway
+        self._unsaved = Unsaved(folder=folder, is_written=is_written, seconds=metrics.get("save_s", 0.0))
         self._checkpoint = str(folder)
-        return metrics, (f"{self._tuned}@{version.version}",)
+        return metrics
+
+    async def _publish(self, step: int) -> str:
+        """Make the weights live, which the replicas have; returns `name@version`."""
+        weights = self._weights(Path(self._checkpoint))
+        version = await self._context.publish(self._tuned, weights, step=step)
+        return f"{self._tuned}@{version.version}"
 
     async def _exchange(self, cluster: Cluster, answer: StepRows, *, after: StepRequest) -> StepRequest | None:
         """Give a step's rows and wait until VERL has trained them; returns its next request, None after the last."""
@@ -319,7 +427,7 @@ class RayVERL:
                 each.cancel()
             await asyncio.gather(task, *gone, return_exceptions=True)
         gone = AglError(
-            "none of VERL's replicas answers any more. Every finished step is kept, and rollouts that were under way "
+            "none of VERL's replicas answers any more. Every saved step is kept, and rollouts that were under way "
             "are repeated: continue with --resume (resume=True)"
         )
         raise cluster.failure() or self._policy.failure() or gone
@@ -337,6 +445,7 @@ class RayVERL:
             before=self._base,
             checkpoint=Path(self._checkpoint) if self._checkpoint else None,
             threads=self._threads,
+            rate=self._rate,
         )
 
     def _prepare(self, supplied: StepGroups) -> PreparedStep:
@@ -365,20 +474,6 @@ class RayVERL:
             has_gradient=partial(has_gradient, settings=settings),
         )
 
-    def _published(self, folder: Path) -> Weights:
-        """Return the weights in a step's checkpoint as they are published; raises AglError where there are none."""
-        weights = folder / "actor" / "huggingface"
-        if not any(weights.glob("*.safetensors")):
-            raise AglError(
-                f"VERL saved no weights in {weights}. On several machines this directory must be one that all of "
-                "them see: set `workdir` to a shared one."
-            )
-        if self.settings.is_lora:
-            model = self.settings.actor_rollout_ref.model
-            merge_saved(weights, scaling=model.lora_alpha / model.lora_rank)
-        say_precision(weights)
-        return Weights(uri=str(weights), format="hf")
-
     def _trained(self, step: int) -> dict[str, float]:
         """Return VERL's metrics of its step by the names of `REPORTED`, and the loss's own; none without a log."""
         lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
@@ -387,24 +482,15 @@ class RayVERL:
             if record["step"] == step:
                 data = record["data"]
                 counts = {key.partition(COUNTS)[2]: float(value) for key, value in data.items() if COUNTS in key}
-                return counts | {name: float(data[key]) for key, name in REPORTED.items() if key in data}
+                return self._noted(counts | {name: float(data[key]) for key, name in REPORTED.items() if key in data})
         return {}
 
+    def _noted(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return VERL's numbers of a step; one with an update that VERL skipped is counted and told.
 
-def _number(path: Path) -> int:
-    return int(path.name.rpartition("_")[2])
-
-
-def forget_after(folder: Path, *, step: int) -> None:
-    """Remove what VERL saved after `step`: those steps never counted as done for agl, and they are repeated."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(CHECKPOINTS.format("*")):
-        if _number(path) > step:
-            shutil.rmtree(path)
-
-
-def prune(folder: Path, *, step: int, keep: int) -> None:
-    """Remove the checkpoints of steps before the last `keep`."""
-    for path in folder.glob(CHECKPOINTS.format("*")):
-        if _number(path) <= step - keep:
-            shutil.rmtree(path, ignore_errors=True)
+        VERL reports the mean of its updates, which is not a number where one of them is none.
+        """
+        if not self._nonfinite.note(metrics.get("grad_norm", 0.0), update=self._step + 1):
+            return metrics
+        self._context.say(f"{self._context.name}: {self._nonfinite.news()}")
+        return finite(metrics) | {"updates_nonfinite": 1.0}

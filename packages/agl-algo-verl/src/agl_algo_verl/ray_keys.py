@@ -15,7 +15,7 @@ from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_verl.keys import FIXED, has, is_verl_key, leaves, misspelling, put
 from agl_algo_verl.objectives import chosen_loss
-from agl_algo_verl.ray_refused import ALLOWED, DECIDED, MINI_BATCH, REFUSED
+from agl_algo_verl.ray_refused import ALLOWED, DECIDED, MINI_BATCH, REFUSED, SAME_STRATEGY
 from agl_algo_verl.runtime import check_attention
 from agl_algo_verl.settings import OWN, VerlSettings, read_settings
 
@@ -31,7 +31,14 @@ ROLLOUTS = (CPU, "vllm", "sglang")
 CONNECT_S = 5.0
 """Seconds to wait for a cluster's head to accept a connection."""
 
+STRATEGY = "actor_rollout_ref.actor.strategy"
+STRATEGIES = ("fsdp2", "megatron")
+"""The key that names VERL's engine, and its values."""
+
+CORRECTION = "algorithm.rollout_correction"
+
 HERE = (
+    STRATEGY,
     "actor_rollout_ref.actor.use_kl_loss",
     "actor_rollout_ref.actor.kl_loss_coef",
     "trainer.nnodes",
@@ -70,6 +77,11 @@ class RaySettings:
         return self.rollout == CPU
 
     @property
+    def strategy(self) -> str:
+        """Name of VERL's engine: `fsdp2` or `megatron`."""
+        return str(self.given.get(STRATEGY, STRATEGIES[0]))
+
+    @property
     def ranks(self) -> int:
         """Number of training workers, on all nodes together."""
         return int(self.given.get("trainer.nnodes", 1)) * int(self.given.get("trainer.n_gpus_per_node", 1))
@@ -89,11 +101,12 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     beside = {name: value for name, value in config.items() if name in OWN}
     keys = {name: value for name, value in config.items() if name not in ("ray_kwargs", *OWN)}
     written = {".".join(path): value for path, value in leaves(keys)}
+    strategy = str(written.get(STRATEGY, STRATEGIES[0]))
     for name, value in written.items():
         if name == MINI_BATCH or (name.startswith(PUNISHMENT) and has(VerlSettings, tuple(name.split(".")))):
             put(own, tuple(name.split(".")), value)
             continue
-        problem, note = classify(name, value)
+        problem, note = classify(name, value, strategy=strategy)
         if problem:
             wrong.append(problem)
         elif note:
@@ -105,25 +118,35 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     for name, value in given.items():
         if has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)
-    settings = read_settings(own | beside)[0]
+    if beside.get("anchor_coef"):
+        raise ConfigError(
+            f'verl got anchor_coef = {beside["anchor_coef"]} with engine = "ray", whose workers get the calls of '
+            'trained agents alone. Remove it, or use engine = "inproc".'
+        )
+    settings = read_settings(own | beside | {"anchor_coef": 0.0})[0]
     _check_together(settings, given)
     return RaySettings(settings=settings, given=given, ray_init=dict(ray_kwargs.get("ray_init", {})), notes=notes)
 
 
-def classify(name: str, value: Any) -> tuple[str, str]:
+def classify(name: str, value: Any, *, strategy: str = STRATEGIES[0]) -> tuple[str, str]:
     """Return what is wrong with a key, and what else to say of it; both are `""` for a key that goes to VERL."""
+    if strategy == "megatron" and not is_verl_key(name, strategy) and is_verl_key(name):
+        return f"{name}: VERL's Megatron engine has no such key", ""
     if name.startswith("trainer.v1.") and has(VerlSettings, tuple(name.split("."))):
         return "", ""
     if refused := _covering(REFUSED, name):
-        return ("" if value in ALLOWED.get(name, ()) else f"{name}: {REFUSED[refused]}"), f"{name} holds anyway"
+        allowed = (strategy,) if name in SAME_STRATEGY else ALLOWED.get(name, ())
+        return ("" if value in allowed else f"{name}: {REFUSED[refused]}"), f"{name} holds anyway"
     if decided := _covering(DECIDED, name):
         return "", f"{name} is decided by {DECIDED[decided]}"
     if name in FIXED and name not in HERE:
         allowed, why = FIXED[name]
         return ("" if value in allowed else f"{name} = {value!r}: {why}"), f"{name} holds anyway"
-    if is_verl_key(name) or has(VerlSettings, tuple(name.split("."))):
+    if is_verl_key(name, strategy) or has(VerlSettings, tuple(name.split("."))):
         return "", ""
-    return misspelling(name, VerlSettings), ""
+    if is_verl_key(name, "megatron"):
+        return f'{name}: only VERL\'s Megatron engine reads it; set {STRATEGY} = "megatron", or remove it', ""
+    return misspelling(name, VerlSettings, strategy=strategy), ""
 
 
 def _covering(table: Mapping[str, str], name: str) -> str:
@@ -140,6 +163,8 @@ def _check_together(settings: VerlSettings, given: Mapping[str, Any]) -> None:
             f"{', '.join(ROLLOUTS)}. Use {CPU} without GPUs, vllm or sglang with them."
         )
     _check_critic(settings, given)
+    _check_engine(settings, given)
+    _check_correction(settings, given)
     ignored = settings.actor.entropy_coeff or given.get("actor_rollout_ref.actor.use_kl_loss")
     if chosen_loss(settings) is None and settings.actor.loss_agg_mode != "token-mean" and ignored:
         raise ConfigError(
@@ -185,6 +210,47 @@ def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         )
 
 
+def _check_engine(settings: VerlSettings, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for another engine than VERL's FSDP2 and Megatron, and for what Megatron cannot do here."""
+    strategy, rollout = given.get(STRATEGY, STRATEGIES[0]), given["actor_rollout_ref.rollout.name"]
+    if strategy not in STRATEGIES:
+        raise ConfigError(
+            f"{STRATEGY} = {strategy!r}: the engine is VERL's FSDP2 or Megatron. Write one of {', '.join(STRATEGIES)}."
+        )
+    if strategy != "megatron":
+        return
+    cannot = {
+        f"actor_rollout_ref.rollout.name = {rollout!r}": rollout == CPU and "Megatron trains on GPUs alone; use vllm",
+        "actor_rollout_ref.model.lora_rank": settings.is_lora and "adapters are merged here as FSDP2 saves them",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": (
+            settings.actor_rollout_ref.model.enable_gradient_checkpointing
+            and "Megatron has actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity"
+        ),
+        'algorithm.adv_estimator = "gae"': settings.has_critic and "VERL's critic is opened with FSDP2 here",
+    }
+    wrong = [f"{name}: {why}" for name, why in cannot.items() if why]
+    if wrong:
+        raise ConfigError(f'With {STRATEGY} = "megatron" these cannot be had:\n- ' + "\n- ".join(wrong))
+
+
+def _check_correction(settings: VerlSettings, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a rollout correction that VERL would make of rows, or that replay cannot count with."""
+    wanted = str(given.get(f"{CORRECTION}.rollout_rs") or "")
+    rows = [part.strip() for part in wanted.split(",") if part.strip().startswith("seq_")]
+    if given.get(f"{CORRECTION}.rollout_is") == "sequence":
+        rows.insert(0, "sequence")
+    if rows:
+        raise ConfigError(
+            f"{CORRECTION} has {', '.join(rows)}, for which VERL takes the product over a row, and an agent's rollout "
+            "may have several. Use token for rollout_is, and token_k1, token_k2 or token_k3 for rollout_rs."
+        )
+    if settings.replay and isinstance(given.get(f"{CORRECTION}.rollout_is_threshold"), str):
+        raise ConfigError(
+            f"{CORRECTION}.rollout_is_threshold = {given[f'{CORRECTION}.rollout_is_threshold']!r} with replay, whose "
+            "weights have an upper bound alone. Give one number, or remove replay."
+        )
+
+
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
     """Raise ConfigError for what this machine lacks; a cluster elsewhere is checked when it is started."""
     absent = [name for name in ("ray", "transfer_queue") if find_spec(name) is None]
@@ -204,6 +270,12 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
             f'use. Use "{CPU}" here, or engine = "inproc" to train in this process, or name a Ray cluster with GPUs: '
             'ray_kwargs.ray_init.address = "HOST:6379".'
         )
+    absent = [name for name in ("megatron.core", "megatron.bridge") if read.strategy == "megatron" and not _has(name)]
+    if absent:
+        raise ConfigError(
+            f'{STRATEGY} = "megatron" needs {" and ".join(absent)}, not installed here. '
+            "Run: pip install megatron-core megatron-bridge, as VERL's documentation says for your CUDA."
+        )
     if find_spec(read.rollout) is None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name = {read.rollout!r}, and {read.rollout} is not installed here. "
@@ -215,6 +287,14 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
             'algorithm.adv_estimator = "gae" needs flash-attn on GPUs, because VERL opens critics with nothing else. '
             'Run: pip install flash-attn --no-build-isolation, or use engine = "inproc".'
         )
+
+
+def _has(module: str) -> bool:
+    """Return whether a module below a package can be imported."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is absent
+        return False
 
 
 def _check_address(address: str) -> None:

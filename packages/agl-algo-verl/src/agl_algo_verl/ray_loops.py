@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from verl.trainer.ppo.core_algos import register_adv_est
 
 from agl_algo_verl.bridge import NAME, BridgeRow, StepRequest
-from agl_algo_verl.ray_gap import report_gap
+from agl_algo_verl.privates import balancer_of, introduce_trainer, report_gap, save_checkpoint
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
@@ -75,20 +75,28 @@ class AgentLoops:
     def __init__(self, *, config: Any, balancer: Any) -> None:
         self._config, self._balancer = config, balancer
         self._bridge = cast("Any", ray).get_actor(NAME)
+        self.trainer: Any = None
+        """VERL's trainer, from the moment when it begins to train (`privates.introduce_trainer`)."""
 
     @classmethod
     def create(cls, *, config: Any, llm_client: Any, **_: Any) -> AgentLoops:
         """Build the manager; VERL calls this in its trainer's process."""
         report_gap()
-        return cls(config=config, balancer=llm_client._load_balancer)  # VERL's client has no public way to its servers
+        introduce_trainer()
+        return cls(config=config, balancer=balancer_of(llm_client))
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Put the rows of this step into VERL's queue; blocks until agl has collected them."""
         get: Any = cast("Any", ray).get
         step = int(cast("Any", prompts["global_steps"]))
         addresses = get(self._balancer.get_all_servers.remote())
-        (reference,) = get(self._bridge.ask.remote(StepRequest(step=step, addresses=tuple(addresses))))
-        answer: StepRows = get(reference)
+        given = get(self._bridge.ask.remote(StepRequest(step=step, addresses=tuple(addresses))))
+        while not given:
+            save_checkpoint(self.trainer, step=step - 1)
+            given = get(self._bridge.saved.remote())
+        answer: StepRows = get(given[0])
+        trainer = self._config.trainer
+        trainer.save_freq = 1 if answer.saves else trainer.total_training_steps  # which VERL saves after its last step
         uids = [str(uid) for uid in cast("Any", prompts["uid"])]
         counted = self._widen_mini_batch(answer)  # N, which VERL will divide a mean over sequences by
         scale = counted / answer.rollouts if answer.rollouts else 1.0  # N / n; a mean over tokens needs none

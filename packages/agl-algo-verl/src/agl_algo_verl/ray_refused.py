@@ -17,6 +17,8 @@ SERVING = "actor_rollout_ref.rollout"
 REFERENCE = "actor_rollout_ref.ref"
 ACTOR = "actor_rollout_ref.actor"
 
+CORRECTION = "algorithm.rollout_correction"
+
 MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 """Read here: agl cuts updates, and VERL gets a mini-batch of all rows."""
 
@@ -61,6 +63,14 @@ DECIDED = (
 """Keys that guides for VERL set, and what decides them with this engine; a key here covers those below it."""
 
 _WHOLE_CRITIC = "the critic is trained without adapters, because VERL would then never train its value head"
+_SCORED = "VERL's reward loop scores nothing here, for rows bring their rewards; "
+_REWARD_LOOP = {
+    "reward.reward_model": _SCORED + "let a [[reward]] ask the model, which may be a policy of the experiment",
+    "reward.custom_reward_function": _SCORED + "a [[reward]] may be a function of your own",
+    "reward.reward_manager": _SCORED + "reward.reward_kwargs.overlong_buffer_cfg has the punishment of `dapo`",
+    "reward.num_workers": _SCORED + "it starts no worker",
+    "reward.sandbox_fusion": _SCORED + "a [[reward]] may run code, and agl-harness has sandboxes",
+}
 _REWARDS = (
     "rewards are the experiment's: [[reward]]; DAPO's punishment of long answers is "
     "reward.reward_kwargs.overlong_buffer_cfg (enable, len, penalty_factor) with max_resp_len beside it"
@@ -70,17 +80,20 @@ _VALIDATION = "validation is the experiment's, and its rollouts are in the store
 _NOT_READ = "VERL 0.9.1 has this key, and its V1 trainer on FSDP2 never reads it"
 _OTHER_ESTIMATOR = "it belongs to an estimator of VERL's that cannot be used here"
 _WHOLE_STATE = "a step that counts as done is never repeated, so each saves and loads all of the model and optimizer"
+_OWN_OLD = 'old log-probabilities are always the engine\'s here; use rollout_is = "token", or engine = "inproc"'
 _BY_TOKENS_ALWAYS = "micro-batches are always cut by tokens, as if it were true"
 
-_STRATEGIES = (
+SAME_STRATEGY = (
     f"{REFERENCE}.strategy",
     f"{REFERENCE}.fsdp_config.strategy",
     f"{ACTOR}.fsdp_config.strategy",
     "critic.fsdp.strategy",
 )
+"""Keys that may name the engine of `actor.strategy` once more."""
 
 REFUSED = (
     _each("model.lora model.lora_rank model.lora_adapter_path", _WHOLE_CRITIC, below=["critic"])
+    | _REWARD_LOOP
     | dict.fromkeys(("reward", "reward_model", "custom_reward_function", "sandbox_fusion"), _REWARDS)
     | _each(
         "tokenizer use_shm trust_remote_code train_max_samples val_max_samples prompt_key reward_fn_key custom_cls "
@@ -108,15 +121,17 @@ REFUSED = (
     )
     | _each("use_pf_ppo pf_ppo", _NOT_READ, below=["algorithm"])
     | _each("esi_redundant_time ray_wait_register_center_timeout", _NOT_READ, below=["trainer"])
-    | dict.fromkeys(_STRATEGIES, "the engine is VERL's FSDP2")
+    | dict.fromkeys(SAME_STRATEGY, f"it is the engine of {ACTOR}.strategy")
     | _each("use_dynamic_bsz", _BY_TOKENS_ALWAYS, below=[ACTOR])
     | _each("log_prob_use_dynamic_bsz", _BY_TOKENS_ALWAYS, below=[SERVING, REFERENCE])
     | {
         "critic.ppo_mini_batch_size": "all rows of a step share one update of the critic, too",
         "distillation": "this engine collects for policy gradients only",
         "data.gen_batch_size": "a step collects the tasks of data.train_batch_size at once",
+        f"{CORRECTION}.loss_type": "it is read in bypass_mode alone, which is refused",
         "algorithm.filter_groups": "groups without a difference are replaced with refill = ROUNDS, which stands beside "
         "VERL's groups of keys",
+        f"{CORRECTION}.bypass_mode": _OWN_OLD,
         "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
         "actor_rollout_ref.hybrid_engine": "the trainer and the replicas always share their devices",
         "actor_rollout_ref.nccl_timeout": _NOT_READ,
@@ -143,13 +158,16 @@ REFUSED = (
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "algorithm.filter_groups.enable": (False,),
     "algorithm.use_kl_in_reward": (False,),
+    f"{CORRECTION}.bypass_mode": (False,),
+    f"{CORRECTION}.loss_type": ("ppo_clip",),
     "actor_rollout_ref.hybrid_engine": (True,),
     "actor_rollout_ref.model.lora_adapter_path": (None,),
+    "reward.num_workers": (0,),
+    "reward.reward_model.enable": (False,),
     "trainer.balance_batch": (True,),
     "trainer.use_v1": (True,),
     f"{ACTOR}.use_dynamic_bsz": (True,),
     f"{SERVING}.log_prob_use_dynamic_bsz": (True,),
     f"{REFERENCE}.log_prob_use_dynamic_bsz": (True,),
-    **dict.fromkeys(_STRATEGIES, ("fsdp2",)),
 }
 """Values of refused keys that are accepted, because they ask for what happens anyway."""

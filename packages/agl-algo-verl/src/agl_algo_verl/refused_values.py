@@ -26,8 +26,8 @@ ESTIMATORS = {
 """Advantage estimators of VERL that are refused, with what they lack and what to use instead."""
 
 LOSSES = {
-    "bypass_mode": "it takes the recorded log-probabilities for the old ones, and here those are always the engine's; "
-    "use vanilla with rollout_correction.rollout_is",
+    "bypass_mode": "it takes the recorded log-probabilities for the old ones, which "
+    "algorithm.rollout_correction.bypass_mode = true does for every loss; use that with vanilla",
 }
 """Policy losses of VERL that are refused, likewise."""
 
@@ -43,8 +43,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "kl": _NO_GRADIENT,
         "k1": _NO_GRADIENT,
     },
-    "algorithm.rollout_correction.rollout_is": {
-        "sequence": "it would multiply over an agent's rows, not its rollouts; use token",
+    "algorithm.rollout_correction.loss_type": {
+        "reinforce": 'its weight has the policy in training; use bypass_mode with loss = "cispo" and loss_params = '
+        "{clip_low = 1.0, clip_high = rollout_is_threshold - 1}, which is the same",
     },
     "trainer.v1.trainer_mode": {
         "separate_async": "it needs devices of its own for serving; use colocate_async",

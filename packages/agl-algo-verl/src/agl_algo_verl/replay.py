@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import torch as safetensors
 
-from agl_algo_verl.batches import importance
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.rows import RowSample
 from agl_objectives.replay import Replayed, ReplayPool
@@ -45,7 +44,8 @@ class VerlReplay:
 
     def __init__(self, settings: VerlSettings, *, workdir: Path, keep: int) -> None:
         self._pool = ReplayPool[RowSample]("verl", share=settings.replay, max_staleness=settings.replay_max_staleness)
-        self._bound = settings.algorithm.rollout_correction.rollout_is_threshold
+        importance = settings.correction.importance
+        self._bound = importance.cap if importance else 0.0
         self._workdir, self._keep = workdir.absolute() / "replay", keep
 
     @property
@@ -59,7 +59,8 @@ class VerlReplay:
 
     def add(self, samples: Sequence[RowSample], *, version: str, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
         """Keep a step's own rows, with the advantages that they were trained with."""
-        rows = [replace(row, old=None, entropy=None, reference=None, values=None, returns=None) for row in samples]
+        later = dict.fromkeys(("old", "entropy", "reference", "values", "returns", "importance", "rejected"))
+        rows = [replace(row, **cast("Any", later)) for row in samples]
         self._pool.add(version, rows, uses=uses)
 
     def uses(self, replayed: Replayed[RowSample]) -> dict[str, tuple[CallUse, ...]]:
@@ -74,7 +75,7 @@ class VerlReplay:
         """Return the mean weight of the trained tokens of replayed rows, and the share of them at the bound."""
         if not rows:
             return {}
-        weight_M = torch.cat([importance(row, self._bound)[row.trained] for row in rows])
+        weight_M = torch.cat([row.importance[row.trained] for row in rows if row.importance is not None])
         return {
             "replay_weight": float(weight_M.mean()),
             "replay_truncated": float((weight_M >= self._bound).float().mean()),

@@ -52,6 +52,9 @@ class RowSample:
         reference: The reference's log-probabilities, likewise.
         values: The critic's value before each token, likewise.
         returns: What those values learn, likewise.
+        importance: Weights of importance sampling (`correction.py`); float32, [R], None where they are off.
+        rejected: True on trained tokens that have no part in the loss, likewise; bool, [R].
+        held: True on the tokens of an agent that is held and not trained (`anchor.py`); bool, [R], None without any.
     """
 
     rollout: str
@@ -67,6 +70,9 @@ class RowSample:
     reference: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    importance: Tensor | None = None
+    rejected: Tensor | None = None
+    held: Tensor | None = None
 
     @property
     def prompt(self) -> int:
@@ -85,8 +91,19 @@ class RowSample:
 
     @property
     def is_silent(self) -> bool:
-        """True if no trained token has an advantage."""
-        return not bool((self.mask & (self.advantages != 0)).any())
+        """True if no trained token has an advantage that counts."""
+        weighed_R = self.advantages if self.importance is None else self.advantages * self.importance
+        return not bool((self.kept & (weighed_R != 0)).any())
+
+    @property
+    def kept(self) -> Tensor:
+        """True at trained tokens that are not rejected; bool, [R]."""
+        return self.mask if self.rejected is None else self.mask & ~self.rejected
+
+    @property
+    def kept_tokens(self) -> int:
+        """Trained tokens that are not rejected."""
+        return int(self.kept.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +280,8 @@ def spread(values: Mapping[str, float], *, calls: Sequence[tuple[str, int, int]]
     # One value for all tokens of a call: credit knows calls and not tokens.
     found_R = torch.zeros(length)
     for span_id, start, stop in calls:
-        found_R[start:stop] = values[span_id]
+        # A number beyond float32 becomes infinite, and an update with it is left out.
+        found_R[start:stop] = torch.tensor(values[span_id], dtype=torch.float64).float()
     return found_R
 
 

@@ -48,7 +48,7 @@ def attention(*, use_remove_padding: bool) -> str:
 
 def check_attention(settings: VerlSettings) -> None:
     """Raise ConfigError where the model would need flash-attn, which is not installed; imports nothing."""
-    if settings.actor_rollout_ref.model.use_remove_padding and find_spec("flash_attn") is None:
+    if settings.is_packed and find_spec("flash_attn") is None:
         raise ConfigError(
             "actor_rollout_ref.model.use_remove_padding = true needs flash-attn, which is not installed. "
             "Run: pip install flash-attn --no-build-isolation, or set it to false."

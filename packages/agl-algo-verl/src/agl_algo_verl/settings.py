@@ -15,6 +15,7 @@ import msgspec
 
 from agl.errors import ConfigError
 from agl_algo_verl.combinations import check_settings, is_given
+from agl_algo_verl.correction import correction_of
 from agl_algo_verl.keys import check_keys
 from agl_algo_verl.objectives import with_aggregation
 from agl_algo_verl.refused_values import check_values
@@ -23,6 +24,8 @@ from agl_objectives.tasks import Curriculum  # noqa: TC001 - msgspec resolves it
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from agl_algo_verl.correction import Correction
 
 Estimator = Literal[
     "gae",
@@ -47,13 +50,15 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
-    """Correction of the loss by importance weights w_t = min(pi_old / pi_behaviour, threshold).
+    """Correction of the loss for tokens that another policy drew (`correction.py`). Off by default, as in VERL."""
 
-    Off by default, as in VERL.
-    """
-
-    rollout_is: Literal["token"] | None = None
-    rollout_is_threshold: float = 2.0  # a ratio above it counts as this: less variance, for some bias
+    rollout_is: Literal["token", "sequence"] | None = None
+    rollout_is_threshold: float | str = 2.0  # a ratio above it counts as this; "LOW_HIGH" drops those outside
+    rollout_is_batch_normalize: bool = False  # weights over their mean, which keeps the gradient's size
+    rollout_rs: str | None = None  # statistics by which tokens are rejected
+    rollout_rs_threshold: float | str | None = None
+    bypass_mode: bool = False  # the recorded log-probabilities are the old ones, and no pass computes them
+    loss_type: Literal["ppo_clip"] = "ppo_clip"  # of VERL's bypass_mode
 
 
 class KlControlKeys(Keys, frozen=True, kw_only=True):
@@ -168,9 +173,9 @@ class ActorKeys(Keys, frozen=True, kw_only=True):
 
 
 class ModelKeys(Keys, frozen=True, kw_only=True):
-    """The network and its adapters. Differs: both switches are off, as `use_remove_padding` needs flash-attn."""
+    """The network and its adapters. Differs: by default `use_remove_padding` is on where it can be (`packing.py`)."""
 
-    use_remove_padding: bool = False  # rows packed one behind the other
+    use_remove_padding: bool | None = None  # rows packed one behind the other
     enable_gradient_checkpointing: bool = False  # less memory for a second forward pass
     lora_rank: int = 0  # r; 0 trains all weights
     lora_alpha: int = 16  # adapters are scaled by alpha / r
@@ -280,6 +285,7 @@ OWN = (
     "curriculum_uniform",
     "replay",
     "replay_max_staleness",
+    "anchor_coef",
 )
 """Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
 
@@ -302,6 +308,7 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     curriculum_uniform: float = 0.5  # share of a step's tasks that is drawn without preference
     replay: float = 0.0  # share of a step's trained rollouts that earlier steps have trained on already
     replay_max_staleness: int = MAX_STALENESS  # versions of the policy that such a rollout may be behind
+    anchor_coef: float = 0.1  # weight of the KL on calls of agents that share the weights and are not trained
 
     @property
     def has_critic(self) -> bool:
@@ -319,9 +326,19 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def correction(self) -> Correction:
+        """What corrects the loss for tokens that another policy drew."""
+        return correction_of(self.algorithm.rollout_correction)
+
+    @property
     def is_lora(self) -> bool:
         """True if adapters are trained instead of all weights."""
         return self.actor_rollout_ref.model.lora_rank > 0
+
+    @property
+    def is_packed(self) -> bool:
+        """True if rows are packed one behind the other; False while that is left open."""
+        return bool(self.actor_rollout_ref.model.use_remove_padding)
 
     @property
     def is_dynamic(self) -> bool:

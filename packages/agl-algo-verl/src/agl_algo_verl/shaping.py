@@ -44,6 +44,7 @@ from agl_algo_verl.objectives import chosen_estimator
 from agl_algo_verl.rows import spread
 from agl_algo_verl.typed import floats, verl_part
 from agl_objectives.estimating import call_advantages
+from agl_objectives.kl import kl_estimate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -205,6 +206,17 @@ def logprob_gaps(samples: Sequence[RowSample]) -> dict[str, float]:
     return {"logprob_gap": max(found, default=0.0), "logprob_gap_mean": sum(found) / max(1, len(found))}
 
 
+def distance(samples: Sequence[RowSample]) -> dict[str, float]:
+    """Return the mean distance of rows with `old` to their reference, in nats per trained token, as k3.
+
+    It is the metric `kl` of agl-algo-torch; nothing is returned without a token.
+    """
+    found = [
+        kl_estimate(_present(s.old), _present(s.reference), kind="k3")[s.mask] for s in samples if s.trained_tokens
+    ]
+    return {"kl": float(torch.cat(found).mean())} if found else {}
+
+
 def _return_of(call: CallCredit) -> float:
     if call.is_advantage:
         raise ConfigError(
@@ -216,5 +228,5 @@ def _return_of(call: CallCredit) -> float:
 
 def _present(values: Tensor | None) -> Tensor:
     if values is None:
-        raise AssertionError("the critic has seen every row")
+        raise AssertionError("the models have seen every row")
     return values

@@ -24,11 +24,11 @@ from agl.schemas import Weights
 from agl_algo_verl.batches import micro_batched, per_rollout, responses, weighting
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.objectives import chosen_loss
-from agl_algo_verl.opening import open_policy, use_rate_of_schedule
+from agl_algo_verl.opening import open_policy
+from agl_algo_verl.privates import plain_names, schedule_of, tensors_of, use_rate_of_schedule
 from agl_algo_verl.probe import put_probe
 from agl_algo_verl.rows import RowSample
 from agl_algo_verl.runtime import prepare
-from agl_algo_verl.typed import verl_part
 from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
@@ -111,10 +111,13 @@ class VerlWorker:
             )
         return self._infer(self._reference, samples)
 
-    def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool, held: Sequence[RowSample] = ()
+    ) -> dict[str, float]:
         """Do one optimizer update on the rows of `rollouts` rollouts and return what to log.
 
-        `is_last` says that it is the last of its step, which moves the schedule of the learning rate.
+        `is_last` says that it is the last of its step, which moves the schedule of the learning rate. The rows `held`
+        are those of `anchor.py`, with the reference's log-probabilities.
         """
         self.use_threads()
         actor = self._settings.actor
@@ -129,15 +132,14 @@ class VerlWorker:
             "calculate_entropy": actor.entropy_coeff != 0.0,  # a softmax over the vocabulary: only where it is used
             "weighting": None if choice is None else weighting(samples, rollouts=rollouts, choice=choice),
         }
-        correction = self._settings.algorithm.rollout_correction
-        if correction.rollout_is:
-            options["is_threshold"] = correction.rollout_is_threshold  # the bound of `batches.importance`
-        return plain_metrics(self._worker.train_batch(self._batch(samples, **options))["metrics"])
+        if held:
+            options["agl_anchor_coef"] = self._settings.anchor_coef
+        return plain_metrics(self._worker.train_batch(self._batch([*samples, *held], **options))["metrics"])
 
     @property
     def place(self) -> int:
         """Steps of the learning rate's schedule that are done."""
-        return int(self._worker.engine.lr_scheduler.last_epoch)
+        return int(schedule_of(self._worker.engine).last_epoch)
 
     def move_schedule(self) -> None:
         """Count a step without an update in the schedule of the learning rate."""
@@ -182,7 +184,7 @@ class VerlWorker:
         if self._settings.is_lora:
             state = merged_weights(engine.module)
         else:
-            state = {name: tensor.detach().cpu() for name, tensor in engine.get_per_tensor_param()[0]}
+            state = {name: tensor.detach().cpu() for name, tensor in tensors_of(engine)}
         if engine.model_config.hf_config.tie_word_embeddings:
             state.pop("lm_head.weight", None)  # the same tensor as the embedding
         return state
@@ -248,7 +250,7 @@ def check_device(settings: VerlSettings, device: torch.device) -> None:
     if device.type == "cuda":
         return
     parts = {"actor_rollout_ref.actor.fsdp_config": settings.actor.fsdp_config, "critic.fsdp": settings.critic.fsdp}
-    asked = {"actor_rollout_ref.model.use_remove_padding": settings.actor_rollout_ref.model.use_remove_padding}
+    asked = {"actor_rollout_ref.model.use_remove_padding": settings.is_packed}
     for name, fsdp in parts.items():
         asked[f"{name}.param_offload"] = fsdp.param_offload
         asked[f"{name}.optimizer_offload"] = fsdp.optimizer_offload
@@ -279,7 +281,7 @@ def merged_weights(module: Any) -> dict[str, Tensor]:
             change = state[f"{name}.lora_B.default.weight"] @ state[f"{name}.lora_A.default.weight"]
             weight = state[f"{name}.base_layer.weight"]
             state[f"{name}.base_layer.weight"] = weight + scaling * change
-    return verl_part("verl.utils.fsdp_utils:normalize_peft_param_name")(state)
+    return plain_names(state)
 
 
 def _gathered(tensor: Any) -> Tensor:

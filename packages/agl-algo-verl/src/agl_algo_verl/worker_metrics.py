@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import math
+from typing import TYPE_CHECKING, Any, cast
 
 from agl_algo_verl.typed import verl_part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 COUNTS = "agl_loss/"
 """Beginning of the names of a loss's own metrics, each per trained token of an update."""
@@ -14,6 +18,11 @@ def plain_metrics(metrics: Any) -> dict[str, float]:
     """Return the metrics of an update without VERL's prefixes; memory and speed of its process are left out."""
     found = cast("dict[str, Any]", metrics)
     return {name.rsplit("/", 1)[-1]: _number(value) for name, value in found.items() if not name.startswith("perf/")}
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers of updates of which one was not made, without those that are none."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _number(value: Any) -> float:

@@ -3,8 +3,11 @@
 The compose file and the chart run the same commands; only the names of hosts differ.
 """
 
+import shlex
+
 from agl.schemas import Record
 from agl_deploy.needs import Needs
+from agl_run import WORKER_TOKEN_ENV
 
 GATEWAY_PORT = 4747
 TRAINER_PORT = 4748
@@ -14,7 +17,8 @@ HEALTH = "/opt/agl/health.py"
 """Path of the health check in the images."""
 
 SECRETS = {
-    "AGL_SECRET": "signs the tokens of attempts, and opens the gateway's store",
+    "AGL_SECRET": "signs tokens, and opens the gateway's store",
+    WORKER_TOKEN_ENV: "what workers have in place of it, until it expires; AGL_SECRET=... {command} prints one",
     "AGL_TOKEN": "the admin token of the gateway",
     "AGL_CONSOLE_PASSWORD": "the console's password, with any user name",
     "PGPASSWORD": "the password of the database",
@@ -79,7 +83,7 @@ def parts_of(needs: Needs, hosts: Hosts) -> list[Part]:
             name="worker",
             command=("agl", "worker", file, "--store", served),
             health=_health(f"{served}/healthz"),
-            secrets=("AGL_SECRET", *needs.variables["worker"]),
+            secrets=(WORKER_TOKEN_ENV, *needs.variables["worker"]),
         ),
         Part(
             name="console",
@@ -93,7 +97,9 @@ def parts_of(needs: Needs, hosts: Hosts) -> list[Part]:
 def secrets_of(needs: Needs) -> dict[str, str]:
     """Return every environment variable that somebody must give a value, with what it is for."""
     own = {name for names in needs.variables.values() for name in names}
-    return {**SECRETS, **{name: "a key that the experiment's file names" for name in sorted(own)}}
+    command = shlex.join(["agl", "worker-token", needs.experiment, "--valid", "365d"])
+    general = {name: use.format(command=command) for name, use in SECRETS.items()}
+    return {**general, **{name: "a key that the experiment's file names" for name in sorted(own)}}
 
 
 def _set(key: str, value: str) -> tuple[str, str]:

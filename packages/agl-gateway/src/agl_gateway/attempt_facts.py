@@ -19,7 +19,7 @@ from aiohttp import web
 from agl_gateway.bodies import BodyReader
 from agl_gateway.exchanges import RequestIds, RequestKey
 from agl_gateway.gateway_presence import GatewayRecord
-from agl_gateway.identity import Identities, key_of
+from agl_gateway.identity import Identities, key_of, require_scope
 from agl_gateway.peers import Peers
 from agl_gateway.problems import Problem
 from agl_gateway.siblings import PEER_HEADER, SIBLING, Siblings
@@ -185,8 +185,8 @@ class AttemptFactsApi:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one question; raises a 403 :class:`Problem` unless another gateway asks."""
-        if self._identities.verify(key_of(request.headers)).scope != "admin":
-            raise Problem(403, f"{PATH} is for the gateways of one store; it needs an admin token")
+        claim = self._identities.verify(key_of(request.headers))
+        require_scope(claim, ("admin",), what=f"{PATH}, which is for the gateways of one store,")
         try:
             question = msgspec.json.decode(await self._bodies.read(request, limit=_MAX_BODY), type=Question)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -134,6 +134,11 @@ class _ServeCommand(click.Command):
 @click.option(
     "--tls-key", type=click.Path(path_type=Path), help="Its private key in PEM, unless it is in the same file."
 )
+@click.option(
+    "--audit-log",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to which a line of JSON is appended for each privileged action.",
+)
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
 @click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
 @click.option("--max-spans", default=1_000_000, show_default=True, help="Spans that one attempt may append.")
@@ -200,8 +205,17 @@ def serve(
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(signing_keys())
     certificate = certificate_of(settings.pop("tls_cert"), settings.pop("tls_key"))
+    audit_log = str(settings.pop("audit_log") or "")
     share = Share(**{one.name: settings.pop(one.name) for one in fields(Share)})
-    found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), is_shared=True, share=share, **settings)
+    found = Settings(
+        host=host,
+        port=port,
+        conversation_idle_s=_idle(idle_s),
+        is_shared=True,
+        share=share,
+        audit_log=audit_log,
+        **settings,
+    )
     retention = RetentionLimits.of(older_than, keep)
 
     async def run(place: Place | None = None) -> None:

@@ -32,8 +32,18 @@ from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span,
 from agl.stores import without_credentials
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
-from agl_run import SECRET_ENV, client_context, is_secret_given, refusal_of, signing_keys
-from agl_run.tokens import AdminKey, KeyFile
+from agl_gateway.tokens_api import WORKER_TOKENS, IssuedToken, TokenRequest
+from agl_run import (
+    SECRET_ENV,
+    WORKER_TOKEN_ENV,
+    WorkerKey,
+    client_context,
+    is_secret_given,
+    refusal_of,
+    signing_keys,
+    worker_key,
+)
+from agl_run.tokens import AdminKey, IssuedClaim, KeyFile
 
 _RETRY_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 _RESTART_DELAYS_S = (4.0, 8.0, 16.0)
@@ -56,9 +66,10 @@ class HttpStore:
     Args:
         url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``. With ``https``,
             ``?ca=FILE`` names the authorities to trust; by default those of ``AGL_CA_FILE``, else the system's.
-        token: The admin token; by default the URL's, else the environment's ``AGL_TOKEN``, else the first line of the
-            file that ``AGL_TOKEN_FILE`` names, which is read again when it changes. Without any of them the store
-            signs one with the environment's ``AGL_SECRET``, which every gateway with the same secret accepts.
+        token: The admin token; by default the URL's, else a worker's token in ``AGL_WORKER_TOKEN`` or in the file
+            that ``AGL_WORKER_TOKEN_FILE`` names, else the environment's ``AGL_TOKEN``, else the first line of the file
+            that ``AGL_TOKEN_FILE`` names; files are read again when they change. Without any of them the store signs
+            one with the environment's ``AGL_SECRET``, which every gateway with the same secret accepts.
 
     Raises:
         ConfigError: The URL is invalid, or there is no token.
@@ -86,6 +97,8 @@ class HttpStore:
         self._has_answered = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoders = {name: msgspec.msgpack.Decoder(method.result) for name, method in METHODS.items()}
+        if isinstance(found, WorkerKey):
+            self._decoders["claim"] = msgspec.msgpack.Decoder(list[IssuedClaim])
 
     def __repr__(self) -> str:
         return f"HttpStore({self._url!r})"
@@ -259,6 +272,26 @@ class HttpStore:
         """Remove finished rollouts."""
         return await self._call("delete", rollout_ids=rollout_ids)
 
+    async def make_worker_token(self, experiment: str, *, valid_s: float, name: str = "") -> str:
+        """Let the gateway make a token for the workers of one experiment; needs the admin token.
+
+        Raises:
+            TokenError: The gateway refuses this machine's token.
+            StoreError: It cannot be reached, or does not accept what was asked.
+        """
+        self._thread.start()
+        body = msgspec.json.encode(TokenRequest(experiment=experiment, valid_s=valid_s, name=name))
+        try:
+            status, answer = await self._thread.run(lambda: self._post(WORKER_TOKENS, body))
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise self._unreachable("make_worker_token", error) from error
+        if status == 200:
+            return msgspec.json.decode(answer, type=IssuedToken).token
+        text = error_text(answer)
+        if status in (401, 403):
+            raise self._refused(Fault(type="TokenError", message=text)) if status == 401 else TokenError(text)
+        raise StoreError(f"the gateway {self._url} makes no token: {text}")
+
     async def close(self) -> None:
         """Close the connections; waiting calls end with :class:`~agl.errors.StoreError`. Idempotent."""
         if self._is_closed:
@@ -303,7 +336,7 @@ class HttpStore:
         delays = (*_RETRY_DELAYS_S, *(_RESTART_DELAYS_S if self._has_answered else ())) if method.is_repeatable else ()
         for delay_s in (*delays, None):
             try:
-                status, answer = await self._post(method.name, body)
+                status, answer = await self._post(f"/store/{method.name}", body)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 is_final = isinstance(error, aiohttp.InvalidURL) or (
                     not self._has_answered and refusal_of(error, self._ca)
@@ -316,7 +349,7 @@ class HttpStore:
             return self._result(method.name, status, answer)
         raise AssertionError("unreachable: the last try returns or raises")
 
-    async def _post(self, name: str, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         session = self._session
         if session is None:
             session = self._session = aiohttp.ClientSession(
@@ -326,7 +359,7 @@ class HttpStore:
             )
         headers = {"authorization": f"Bearer {self._key()}"}
         data = io.BytesIO(body) if len(body) > _LARGE_BYTES else body
-        async with session.post(f"{self._url}/store/{name}", data=data, headers=headers) as reply:
+        async with session.post(f"{self._url}{path}", data=data, headers=headers) as reply:
             return reply.status, await reply.read()
 
     def _result(self, name: str, status: int, answer: bytes) -> Any:
@@ -345,6 +378,8 @@ class HttpStore:
     def _refused(self, fault: Fault) -> TokenError:
         """Return the error for a token that the server does not accept, with the way to a good one."""
         reason = fault.message.split(". ")[0]
+        if isinstance(self._key, WorkerKey):
+            return TokenError(f"the store {self._url} refuses the token in {WORKER_TOKEN_ENV} or in its file: {reason}")
         if isinstance(self._key, AdminKey):
             return TokenError(
                 f"the store {self._url} refuses the token signed with this machine's {SECRET_ENV}: {reason}. Set "
@@ -367,6 +402,14 @@ class HttpStore:
         )
 
 
+def error_text(answer: bytes) -> str:
+    """Return the message of a gateway's error, or the beginning of an answer that is none."""
+    try:
+        return str(msgspec.json.decode(answer)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return repr(answer[:120].decode("utf-8", "replace"))
+
+
 def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:
     """Return the URL's file of authorities, and what checks the server's certificate: ``None`` without TLS.
 
@@ -387,6 +430,8 @@ def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:
 def _key_of(given: str) -> Callable[[], str] | None:
     """Return what tells the key to send now; ``None`` if neither ``given`` nor the environment has one."""
     named = os.environ.get("AGL_TOKEN_FILE", "")
+    if not given and (key := worker_key()):
+        return key
     if token := given or os.environ.get("AGL_TOKEN", ""):
         return lambda: token
     if named:

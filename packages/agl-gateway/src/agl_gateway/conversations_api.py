@@ -3,9 +3,10 @@
 from aiohttp import web
 
 from agl.errors import NotFoundError
+from agl_gateway.audit import Audit, Deed
 from agl_gateway.conversation_ids import HEADER, conversation_id
 from agl_gateway.conversations import Conversations
-from agl_gateway.identity import Identities, key_of
+from agl_gateway.identity import Identities, key_of, require_scope
 from agl_gateway.kept_traffic import NOT_RECORDED, KeptTraffic
 from agl_gateway.problems import Problem
 
@@ -16,8 +17,14 @@ class ConversationsApi:
     """Ends conversations, for the client's token and the admin token."""
 
     def __init__(
-        self, *, conversations: Conversations, identities: Identities, traffic: KeptTraffic | None = None
+        self,
+        *,
+        conversations: Conversations,
+        identities: Identities,
+        audit: Audit,
+        traffic: KeptTraffic | None = None,
     ) -> None:
+        self._audit = audit
         self._traffic = traffic
         self._conversations = conversations
         self._identities = identities
@@ -27,8 +34,8 @@ class ConversationsApi:
 
         One that is not recorded has nothing to end.
         """
-        if self._identities.verify(key_of(request.headers)).scope == "attempt":
-            raise Problem(403, "an attempt's token cannot end a conversation; use AGL_CLIENT_TOKEN or the admin token")
+        claim = self._identities.verify(key_of(request.headers))
+        require_scope(claim, ("client", "admin"), what="ending a conversation")
         conversation = conversation_id(request.headers)
         if not conversation:
             raise Problem(400, f"no conversation was named; send its id in the header {HEADER}")
@@ -41,4 +48,8 @@ class ConversationsApi:
             raise Problem(
                 404, f"conversation {conversation!r} has no calls; send the id of its calls in the header {HEADER}"
             ) from None
+        if claim.scope == "admin":
+            self._audit.write(
+                Deed(action="end conversation", objects=[conversation, ended.rollout_id]), claim=claim, request=request
+            )
         return web.json_response({"rollout_id": ended.rollout_id, "status": "ended"}, headers=ended.headers())

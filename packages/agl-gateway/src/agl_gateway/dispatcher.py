@@ -9,8 +9,8 @@ from agl.dialects import dialect_of
 from agl.errors import StoreError
 from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations
-from agl_gateway.google_paths import COUNT_TOKENS, GOOGLE_BASE, google_endpoint
-from agl_gateway.identity import Identities, RunningAttempts, key_of
+from agl_gateway.google_paths import COUNT_TOKENS, GOOGLE_BASE, GOOGLE_METHODS, google_endpoint
+from agl_gateway.identity import Identities, RunningAttempts, key_of, require_scope
 from agl_gateway.problems import Problem, problem_response
 from agl_gateway.quotas import Quotas
 from agl_gateway.relay import Relay
@@ -58,6 +58,14 @@ class Dispatcher:
         self._routes = {name: handle for name, handle in (routes or {}).items() if not name.endswith("/*")}
         self._prefixes = {name[:-1]: handle for name, handle in (routes or {}).items() if name.endswith("/*")}
 
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """The names of all routes, ``METHOD /path``; ``*`` stands for the rest of a path, or for a model's name."""
+        calls = [f"POST /v1{endpoint}" for endpoint in (*MODEL_ENDPOINTS, *SIDE_CALLS)]
+        by_google = [f"POST {GOOGLE_BASE}/*:{method}" for method in GOOGLE_METHODS]
+        listed = ["GET /v1/models", f"GET {GOOGLE_BASE}"]
+        return (*calls, *by_google, *listed, *self._routes, *(f"{prefix}*" for prefix in self._prefixes))
+
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; ends the connection where the body was not read or is too large."""
         try:
@@ -95,10 +103,12 @@ class Dispatcher:
             return await self._other(request)
         claim = self._identities.verify(key)
         if endpoint == "/models":
+            require_scope(claim, ("attempt", "client", "admin"), what="the list of models")
             return self._google_models() if "/v1beta/" in request.path else self._models()
         if request.method != "POST":
             raise Problem(405, f"{request.path} accepts POST, not {request.method}")
-        is_conversation = claim.scope != "attempt" and expected is None and self._conversations is not None
+        may_converse = claim.scope in ("client", "admin") and expected is None
+        is_conversation = may_converse and self._conversations is not None
         if not is_conversation:
             _check(claim, expected)
             await self._attempts.require(claim)
@@ -175,13 +185,20 @@ def _split(path: str) -> tuple[str, str, str, str]:
     raise Problem(404, "the path is not /rollout/ROLLOUT/attempt/ATTEMPT/key/TOKEN/v1/...; use llm.get_base_url(...)")
 
 
+def _shown(claim: AttemptToken) -> str:
+    if claim.scope not in ("client", "admin"):
+        return f"a {claim.scope}'s token, which calls no models"
+    return (
+        f"the {claim.scope} token, which may call models at /v1 only where conversations are served (agl serve with "
+        "--split, or with AGL_CLIENT_TOKEN set)"
+    )
+
+
 def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
     if claim.scope != "attempt":
         raise Problem(
             401,
-            f"model calls need an attempt's token, which says where to record them; this is the {claim.scope} "
-            "token, which may call models at /v1 only where conversations are served (agl serve with --split, or with "
-            "AGL_CLIENT_TOKEN set)",
+            f"model calls need an attempt's token, which says where to record them; this is {_shown(claim)}",
             code="invalid_api_key",
         )
     if expected is not None and expected != (claim.rollout_id, claim.attempt_id):

@@ -29,6 +29,8 @@ from agl_gateway.spooling import default_folder
 from agl_run import (
     SECRET_ENV,
     SECRET_FILE_ENV,
+    WORKER_TOKEN_ENV,
+    WORKER_TOKEN_FILE_ENV,
     ExperimentConfig,
     client_context,
     is_secret_given,
@@ -36,6 +38,7 @@ from agl_run import (
     refusal_of,
     signing_keys,
     state_dir,
+    worker_key,
 )
 from agl_run.commands import as_url, build_store, resolve_url
 from agl_run.tokens import AdminKey, KeyFile
@@ -44,6 +47,7 @@ State = Literal["ok", "warning", "wrong"]
 
 TOKEN_ENV = "AGL_TOKEN"
 TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
+_WORKERS = (WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV)
 
 _CLOCK_S = 5.0
 """Seconds by which clocks may differ: leases and tokens last a minute and longer."""
@@ -110,7 +114,10 @@ async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
     found += list(transport(patient.gateway_url, patient.store_url))
     if patient.gateway_url:
         found += [finding async for finding in _gateway(patient.gateway_url, patient.ca)]
-    if patient.store_url:
+    if _served_at(patient.store_url)[0] and any(os.environ.get(name) for name in _WORKERS):
+        told = "a worker's token reads no more of it than its experiment's rollouts; ask with an admin token for more"
+        found.append(Finding(check="store", state="ok", text=told))
+    elif patient.store_url:
         found += [finding async for finding in _store(patient.store_url, manager)]
     return found
 
@@ -230,7 +237,8 @@ async def _gateway(url: str, ca: str) -> AsyncIterator[Finding]:
     check = f"gateway {url}"
     try:
         tokens = [token.decode("utf-8", "replace") for token in _admin_tokens()]
-        token = tokens[0] if tokens else AdminKey(signing_keys())() if _has_secret() else ""
+        worker = worker_key()
+        token = worker() if worker else tokens[0] if tokens else AdminKey(signing_keys())() if _has_secret() else ""
         context = client_context(ca) if url.startswith("https:") else True
     except (ConfigError, OSError) as error:
         yield Finding(check=check, state="wrong", text=f"was not asked: {error}")

@@ -37,6 +37,7 @@ class EmbeddedGateway:
             training return all token ids; calls of the others are translated to chat completions.
         tls_cert: Certificate's chain in PEM: it listens with TLS alone. Read again when the file changes.
         tls_key: Its private key in PEM, unless it is in the same file.
+        audit_log: File to which a line of each privileged action is appended.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -55,6 +56,7 @@ class EmbeddedGateway:
         native_apis: Sequence[str] = (),
         tls_cert: str = "",
         tls_key: str = "",
+        audit_log: str = "",
     ) -> None:
         self._spool = spool
         self._certificate = certificate_of(tls_cert, tls_key)
@@ -69,6 +71,7 @@ class EmbeddedGateway:
             helper_max_tokens=helper_max_tokens,
             spool_after_s=spool_after_s,
             native_apis=tuple(native_apis),
+            audit_log=audit_log,
         )
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None

@@ -11,6 +11,7 @@ COUNT_TOKENS = "countTokens"
 
 _GENERATE = "generateContent"
 _STREAM = "streamGenerateContent"
+GOOGLE_METHODS = (_GENERATE, _STREAM, COUNT_TOKENS)
 _ENDPOINT = re.compile(rf"/models/([^:]{{1,512}}):({_GENERATE}|{_STREAM}|{COUNT_TOKENS})")
 
 

@@ -4,7 +4,9 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
 
 from agl.contracts import Change, Store
 from agl.errors import NotFoundError, TokenError
@@ -12,7 +14,7 @@ from agl.schemas import Span
 from agl_gateway.outage import Outage
 from agl_gateway.problems import Problem
 from agl_run.commands import KEY_ADVICE, PLACEHOLDER_KEY
-from agl_run.tokens import AttemptToken, AttemptTokens, Keys
+from agl_run.tokens import AttemptToken, AttemptTokens, Keys, TokenScope
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +31,21 @@ _PLACEHOLDER = (
 
 _ADMIN = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), scope="admin")
 _CLIENT = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), scope="client")
+
+
+_SHOWN: dict[TokenScope, str] = {
+    "attempt": "an attempt's token",
+    "admin": "the admin token",
+    "client": "AGL_CLIENT_TOKEN",
+    "worker": "a worker's token",
+}
+
+
+def require_scope(claim: AttemptToken, allowed: Collection[TokenScope], *, what: str) -> None:
+    """Raise a 403 :class:`Problem` unless the token has one of the scopes; ``what`` begins its message."""
+    if claim.scope not in allowed:
+        names = " or ".join(_SHOWN[scope] for scope in allowed)
+        raise Problem(403, f"{what} needs {names}; this is {_SHOWN[claim.scope]}")
 
 
 def key_of(headers: Mapping[str, str]) -> str:
@@ -86,8 +103,9 @@ class Identities:
     def _whose(self, key: str) -> AttemptToken | None:
         given = key.encode("utf-8", "replace")
         for claim, keys in self._keys.items():
-            if any(hmac.compare_digest(given, known) for known in keys().splitlines()):
-                return claim
+            for number, known in enumerate(keys().splitlines(), 1):
+                if hmac.compare_digest(given, known):
+                    return msgspec.structs.replace(claim, name=f"{claim.scope} token {number}")
         return None
 
     def _look(self) -> None:
@@ -131,7 +149,7 @@ class RunningAttempts:
 
     async def require(self, claim: AttemptToken) -> None:
         """Raise a :class:`Problem` unless the attempt runs: 409 if it has ended, 401 if the store does not know it."""
-        status = await self._status(claim)
+        status = await self._status(claim.rollout_id, claim.attempt_id)
         if not status:
             raise Problem(
                 401,
@@ -152,7 +170,7 @@ class RunningAttempts:
         Once the attempt has ended, spans are kept as late ones; rewards and model calls are not, for they count.
         """
         found = next((span for span in spans if span.reward is not None or span.call is not None), None)
-        if found is None or claim.scope != "attempt" or await self._status(claim) in ("", "running"):
+        if found is None or await self._status(claim.rollout_id, claim.attempt_id) in ("", "running"):
             return ""
         kind = "reward" if found.reward is not None else "model call"
         return (
@@ -160,19 +178,23 @@ class RunningAttempts:
             "spans, but no rewards and no model calls. Add late rewards with the admin token"
         )
 
-    async def _status(self, claim: AttemptToken) -> str:
-        """Return the status of the token's attempt; ``""`` if the store does not know it."""
-        if claim.attempt_id in self._running.get(claim.rollout_id, ()):
+    async def runs(self, rollout_id: str, attempt_id: str) -> bool:
+        """Return true if the attempt runs, or the store does not answer."""
+        return await self._status(rollout_id, attempt_id) == "running"
+
+    async def _status(self, rollout_id: str, attempt_id: str) -> str:
+        """Return the status of an attempt; ``""`` if the store does not know it."""
+        if attempt_id in self._running.get(rollout_id, ()):
             return "running"
         try:
-            attempts = await self._outage.unless(lambda: self._store.attempts(claim.rollout_id), lambda: None)
+            attempts = await self._outage.unless(lambda: self._store.attempts(rollout_id), lambda: None)
         except NotFoundError:
             return ""
         if attempts is None:
             return "running"
-        status = next((attempt.status for attempt in attempts if attempt.attempt_id == claim.attempt_id), "")
+        status = next((attempt.status for attempt in attempts if attempt.attempt_id == attempt_id), "")
         if status == "running":
-            self._running.setdefault(claim.rollout_id, set()).add(claim.attempt_id)
+            self._running.setdefault(rollout_id, set()).add(attempt_id)
         return status
 
     def on_changes(self, changes: Sequence[Change]) -> None:

@@ -7,10 +7,13 @@ import msgspec
 import agl
 from agl_gateway.contract import METHODS, Fault, Method
 from agl_gateway.conversation_ids import HEADER
+from agl_gateway.tokens_api import WORKER_TOKENS, IssuedToken, TokenRequest
+from agl_gateway.worker_reach import WORKER_METHODS
 
 _ATTEMPT: list[dict[str, list[str]]] = [{"attempt": []}]
 _ADMIN: list[dict[str, list[str]]] = [{"admin": []}]
 _CLIENT: list[dict[str, list[str]]] = [{"client": []}]
+_WORKER: list[dict[str, list[str]]] = [{"worker": []}]
 _MODEL_PATHS = {
     "/v1/chat/completions": "OpenAI chat completions, relayed and recorded.",
     "/v1/completions": "OpenAI completions, relayed and recorded.",
@@ -25,6 +28,7 @@ _MODEL_PATHS = {
     "/v1/responses/compact": "OpenAI's compaction of a conversation: the server's own, or a summary by the policy.",
 }
 
+_TOKEN_SCHEMAS = msgspec.json.schema_components([TokenRequest, IssuedToken])[1]
 _SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
 
 
@@ -52,7 +56,11 @@ def _operation(method: Method, params: Any, result: Any, fault: Any) -> dict[str
     return {
         "operationId": method.name,
         "summary": method.summary,
-        "security": _ADMIN + (_ATTEMPT if method.name == "append_spans" else []),
+        "security": [
+            *_ADMIN,
+            *(_WORKER if method.name in WORKER_METHODS else []),
+            *(_ATTEMPT if method.name == "append_spans" else []),
+        ],
         "requestBody": {"required": True, "content": _content(params)},
         "responses": {
             "200": {"description": "The method's result.", "content": _content(result)},
@@ -102,14 +110,34 @@ def _other_paths() -> dict[str, Any]:
             }
         },
         "/identity": {
-            "get": {"summary": "The ids of this gateway and its start.", "security": _ATTEMPT + _ADMIN, **answer}
+            "get": {
+                "summary": "The ids of this gateway and its start.",
+                "security": _ATTEMPT + _CLIENT + _ADMIN + _WORKER,
+                **answer,
+            }
         },
         "/settle": {
             "post": {
                 "summary": "Answers once every answered call of the attempt is in the store; 202 asks to ask again.",
-                "security": _ATTEMPT + _ADMIN,
+                "security": _ATTEMPT + _ADMIN + _WORKER,
                 "requestBody": {"required": True, "content": {"application/json": {"schema": _SETTLE_SCHEMA}}},
                 **answer,
+            }
+        },
+        WORKER_TOKENS: {
+            "post": {
+                "summary": "Make a token for the workers of one experiment.",
+                "security": _ADMIN,
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": _TOKEN_SCHEMAS["TokenRequest"]}},
+                },
+                "responses": {
+                    "200": {
+                        "description": "OK",
+                        "content": {"application/json": {"schema": _TOKEN_SCHEMAS["IssuedToken"]}},
+                    }
+                },
             }
         },
         "/conversations/end": {
@@ -132,6 +160,11 @@ def _security() -> dict[str, Any]:
             "type": "http",
             "scheme": "bearer",
             "description": "AGL_CLIENT_TOKEN, for conversations.",
+        },
+        "worker": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "A token of `agl worker-token`, for the rollouts of one experiment.",
         },
         "attempt": {"type": "http", "scheme": "bearer", "description": "One attempt's token, also as x-api-key."},
     }

@@ -25,9 +25,14 @@ def agl_stores() -> Iterable[StoreEntry]:
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Registers ``agl serve``, ``agl doctor`` and ``agl resources split``."""
+    """Registers ``agl serve``, ``agl worker-token``, ``agl doctor`` and ``agl resources split``."""
     yield CommandEntry(
         name="serve", factory="agl_gateway.cli:serve", summary="serve a store and a gateway to other processes"
+    )
+    yield CommandEntry(
+        name="worker-token",
+        factory="agl_gateway.worker_token_command:worker_token",
+        summary="make a token for the workers of one experiment",
     )
     yield CommandEntry(
         name="doctor", factory="agl_gateway.doctor_command:doctor", summary="examine a deployment and say what is wrong"

@@ -61,8 +61,11 @@ class Quotas:
         own["calls"] += 1
 
     async def add_spans(self, claim: AttemptToken, count: int) -> None:
-        """Count spans of an attempt's own token, all or none; raises a 403 :class:`Problem` beyond the limit."""
-        if claim.scope != "attempt":
+        """Count spans of an attempt's own token, all or none; raises a 403 :class:`Problem` beyond the limit.
+
+        Only the admin's token appends without a limit; those of workers do not come here.
+        """
+        if claim.scope == "admin":
             return
         own = self._facts.usage.of(claim.attempt_id)
         over = await self._over(claim, "spans", own["spans"] + count)

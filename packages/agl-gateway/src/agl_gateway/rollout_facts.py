@@ -7,6 +7,7 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Rollout
 from agl_gateway.outage import Outage
+from agl_run.greedy import greedy_policies
 from agl_run.replay import sampling_mode
 
 _REMEMBERED = 10_000
@@ -14,13 +15,14 @@ _REMEMBERED = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """The mode by which a rollout's calls are sampled, and the seed in its metadata.
+    """The mode by which a rollout's calls are sampled, the seed in its metadata, and the policies it asks greedily.
 
-    They are ``""`` and ``None`` if it has none or is not in the store.
+    They are ``""``, ``None`` and none if it has none or is not in the store.
     """
 
     mode: str = ""
     seed: int | None = None
+    greedy: frozenset[str] = frozenset()
 
 
 class RolloutFacts:
@@ -43,7 +45,11 @@ class RolloutFacts:
                 return Facts()
             rollout = found[0]
             seed = rollout.metadata.get("seed")
-            self._known[rollout_id] = Facts(mode=sampling_mode(rollout), seed=seed if isinstance(seed, int) else None)
+            self._known[rollout_id] = Facts(
+                mode=sampling_mode(rollout),
+                seed=seed if isinstance(seed, int) else None,
+                greedy=greedy_policies(rollout),
+            )
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[rollout_id]

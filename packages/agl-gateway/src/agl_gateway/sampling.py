@@ -2,6 +2,7 @@
 
 Top-p, top-k, penalties, greedy decoding and the like draw tokens from another distribution than the one that training
 computes, which biases the gradient. Only rollouts that train are concerned: validation samples as the agent asks.
+A greedy rollout, whose reward others are compared with, gets the likeliest tokens instead.
 """
 
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ class SamplingRules:
         Raises:
             Problem: 400 where the upstream refuses such calls.
         """
+        if upstream.is_trained and upstream.name in (await self._rollouts.of(rollout_id)).greedy:
+            whole, _ = sampled(asked, "override")  # penalties would make other tokens the likeliest
+            return whole.changed({"temperature": 0}), {}
         rule = upstream.sampling
         sent, notes = sampled(asked, "override" if rule == "refuse" else rule)
         if not notes or (await self._rollouts.of(rollout_id)).mode != "train":

@@ -15,6 +15,7 @@ from agl.errors import ConfigError
 from agl.schemas import new_trace_id
 from agl_gateway.arms import ArmRoutes, with_distinct_names
 from agl_gateway.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
+from agl_gateway.audit import Audit
 from agl_gateway.bodies import BodyReader
 from agl_gateway.budget import ByteBudget
 from agl_gateway.callers import HelperRules
@@ -47,8 +48,10 @@ from agl_gateway.status_access import StatusAccess
 from agl_gateway.status_api import OWN_METRICS, StatusApi
 from agl_gateway.store_api import StoreApi
 from agl_gateway.tls import Certificate
+from agl_gateway.tokens_api import WORKER_TOKENS, TokensApi
 from agl_gateway.traces_api import TracesApi
 from agl_gateway.upstream_client import make_session
+from agl_gateway.worker_reach import WorkerReach
 from agl_gateway.workers_api import WorkersApi
 from agl_run.tokens import AttemptTokens, Keys
 
@@ -90,6 +93,7 @@ class Settings:
         share: The part of the conversations that is kept.
         native_apis: APIs besides chat completions (``messages``, ``responses``) in which the servers of policies in
             training return all token ids; calls of the others are translated.
+        audit_log: File to which a line of each privileged action is appended; ``""`` for none.
     """
 
     host: str = "127.0.0.1"
@@ -114,10 +118,11 @@ class Settings:
     spool_after_s: float = 0.05
     share: Share = field(default_factory=Share)
     native_apis: tuple[str, ...] = ()
+    audit_log: str = ""
 
 
 class GatewayService:
-    """A gateway with all of its parts. Construct and use it in one event loop.
+    """A gateway with all of its parts. Construct and use it in one event loop. ``routes`` are those of its dispatcher.
 
     Args:
         admin_key: A key that counts as an admin token, or a function that returns such keys, one a line.
@@ -185,6 +190,8 @@ class GatewayService:
             self._conversations, idle_s=settings.conversation_idle_s
         )
         self.attempts = RunningAttempts(store, outage=self._outage)
+        self._audit = Audit(Path(settings.audit_log) if settings.audit_log else None)
+        self._reach = WorkerReach(store, tokens=tokens, attempts=self.attempts)
         self._feed = Feed(
             store,
             on_changes=[part.on_changes for part in (*self._caches(), self._queue)],
@@ -223,6 +230,7 @@ class GatewayService:
             ),
             apis=ClientApis(settings.native_apis),
         )
+        self.routes: tuple[str, ...] = ()
         self._runner: web.ServerRunner | None = None
         self._is_running = False
         self._advertised = ""
@@ -262,6 +270,7 @@ class GatewayService:
             routes={**self._routes(), **self._conversation_routes()},
             conversations=self._conversations,
         )
+        self.routes = handler.routes
         self.recorder.start()
         self._is_running = True
         cursor = await self.store.cursor()
@@ -346,6 +355,8 @@ class GatewayService:
             attempts=self.attempts,
             quotas=self._quotas,
             max_body=self._settings.max_body,
+            reach=self._reach,
+            audit=self._audit,
             splitter=self._splitter,
         )
         traces = TracesApi(
@@ -378,7 +389,9 @@ class GatewayService:
             peers=self.peers,
             bodies=self._bodies,
             gateway_id=self._gateway_id,
+            reach=self._reach,
         )
+        made = TokensApi(identities=identities, tokens=self.tokens, bodies=self._bodies, audit=self._audit)
         facts = AttemptFactsApi(self._facts, identities=identities, bodies=self._bodies)
         return {
             "POST /store/*": store_api.handle,
@@ -387,6 +400,7 @@ class GatewayService:
             "HEAD /": status.root,
             "GET /identity": workers.identity,
             "POST /settle": workers.settle,
+            f"POST {WORKER_TOKENS}": made.make,
             f"POST {PATH}": facts.handle,
             "GET /metrics": status.metrics,
             f"POST {OWN_METRICS}": status.own_metrics,
@@ -394,9 +408,9 @@ class GatewayService:
             "GET /openapi.json": status.openapi,
         }
 
-    def _caches(self) -> list[RunningAttempts | ArmRoutes | Conversations]:
+    def _caches(self) -> list[RunningAttempts | WorkerReach | ArmRoutes | Conversations]:
         """Return the parts that cache rollouts of the store."""
-        return [self.attempts, *(part for part in (self._arms, self._conversations) if part is not None)]
+        return [self.attempts, self._reach, *(part for part in (self._arms, self._conversations) if part is not None)]
 
     def _forget(self) -> None:
         self._outage.begin()  # the drain of the spool looks whether it is true, and ends it
@@ -406,7 +420,9 @@ class GatewayService:
     def _conversation_routes(self) -> dict[str, Handle]:
         if self._conversations is None:
             return {}
-        ends = ConversationsApi(conversations=self._conversations, identities=self.identities, traffic=self._traffic)
+        ends = ConversationsApi(
+            conversations=self._conversations, identities=self.identities, audit=self._audit, traffic=self._traffic
+        )
         routes: dict[str, Handle] = {f"POST {END}": ends.end}
         if self._splitter is None:
             return routes

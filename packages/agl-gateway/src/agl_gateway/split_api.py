@@ -7,7 +7,7 @@ from agl.contracts import RolloutQuery, Store
 from agl.schemas import Rollout
 from agl_gateway.conversation_ids import HEADER, conversation_id
 from agl_gateway.conversations import Conversation, Conversations
-from agl_gateway.identity import Identities, key_of
+from agl_gateway.identity import Identities, key_of, require_scope
 from agl_gateway.problems import Problem
 from agl_gateway.split_report import split_report
 from agl_gateway.splits import placement_of
@@ -29,8 +29,7 @@ class SplitApi:
 
     async def report(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with the report of ``agl resources split`` as JSON; it reads every placed rollout, which is slow."""
-        if self._identities.verify(key_of(request.headers)).scope != "admin":
-            raise Problem(403, "the report of the split needs the admin token")
+        require_scope(self._identities.verify(key_of(request.headers)), ("admin",), what="the report of the split")
         report = await split_report(self._store, list(self._split.shares))
         answer = {"shares": self._split.shares, **msgspec.structs.asdict(report)}
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
@@ -51,6 +50,7 @@ class SplitApi:
 
     async def _caller(self, request: web.BaseRequest) -> tuple[Rollout, dict[str, str]]:
         claim = self._identities.verify(key_of(request.headers))
+        require_scope(claim, ("attempt", "client", "admin"), what="the version of an arm")
         if claim.scope == "attempt":
             rollout = await self._rollout(claim.rollout_id)
             placement = placement_of(rollout)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from agl_gateway.identity import Identities, key_of
+from agl_gateway.identity import Identities, key_of, require_scope
 from agl_gateway.problems import Problem
 
 
@@ -41,8 +41,7 @@ class StatusAccess:
                     f"the request is for the host {host!r}, by which this gateway is not known; ask for its address, "
                     "send the admin token, or start it with --allow-host",
                 )
-        if self._identities.verify(key).scope != "admin":
-            raise Problem(403, f"{request.path} needs the admin token here; this is another one")
+        require_scope(self._identities.verify(key), ("admin",), what=f"{request.path} here")
 
     def _is_known(self, host: str) -> bool:
         try:

@@ -7,7 +7,7 @@ from aiohttp import web
 from agl.contracts import Store
 from agl.errors import StoreError
 from agl_gateway.feed import QueueLength
-from agl_gateway.identity import Identities, key_of
+from agl_gateway.identity import Identities, key_of, require_scope
 from agl_gateway.kept_traffic import KeptTraffic
 from agl_gateway.metrics import Family, SpanRate, labelled, render
 from agl_gateway.openapi import openapi_document
@@ -63,8 +63,8 @@ class StatusApi:
 
     async def own_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer another process of this gateway with this one's metrics; raises a 403 :class:`Problem` for others."""
-        if self._identities.verify(key_of(request.headers)).scope != "admin":
-            raise Problem(403, f"{OWN_METRICS} is for the processes of this gateway; ask for /metrics")
+        claim = self._identities.verify(key_of(request.headers))
+        require_scope(claim, ("admin",), what=f"{OWN_METRICS}, which is for the processes of this gateway,")
         return web.json_response(self._families())
 
     async def _of_all(self, queued: Family) -> str:

@@ -1,7 +1,8 @@
 """The store over HTTP: ``POST /store/<method>``, msgpack or JSON, for runners and trainers on other machines.
 
-An admin token allows everything. An attempt's token allows only to append spans to its own attempt. Rewards in these
-spans get the source ``agent``, and model calls lose the name of the policy, so an agent cannot forge training data.
+An admin token allows everything, a worker's the work of its experiment (see :mod:`agl_gateway.worker_reach`). An
+attempt's token allows only to append spans to its own attempt. Rewards in these spans get the source ``agent``, and
+model calls lose the name of the policy, so an agent cannot forge training data.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,13 +14,15 @@ from aiohttp import web
 from agl.contracts import Store
 from agl.errors import AglError
 from agl.schemas import Span
+from agl_gateway.audit import Audit, Deed, deed_of
 from agl_gateway.bodies import BodyReader
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
-from agl_gateway.identity import Identities, RunningAttempts, key_of
+from agl_gateway.identity import Identities, RunningAttempts, key_of, require_scope
 from agl_gateway.metrics import SpanRate
 from agl_gateway.problems import Problem
 from agl_gateway.quotas import Quotas
 from agl_gateway.splitter import Splitter
+from agl_gateway.worker_reach import WORKER_METHODS, WorkerReach
 from agl_run.tokens import AttemptToken
 
 MSGPACK = "application/msgpack"
@@ -42,6 +45,8 @@ class StoreApi:
     Args:
         settle: Waits until the answered calls of an attempt are in the store. It is called before the attempt is
             finished or its spans are read, because a remote worker cannot call the gateway itself.
+        reach: Narrows the calls of workers' tokens to their experiment.
+        audit: Writes down what the admin token changes.
         splitter: Places queued rollouts in the arms of a split, if one is served.
     """
 
@@ -56,6 +61,8 @@ class StoreApi:
         attempts: RunningAttempts,
         quotas: Quotas,
         max_body: int,
+        reach: WorkerReach,
+        audit: Audit,
         splitter: Splitter | None = None,
     ) -> None:
         self._store = store
@@ -67,6 +74,8 @@ class StoreApi:
         self._attempts = attempts
         self._quotas = quotas
         self._max_body = max_body
+        self._reach = reach
+        self._audit = audit
         self._codecs = {
             MSGPACK: _Codec(msgspec.msgpack.Decoder, msgspec.msgpack.Encoder().encode),
             JSON: _Codec(msgspec.json.Decoder, msgspec.json.Encoder().encode),
@@ -92,22 +101,48 @@ class StoreApi:
         method = METHODS.get(name)
         if method is None:
             raise Problem(404, f"the store has no method {name!r}; it has {', '.join(METHODS)}")
-        if claim.scope != "admin" and (name != "append_spans" or claim.scope != "attempt"):
-            raise Problem(403, f"an attempt's token may append spans to its own attempt; {name!r} needs an admin token")
+        _check_scope(claim, name)
         params = self._params(method, codec, await self._bodies.read(request, limit=self._max_body))
-        if claim.scope != "admin":
+        if claim.scope == "worker":
+            params = await self._reach.narrowed(claim, name, params)
+        elif claim.scope == "attempt":
             params["spans"] = spans_of_agent(claim, params["spans"])
             if reason := await self._attempts.refusal(claim, params["spans"]):
                 raise Problem(403, reason)
             await self._quotas.add_spans(claim, len(params["spans"]))
         spans = len(params["spans"]) if name == "append_spans" else 0
-        for attempt_id in _attempts_to_settle(name, params):
-            await self._settle(attempt_id)
-        positional = [params.pop(item) for item in method.positional]
-        method_of_store = self._enqueue if name == "enqueue" else getattr(self._store, name)
-        result = await method_of_store(*positional, **params)
+        deed = await self._deed(name, params) if claim.scope == "admin" else None
+        try:
+            result = await self._done(method, params)
+        except AglError as error:
+            if deed is not None:
+                self._audit.write(deed, claim=claim, request=request, error=error)
+            raise
+        if deed is not None:
+            self._audit.write(deed, claim=claim, request=request)
+        if name == "claim" and claim.scope == "worker":
+            result = self._reach.issued(claim, result)
         self._rate.add(spans)
         return codec.encode(result)
+
+    async def _done(self, method: Method, params: dict[str, Any]) -> Any:
+        """Call the method of the store."""
+        for attempt_id in _attempts_to_settle(method.name, params):
+            await self._settle(attempt_id)
+        positional = [params.pop(item) for item in method.positional]
+        called = self._enqueue if method.name == "enqueue" else getattr(self._store, method.name)
+        return await called(*positional, **params)
+
+    async def _deed(self, name: str, params: dict[str, Any]) -> Deed | None:
+        """Return the privileged action that a call is; rewards for attempts that run are everyday work."""
+        if name == "append_spans":
+            rewarded = {span.attempt_id: span.rollout_id for span in params["spans"] if span.reward is not None}
+            late = [each for each, rollout in rewarded.items() if not await self._attempts.runs(rollout, each)]
+            return Deed(action="late reward", objects=[each or rewarded[each] for each in late]) if late else None
+        deed = deed_of(name, params)
+        if deed is not None and name in ("cancel", "delete"):
+            return msgspec.structs.replace(deed, experiment=await self._reach.experiment_of(deed.objects))
+        return deed
 
     def _params(self, method: Method, codec: _Codec, body: bytes) -> dict[str, Any]:
         try:
@@ -119,6 +154,16 @@ class StoreApi:
         if method.is_waiting:
             params["wait_s"] = min(params["wait_s"], MAX_WAIT_S)
         return params
+
+
+def _check_scope(claim: AttemptToken, name: str) -> None:
+    """Raise a 403 :class:`Problem` for a method that no token of this scope may call."""
+    allowed = {"admin": METHODS, "worker": WORKER_METHODS, "attempt": ("append_spans",)}
+    if name in allowed.get(claim.scope, ()):
+        return
+    if claim.scope == "attempt":
+        raise Problem(403, f"an attempt's token may append spans to its own attempt; {name!r} needs an admin token")
+    require_scope(claim, ("admin", "worker") if name in WORKER_METHODS else ("admin",), what=f"the method {name!r}")
 
 
 def _attempts_to_settle(name: str, params: dict[str, Any]) -> list[str]:

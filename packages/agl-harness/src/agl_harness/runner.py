@@ -19,7 +19,6 @@ from agl import semconv
 from agl.errors import ConfigError, RunError
 from agl.schemas import (
     LLM,
-    Attempt,
     AttemptStatus,
     Claim,
     ErrorInfo,
@@ -28,7 +27,6 @@ from agl.schemas import (
     Outcome,
     PromptTemplate,
     Record,
-    Rollout,
     Span,
     new_span_id,
     new_trace_id,
@@ -57,8 +55,7 @@ from agl_harness.task_checks import check_tasks
 from agl_harness.task_folder import PREFIX, TaskFolder, filled_variables, load_task
 from agl_harness.workspace import fields_of, files_of, fill_workspace, source_of, task_folder_of
 from agl_run import AgentSpec, RunSetup
-from agl_run.programs import describe_error, issue_token
-from agl_run.tokens import AttemptTokens
+from agl_run.programs import describe_error
 
 WORKSPACE_ATTRIBUTE = "agl.workspace"
 """Attribute of an attempt's root span: the address of its sandbox, by which rewards find it."""
@@ -103,7 +100,6 @@ class HarnessRunner:
         self._folder = Path(agent.folder or ".").absolute()
         self._harness = find(agent.harness, folder=self._folder)
         self._limits = Limits(memory=bytes_of(self._settings.memory), processes=self._settings.processes)
-        self._tokens = AttemptTokens(setup.secret)
         self._open: dict[str, Sandbox] = {}
         self._sandboxes = build_sandboxes(
             self._settings.sandbox,
@@ -210,7 +206,7 @@ class HarnessRunner:
         resources = await self._setup.resources(rollout)
         launch = fill_launch(
             self._harness,
-            model=self._model(resources, rollout, claim.attempt),
+            model=self._model(resources, claim),
             prompt=prompt_of(rollout.visible_task, resources, key=self._settings.prompt),
             home=Path(sandbox.root / HOME),
             workspace=workspace,
@@ -220,7 +216,7 @@ class HarnessRunner:
             await sandbox.write(f"{HOME}/{path}", text.encode())
         return launch
 
-    def _model(self, resources: NamedResources, rollout: Rollout, attempt: Attempt) -> Model:
+    def _model(self, resources: NamedResources, claim: Claim) -> Model:
         llms = {name: value for name, value in resources.items() if isinstance(value, LLM)}
         name = self._settings.policy or (next(iter(llms)) if len(llms) == 1 else "")
         if name not in llms:
@@ -230,7 +226,7 @@ class HarnessRunner:
             )
         return Model(
             base_url=f"{self._setup.gateway_url}/v1" if self._setup.gateway_url else llms[name].endpoint,
-            key=issue_token(self._tokens, rollout, attempt),
+            key=self._setup.token_of(claim),
             name=llms[name].model or name,
             context=self._settings.context,
             output=self._settings.output,

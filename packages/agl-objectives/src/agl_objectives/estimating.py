@@ -10,6 +10,7 @@ The formulas are in `estimators` and in plugins.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from agl.contracts import Credit
     from agl.schemas import CallCredit, Episode
     from agl_objectives.contract import Estimator
 
-__all__ = ["call_advantages", "estimate", "trained_tokens"]
+__all__ = ["Baseline", "baseline_of", "call_advantages", "estimate", "trained_tokens"]
 
 
 def call_advantages(
@@ -34,11 +36,13 @@ def call_advantages(
     groups: Sequence[int],
     tokens: Mapping[str, int],
     estimator: Estimator,
+    baselines: Sequence[Baseline] | None = None,
 ) -> list[dict[str, float]]:
     """Return advantages by span id for every rollout.
 
     `credits` is what credit gave the calls of each rollout, `groups` the task of each, and `tokens` counts those of a
     call by span id. A call whose credit says `is_advantage` keeps its value and takes no part in the statistics.
+    `baselines` are what the greedy rollout of each rollout's task got, for estimators that subtract it.
     """
     # Finished advantages (hierarchical and counterfactual credit) pass through; normalising them again would undo them.
     result: list[dict[str, float]] = [{c.span_id: c.value for c in calls if c.is_advantage} for calls in credits]
@@ -55,10 +59,35 @@ def call_advantages(
         groups_N=torch.tensor([keys[groups[index], call.baseline] for index, call in open_calls], dtype=torch.int64),
         estimator=estimator,
         tokens_N=torch.tensor([tokens.get(call.span_id, 0) for _, call in open_calls], dtype=torch.int64),
+        baseline_N=None
+        if baselines is None
+        else torch.tensor([baselines[index].of(call.baseline) for index, call in open_calls], dtype=torch.float64),
     )
     for (index, call), advantage in zip(open_calls, floats(advantages_N), strict=True):
         result[index][call.span_id] = advantage
     return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a greedy rollout got: its reward, and the mean credit of its calls for each baseline key of the credit."""
+
+    reward: float
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def of(self, key: str) -> float:
+        """Return the score to compare calls of a baseline key with; the reward where the greedy one made no such."""
+        return self.scores.get(key, self.reward)
+
+
+def baseline_of(episode: Episode, *, credit: Credit) -> Baseline | None:
+    """Return what a greedy rollout got, `None` if it has no reward."""
+    if episode.reward is None:
+        return None
+    values: dict[str, list[float]] = {}
+    for call in credit.assign([episode])[0]:
+        values.setdefault(call.baseline, []).append(call.value)
+    return Baseline(reward=episode.reward, scores={key: sum(given) / len(given) for key, given in values.items()})
 
 
 def trained_tokens(episodes: Sequence[Episode]) -> dict[str, int]:
@@ -74,11 +103,12 @@ def estimate(
     groups_N: Tensor,
     estimator: Estimator,
     tokens_N: Tensor | None = None,
+    baseline_N: Tensor | None = None,
 ) -> Tensor:
     """Return the advantage of every call, [N], in the dtype of `values_N`.
 
-    Indices need not be dense. `tokens_N` are the trained tokens of each call, 1 when absent. No calls give no
-    advantages.
+    Indices need not be dense. `tokens_N` are the trained tokens of each call, 1 when absent, and `baseline_N` what it
+    is compared with, the same for all calls of a score. No calls give no advantages.
     """
     if values_N.numel() == 0:
         return values_N
@@ -88,6 +118,10 @@ def estimate(
         groups_N=groups_N,
         tokens_N=torch.ones_like(rollouts_N) if tokens_N is None else tokens_N,
     )
+    if baseline_N is not None:
+        baseline_S = torch.zeros_like(scores.scores_S)
+        baseline_S[score_of_N] = baseline_N
+        scores = replace(scores, baseline_S=baseline_S)
     found = estimator(scores)
     # A_call = A_score + (value - s) * unit.  [N]
     # Credit that is the same for all calls of a rollout makes the second term 0: every call gets A_score.

@@ -15,6 +15,10 @@ Deviations from the paper, and why:
   is counted as such.
 - The reward of a call may differ within a rollout. Silence is therefore decided by credit less the mean of the group,
   and not by the rewards of rollouts alone.
+- An algorithm that learns from something else than differences says itself which groups are silent (`Silence`).
+
+For estimators that compare with a greedy rollout (ReMax, Li et al. 2023, arXiv 2310.10505) every task of the step runs
+once more, at temperature 0. These rollouts train nothing; a task without a reward of its own teaches nothing either.
 
 Over a restart nothing is run twice. The tasks of a round follow from the seed and the step (`tasks`), and the ids of
 its rollouts from their places in the step's order, so a step that is repeated finds what it had paid for.
@@ -22,8 +26,9 @@ its rollouts from their places in the step's order, so a step that is repeated f
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,26 +36,45 @@ import torch
 from agl.contracts import Collected
 from agl.errors import ConfigError, RunError
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
-from agl_objectives.estimating import call_advantages, trained_tokens
+from agl_objectives.estimating import Baseline, baseline_of, call_advantages, trained_tokens
 from agl_objectives.estimators import dr_grpo
-from agl_objectives.tasks import Curriculum, TaskDraws
+from agl_objectives.tasks import Curriculum, TaskDraws, canonical
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import CallCredit, Episode, Json
 
-__all__ = ["DROPPED", "GroupSampler", "SampledGroups"]
+__all__ = ["DROPPED", "GREEDY", "NO_BASELINE", "GroupSampler", "SampledGroups", "Silence"]
 
 DROPPED = "silent, dropped: every advantage of its group is 0, and the step took further tasks in its place (refill)"
 """Said by `agl why` of the calls of a group that was replaced."""
+
+GREEDY = "not trained: its greedy answers are the baseline of its task"
+"""Said by `agl why` of the calls of a greedy rollout."""
+
+NO_BASELINE = "no baseline: the greedy rollout of its task has no reward"
+"""Said by `agl why` of the calls of a group that cannot be compared."""
 
 TOLERANCE = 1e-6
 """Calls closer than this to the mean of their group do not differ from it."""
 
 NO_PUNISHMENT = SoftOverlong()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """The groups from which an algorithm learns nothing.
+
+    Attributes:
+        of: Returns true for such a group, always the same for the same rollouts.
+        note: What `agl why` says of the calls of one that was replaced.
+    """
+
+    of: Callable[[Sequence[Episode]], Awaitable[bool]]
+    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +86,8 @@ class SampledGroups:
         episodes: All rollouts that were collected, those of replaced groups included.
         dropped: Rollouts that were not handed over, per reason.
         metrics: Numbers to log; those of a step with rounds describe all of its rollouts.
-        uses: The calls of replaced groups, by rollout id.
+        uses: The calls of replaced groups and of greedy rollouts, by rollout id.
+        baselines: What the greedy rollout of each group got, in order of the groups; none without greedy rollouts.
     """
 
     groups: list[list[Episode]]
@@ -70,6 +95,7 @@ class SampledGroups:
     dropped: Counter[str]
     metrics: dict[str, float]
     uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
+    baselines: list[Baseline] = field(default_factory=list[Baseline])
 
 
 class GroupSampler:
@@ -83,6 +109,9 @@ class GroupSampler:
         curriculum: The tasks to prefer; see `tasks`. At least the share `uniform` is drawn without preference.
         mask_truncated: Whether calls that were cut at a limit of tokens train nothing.
         overlong: The punishment of long answers, which makes a difference as well.
+        silence: Which groups are silent, in place of those that do not differ.
+        keeps_all: Whether failed and unrewarded rollouts are handed over as well.
+        has_greedy: Whether every task has a greedy rollout, which groups are compared with.
 
     Raises:
         ConfigError: A value is out of range, or has no effect with the others.
@@ -99,10 +128,18 @@ class GroupSampler:
         uniform: float = 0.5,
         mask_truncated: bool = False,
         overlong: SoftOverlong = NO_PUNISHMENT,
+        silence: Silence | None = None,
+        keeps_all: bool = False,
+        has_greedy: bool = False,
     ) -> None:
         if refill < 0:
             raise ConfigError(f"{algorithm} got refill = {refill}; give the most rounds of a step, or 0 for none.")
-        if refill and n < 2:
+        if refill and has_greedy:
+            raise ConfigError(
+                f"{algorithm} got refill = {refill}, which replaces groups whose rollouts do not differ, "
+                "and an estimator that compares them with a greedy rollout. Remove refill, or use rloo."
+            )
+        if refill and n < 2 and silence is None:
             raise ConfigError(
                 f"{algorithm} got refill = {refill} and groups of {n} rollout, which has nothing to differ from: every "
                 "group would be replaced. Give at least 2 rollouts per task, or remove refill."
@@ -110,6 +147,8 @@ class GroupSampler:
         self._count, self._n, self._refill = count, n, refill
         self._draws = TaskDraws(algorithm, curriculum=curriculum, uniform=uniform)
         self._mask_truncated, self._overlong = mask_truncated, overlong
+        self._silence, self._keeps_all, self._has_greedy = silence, keeps_all, has_greedy
+        self._algorithm, self._has_curriculum = algorithm, bool(curriculum)
 
     def begin(self, context: AlgorithmContext) -> None:
         """Take the algorithm's context."""
@@ -120,12 +159,22 @@ class GroupSampler:
         """Run the tasks of a step and return its groups; raises RunError when no rollout of the first can be used."""
         places = self._draws.first(step, self._count)
         metrics = self._draws.metrics(places)
-        found = await self._run(step, places)
+        if self._has_greedy:  # at the same time: a rollout of an agent takes long
+            found, greedy = await asyncio.gather(self._run(step, places), self._greedy(step, places))
+        else:
+            found, greedy = await self._run(step, places), None
         sampled = SampledGroups(
             groups=found.groups(), episodes=list(found.episodes), dropped=Counter(found.dropped), metrics=metrics
         )
         if self._refill:
             sampled, places = await self._refilled(step, places, begun=sampled)
+        if greedy is not None:
+            sampled = self._compared(sampled, greedy)
+        if self._has_curriculum and all(episode.reward is None for episode in sampled.episodes):
+            raise ConfigError(
+                f"{self._algorithm} has a curriculum, which chooses tasks by their rewards, and none of the "
+                f"{len(sampled.episodes)} rollouts of step {step} has one. Add a [[reward]], or remove curriculum."
+            )
         self._draws.note(sampled.episodes, places)
         return sampled
 
@@ -143,7 +192,7 @@ class GroupSampler:
         """Return a step's groups with further ones in place of the silent ones, and the places of all its tasks."""
         wanted, taken = len(places), list(places)
         groups, dropped = list(begun.groups), Counter(begun.dropped)
-        loud = [group for group in groups if not self._is_silent(group)]
+        loud = [group for group in groups if not await self._is_silent(group)]
         rounds = 0
         while len(loud) < wanted and rounds < self._refill:
             further = self._draws.further(step, taken=taken, count=wanted - len(loud))
@@ -155,7 +204,7 @@ class GroupSampler:
             dropped.update(found.dropped)
             fresh = found.groups()
             groups += fresh
-            loud += [group for group in fresh if not self._is_silent(group)]
+            loud += [group for group in fresh if not await self._is_silent(group)]
         kept = loud or begun.groups
         silent = [group for group in groups if not any(group is other for other in kept)]
         counts = {
@@ -184,7 +233,37 @@ class GroupSampler:
 
     async def _run(self, step: int, places: Sequence[int], *, key: str = "") -> Collected:
         tasks = [self._context.train[place] for place in places]
-        return await self._context.collect(tasks, step=step, n=self._n, key=key)
+        return await self._context.collect(tasks, step=step, n=self._n, key=key, keeps_all=self._keeps_all)
+
+    async def _greedy(self, step: int, places: Sequence[int]) -> Collected:
+        tasks = [self._context.train[place] for place in places]
+        return await self._context.collect(tasks, step=step, mode="test", key="greedy", greedy=True)
+
+    def _compared(self, sampled: SampledGroups, greedy: Collected) -> SampledGroups:
+        """Return the groups whose greedy rollout has a reward, with what it got."""
+        known: dict[str, Baseline] = {}
+        for episode in greedy.episodes:
+            baseline = baseline_of(episode, credit=self._context.credit)
+            if baseline is not None:
+                known[canonical(episode.rollout.task)] = baseline
+        found = [(group, known.get(canonical(group[0].rollout.task))) for group in sampled.groups]
+        uses = {e.rollout.rollout_id: call_uses(e, trained=(), left_out=GREEDY) for e in greedy.episodes}
+        for episode in (episode for group, baseline in found if baseline is None for episode in group):
+            uses[episode.rollout.rollout_id] = call_uses(episode, trained=(), left_out=NO_BASELINE)
+        rewards = [baseline.reward for baseline in known.values()]
+        metrics = {
+            "rollouts_greedy": float(len(greedy.episodes) + sum(greedy.dropped.values())),
+            "groups_without_baseline": float(sum(baseline is None for _, baseline in found)),
+        }
+        if rewards:
+            metrics["reward_greedy"] = sum(rewards) / len(rewards)
+        return replace(
+            sampled,
+            groups=[group for group, baseline in found if baseline is not None],
+            baselines=[baseline for _, baseline in found if baseline is not None],
+            metrics=sampled.metrics | metrics,
+            uses=sampled.uses | uses,
+        )
 
     async def _further(self, step: int, places: Sequence[int], *, key: str) -> Collected:
         """Run further tasks; where none of their rollouts can be used, the step goes on with those that it has."""
@@ -197,7 +276,11 @@ class GroupSampler:
         assigned = zip(group, self._context.credit.assign(group), strict=True)
         return [list(self._overlong.applied(episode, calls)) for episode, calls in assigned]
 
-    def _is_silent(self, group: Sequence[Episode]) -> bool:
+    async def _is_silent(self, group: Sequence[Episode]) -> bool:
+        """Return true if the algorithm learns nothing from a group."""
+        return self.is_equal(group) if self._silence is None else await self._silence.of(group)
+
+    def is_equal(self, group: Sequence[Episode]) -> bool:
         """Return true if no call that can be trained differs from the mean of its group."""
         found = call_advantages(
             self._credits(group), groups=[0] * len(group), tokens=(tokens := trained_tokens(group)), estimator=dr_grpo
@@ -208,6 +291,9 @@ class GroupSampler:
 
     def _uses(self, group: Sequence[Episode]) -> dict[str, tuple[CallUse, ...]]:
         """Return the uses of the calls of a group that was replaced, by rollout id."""
+        if self._silence is not None:
+            note = self._silence.note
+            return {e.rollout.rollout_id: call_uses(e, trained=(), left_out=note) for e in group}
         credits = [{call.span_id: call.value for call in calls} for calls in self._credits(group)]
         return {
             episode.rollout.rollout_id: call_uses(episode, trained=(), credits=given, left_out=DROPPED)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext
     from agl.schemas import Episode, Json
 
-__all__ = ["Curriculum", "TaskDraws", "draw_places"]
+__all__ = ["Curriculum", "TaskDraws", "canonical", "draw_places"]
 
 Curriculum = Literal["", "frontier", "unsolved"]
 """The tasks that a curriculum prefers; none for `""`."""
@@ -111,10 +111,10 @@ class TaskDraws:
         """Learn from the rewards of a step's rollouts, whose tasks are at `places`."""
         if not self._curriculum:
             return
-        by_task = {_canonical(self._context.train[place]): place for place in places}
+        by_task = {canonical(self._context.train[place]): place for place in places}
         rewards: dict[int, list[float]] = {}
         for episode in episodes:
-            place = by_task.get(_canonical(episode.rollout.task))
+            place = by_task.get(canonical(episode.rollout.task))
             if place is not None and episode.reward is not None:
                 rewards.setdefault(place, []).append(episode.reward)
         for place, found in rewards.items():
@@ -200,6 +200,6 @@ def _apart(fresh: Sequence[int], taken: set[int], *, places: int) -> list[int]:
     return [*head, *(index for index in fresh if index not in early)]
 
 
-def _canonical(task: Json) -> str:
-    # A store may return the keys of an object in another order.
+def canonical(task: Json) -> str:
+    """Return a task as text that is the same for equal tasks: a store may return the keys in another order."""
     return json.dumps(task, sort_keys=True)

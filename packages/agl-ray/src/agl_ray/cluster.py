@@ -23,7 +23,7 @@ from agl.schemas import Json, new_span_id
 
 T = TypeVar("T")
 
-STARTS = 4
+STARTS = 6
 """Attempts to start Ray, which gives its own processes 30 seconds: too few on a busy machine."""
 
 STORE_BYTES = 128 << 20
@@ -87,10 +87,19 @@ class Cluster:
         Raises:
             ConfigError: There is no such cluster, or none can be started.
         """
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agl-ray")
-        await self.run(self._connect)
-        self._head = str(ray().get_runtime_context().gcs_address)
-        self._watching = asyncio.create_task(self._watch())
+        for attempt in range(1, STARTS + 1):
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agl-ray")
+            try:
+                await self.run(self._connect)
+            except _TooSlowError as error:
+                self._thread.shutdown()  # with it end the processes of a start that failed, which Ray forgets
+                if attempt == STARTS:
+                    raise self._problem("local", error) from error
+                _LOG.warning("Ray's processes did not start in time; starting them again (%d)", attempt)
+            else:
+                self._head = str(ray().get_runtime_context().gcs_address)
+                self._watching = asyncio.create_task(self._watch())
+                return
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run what waits for Ray, in this object's thread.
@@ -181,17 +190,14 @@ class Cluster:
         }
         if address == "local":
             given |= {"include_dashboard": False, **_OWN_CLUSTER, **self._started}
-        for attempt in range(1, STARTS + 1):
-            try:
-                ray().init(**given)
-                return
-            except Exception as error:
-                with contextlib.suppress(Exception):
-                    ray().shutdown()
-                if "timed out" in str(error) and address == "local" and attempt < STARTS:
-                    _LOG.warning("Ray's processes did not start in time; starting them again (%d)", attempt)
-                    continue
-                raise self._problem(address, error) from error
+        try:
+            ray().init(**given)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                ray().shutdown()
+            if "timed out" in str(error) and address == "local":
+                raise _TooSlowError(str(error)) from error
+            raise self._problem(address, error) from error
 
     def _problem(self, address: str, error: Exception) -> Exception:
         if address == "local":
@@ -263,6 +269,10 @@ class _Held(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+class _TooSlowError(Exception):
+    """Ray's processes did not start in the time that Ray gives them."""
 
 
 class _NoneThereError(Exception):

@@ -14,17 +14,17 @@ from agl_ray.cluster import Cluster, has_cluster, this_machine
 from agl_ray.layout import Room, Share, amounts_text, no_room, share_of, total
 from agl_ray.placed import placed_algorithm
 from agl_ray.pool import Pool, PoolSettings
-from agl_ray.reservation import Reservation
+from agl_ray.reservation import Patience, Reservation
 from agl_run import PlacementConfig
-from agl_run.fleets import FleetSetup
-
-LOOP_ROLLOUTS = 256
-"""Rollouts that one event loop holds at most; beyond that their calls wait for each other."""
+from agl_run.fleets import LOOP_ROLLOUTS, FleetSetup
 
 WORKER_CPUS = 0.5
 """CPUs that a worker asks for by default: it mostly waits for models."""
 
 ALGORITHM_CPUS = 1.0
+
+IDLE_S = 45.0
+"""Default of ``idle_s``: with two looks and the time to stop it leaves a worker a minute after its last attempt."""
 
 
 class RayFleet:
@@ -37,8 +37,8 @@ class RayFleet:
             here; ``local`` for a new one here; ``HOST:PORT`` of a cluster's head.
         min_workers: Workers that stay without work.
         max_workers: Workers at most.
-        idle_s: Seconds without an attempt after which a worker stops.
-        wait_s: Seconds in which reservations and the first worker must have found room.
+        idle_s: Seconds without an attempt after which a worker is told to stop, for which it has ten.
+        wait_s: Seconds in which reservations and the first worker must have found room, all of them together.
         runner: The runner that each worker runs attempts with, such as ``process``.
         runner_params: Its arguments.
         cluster: Arguments of ``ray.init`` for a cluster that is started here, such as ``{ num_cpus = 8 }``.
@@ -52,7 +52,7 @@ class RayFleet:
         address: str = "auto",
         min_workers: int = 0,
         max_workers: int = 4,
-        idle_s: float = 60.0,
+        idle_s: float = IDLE_S,
         wait_s: float = 5.0,
         runner: str = "async",
         runner_params: dict[str, Json] | None = None,
@@ -81,6 +81,7 @@ class RayFleet:
         self._attempts = (runner, dict(runner_params or {}))
         self._cluster: Cluster | None = None
         self._reservation: Reservation | None = None
+        self._room: Reservation | None = None
         self._pool: Pool | None = None
 
     def attempts(self) -> tuple[str, dict[str, Json]]:
@@ -103,21 +104,25 @@ class RayFleet:
             await cluster.disconnect()
 
     async def reserve(self, algorithms: Sequence[AlgorithmConfig]) -> None:
-        """Connect, and reserve what the algorithms ask for."""
+        """Connect, and reserve what the algorithms ask for, then the room of a first worker."""
         self._cluster = cluster = Cluster(self._address, started=self._started)
         shares = _shares(algorithms)
         if not has_cluster(self._address):
             self._layout(shares, [this_machine(self._started)])  # before a start that takes seconds
         await cluster.connect()
         self._layout(shares, await cluster.machines())
-        self._reservation = Reservation(cluster, wait_s=self._pool_settings.wait_s)
+        patience = Patience(self._pool_settings.wait_s)
+        self._reservation = Reservation(cluster, patience)
         await self._reservation.make(shares)
+        self._room = Reservation(cluster, patience)
+        await self._room.make([self._pool_settings.share])
 
     async def deploy(self, setup: FleetSetup) -> None:
         """Begin to start workers."""
         cluster = _started(self._cluster)
         _check_reach(setup.order.store_url, await cluster.hosts())
-        self._pool = Pool(cluster, self._pool_settings, setup)
+        room, self._room = self._room, None
+        self._pool = Pool(cluster, self._pool_settings, setup, room=room)
         self._pool.start()
 
     async def recall(self) -> None:
@@ -136,9 +141,10 @@ class RayFleet:
     async def stop(self) -> None:
         """Release everything and leave the cluster."""
         await self.recall()
-        reservation, self._reservation = self._reservation, None
-        if reservation is not None:
-            await reservation.release()
+        held, self._reservation, self._room = (self._reservation, self._room), None, None
+        for reservation in held:
+            if reservation is not None:
+                await reservation.release()
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             await cluster.disconnect()

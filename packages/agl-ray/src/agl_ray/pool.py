@@ -15,7 +15,7 @@ from typing import Any
 from agl.errors import AglError, ConfigError, StoreError
 from agl_ray.cluster import Cluster, ClusterGoneError, ProcessGoneError, answer_of, ray
 from agl_ray.layout import Share
-from agl_ray.reservation import Place, Reservation, options_of
+from agl_ray.reservation import Patience, Place, Reservation, options_of
 from agl_ray.worker import WorkerActor
 from agl_run.fleets import FleetSetup
 
@@ -43,8 +43,8 @@ class PoolSettings:
         at_once: Attempts at once in each worker.
         fewest: Workers that stay without work.
         most: Workers at most.
-        idle_s: Seconds without an attempt after which a worker stops.
-        wait_s: Seconds in which the first worker must have found room.
+        idle_s: Seconds without an attempt after which a worker is told to stop.
+        wait_s: Seconds for which each try to find room for a worker waits.
     """
 
     share: Share
@@ -79,9 +79,12 @@ class Pool:
         cluster: The connection.
         settings: The bounds.
         setup: The experiment.
+        room: The room that is reserved for the first worker.
     """
 
-    def __init__(self, cluster: Cluster, settings: PoolSettings, setup: FleetSetup) -> None:
+    def __init__(
+        self, cluster: Cluster, settings: PoolSettings, setup: FleetSetup, *, room: Reservation | None
+    ) -> None:
         self._cluster = cluster
         self._settings = settings
         self._setup = setup
@@ -90,7 +93,7 @@ class Pool:
         self._keeper: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._said = -1
-        self._has_started = False
+        self._room = room
         self._is_crowded = False
 
     def start(self) -> None:
@@ -107,6 +110,8 @@ class Pool:
         for worker in list(self._workers):
             self._dismiss(worker)
         await asyncio.gather(*self._leaving, return_exceptions=True)
+        if self._room is not None:
+            await self._room.release()
 
     async def _keep(self) -> None:
         try:
@@ -156,22 +161,26 @@ class Pool:
 
     async def _add_first(self) -> None:
         """Add a worker with a reservation, which tells a cluster without room from a process that starts slowly."""
-        room = Reservation(self._cluster, wait_s=self._settings.wait_s)
+        room, self._room = self._room or await self._find_room(), None
+        if room is not None:
+            await self._add(room)
+
+    async def _find_room(self) -> Reservation | None:
+        """Reserve room for a worker; returns ``None`` while others hold it, and says so once."""
+        room = Reservation(self._cluster, Patience(self._settings.wait_s))
         try:
             await room.make([self._settings.share])
         except ConfigError:
             await room.release()
-            if not self._has_started:
-                raise
             if not self._is_crowded:
                 self._setup.say("the Ray cluster has no room for a worker at present; waiting until others end")
             self._is_crowded = True
-            return
+            return None
         except asyncio.CancelledError:
             await room.release()
             raise
-        self._has_started, self._is_crowded = True, False
-        await self._add(room)
+        self._is_crowded = False
+        return room
 
     async def _add(self, room: Reservation | None) -> None:
         place = None if room is None else room.place_of(self._settings.share.name)
@@ -199,23 +208,23 @@ class Pool:
             max_task_retries=-1,
             max_concurrency=_ANSWERS,
             scheduling_strategy=spread if place is None else place.strategy(),
-        ).remote(self._setup.order)
+        ).remote(self._setup.order.for_worker())
 
     async def _dismiss_idle(self, *, beyond: int) -> None:
-        """Stop workers that held nothing for a while, as many as are not needed."""
+        """Stop workers that held nothing for a while, as many as are not needed; one that never started holds none."""
         surplus = len(self._workers) - beyond
-        if surplus <= 0:
-            for worker in self._workers:
-                worker.busy_at = time.monotonic()
-            return
-        for worker in self._workers[::-1]:
-            if not worker.is_ready or await self._holds(worker):
+        workers = self._workers[::-1]
+        held = [True] * len(workers) if surplus <= 0 else await asyncio.gather(*(self._holds(one) for one in workers))
+        for worker, is_held in zip(workers, held, strict=True):
+            if is_held:
                 worker.busy_at = time.monotonic()
             elif surplus > 0 and time.monotonic() - worker.busy_at >= self._settings.idle_s:
                 surplus -= 1
                 self._dismiss(worker)
 
     async def _holds(self, worker: _Placed) -> bool:
+        if not worker.is_ready:
+            return False
         try:
             async with asyncio.timeout(LOOK_S):
                 return await answer_of(worker.actor.held.remote()) > 0

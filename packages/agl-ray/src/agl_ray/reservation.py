@@ -1,6 +1,8 @@
-"""Reserves the shares of algorithms: one placement group for all that name the same strategy."""
+"""Reserves room in the cluster: one placement group for all shares that name the same strategy."""
 
+import asyncio
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -9,6 +11,9 @@ from typing import Any
 from agl.errors import ConfigError
 from agl_ray.cluster import Cluster, ray
 from agl_ray.layout import Share, amounts_text
+
+LOOK_S = 0.1
+"""Seconds between two looks at a placement group; Ray's own wait counts in whole seconds, and finds nothing in 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,44 +38,67 @@ class Place:
         )
 
 
+class Patience:
+    """A time to wait in all, however many waits there are; it begins with the first one.
+
+    Args:
+        wait_s: The time in seconds.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+        self._until: float | None = None
+
+    def left_s(self) -> float:
+        """Return the seconds that are left."""
+        if self._until is None:
+            self._until = time.monotonic() + self.wait_s
+        return max(0.0, self._until - time.monotonic())
+
+
 class Reservation:
-    """Holds room for algorithms until it is released.
+    """Holds room for shares until it is released.
 
     Args:
         cluster: The connection.
-        wait_s: Seconds in which the room must be free.
+        patience: The time in which there must be room; several reservations may share it.
     """
 
-    def __init__(self, cluster: Cluster, *, wait_s: float) -> None:
+    def __init__(self, cluster: Cluster, patience: Patience) -> None:
         self._cluster = cluster
-        self._wait_s = wait_s
+        self._patience = patience
         self._groups: list[Any] = []
         self._places: dict[str, Place] = {}
 
     async def make(self, shares: Sequence[Share]) -> None:
         """Reserve the shares; raises :class:`ConfigError` where others hold their room."""
-        for strategy in dict.fromkeys(share.strategy for share in shares):
-            group = [share for share in shares if share.strategy == strategy]
-            if not await self._cluster.run(lambda g=group, s=strategy: self._make(g, s)):
-                raise ConfigError(self._no_room(group, strategy))
+        groups: dict[str, list[Share]] = {}
+        for share in shares:
+            groups.setdefault(share.strategy, []).append(share)
+        for strategy, group in groups.items():
+            await self._cluster.run(lambda g=group, s=strategy: self._make(g, s))
+        for (strategy, group), made in zip(groups.items(), list(self._groups), strict=True):
+            while not await self._cluster.run(lambda m=made: _is_made(m)):
+                if not self._patience.left_s():
+                    raise ConfigError(self._no_room(group, strategy))
+                await asyncio.sleep(LOOK_S)
 
     def _no_room(self, shares: Sequence[Share], strategy: str) -> str:
         asked = "; ".join(f"{share.name} asks for {amounts_text(share.amounts)}" for share in shares)
         names = {name for share in shares for name in share.amounts}
         free = amounts_text({name: amount for name, amount in _free().items() if name in names})
         return (
-            f"the Ray cluster had no room within {self._wait_s:g} s: {asked} ({strategy}), and {free or 'nothing'} is "
-            "free. Wait until others end, ask for less in the table resources, or raise wait_s in [runner.params] for "
-            "a cluster that grows"
+            f"the Ray cluster had no room within {self._patience.wait_s:g} s: {asked} ({strategy}), and "
+            f"{free or 'nothing'} is free. Wait until others end, ask for less in the table resources, or raise wait_s "
+            "in [runner.params] for a cluster that grows"
         )
 
-    def _make(self, shares: Sequence[Share], strategy: str) -> bool:
+    def _make(self, shares: Sequence[Share], strategy: str) -> None:
         util: Any = import_module("ray.util")
         group = util.placement_group([dict(share.amounts) for share in shares], strategy=strategy)
         self._groups.append(group)
         for number, share in enumerate(shares):
             self._places[share.name] = Place(group=group, bundle=number, amounts=share.amounts)
-        return bool(group.wait(timeout_seconds=self._wait_s))
 
     def place_of(self, name: str) -> Place:
         """Return the place of a share by its name."""
@@ -82,6 +110,11 @@ class Reservation:
         for group in groups:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 await self._cluster.run(lambda g=group: import_module("ray.util").remove_placement_group(g))
+
+
+def _is_made(group: Any) -> bool:
+    util: Any = import_module("ray.util")
+    return util.placement_group_table(group)["state"] == "CREATED"
 
 
 def _free() -> dict[str, float]:

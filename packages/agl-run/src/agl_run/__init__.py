@@ -42,11 +42,14 @@ if TYPE_CHECKING:
     )
     from agl_run.sqlite import SQLiteStore
     from agl_run.trust import CA_ENV, client_context, refusal_of
+    from agl_run.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV, WorkerKey, worker_key
 
 __all__ = [
     "CA_ENV",
     "SECRET_ENV",
     "SECRET_FILE_ENV",
+    "WORKER_TOKEN_ENV",
+    "WORKER_TOKEN_FILE_ENV",
     "Agent",
     "AgentSpec",
     "AsyncRunner",
@@ -73,6 +76,7 @@ __all__ = [
     "ScheduleConfig",
     "Trainer",
     "Worker",
+    "WorkerKey",
     "WorkerSetup",
     "check_better",
     "client_context",
@@ -88,6 +92,7 @@ __all__ = [
     "runner",
     "signing_keys",
     "state_dir",
+    "worker_key",
 ]
 
 _CONFIG = (
@@ -127,6 +132,7 @@ _HOMES = {
     ),
     "agl_run.sqlite": ("SQLiteStore",),
     "agl_run.trust": ("CA_ENV", "client_context", "refusal_of"),
+    "agl_run.worker_token": ("WORKER_TOKEN_ENV", "WORKER_TOKEN_FILE_ENV", "WorkerKey", "worker_key"),
 }
 
 

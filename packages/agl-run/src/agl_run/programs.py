@@ -1,6 +1,6 @@
 """Parts of runners that start programs, or that bring agents with them.
 
-Processes that end with their descendants, bounded output, attempt tokens; agents and tasks that belong to a runner.
+Processes that end with their descendants, bounded output; agents and tasks that belong to a runner.
 """
 
 from agl_run.runners.kept import KeptProcess
@@ -8,7 +8,6 @@ from agl_run.runners.lasting import LastingRunner, LostError
 from agl_run.runners.printed import PrintedText
 from agl_run.runners.result import describe_error
 from agl_run.runners.sources import AgentSource, TaskSets
-from agl_run.runners.tokens import issue_token
 
 __all__ = [
     "AgentSource",
@@ -18,5 +17,4 @@ __all__ = [
     "PrintedText",
     "TaskSets",
     "describe_error",
-    "issue_token",
 ]

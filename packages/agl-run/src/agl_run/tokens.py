@@ -2,11 +2,13 @@
 
 A token is ``agl_<payload>.<signature>``: base64url of a small JSON array and of its HMAC-SHA256. It is signed, not
 encrypted: it holds ids, a scope and a time, and nothing secret. It cannot be revoked before it expires; the gateway
-also checks that the attempt still runs.
+also checks that the attempt still runs. A worker's token is one of them, for all attempts of an experiment.
 """
 
 import binascii
 import hmac
+import os
+import socket
 import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
@@ -15,16 +17,35 @@ from typing import Literal
 import msgspec
 
 from agl.errors import ConfigError, TokenError
+from agl.schemas import Attempt, Claim, Rollout
 from agl_run.key_file import LEAST, KeyFile, Keys
 
-__all__ = ["AdminKey", "AttemptToken", "AttemptTokens", "KeyFile", "Keys", "Secret", "check_secret"]
+__all__ = [
+    "AdminKey",
+    "AttemptToken",
+    "AttemptTokens",
+    "IssuedClaim",
+    "KeyFile",
+    "Keys",
+    "Secret",
+    "TokenScope",
+    "check_secret",
+    "issue_token",
+]
 
 PREFIX = "agl_"
-TokenScope = Literal["attempt", "admin", "client"]
+TokenScope = Literal["attempt", "admin", "client", "worker"]
+"""Kinds of tokens; see :class:`AttemptToken`."""
 Secret = bytes | Keys
 """One key that stays, or a function that returns the keys as they are now, one a line."""
 
-_MAX_LENGTH = 1024
+TOKEN_HOURS = 24.0
+"""Lifetime in hours of the token of an attempt without a time limit."""
+
+TOKEN_SLACK_S = 60.0
+"""Seconds that a token outlives the attempt's time limit, for calls in flight."""
+
+_MAX_LENGTH = 2048
 _ADMIN_S = 3600.0
 """Seconds for which an own admin key is valid: long, because the clocks of machines differ."""
 
@@ -48,13 +69,18 @@ class AttemptToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         rollout_id: With ``attempt_id`` the only attempt that an ``attempt`` token may touch; ``""`` for the others.
         expires_at: Unix seconds after which it is refused.
         scope: ``attempt`` may call models and append to its own attempt; ``admin`` may use the store API;
-            ``client`` may call models in conversations of its own, and end them.
+            ``client`` may call models in conversations of its own, and end them; ``worker`` may run the attempts of
+            one experiment.
+        experiment: With scope ``worker`` the only experiment that it may touch.
+        name: Whom the token was made for, as audit lines show it.
     """
 
     rollout_id: str
     attempt_id: str
     expires_at: float
     scope: TokenScope = "attempt"
+    experiment: str = ""
+    name: str = ""
 
 
 _DECODER = msgspec.json.Decoder(AttemptToken)
@@ -79,11 +105,32 @@ class AttemptTokens:
         self._current()
         return self._changes
 
-    def issue(self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt") -> str:
+    def issue(
+        self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt", name: str = ""
+    ) -> str:
         """A token valid until ``expires_at`` (Unix seconds); one of scope ``admin`` names no attempt (``""``)."""
-        claim = AttemptToken(rollout_id=rollout_id, attempt_id=attempt_id, expires_at=expires_at, scope=scope)
-        payload = _encode(msgspec.json.encode(claim))
-        return f"{PREFIX}{payload}.{_signature(self._current()[0], payload)}"
+        return self._signed(
+            AttemptToken(rollout_id=rollout_id, attempt_id=attempt_id, expires_at=expires_at, scope=scope, name=name)
+        )
+
+    def issue_for_worker(self, experiment: str, *, expires_at: float, name: str = "") -> str:
+        """A token that runs the attempts of one experiment until ``expires_at``.
+
+        Raises:
+            ConfigError: The experiment has no name, or names are so long that no token holds them.
+        """
+        if not experiment:
+            raise ConfigError("a worker's token is for one experiment; name it")
+        token = self._signed(
+            AttemptToken(
+                rollout_id="", attempt_id="", expires_at=expires_at, scope="worker", experiment=experiment, name=name
+            )
+        )
+        if len(token) > _MAX_LENGTH:
+            raise ConfigError(
+                f"the token would have {len(token)} characters, {_MAX_LENGTH} are allowed; take a shorter name"
+            )
+        return token
 
     def verify(self, token: str, *, now: float) -> AttemptToken:
         """Check a token's signature and time against ``now`` (Unix seconds), and return its claims.
@@ -99,9 +146,12 @@ class AttemptTokens:
             raise TokenError(f"the token's signature does not match: it was forged, or signed by another run. {_NEXT}")
         claim = _read(payload)
         if now >= claim.expires_at:
-            late = now - claim.expires_at
-            raise TokenError(f"the token of attempt {claim.attempt_id!r} expired {late:.0f} s ago. {_NEXT}")
+            raise TokenError(_expired(claim, late_s=now - claim.expires_at))
         return claim
+
+    def _signed(self, claim: AttemptToken) -> str:
+        payload = _encode(msgspec.json.encode(claim))
+        return f"{PREFIX}{payload}.{_signature(self._current()[0], payload)}"
 
     def _current(self) -> list[hmac.HMAC]:
         secret = self._secret
@@ -133,8 +183,34 @@ class AdminKey:
         now, changes = self._clock(), self._tokens.changes()
         if changes != self._changes or now >= self._until - _ADMIN_S / 2:
             self._until, self._changes = now + _ADMIN_S, changes
-            self._key = self._tokens.issue("", "", expires_at=self._until, scope="admin")
+            name = f"{socket.gethostname()}:{os.getpid()}"
+            self._key = self._tokens.issue("", "", expires_at=self._until, scope="admin", name=name)
         return self._key
+
+
+class IssuedClaim(Claim, frozen=True, kw_only=True):
+    """A claim with the token of its attempt, for a worker that has no key to sign one with."""
+
+    token: str
+
+    def __repr__(self) -> str:
+        return f"IssuedClaim(rollout={self.rollout!r}, attempt={self.attempt!r})"
+
+
+def issue_token(tokens: AttemptTokens, rollout: Rollout, attempt: Attempt) -> str:
+    """Issue a token for this attempt, valid for slightly longer than the attempt may take."""
+    limit = rollout.retry.timeout_s
+    seconds = TOKEN_HOURS * 3600 if limit is None else limit + TOKEN_SLACK_S
+    return tokens.issue(rollout.rollout_id, attempt.attempt_id, expires_at=time.time() + seconds)
+
+
+def _expired(claim: AttemptToken, *, late_s: float) -> str:
+    if claim.scope == "worker":
+        return (
+            f"the worker's token of experiment {claim.experiment!r} expired {late_s:.0f} s ago; make another with: "
+            f"agl worker-token {claim.experiment}"
+        )
+    return f"the token of attempt {claim.attempt_id!r} expired {late_s:.0f} s ago. {_NEXT}"
 
 
 def _signature(keyed: hmac.HMAC, payload: str) -> str:

@@ -4,6 +4,7 @@ from itertools import islice, product
 from typing import Any
 
 from msgspec.structs import replace
+from psycopg import Cursor
 
 from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.errors import NotFoundError
@@ -36,6 +37,7 @@ from agl_run.sql import (
     read_statistics,
 )
 from agl_store_postgres.connections import Connection
+from agl_store_postgres.partitions import Aim, bounds, period_of
 
 ATTEMPT_KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
 """The key of the attempt to read spans of: the one with the given number, else the deciding or running one."""
@@ -48,6 +50,8 @@ _SPANS = (
     f"SELECT s.sequence, s.data FROM rollouts r JOIN spans s ON s.attempt = {ATTEMPT_KEY} "
     "WHERE r.rollout_id = %s AND s.sequence > %s ORDER BY s.sequence LIMIT %s"
 ).encode()
+
+_SPAN = b"SELECT s.data FROM spans s WHERE s.attempt = %s AND s.sequence = %s"
 
 _WITHIN = (
     "AND (r.experiment, r.mode, r.stage) >= (k.experiment, k.mode, k.stage) "
@@ -172,15 +176,29 @@ class PostgresReads:
         number = None if attempt_id is None else number_of(attempt_id) if attempt_id else 0
         where = (number, rollout_id)
         known = self._db.execute(_ATTEMPT, where, binary=True)
-        page = self._db.execute(_SPANS, (*where, min(after, MAX_SEQUENCE), limit), binary=True)
+        page = self._page((*where, min(after, MAX_SEQUENCE), limit))
         attempt = _known_attempt(known.fetchone(), rollout_id, attempt_id)
+        if self._is_missed(attempt):
+            page = self._page((*where, min(after, MAX_SEQUENCE), limit))
 
         def fetch(sequence: int) -> bytes:
-            ((data,),) = self._all("SELECT data FROM spans WHERE attempt = %s AND sequence = %s", attempt, sequence)
+            ((data,),) = self._db.execute(_SPAN + self._within, (attempt, sequence), binary=True).fetchall()
             return data
 
         unpacker = Unpacker(fetch)
         return [unpacker.unpack(data, sequence=sequence) for sequence, data in page.fetchall()]
+
+    def _page(self, values: tuple[Any, ...]) -> Cursor[Row]:
+        return self._db.execute(_SPANS.replace(b" ORDER", self._within + b" ORDER"), values, binary=True)
+
+    @property
+    def _within(self) -> bytes:
+        """Conditions on ``s.attempt`` that are true for all spans that are asked for."""
+        return b""
+
+    def _is_missed(self, attempt: int) -> bool:
+        """Return true if these conditions are not true for an attempt, and correct them."""
+        return False
 
     def version(self, name: str, version: str | None) -> ResourceVersion | None:
         if version is None:
@@ -229,6 +247,29 @@ class PostgresReads:
 
     def _all(self, query: str, *params: Any) -> list[Row]:
         return self._db.execute(query.encode(), params, binary=True).fetchall()
+
+
+class PartitionedReads(PostgresReads):
+    """The same over a table of spans that has partitions, aimed at that of the last read.
+
+    Args:
+        db: The connection, in a transaction.
+        aim: Kept from one transaction to the next.
+    """
+
+    def __init__(self, db: Connection, *, aim: Aim) -> None:
+        super().__init__(db)
+        self._aim = aim
+        self._period = aim.period
+
+    @property
+    def _within(self) -> bytes:
+        return bounds(self._period, self._period)
+
+    def _is_missed(self, attempt: int) -> bool:
+        is_missed = period_of(attempt) != self._period
+        self._aim.period = self._period = period_of(attempt)
+        return is_missed
 
 
 def _known_attempt(row: Row | None, rollout_id: str, attempt_id: str | None) -> int:

@@ -12,6 +12,7 @@ from agl_run.sql import Row, Unpacker, number_of
 from agl_store_postgres._reads import ATTEMPT_KEY, PostgresReads
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.faults import explain
+from agl_store_postgres.partitions import bounds_of
 from agl_store_postgres.placing import Placing, UnnamedShardError
 from agl_store_postgres.shard_connections import LostShardError, ShardConnections
 
@@ -24,10 +25,10 @@ _PLACE = (
     f"FROM (SELECT {ATTEMPT_KEY} AS key, r.shard FROM rollouts r WHERE r.rollout_id = %s) AS k"
 ).encode()
 _PAGE = (
-    b"SELECT sequence, data FROM spans WHERE attempt = %s AND sequence > %s AND sequence <= %s ORDER BY sequence "
-    b"LIMIT %s"
+    b"SELECT s.sequence, s.data FROM spans s WHERE s.attempt = %s AND s.sequence > %s AND s.sequence <= %s%b "
+    b"ORDER BY s.sequence LIMIT %s"
 )
-_ONE = b"SELECT data FROM spans WHERE attempt = %s AND sequence = %s"
+_ONE = b"SELECT s.data FROM spans s WHERE s.attempt = %s AND s.sequence = %s"
 
 
 class MissingSpansError(StoreError):
@@ -82,17 +83,22 @@ class ShardedReads(PostgresReads):
         if last <= after or not limit:
             return []
         after = min(after, MAX_SEQUENCE)
-        page = self._on(shard, lambda db: db.execute(_PAGE, (key, after, last, limit), binary=True).fetchall())
+        query = _PAGE.replace(b"%b", self._bounds_of(key))
+        page = self._on(shard, lambda db: db.execute(query, (key, after, last, limit), binary=True).fetchall())
         if len(page) < limit and (not page or page[-1][0] != last):
             raise self._missing(shard, rollout_id, last)
         unpacker = Unpacker(lambda sequence: self._one(shard, key, sequence, rollout_id))
         return [unpacker.unpack(data, sequence=sequence) for sequence, data in page]
 
     def _one(self, shard: int, key: int, sequence: int, rollout_id: str) -> bytes:
-        found = self._on(shard, lambda db: db.execute(_ONE, (key, sequence), binary=True).fetchall())
+        query = _ONE + self._bounds_of(key)
+        found = self._on(shard, lambda db: db.execute(query, (key, sequence), binary=True).fetchall())
         if not found:
             raise self._missing(shard, rollout_id, sequence)
         return found[0][0]
+
+    def _bounds_of(self, key: int) -> bytes:
+        return bounds_of([key]) if self._shards.placing.is_partitioned else b""
 
     def _on(self, number: int, look: Callable[[Connection], list[Row]]) -> list[Row]:
         """Look into a shard, and once more on another connection if that one broke."""

@@ -66,8 +66,14 @@ def is_passing(error: psycopg.Error) -> bool:
 
 
 def is_collision(error: psycopg.Error) -> bool:
-    """Return true if a concurrent transaction caused the error, so that a repetition may succeed."""
-    return isinstance(error, errors.DeadlockDetected | errors.SerializationFailure | errors.UniqueViolation)
+    """Return true if a concurrent transaction caused the error, so that a repetition may succeed.
+
+    A check is violated only by spans whose partition was dropped, and is made again.
+    """
+    return isinstance(
+        error,
+        errors.DeadlockDetected | errors.SerializationFailure | errors.UniqueViolation | errors.CheckViolation,
+    )
 
 
 def explain(error: Exception, shown: str) -> Exception:

@@ -254,6 +254,13 @@ def _version(connection: Connection, target: DatabaseTarget) -> int:
     return version
 
 
+def has_table(connection: Connection, target: DatabaseTarget, table: str) -> bool:
+    """Return true if the schema has a table of that name."""
+    where = (target.schema, table)
+    found = connection.execute("SELECT 1 FROM pg_tables WHERE schemaname = %s AND tablename = %s", where)
+    return found.fetchone() is not None
+
+
 def _tables(connection: Connection, target: DatabaseTarget) -> set[str]:
     rows = connection.execute(
         "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "

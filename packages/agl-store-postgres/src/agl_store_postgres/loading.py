@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from agl.schemas import ResourceVersion, Span, decode, rollout_id_of
 from agl_run.sql import ATTEMPT_BITS, ROLLOUT, LoadedRows, Needs, Row, number_of
 from agl_store_postgres.connections import Connection
+from agl_store_postgres.partitions import Aim, Partitions, bounds, period_of
 
 Rows: TypeAlias = Iterable[Row]
 
@@ -48,6 +49,7 @@ _SHARDED_LAST = (
 ).encode()
 _QUEUE = f"SELECT {ROLLOUT} FROM rollouts r WHERE status = 'queued' ORDER BY seq LIMIT %s FOR UPDATE SKIP LOCKED"
 _NUMBERS = b"SELECT nextval(pg_get_serial_sequence('rollouts', 'seq')) FROM generate_series(1, %s)"
+_NUMBERS_OF_PERIOD = b"SELECT agl_numbers(%s::int)"
 _LOCK_LAPSED = (
     f"SELECT {ROLLOUT} FROM rollouts r WHERE seq = ANY(ARRAY(SELECT id >> {ATTEMPT_BITS} FROM attempts "
     "WHERE status = 'running' AND deadline <= %s ORDER BY deadline LIMIT 1000)) ORDER BY seq FOR UPDATE SKIP LOCKED"
@@ -100,12 +102,15 @@ class Begun:
     shards: dict[int, int] = field(default_factory=dict[int, int])
 
 
-def begin(db: Connection, needs: Sequence[Needs], *, shards: Sequence[int] = ()) -> Begun:
+def begin(
+    db: Connection, needs: Sequence[Needs], *, shards: Sequence[int] = (), partitions: Partitions | None = None
+) -> Begun:
     """Begin a transaction and load the rows that these operations need; psycopg's errors pass through.
 
     Args:
         shards: The shards that this process can reach, in a store that has some: rollouts on others are not claimed.
             What these hold of the spans is left to the caller, but for the last sequence that was acknowledged.
+        partitions: Those of the store's spans, if it has some.
     """
     queries = Queries(db)
     queues = _queues(needs)
@@ -113,7 +118,9 @@ def begin(db: Connection, needs: Sequence[Needs], *, shards: Sequence[int] = ())
         db.execute(BEGIN)
         queries.send("clock", _CLOCK)
         _query_rollouts(queries, needs)
-        _query_spans(queries, [span for need in needs for span in need.spans], is_sharded=bool(shards))
+        spans = [span for need in needs for span in need.spans]
+        aim = partitions.aim if partitions is not None and not shards else None
+        _query_spans(queries, spans, is_sharded=bool(shards), aim=aim)
         for experiment, limit in queues.items():
             given = {"experiment = %s": experiment, "shard = ANY(%s::smallint[])": list(shards) or None}
             wanted = {condition: value for condition, value in given.items() if value is not None}
@@ -123,9 +130,11 @@ def begin(db: Connection, needs: Sequence[Needs], *, shards: Sequence[int] = ())
         if keys := [key for need in needs for key in need.documents]:
             queries.send("documents", _DOCUMENTS, keys)
         if new := sum(need.new for need in needs):
-            queries.send("numbers", _NUMBERS, new)
+            queries.send("numbers", _NUMBERS if partitions is None else _NUMBERS_OF_PERIOD, new)
         queries.send("xid", _XID)
     loaded, xid = _read(queries, queues)
+    if aim is not None and spans:
+        _aim_again(db, spans, loaded, aim)
     return Begun(rows=loaded, xid=xid, shards={row[0]: row[2] for row in queries.rows("last")} if shards else {})
 
 
@@ -161,16 +170,29 @@ def _query_rollouts(queries: Queries, needs: Sequence[Needs]) -> None:
         queries.send("attempts", _NAMED, [rollout_id_of(each) for each in ids], [number_of(each) for each in ids])
 
 
-def _query_spans(queries: Queries, spans: Sequence[Span], *, is_sharded: bool) -> None:
+def _aim_again(db: Connection, spans: Sequence[Span], loaded: LoadedRows, aim: Aim) -> None:
+    """Query again for spans that are in earlier partitions than the query was aimed at, and aim better from then on."""
+    oldest = min((period_of(key) for key in loaded.last), default=aim.period)
+    is_missed, aim.period = oldest < aim.period, oldest
+    if is_missed:
+        queries = Queries(db)
+        with db.pipeline():
+            _query_spans(queries, spans, is_sharded=False, aim=aim)
+        _put_spans(queries, loaded)
+
+
+def _query_spans(queries: Queries, spans: Sequence[Span], *, is_sharded: bool, aim: Aim | None) -> None:
     if not spans:
         return
     where = [(span.rollout_id, number_of(span.attempt_id) if span.attempt_id else 0) for span in spans]
     targets = list(dict.fromkeys(where))
-    last = _SHARDED_LAST if is_sharded else _LAST
+    within = b"" if aim is None else bounds(aim.period)
+    last = _SHARDED_LAST if is_sharded else _LAST.replace(b"= w.key)", b"= w.key" + within + b")")
     queries.send("last", last, [each[0] for each in targets], [each[1] for each in targets])
     if is_sharded:
         return
-    queries.send("kept", _KEPT, [at[0] for at in where], [at[1] for at in where], [span.span_id for span in spans])
+    ids = [span.span_id for span in spans]
+    queries.send("kept", _KEPT + within, [at[0] for at in where], [at[1] for at in where], ids)
 
 
 def _query_versions(queries: Queries, needs: Sequence[Needs]) -> None:
@@ -189,6 +211,11 @@ def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
     return queues
 
 
+def _put_spans(queries: Queries, loaded: LoadedRows) -> None:
+    loaded.last = {row[0]: row[1] or 0 for row in queries.rows("last")}
+    loaded.kept = {(attempt, span_id) for attempt, span_id in queries.rows("kept")}
+
+
 def _read(queries: Queries, queues: Iterable[str | None]) -> tuple[LoadedRows, str | None]:
     ((now, deadline),) = queries.rows("clock")
     loaded = LoadedRows(now=now, next_deadline=math.inf if deadline is None else deadline)
@@ -199,8 +226,7 @@ def _read(queries: Queries, queues: Iterable[str | None]) -> tuple[LoadedRows, s
         loaded.put_rollout(row)
     for (data,) in queries.rows("attempts"):
         loaded.put_attempt(data)
-    loaded.last = {row[0]: row[1] or 0 for row in queries.rows("last")}
-    loaded.kept = {(attempt, span_id) for attempt, span_id in queries.rows("kept")}
+    _put_spans(queries, loaded)
     for experiment in queues:
         loaded.queues[experiment] = [loaded.put_rollout(row) for row in queries.rows(f"queue {experiment!r}")]
     loaded.numbers = [number for (number,) in queries.rows("numbers")]

@@ -1,9 +1,8 @@
 """Gives back the space of removed rows, and measures how much the others take, on one server."""
 
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import LiteralString
 
 import psycopg
 from psycopg import sql
@@ -13,10 +12,14 @@ from agl_store_postgres.connections import Connection, connect
 from agl_store_postgres.faults import explain
 from agl_store_postgres.urls import DatabaseTarget
 
-_TABLES = b"SELECT tablename FROM pg_tables WHERE schemaname = %s"
-_COLUMNS = (
-    b"SELECT c.table_name, c.column_name FROM information_schema.columns c "
-    b"JOIN pg_tables t ON (t.schemaname, t.tablename) = (c.table_schema, c.table_name) WHERE c.table_schema = %s"
+_OF_SCHEMA = (
+    b"FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+    b"WHERE n.nspname = %s AND c.relkind IN ('r', 'p') AND NOT c.relispartition"
+)
+"""The tables, of which a partitioned one stands for its partitions."""
+_TABLES = b"SELECT c.relname, c.relkind = 'p' " + _OF_SCHEMA
+_COLUMNS = b"SELECT c.relname, a.attname " + _OF_SCHEMA.replace(
+    b"WHERE", b"JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped WHERE"
 )
 _ROW_HEADER = 28
 """Bytes that PostgreSQL adds to each row."""
@@ -26,18 +29,30 @@ _SIZE = (
 )
 
 
-def compact(target: DatabaseTarget, vacuum: LiteralString) -> Compaction:
-    """Run a statement for every table; returns the sizes before and after it, with indexes."""
-    with _connected(target) as db:
+def compact(target: DatabaseTarget, *, is_full: bool, sweep: Callable[[], object] | None = None) -> Compaction:
+    """Vacuum every table, after a sweep; returns the sizes before and after both, with indexes.
+
+    A partitioned table is not analysed, which would read many spans whatever was removed: no plan depends on it.
+    """
+    with connected(target) as db:
         before = _size(db, target)
-        for (table,) in db.execute(_TABLES, (target.schema,)).fetchall():
-            db.execute(sql.SQL(vacuum).format(sql.Identifier(target.schema, table)))
+        if sweep is not None:
+            sweep()
+        for table, is_partitioned in db.execute(_TABLES, (target.schema,)).fetchall():
+            options = "(FULL, ANALYZE)" if is_full else "" if is_partitioned else "(ANALYZE)"
+            db.execute(sql.SQL("VACUUM {} {}").format(sql.SQL(options), sql.Identifier(target.schema, table)))
         return Compaction(before=before, after=_size(db, target))
+
+
+def table_bytes(target: DatabaseTarget) -> int:
+    """Return the bytes of all tables, with indexes and the space of removed rows."""
+    with connected(target) as db:
+        return _size(db, target)
 
 
 def row_bytes(target: DatabaseTarget) -> int:
     """Return the bytes of all rows, without indexes."""
-    with _connected(target) as db:
+    with connected(target) as db:
         columns: defaultdict[str, list[str]] = defaultdict(list)
         for table, column in db.execute(_COLUMNS, (target.schema,)).fetchall():
             columns[table].append(column)
@@ -57,7 +72,8 @@ def _size(db: Connection, target: DatabaseTarget) -> int:
 
 
 @contextmanager
-def _connected(target: DatabaseTarget) -> Generator[Connection]:
+def connected(target: DatabaseTarget) -> Generator[Connection]:
+    """Give a connection for a while; psycopg's errors are explained."""
     try:
         with connect(target) as db:
             yield db

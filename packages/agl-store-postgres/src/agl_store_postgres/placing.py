@@ -48,10 +48,12 @@ class Placing:
     Attributes:
         shards: By number.
         away: Numbers of shards that did not answer; each has a thread of its own until it answers again.
+        is_partitioned: Whether the shards' tables have partitions.
     """
 
     shards: Mapping[int, Shard]
     away: set[int] = field(default_factory=set[int])
+    is_partitioned: bool = False
     _elsewhere: dict[str, int] = field(default_factory=dict[str, int])
 
     def shard(self, number: int) -> Shard:

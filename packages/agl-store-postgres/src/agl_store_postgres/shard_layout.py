@@ -13,7 +13,7 @@ from psycopg import sql
 
 from agl.errors import ConfigError, SchemaVersionError, StoreError
 from agl_store_postgres.connections import Connection, connect
-from agl_store_postgres.layout import LOCK, SPANS, SPANS_INLINE, check_encoding
+from agl_store_postgres.layout import LOCK, SPANS, SPANS_INLINE, check_encoding, has_table
 from agl_store_postgres.placing import Shard
 from agl_store_postgres.urls import DatabaseTarget, ShardedTarget
 
@@ -97,7 +97,7 @@ def connect_shard(shard: Shard) -> Connection:
 
 def _store_identity(control: Connection, target: ShardedTarget) -> str:
     """Return the identity of the control server's store, which becomes one in shards if it is empty."""
-    if not _has_table(control, target.control, "shards"):
+    if not has_table(control, target.control, "shards"):
         if control.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone():
             shown = target.control.shown
             raise StoreError(
@@ -116,7 +116,7 @@ def _identity(db: Connection, target: DatabaseTarget, store: str) -> str:
     check_encoding(db, target)
     with db.transaction():
         db.execute(LOCK, (f"shard {target.schema}",))
-        if not _has_table(db, target, "agl_shard"):
+        if not has_table(db, target, "agl_shard"):
             _create(db, target, store)
         ((version, owner, identity),) = db.execute("SELECT version, store, identity FROM agl_shard").fetchall()
     if version > CURRENT:
@@ -170,8 +170,3 @@ def _refuse_missing(control: Connection, named: set[int], target: ShardedTarget)
             f"the URL of the store {target.shown} does not name {texts} which holds rollouts; add it to shards=, or "
             "remove its rollouts first"
         )
-
-
-def _has_table(db: Connection, target: DatabaseTarget, table: str) -> bool:
-    where = (target.schema, table)
-    return db.execute("SELECT 1 FROM pg_tables WHERE schemaname = %s AND tablename = %s", where).fetchone() is not None

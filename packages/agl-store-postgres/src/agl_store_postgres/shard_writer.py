@@ -20,6 +20,7 @@ from agl.stores import Work
 from agl_run.sql import ATTEMPT_BITS, Changes, LoadedRows, Needs, number_of
 from agl_store_postgres.connections import RESTART_WAIT_S, Connection
 from agl_store_postgres.loading import BEGIN, Begun, begin
+from agl_store_postgres.partitions import Partitions, bounds_of
 from agl_store_postgres.placing import Placing
 from agl_store_postgres.shard_connections import LostShardError, ShardConnections
 from agl_store_postgres.urls import DatabaseTarget
@@ -67,8 +68,17 @@ class ShardWriter(BatchWriter):
         stopping: threading.Event,
         on_change: Callable[[], object],
         waits: bool,
+        is_partitioned: bool,
     ) -> None:
-        super().__init__(target, connection=connection, feed=feed, stopping=stopping, on_change=on_change)
+        super().__init__(
+            target,
+            connection=connection,
+            feed=feed,
+            stopping=stopping,
+            on_change=on_change,
+            is_partitioned=is_partitioned,
+        )
+        self._of_shards = {number: Partitions() for number in placing.shards} if is_partitioned else {}
         self._placing = placing
         self._waits = waits
         self._shards = ShardConnections(placing, stopping=stopping)
@@ -119,7 +129,7 @@ class ShardWriter(BatchWriter):
 
     def _begin(self, db: Connection, needs: Sequence[Needs]) -> Begun:
         self._shards.rollback()
-        begun = begin(db, needs, shards=list(self._placing.shards))
+        begun = begin(db, needs, shards=list(self._placing.shards), partitions=self._partitions)
         for number, spans in self._by_shard(begun, needs).items():
             if not self._shards.is_open(number) and not self._answers(number):
                 raise LostShardError(number)
@@ -153,13 +163,20 @@ class ShardWriter(BatchWriter):
         last = [rows.last[key] for key, _ in spans]
         asked = (keys, [rows.last[key] for key in keys], [key for key, _ in spans], last, [each for _, each in spans])
         with self._shards.guarding(number) as shard:
+            within = bounds_of(keys) if self._of_shards else b""
+            query = _FOUND.replace(b" AND s.sequence", within + b" AND s.sequence")
             with shard.pipeline():
                 shard.execute(BEGIN)
-                found = shard.execute(_FOUND, asked, binary=True).fetchall()
+                cursor = shard.execute(query, asked, binary=True)
+            found = cursor.fetchall()  # behind the pipeline, whose end waits for the server anyway
             rows.kept |= {(key, span_id) for key, _, span_id in found if span_id is not None}
             if left := [(key, sequence) for key, sequence, span_id in found if span_id is None]:
                 db.execute("SELECT 1")  # fails unless this transaction still holds the rollouts
-                shard.execute(_REMOVE_LEFT, ([key for key, _ in left], [sequence for _, sequence in left]))
+                shard.execute(_REMOVE_LEFT + within, ([key for key, _ in left], [sequence for _, sequence in left]))
+
+    def _forget(self) -> None:
+        for partitions in self._of_shards.values():
+            partitions.forget()
 
     def _before_commit(self, db: Connection, begun: Begun, changes: Changes) -> None:
         if not changes.spans:
@@ -174,7 +191,7 @@ class ShardWriter(BatchWriter):
                     if shard.info.transaction_status == TransactionStatus.IDLE:
                         shard.execute(BEGIN)
                     shard.execute("DELETE FROM spans WHERE attempt = ANY(%s::bigint[])", (fresh,))
-                add_spans(shard, own)
+                add_spans(shard, own, self._of_shards.get(number))
                 shard.execute("COMMIT")
 
     def _commit(self, db: Connection, changes: Changes) -> None:

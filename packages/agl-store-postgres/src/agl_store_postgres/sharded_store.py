@@ -24,12 +24,13 @@ from agl_store_postgres.connections import START_WAIT_S, Connection, connect, co
 from agl_store_postgres.faults import explain
 from agl_store_postgres.layout import prepare
 from agl_store_postgres.listener import ChangeListener
-from agl_store_postgres.maintenance import compact, row_bytes
+from agl_store_postgres.maintenance import compact, row_bytes, table_bytes
+from agl_store_postgres.partition_layout import prepare_control, prepare_spans
 from agl_store_postgres.placing import Placing, Shard, UnnamedShardError, spans_of
 from agl_store_postgres.reader import BatchReader, UncheckedRead
 from agl_store_postgres.shard_layout import prepare_shards
 from agl_store_postgres.shard_writer import AwayShardError, ShardWriter
-from agl_store_postgres.sweeping import Sweeper, sweep
+from agl_store_postgres.sweeping import QUIET_S, Sweeper, sweep
 from agl_store_postgres.urls import DatabaseTarget, ShardedTarget, sharded_target_of
 
 T = TypeVar("T")
@@ -79,23 +80,25 @@ class ShardedPostgresStore(TableStore):
 
     async def compact(self) -> Compaction:
         """Make the space of removed rows usable again (``VACUUM``); nobody has to wait meanwhile."""
-        return await self._compact("VACUUM (ANALYZE) {}")
+        return await self._compact(is_full=False)
 
     async def vacuum(self) -> Compaction:
         """Write every table anew without unused space (``VACUUM FULL``); other users of the table wait meanwhile."""
-        return await self._compact("VACUUM (FULL, ANALYZE) {}")
+        return await self._compact(is_full=True)
 
     async def size(self) -> int:
         """Return the bytes of all rows on all servers, without indexes; it reads every table, but no contents."""
+        await asyncio.to_thread(self._sharded.sweep)
         return sum(await self._everywhere(row_bytes))
 
-    async def _compact(self, vacuum: Any) -> Compaction:
-        await asyncio.to_thread(sweep, self._target.control, self._sharded.placing)
-        done = await self._everywhere(compact, vacuum)
-        return Compaction(before=sum(each.before for each in done), after=sum(each.after for each in done))
+    async def _compact(self, *, is_full: bool) -> Compaction:
+        before = sum(await self._everywhere(table_bytes))
+        await asyncio.to_thread(self._sharded.sweep)
+        done = await self._everywhere(partial(compact, is_full=is_full))
+        return Compaction(before=before, after=sum(each.after for each in done))
 
-    async def _everywhere(self, work: Callable[..., T], *args: Any) -> list[T]:
-        return [await asyncio.to_thread(work, each, *args) for each in (self._target.control, *self._target.shards)]
+    async def _everywhere(self, work: Callable[[DatabaseTarget], T]) -> list[T]:
+        return [await asyncio.to_thread(work, each) for each in (self._target.control, *self._target.shards)]
 
 
 class _Sharded:
@@ -106,9 +109,10 @@ class _Sharded:
         self._target = target
         self._pid = os.getpid()
         self._stopping = threading.Event()
-        connection, self._feed, shards = _open(target)
-        self.placing = Placing(shards={shard.number: shard for shard in shards})
-        self._sweeper = Sweeper(target.control, self.placing)
+        connection, self._feed, shards, is_partitioned = _open(target)
+        self.placing = Placing(shards={shard.number: shard for shard in shards}, is_partitioned=is_partitioned)
+        self.sweep = partial(sweep, target.control, self.placing)
+        self._sweeper = Sweeper(self.sweep, shown=target.shown, quiet_s=QUIET_S if is_partitioned else 0.0)
         self._writers: list[ShardWriter] = []
         self._lock = threading.Lock()
         self._own_lanes: dict[int, Lane] = {}
@@ -180,6 +184,7 @@ class _Sharded:
             stopping=self._stopping,
             on_change=self._on_change,
             waits=waits,
+            is_partitioned=self.placing.is_partitioned,
         )
         self._writers.append(writer)
         return Batches(writer, shown_url=self.shown_url, explain=self._explain)
@@ -226,19 +231,26 @@ def _do_nothing(_: Tables) -> None:
     """Do nothing; the transaction around it still decides overdue attempts."""
 
 
-def _open(target: ShardedTarget) -> tuple[Connection, int, Sequence[Shard]]:
-    """Open the first connection and prepare all tables; returns it with the number of the feed, and the shards."""
+def _open(target: ShardedTarget) -> tuple[Connection, int, Sequence[Shard], bool]:
+    """Open the first connection and prepare all tables.
+
+    Returns it with the number of the feed, the shards, and whether these are partitioned.
+    """
     with ExitStack() as stack:
         control, *shards = (stack.enter_context(closing(_connected(each))) for each in (target.control, *target.shards))
         try:
             feed = prepare(control, target.control, is_sharded=True)
             found = prepare_shards(control, shards, target)
+            is_partitioned = prepare_control(control, target.control)
+            for shard, where in zip(shards, target.shards, strict=True):
+                if is_partitioned:
+                    prepare_spans(shard, where)
         except psycopg.Error as error:
             raise explain(error, target.shown) from error
         for shard in shards:
             shard.close()
         stack.pop_all()
-        return control, feed, found
+        return control, feed, found, is_partitioned
 
 
 def _connected(target: DatabaseTarget) -> Connection:

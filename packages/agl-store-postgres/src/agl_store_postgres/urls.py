@@ -21,6 +21,9 @@ CONNECTION_DEFAULTS: dict[str, str] = {
 }
 """Defaults with which a vanished server is noticed within a minute; the URL may override them."""
 
+PARTITIONS = ("hour", "day", "week", "month")
+"""Units of time by which spans can be partitioned."""
+
 SHARDED = "postgresql+shards"
 """The scheme of a store whose spans lie on several servers."""
 
@@ -38,6 +41,7 @@ class DatabaseTarget:
         schema: The schema that holds the store's tables.
         readers: Largest number of connections for reads.
         is_pooled: Whether a pooler in between gives every transaction another session of the server.
+        partition: The unit of time by which spans are to be partitioned; empty to leave them as they are.
     """
 
     conninfo: str = field(repr=False)
@@ -45,6 +49,7 @@ class DatabaseTarget:
     schema: str
     readers: int
     is_pooled: bool = False
+    partition: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +96,9 @@ def _shard_of(text: str, number: int) -> DatabaseTarget:
     """Parse the URL of the shard that stands at a place in the list, counted from 1."""
     url = text if "://" in text else unquote(text)
     try:
-        if any(option.startswith("readers=") for option in url.partition("?")[2].split("&")):
-            raise ConfigError("readers is an option of the whole store; write it behind the control server's URL")
+        for option in url.partition("?")[2].split("&"):
+            if (name := option.partition("=")[0]) in ("readers", "partition"):
+                raise ConfigError(f"{name} is an option of the whole store; write it behind the control server's URL")
         return target_of(url)
     except ConfigError as error:
         raise ConfigError(
@@ -104,7 +110,8 @@ def _shard_of(text: str, number: int) -> DatabaseTarget:
 def target_of(url: str) -> DatabaseTarget:
     """Parse the URL of a store.
 
-    ``schema``, ``readers`` and ``pool`` are the store's own options; all others are passed to libpq unchanged.
+    ``schema``, ``readers``, ``pool`` and ``partition`` are the store's own options; all others are passed to libpq
+    unchanged.
 
     Raises:
         ConfigError: The URL is invalid or has an unknown option; the message never shows a password.
@@ -113,7 +120,7 @@ def target_of(url: str) -> DatabaseTarget:
     scheme = base.partition("://")[0]
     if scheme not in ("postgresql", "postgres"):
         raise ConfigError(f"the store's URL begins with {scheme[:20]!r} and not with postgresql://; write {_EXAMPLE}")
-    own = {"schema": DEFAULT_SCHEMA, "readers": str(READERS), "pool": "session"}
+    own = {"schema": DEFAULT_SCHEMA, "readers": str(READERS), "pool": "session", "partition": ""}
     passed: list[tuple[str, str]] = []
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key in own:
@@ -128,6 +135,7 @@ def target_of(url: str) -> DatabaseTarget:
         schema=_schema(own["schema"]),
         readers=_count(own["readers"]),
         is_pooled=_is_pooled(own["pool"]),
+        partition=_partition(own["partition"]),
     )
 
 
@@ -139,7 +147,7 @@ def _parts(url: str) -> dict[str, str]:
         reason = text if "://" not in text else "it cannot be read"  # libpq may repeat the URL with its password
         raise ConfigError(
             f"the URL of the PostgreSQL store is refused: {reason}; write {_EXAMPLE}, with %40 for an @ and %2F for "
-            "a / in user and password; options are those of libpq, and schema, readers and pool"
+            "a / in user and password; options are those of libpq, and schema, readers, pool and partition"
         ) from None
 
 
@@ -163,6 +171,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise ConfigError(f"readers = {text[:20]!r} in the store's URL must be a number from 1 to 64")
     return int(text)
+
+
+def _partition(unit: str) -> str:
+    if unit and unit not in PARTITIONS:
+        raise ConfigError(f"partition = {unit[:20]!r} in the store's URL must be one of {', '.join(PARTITIONS)}")
+    return unit
 
 
 def _is_pooled(pool: str) -> bool:

@@ -22,6 +22,7 @@ from agl_run.sql import Changes, LoadedTables, Needs, Packer, needs_of, perform
 from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
 from agl_store_postgres.faults import is_collision, is_lost
 from agl_store_postgres.loading import Begun, begin, begin_lapsed
+from agl_store_postgres.partitions import Partitions
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import commit
 
@@ -53,6 +54,7 @@ class BatchWriter:
 
     Args:
         on_change: Called after a commit that waiting callers want to hear of.
+        is_partitioned: Whether the table of spans has partitions.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class BatchWriter:
         feed: int,
         stopping: threading.Event,
         on_change: Callable[[], object],
+        is_partitioned: bool = False,
     ) -> None:
         self._feed = feed
+        self._partitions = Partitions() if is_partitioned else None
         self._on_change = on_change
         self._connection = ThreadConnection(target, stopping=stopping, connection=connection)
         self._packer = Packer()
@@ -92,6 +96,7 @@ class BatchWriter:
                 return self._attempt(db, works)
             except BaseException as error:
                 self._packer.clear()
+                self._forget()
                 if is_lost(error, db) or not _rolled_back(db):
                     self._connection.drop()
                     if time.monotonic() > end:
@@ -123,13 +128,18 @@ class BatchWriter:
         return answers
 
     def _begin(self, db: Connection, needs: Sequence[Needs]) -> Begun:
-        return begin(db, needs)
+        return begin(db, needs, partitions=self._partitions)
+
+    def _forget(self) -> None:
+        """Drop what is known of the server's partitions."""
+        if self._partitions is not None:
+            self._partitions.forget()
 
     def _before_commit(self, db: Connection, begun: Begun, changes: Changes) -> None:
         """Write what lies on other servers; a store without shards has nothing there."""
 
     def _commit(self, db: Connection, changes: Changes) -> None:
-        commit(db, changes, feed=self._feed)
+        commit(db, changes, feed=self._feed, partitions=self._partitions)
 
     def _expire(self, db: Connection) -> None:
         """Decide overdue attempts, except those that another machine is deciding."""

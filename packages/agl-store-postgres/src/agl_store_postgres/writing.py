@@ -12,6 +12,7 @@ from agl.contracts import Statistics
 from agl.schemas import Rollout, encode
 from agl_run.sql import ATTEMPT_BITS, STATISTICS, Changes, additions, merging, progress_row, statistics_row
 from agl_store_postgres.connections import Connection
+from agl_store_postgres.partitions import Partitions
 
 _FEED_LOCK = 0x41474C00 << 32
 """The upper half of the lock's number; the lower half is the feed's object number, so each store has its own lock."""
@@ -73,6 +74,8 @@ def _for_rollouts(*statements: str) -> tuple[bytes, ...]:
 
 _OF_ROLLOUT = "DELETE FROM {0} t USING SEQS WHERE t.{1} >= v.seq << BITS AND t.{1} < (v.seq + 1) << BITS"
 _REMOVE_SPANS = _for_rollouts(_OF_ROLLOUT.format("spans", "attempt"))
+_REMOVE_LATER = _for_rollouts("INSERT INTO removals SELECT v.seq, 0 FROM SEQS")
+"""In a store with partitions, of which whole ones may be dropped once nothing in them is needed."""
 _REMOVE_PLACED = _for_rollouts(
     _OF_ROLLOUT.format("span_marks", "attempt"),
     # the spans themselves go later, because no transaction is on two servers
@@ -88,13 +91,21 @@ _REMOVE = _for_rollouts(
 )
 
 
-def commit(db: Connection, changes: Changes, *, feed: int, place: Callable[[str], int] | None = None) -> None:
+def commit(
+    db: Connection,
+    changes: Changes,
+    *,
+    feed: int,
+    place: Callable[[str], int] | None = None,
+    partitions: Partitions | None = None,
+) -> None:
     """Write all changes and commit; psycopg's errors pass through.
 
     Args:
         place: Returns the shard of a new rollout by its id, in a store that has shards; these have the spans already.
+        partitions: Those of the table of spans, if it has some.
     """
-    _add(db, changes, place)
+    _add(db, changes, place, partitions)
     with db.pipeline():
         if changes.spans and place is not None:
             db.execute(_SAVE_MARKS, _columns(sorted({row[0]: row[1] for row in changes.spans}.items())))
@@ -106,25 +117,28 @@ def commit(db: Connection, changes: Changes, *, feed: int, place: Callable[[str]
         if changes.feed:
             db.execute(_ADD_CHANGES, _columns(changes.feed))
         if changes.removed:  # last, because other changes may concern these rollouts
-            for statement in (*(_REMOVE_SPANS if place is None else _REMOVE_PLACED), *_REMOVE):
+            remove_spans = _REMOVE_SPANS if partitions is None else _REMOVE_LATER
+            for statement in (*(remove_spans if place is None else _REMOVE_PLACED), *_REMOVE):
                 db.execute(statement, (changes.removed,))
         if changes.is_heard:
             db.execute(b"SELECT pg_notify(%s, %s)", (channel_of(feed), _message(changes)))
         db.execute(b"COMMIT")
 
 
-def _add(db: Connection, changes: Changes, place: Callable[[str], int] | None) -> None:
+def _add(db: Connection, changes: Changes, place: Callable[[str], int] | None, partitions: Partitions | None) -> None:
     rows = [_new_row(seq, rollout) for seq, rollout in changes.added]
     if rows and place is not None:
         _copy(db, _ADD_PLACED, _ROLLOUT_TYPES, [(*row, place(row[1])) for row in rows])
     elif rows:
         _copy(db, _ADD_ROLLOUTS, _ROLLOUT_TYPES[:-1], rows)
     if changes.spans and place is None:
-        add_spans(db, changes.spans)
+        add_spans(db, changes.spans, partitions)
 
 
-def add_spans(db: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Write packed spans."""
+def add_spans(db: Connection, rows: Sequence[tuple[Any, ...]], partitions: Partitions | None) -> None:
+    """Write packed spans, into partitions that are made if they are missing."""
+    if partitions is not None:
+        partitions.make(db, [row[0] for row in rows])
     _copy(db, _ADD_SPANS, _SPAN_TYPES, rows)
 
 

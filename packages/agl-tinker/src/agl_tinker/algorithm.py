@@ -33,8 +33,9 @@ from agl.hints import did_you_mean
 from agl_tinker.advantages import ESTIMATORS, call_advantages
 from agl_tinker.connection import told
 from agl_tinker.datums import AGGREGATIONS, Aggregation, TrainedRow, split_rows, token_weights, trained_rows
+from agl_tinker.groups import Curriculum, GroupSampler
 from agl_tinker.policy import TinkerPolicy
-from agl_tinker.uses import call_uses
+from agl_tinker.uses import call_uses, replaced_uses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import CallCredit, Episode, Json
+
+TOLERANCE = 1e-6
+"""Calls closer than this to the mean of their group do not differ from it."""
 
 _LOSSES = ("importance_sampling", "ppo", "cispo")
 
@@ -54,6 +58,11 @@ class Tinker:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Groups per step; every epoch is a shuffle of the training tasks.
         group_size: Rollouts per task, whose rewards are compared.
+        refill: Rounds in which groups that do not differ are replaced by those of further tasks (DAPO's dynamic
+            sampling); 0 keeps every group.
+        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
+            `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
+            without preference.
         estimator: `grpo`, `dr_grpo` or `rloo`. A credit that gives finished advantages leaves it nothing to do.
         loss: `importance_sampling`, `ppo` or `cispo`, computed by the server; `loss_params` are its parameters, such
             as `{clip_low_threshold = 0.8, clip_high_threshold = 1.2}`.
@@ -72,6 +81,9 @@ class Tinker:
         steps: int = 100,
         tasks_per_step: int = 16,
         group_size: int = 8,
+        refill: int = 0,
+        curriculum: Curriculum = "",
+        curriculum_uniform: float = 0.5,
         estimator: str = "grpo",
         loss: str = "importance_sampling",
         loss_params: dict[str, float] | None = None,
@@ -100,7 +112,15 @@ class Tinker:
                 f"tinker got lr = {lr}, weight_decay = {weight_decay}, max_grad_norm = {max_grad_norm} and "
                 f"ttl_s = {ttl_s}; lr must be above 0, and the others at least 0"
             )
-        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._steps = steps
+        self._groups = GroupSampler(
+            count=tasks_per_step,
+            n=group_size,
+            refill=refill,
+            curriculum=curriculum,
+            uniform=curriculum_uniform,
+            is_silent=self._is_silent,
+        )
         self._estimator, self._loss, self._loss_params = estimator, loss, dict(loss_params or {})
         self._aggregation: Aggregation = aggregation
         self._updates_per_step, self._rank = updates_per_step, lora_rank
@@ -126,6 +146,7 @@ class Tinker:
         """
         self._context = context
         self._name = _tuned(context)
+        self._groups.begin(context)
         policy = context.policy(self._name)
         if not isinstance(policy, TinkerPolicy):
             raise ConfigError(
@@ -161,8 +182,8 @@ class Tinker:
 
         # 1. Collect: G rollouts of each task, sampled with the live weights.
         started = time.perf_counter()
-        collected = await context.collect(self._tasks(step), step=step, n=self._group_size)
-        groups = collected.groups()
+        collected = await self._groups.collect(step)
+        groups = collected.groups
         metrics = {"collect_s": time.perf_counter() - started}
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 
@@ -174,7 +195,7 @@ class Tinker:
         rows = trained_rows(episodes, advantages)
         own = {row.rollout for row in rows if not row.is_silent}
         loud = {e.rollout.group_id for e in episodes if e.rollout.rollout_id in own}
-        metrics |= _metrics(groups, rows=rows, loud=len(loud))
+        metrics |= _metrics(groups, rows=rows, loud=len(loud)) | collected.metrics
 
         # 3. Update.
         started = time.perf_counter()
@@ -198,17 +219,15 @@ class Tinker:
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=_uses(episodes, credits=credits, advantages=advantages, loud=loud),
+            uses=_uses(episodes, credits=credits, advantages=advantages, loud=loud)
+            | {episode.rollout.rollout_id: replaced_uses(episode) for episode in collected.replaced},
         )
 
-    def _tasks(self, step: int) -> list[Json]:
-        """Return the tasks of a step, none of them twice: those of an epoch that fill no step are left out of it."""
-        tasks = self._context.train
-        count = min(self._tasks_per_step, len(tasks))
-        epoch, place = divmod(step - 1, len(tasks) // count)
-        order = list(range(len(tasks)))
-        random.Random(f"{self._context.seed}/{self._context.name}/{epoch}").shuffle(order)
-        return [tasks[index] for index in order[place * count : (place + 1) * count]]
+    def _is_silent(self, group: Sequence[Episode]) -> bool:
+        """Return true if no call of a group differs from its mean."""
+        credits = [list(calls) for calls in self._context.credit.assign(group)]
+        found = call_advantages(credits, groups=[0] * len(group), estimator="dr_grpo")
+        return all(abs(value) <= TOLERANCE for by_span in found for value in by_span.values())
 
     async def _trained(self, rows: Sequence[TrainedRow], *, step: int) -> tuple[dict[str, float], tuple[str, str]]:
         """Return the metrics of a step's updates, and the paths of the state and of the weights after them."""
@@ -255,8 +274,8 @@ class Tinker:
         return found | _gaps([row for row, _ in chosen], passed.loss_fn_outputs)
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, the path of the last saved state on the server, and the factor of the learning rate."""
-        return {"step": self._step, "state": self._state, "rate": self._rate}
+        """The step count, the path of the last saved state, the learning rate's factor, what the curriculum knows."""
+        return {"step": self._step, "state": self._state, "rate": self._rate, "groups": self._groups.state()}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a saved state, moments of AdamW included.
@@ -265,6 +284,7 @@ class Tinker:
             PolicyError: The server does not have it any more.
         """
         self._step = int(state["step"])
+        self._groups.restore(state.get("groups", {}))
         await self._continue(state, rate=float(state["rate"]))
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:

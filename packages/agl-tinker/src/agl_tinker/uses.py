@@ -6,6 +6,7 @@ from agl.contracts import CallUse
 from agl.schemas import Episode
 
 _SILENT = "no gradient: every advantage of its group is 0"
+_REPLACED = "silent, dropped: every advantage of its group is 0, and the step took further tasks in its place (refill)"
 _NO_CREDIT = "the credit gave it no number"
 
 
@@ -34,3 +35,11 @@ def call_uses(
             )
         )
     return tuple(uses)
+
+
+def replaced_uses(episode: Episode) -> tuple[CallUse, ...]:
+    """Return the uses of the calls of a rollout whose group was replaced."""
+    return tuple(
+        CallUse(span_id=call.span_id, row=-1, credit=None, advantage=None, note=call.reject or _REPLACED)
+        for call in episode.transitions
+    )

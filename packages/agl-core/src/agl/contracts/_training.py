@@ -62,8 +62,7 @@ class StepReport(Record, frozen=True, kw_only=True):
         step: From 1; equals the number of steps done, over restarts too.
         is_finished: Nothing is left to do.
         metrics: Numbers to log at this step.
-        trained: Ids of the rollouts that the step's update consumed; the driver refuses one that was trained
-            before by this algorithm.
+        trained: Ids of the rollouts that the update consumed; the driver refuses one that it was given before.
         published: ``name@version`` of resources that the step published.
         stop_reason: The reason why it finished, in words; ``""`` while it has not.
         uses: The use of every call of the rollouts that the step looked at, by rollout id. The driver stores them for
@@ -84,8 +83,7 @@ class Collected(Record, frozen=True, kw_only=True):
 
     Attributes:
         episodes: All of them, failed ones included: look at ``rollout.status``, ``reward`` and ``rows``.
-        dropped: Episodes per reason that the experiment's policies for failed rollouts and missing rewards
-            removed, so that nothing disappears uncounted.
+        dropped: Number that the experiment's policies for failed rollouts and missing rewards removed, per reason.
     """
 
     episodes: tuple[Episode, ...] = ()
@@ -109,6 +107,7 @@ class CollectFn(Protocol):
         resources: Mapping[str, str] | None = None,
         key: str = "",
         keeps_all: bool = False,
+        greedy: bool = False,
     ) -> Collected:
         """Run every task ``n`` times as one group each.
 
@@ -121,10 +120,11 @@ class CollectFn(Protocol):
             n: Rollouts per task.
             mode: The purpose of the rollouts.
             resources: Versions to pin by name; other resources use their live version.
-            key: Separates several requests of one step and mode, which may then run at the same time; letters,
-                digits, ``_`` and ``-``.
+            key: Separates requests of one step and mode, which may then run at once; letters, digits, ``_``, ``-``.
             keeps_all: Return failed and unrewarded training rollouts as they are, instead of applying the
                 experiment's policies for them; validation and test rollouts always come as they are.
+            greedy: Have the tuned policies answer at temperature 0, whatever the agent asks; for rollouts of mode
+                ``test``, to which the experiment's policies for failed and unrewarded ones are then applied.
         """
         ...
 

@@ -14,6 +14,7 @@ from agl_run.control_characters import visible
 from agl_run.experiment.build import check_components
 from agl_run.experiment.dataset import unkeyed_tasks
 from agl_run.experiment.frameworks import unlisted_tracers
+from agl_run.experiment.loop_limit import crowded_loop
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving_files import served_from_disk
 from agl_run.experiment.unused import unused_credits
@@ -33,6 +34,8 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_add
         plan = make_trainer(file, settings, manager=manager, ray_address=ray_address).plan()
     # before components import frameworks
     warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val), *unused_credits(plan)]
+    if plan.fleet is None:
+        warnings += crowded_loop(plan.config.runner.use, plan.config.runner.concurrency, key="runner.concurrency")
     asyncio.run(check_components(plan, say=_say))
     notes = [*asyncio.run(_layout(plan)), *served_from_disk(plan)]
     again = run_again(file, settings, *(["--ray", ray_address] if ray_address else []))

@@ -13,10 +13,12 @@ import click
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
+from agl.stores import shown_url
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, read_experiment
 from agl_run.cli.output import json_option, print_json
 from agl_run.experiment.config import RunnerConfig
+from agl_run.experiment.loop_limit import crowded_loop
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker
 from agl_run.experiment.store_url import as_url, located
@@ -24,6 +26,7 @@ from agl_run.experiment.worker_admission import make_worker_plan
 from agl_run.experiment.worker_setup import ca_of
 from agl_run.store_contract import build_store
 from agl_run.trust import CA_ENV
+from agl_run.worker_token import WORKER_TOKEN_ENV, worker_key
 
 _SQLITE = "sqlite:///"
 
@@ -57,6 +60,8 @@ def worker(
         os.environ.setdefault(CA_ENV, str(ca))  # its store is mostly that which the gateway serves
     at_once = concurrency or config.runner.concurrency or RunnerConfig().concurrency
     tell = _tell_json if as_json else _tell_nothing if quiet else _tell_text
+    for text in crowded_loop(plan.config.runner.use, at_once, key="--concurrency" if concurrency else "concurrency"):
+        tell("warning", text)
 
     async def work() -> None:
         _stop_on_sigterm()
@@ -96,6 +101,12 @@ def _open(plan: Plan, given: str | None) -> Store:
         raise ConfigError(
             f"there is no store {url} on this machine. Where the experiment runs elsewhere, give --store "
             "http://HOST:PORT of its gateway or of `agl serve`; where it runs here, start it first"
+        )
+    if worker_key() and not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{WORKER_TOKEN_ENV} or its file is set, which a gateway checks, and the store is {shown_url(url)}, which "
+            "checks none; give --store http://HOST:PORT of the experiment's gateway or of `agl serve`, or unset it and "
+            "set AGL_SECRET, which trusts this machine as the trainer"
         )
     return build_store(plan.manager, url)
 

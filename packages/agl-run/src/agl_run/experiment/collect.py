@@ -27,6 +27,7 @@ from agl_run.experiment.run_view import RunView
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.experiment.step_shares import StepShares
 from agl_run.experiment.step_tallies import Observed, StepTallies
+from agl_run.greedy import as_greedy
 from agl_run.replay.plan import REPLAY, CounterfactualCredit, ForkPlan
 from agl_run.training_records import TrainingRecord, save_training
 
@@ -218,6 +219,7 @@ class Collector:
         self._tally = reports.view.tally(caller)
         self._shown = reports.view.algorithms.get(caller)
         self._selection = selection_of(plan, algorithm)
+        self._tunes = algorithm.tunes if algorithm else ()
         self._names = AgentPatternCheck(plan, algorithm, report=reports.patterns)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
@@ -231,6 +233,7 @@ class Collector:
         resources: Mapping[str, str] | None = None,
         key: str = "",
         keeps_all: bool = False,
+        greedy: bool = False,
     ) -> Collected:
         """See :class:`agl.contracts.CollectFn`."""
         if key and not NAME.fullmatch(key):
@@ -242,6 +245,9 @@ class Collector:
             for position, task in enumerate(tasks)
             for sample in range(n)
         ]
+        if greedy:
+            _check_gateway(self._plan)
+            rollouts = [as_greedy(rollout, self._tunes) for rollout in rollouts]
         observed = Observed()
         with self._shares.collecting(self._caller):
             episodes = await self.run(rollouts, observed=observed)
@@ -252,6 +258,9 @@ class Collector:
         if mode != "val":
             self._names.check(episodes, trains=trains)
         self._agreement.report(episodes, trains=trains)
+        if greedy:
+            found, left_out = await self._apply_policies(episodes, step=step)
+            return Collected(episodes=tuple(found), dropped=left_out)
         if not trains:
             return Collected(episodes=tuple(episodes))
         kept, dropped = await self._apply_policies(episodes, step=step)
@@ -561,6 +570,14 @@ def run_of(rollout: Rollout) -> int | None:
     number = rest.partition("-")[0]
     is_of_run = not before and number.isdecimal() and "algorithm" in rollout.metadata
     return int(number) if is_of_run else None
+
+
+def _check_gateway(plan: Plan) -> None:
+    if plan.config.gateway.use == "none":
+        raise ConfigError(
+            "the algorithm asks for greedy rollouts, and only the gateway gives their calls temperature 0; remove "
+            '[gateway] use = "none", or use an algorithm without them'
+        )
 
 
 def _with_reward(episode: Episode, reward: float) -> Episode:

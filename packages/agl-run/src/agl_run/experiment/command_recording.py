@@ -36,10 +36,9 @@ from agl_run.runners.kept import KeptProcess
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.setup import client_environment
 from agl_run.runners.spool import Spool
-from agl_run.runners.tokens import issue_token
 from agl_run.secret import signing_keys
 from agl_run.store_contract import build_store
-from agl_run.tokens import AttemptTokens
+from agl_run.tokens import AttemptTokens, issue_token
 
 LEASE_S = 60.0
 

@@ -33,6 +33,8 @@ from agl_run.runners.liveness import worker_name
 from agl_run.runners.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
 from agl_run.runners.worker import Worker, WorkerSetup
 from agl_run.secret import signing_keys
+from agl_run.tokens import AdminKey
+from agl_run.worker_token import worker_key
 
 _LOG = logging.getLogger("agl_run.experiment")
 
@@ -151,7 +153,9 @@ class RemoteWorker:
 
     def _gateway_of(self, serving: Serving) -> RemoteGateway | None:
         url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
-        return RemoteGateway(url, secret=signing_keys(), ca=ca_of(self._plan)) if url else None
+        if not url:
+            return None
+        return RemoteGateway(url, key=worker_key() or AdminKey(signing_keys()), ca=ca_of(self._plan))
 
     async def _join_problem(self, serving: Serving, gateway: RemoteGateway | None) -> JoinProblem | None:
         found = differences(serving, self._plan) or check_direct_calls(serving)
@@ -213,6 +217,7 @@ class RemoteWorker:
         }
         context = WorkerContext(
             store=self._store,
+            secret=None if worker_key() else signing_keys(),
             resources=PinnedResources(self._store, endpoints, live=self._live).for_rollout,
             gateway_url=url,
             gateway=gateway,

@@ -9,7 +9,8 @@ from agl_run.experiment.plan import Plan
 def served_from_disk(plan: Plan) -> list[str]:
     """Return a line for each algorithm that could let its steps wait, and tunes a policy that reads weights from disk.
 
-    A policy in this process takes them from memory: it has the method ``offer_weights``.
+    A policy in this process takes them from memory: it has the method ``offer_weights``. One of the algorithm's own
+    name gets them from its trainer, and the algorithm says so where it does not.
     """
     return [
         f"{algorithm.name} writes the weights of {name} in every step, because {plan.config.policy[name].use} reads "
@@ -17,7 +18,7 @@ def served_from_disk(plan: Plan) -> list[str]:
         for algorithm in plan.config.algorithm
         if _can_wait(plan, algorithm)
         for name in algorithm.tunes
-        if name in plan.config.policy and _reads_files(plan, name)
+        if name in plan.config.policy and plan.config.policy[name].use != algorithm.use and _reads_files(plan, name)
     ]
 
 

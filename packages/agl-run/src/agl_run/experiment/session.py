@@ -34,6 +34,7 @@ from agl_run.experiment.hints import address_of
 from agl_run.experiment.labels import labelled
 from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
+from agl_run.experiment.loop_limit import crowded_loop
 from agl_run.experiment.models import policy_params
 from agl_run.experiment.ownership import Ownership
 from agl_run.experiment.placing import store_for_workers
@@ -52,7 +53,7 @@ from agl_run.store_contract import build_store, checked_store
 
 _LOG = logging.getLogger("agl_run.experiment")
 
-_FILES = ("tls_cert", "tls_key")
+_FILES = ("tls_cert", "tls_key", "audit_log")
 """Parameters of a gateway that name files from the experiment's folder."""
 
 
@@ -137,8 +138,15 @@ class Session:
         if self.plan.fleet is not None:
             self._stack.push_async_callback(self.plan.fleet.recall)
             await self.plan.fleet.deploy(self._fleet_setup())
-        elif not context.concurrency and say is not None:
+        elif say is not None:
+            await self._watch_load(context.concurrency, say)
+
+    async def _watch_load(self, concurrency: int, say: Callable[[str], None]) -> None:
+        """Say that this process holds too many rollouts, or that it holds none and no worker does."""
+        if not concurrency:
             await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
+        for text in crowded_loop(self.plan.config.runner.use, concurrency, key="runner.concurrency"):
+            say(text)
 
     async def close(self) -> None:
         """Stop everything in reverse order."""
@@ -317,6 +325,7 @@ class Session:
     def _worker_context(self, upstreams: list[Upstream]) -> WorkerContext:
         return WorkerContext(
             store=self.store,
+            secret=signing_keys(),
             resources=self.live.for_rollout,
             gateway_url=self._gateway_url,
             gateway=self._gateway,

@@ -15,8 +15,10 @@ _COUNTS = {
     "rollouts_replayed": "rollouts replayed",
 }
 """Counts that an algorithm may report of a step; those of 0 are left out."""
-_HEALTH = ("kl", "entropy", "logprob_gap", "staleness")
+_HEALTH = ("kl", "anchor_kl", "entropy", "logprob_gap", "staleness")
 """Metrics that tell why a policy learns or does not."""
+_CLIPPED = ("clipped", "clipped_low", "clipped_high")
+"""Shares of tokens whose gradient a bound has removed or bounded; a loss reports the first, or the others."""
 
 
 def step_line(
@@ -42,7 +44,7 @@ def step_line(
     shown += [f"{metrics[f'{key}_share']:.0%} {key}" for key in _SHARES if f"{key}_share" in metrics]
     shown += [f"{key} {metrics[key]:.3g}" for key in _HEALTH if key in metrics]
     shown += [f"{metrics[key]:.0f} {text}" for key, text in _COUNTS.items() if metrics.get(key)]
-    clipped = metrics.get("clipped_low", 0.0) + metrics.get("clipped_high", 0.0)
+    clipped = sum(metrics.get(key, 0.0) for key in _CLIPPED)
     shown += [f"{clipped:.0%} clipped"] if clipped else []
     if metrics.get("updates_skipped") and not has_published:
         shown.append("trained nothing")

@@ -1,7 +1,8 @@
 """A worker that a fleet starts: the order that it is given, and the loop of ``agl worker`` that carries it out."""
 
 import os
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ from agl import PluginManager
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import ErrorInfo, Outcome
-from agl.stores import read_recordings
+from agl.stores import read_recordings, without_credentials
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker, Tell
@@ -18,6 +19,14 @@ from agl_run.experiment.worker_admission import make_worker_plan
 from agl_run.runners.liveness import worker_is_dead
 from agl_run.secret import SECRET_ENV, SECRET_FILE_ENV
 from agl_run.store_contract import build_store
+from agl_run.tokens import AttemptTokens
+from agl_run.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
+
+WORKER_DAYS = 30.0
+"""Lifetime in days of the token of a worker that a fleet starts, which nobody renews."""
+
+_KEYS = (SECRET_ENV, SECRET_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV)
+"""Variables that an order sets or removes: those of the machine are not the experiment's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +37,8 @@ class WorkerOrder:
         config: The experiment; its runner is the one of the worker.
         folder: Base of relative paths, equal on all machines.
         store_url: The store as the worker reaches it.
-        secret: Keys of attempt tokens, one a line; the first signs.
+        secret: Keys of attempt tokens, one a line; the first signs. ``""`` where a token takes their place.
+        token: The worker's token, for a store that a gateway serves.
         plugins: Environment that makes the worker load the same plugins.
     """
 
@@ -37,11 +47,31 @@ class WorkerOrder:
     store_url: str
     secret: str = field(repr=False)
     plugins: dict[str, str]
+    token: str = field(default="", repr=False)
+
+    def for_worker(self) -> "WorkerOrder":
+        """Return the order without the keys, and with a token that reaches this experiment only.
+
+        The order stays as it is for a store that workers open themselves, which asks for no token, and for one whose
+        URL has a token.
+        """
+        if (
+            not self.store_url.startswith(("http://", "https://"))
+            or without_credentials(self.store_url) != self.store_url
+        ):
+            return self
+        expires_at = time.time() + WORKER_DAYS * 86_400
+        name = self.config.experiment.name
+        token = AttemptTokens(lambda: self.secret.encode()).issue_for_worker(name, expires_at=expires_at)
+        return replace(self, secret="", token=token)
 
     def open_store(self) -> tuple[PluginManager, Store]:
         """Take over the order's environment, and open the store; the caller closes it."""
-        os.environ.update({**self.plugins, SECRET_ENV: self.secret})
-        os.environ.pop(SECRET_FILE_ENV, None)  # of this machine, and not of the experiment
+        for name in _KEYS:
+            os.environ.pop(name, None)
+        os.environ.update(
+            {**self.plugins, **({WORKER_TOKEN_ENV: self.token} if self.token else {SECRET_ENV: self.secret})}
+        )
         manager = PluginManager.from_environment()
         return manager, build_store(manager, self.store_url)
 

@@ -13,7 +13,7 @@ from agl_run.experiment.own_rewards import named
 from agl_run.experiment.plan import Plan
 from agl_run.runners.setup import RunSetup, SettlingGateway, environment
 from agl_run.runners.worker import WorkerSetup
-from agl_run.secret import signing_keys
+from agl_run.tokens import Secret
 
 ALWAYS_ON = ("otel", "own-spans", "wire", "unrecorded")
 """Tracers that no experiment has to name."""
@@ -39,6 +39,7 @@ class WorkerContext:
 
     Attributes:
         store: Where rollouts come from.
+        secret: Signs the tokens of attempts; ``None`` where these come with the claims.
         resources: Returns the resources of a rollout.
         gateway_url: Base URL without ``/v1``; ``""`` where calls are recorded in the agent's process.
         gateway: Settles an attempt's calls before the attempt ends.
@@ -49,6 +50,7 @@ class WorkerContext:
     """
 
     store: Store
+    secret: Secret | None
     resources: Callable[[Rollout], Awaitable[NamedResources]]
     gateway_url: str
     gateway: SettlingGateway | None
@@ -64,7 +66,7 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
     setup = RunSetup(
         agent=plan.agent,
         store=context.store,
-        secret=signing_keys(),
+        secret=context.secret,
         resources=context.resources,
         gateway_url=context.gateway_url,
         gateway=context.gateway,

@@ -16,12 +16,10 @@ import msgspec
 from agl import semconv
 from agl.errors import ConfigError, RunError
 from agl.schemas import (
-    Attempt,
     AttemptStatus,
     Claim,
     ErrorInfo,
     Outcome,
-    Rollout,
     Span,
     new_span_id,
     new_trace_id,
@@ -35,8 +33,6 @@ from agl_run.runners.printed import PrintedText
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
 from agl_run.runners.spool import Spool
-from agl_run.runners.tokens import issue_token
-from agl_run.tokens import AttemptTokens
 
 
 class CommandRunner:
@@ -48,7 +44,6 @@ class CommandRunner:
                 'the \'command\' runner needs the agent as a list of words, such as agent = ["node", "agent.js"]'
             )
         self._setup = setup
-        self._tokens = AttemptTokens(setup.secret)
         self._running: set[KeptProcess] = set()
 
     async def start(self) -> None:
@@ -58,9 +53,10 @@ class CommandRunner:
     async def execute(self, claim: Claim) -> Outcome:
         """Run one attempt."""
         with own_folder() as folder:
-            return await self._execute(claim.rollout, claim.attempt, folder)
+            return await self._execute(claim, folder)
 
-    async def _execute(self, rollout: Rollout, attempt: Attempt, folder: Path) -> Outcome:
+    async def _execute(self, claim: Claim, folder: Path) -> Outcome:
+        rollout, attempt = claim.rollout, claim.attempt
         task = to_json(rollout.visible_task)
         (folder / "task.json").write_bytes(task)
         root = Span(
@@ -72,7 +68,7 @@ class CommandRunner:
             start_ns=time.time_ns(),
         )
         spool = Spool(folder / "spool", root)
-        environment = self._environment(rollout, attempt, folder, root, spool)
+        environment = self._environment(claim, folder, root, spool)
         try:
             kept = await self._spawn(folder, environment)
         except OSError as error:
@@ -89,17 +85,15 @@ class CommandRunner:
             self._running.discard(kept)
         return _outcome(root, status, error, output, spool.read())
 
-    def _environment(
-        self, rollout: Rollout, attempt: Attempt, folder: Path, root: Span, spool: Spool
-    ) -> dict[str, str]:
-        setup = self._setup
-        token = issue_token(self._tokens, rollout, attempt)
+    def _environment(self, claim: Claim, folder: Path, root: Span, spool: Spool) -> dict[str, str]:
+        setup, rollout = self._setup, claim.rollout
+        token = setup.token_of(claim)
         return {
             **environment_for_agents(setup),
             **setup.environment(token),
             **({} if setup.gateway_url else spool.environment(upstreams_of(rollout, setup.upstreams))),
             "AGL_ROLLOUT_ID": rollout.rollout_id,
-            "AGL_ATTEMPT_ID": attempt.attempt_id,
+            "AGL_ATTEMPT_ID": claim.attempt.attempt_id,
             ADMIN_TOKEN_ENV: token,
             "AGL_GATEWAY_URL": setup.gateway_url,
             "AGL_TASK_FILE": str(folder / "task.json"),

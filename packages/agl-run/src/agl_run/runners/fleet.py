@@ -15,13 +15,17 @@ from agl.schemas import Json
 if TYPE_CHECKING:
     from agl_run.experiment.worker_order import WorkerOrder
 
+LOOP_ROLLOUTS = 256
+"""Rollouts that one event loop should hold at most; beyond that their calls wait for each other."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
     """The parts of a running experiment that a fleet works for.
 
     Attributes:
-        order: The order that every worker carries out; see :class:`agl_run.fleets.OrderedWorker`.
+        order: The order of what runs elsewhere, with the keys: algorithms get it as it is, and workers
+            ``order.for_worker()``; see :class:`agl_run.fleets.OrderedWorker`.
         open_rollouts: Returns the number of rollouts that are queued or running.
         fail: Ends the experiment with an error; only the first one counts.
         say: Shows the user one line.

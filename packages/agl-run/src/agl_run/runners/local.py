@@ -20,8 +20,6 @@ from agl_run.replay.script import load_script
 from agl_run.runners.attempt import AttemptScope, run_attempt
 from agl_run.runners.connections import separate_loops
 from agl_run.runners.setup import RunSetup
-from agl_run.runners.tokens import issue_token
-from agl_run.tokens import AttemptTokens
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -41,7 +39,6 @@ class AsyncRunner:
             raise ConfigError("a command runs with the 'command' runner; set [runner] use = \"command\"")
         self._setup = setup
         self._agent = setup.agent.load()
-        self._tokens = AttemptTokens(setup.secret)
         self._recorders: dict[str, SpanRecorder] = {}
         self._flushing = asyncio.Lock()
         self._environment: list[str] = []
@@ -69,7 +66,7 @@ class AsyncRunner:
         attempt_id = claim.attempt.attempt_id
         scope = AttemptScope(
             resources=await setup.resources(claim.rollout),
-            token=issue_token(self._tokens, claim.rollout, claim.attempt),
+            token=setup.token_of(claim),
             recorder=recorder,
             gateway_url=setup.gateway_url,
             upstreams=setup.upstreams,

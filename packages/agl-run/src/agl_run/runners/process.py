@@ -15,8 +15,6 @@ from agl_run.replay.script import load_script
 from agl_run.runners.kept import KeptProcess
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
 from agl_run.runners.setup import RunSetup, environment_for_agents
-from agl_run.runners.tokens import issue_token
-from agl_run.tokens import AttemptTokens
 
 START_S = 60.0
 """Seconds that a child may take to start and import its agent."""
@@ -40,7 +38,6 @@ class ProcessRunner:
                 "module and pass 'module:attribute'; functions of the main script or within functions are not"
             )
         self._setup = setup
-        self._tokens = AttemptTokens(setup.secret)
         self._idle: list[_Child] = []
         self._all: set[_Child] = set()
 
@@ -55,7 +52,7 @@ class ProcessRunner:
             rollout=claim.rollout.for_agent,
             attempt=claim.attempt,
             resources={n: resource_for_child(r) for n, r in (await setup.resources(claim.rollout)).items()},
-            token=issue_token(self._tokens, claim.rollout, claim.attempt),
+            token=setup.token_of(claim),
             replay=await load_script(setup.store, claim.rollout),
         )
         child = await self._idle_child() or await self._new_child()

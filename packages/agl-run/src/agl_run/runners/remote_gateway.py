@@ -7,6 +7,7 @@ Speaks HTTP with the standard library, one request at a time, without a proxy.
 import asyncio
 import http.client
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,8 +18,8 @@ from agl.contracts import Runner
 from agl.errors import CaptureError, GatewayLostError
 from agl.schemas import Claim, Outcome
 from agl_run.runners.lasting import LastingRunner
-from agl_run.tokens import AdminKey, Secret
 from agl_run.trust import client_context, refusal_of
+from agl_run.worker_token import WORKER_TOKEN_ENV, WorkerKey
 
 TIMEOUT_S = 10.0
 """Seconds that one request may take."""
@@ -36,7 +37,7 @@ class RemoteGateway:
 
     Args:
         url: The address as this machine reaches it.
-        secret: The keys that sign attempt tokens, equal on both machines.
+        key: Returns the token to send: an :class:`~agl_run.tokens.AdminKey`, or a worker's.
         ca: File with the authorities of its certificate; see :func:`~agl_run.trust.client_context`.
         patience_s: Seconds without an answer after which the gateway counts as gone.
 
@@ -45,14 +46,16 @@ class RemoteGateway:
         lost: Set once the gateway is gone, or another one answers in its place.
     """
 
-    def __init__(self, url: str, *, secret: Secret, ca: Path | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, url: str, *, key: Callable[[], str], ca: Path | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
         self.url = url
         self._ca = ca
         self._context = client_context(ca) if url.startswith("https:") else None
         self.lost = asyncio.Event()
         self.is_refused = False
         self._patience_s = patience_s
-        self._key = AdminKey(secret)
+        self._key = key
         self._id = ""
         self._start = ""
         self._answered_at = float("-inf")
@@ -70,6 +73,8 @@ class RemoteGateway:
             return ""
         self._failed_at = time.monotonic()
         self.is_refused = status == 401
+        if self.is_refused and isinstance(self._key, WorkerKey):
+            return f"refuses the token in {WORKER_TOKEN_ENV} or in its file: {answer}"
         if self.is_refused:
             return (
                 "refuses this machine's tokens: it signs with another secret. Set AGL_SECRET to the same value where "

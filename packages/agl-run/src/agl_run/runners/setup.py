@@ -4,16 +4,19 @@ import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
-from agl.schemas import NamedResources, Rollout
+from agl.errors import TokenError
+from agl.schemas import Claim, NamedResources, Rollout
 from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.agent import AgentSpec
 from agl_run.secret import SECRET_ENV, SECRET_FILE_ENV
-from agl_run.tokens import Secret
+from agl_run.tokens import AttemptTokens, IssuedClaim, Secret, issue_token
 from agl_run.trust import trust_variables
+from agl_run.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
 
 ADMIN_TOKEN_ENV = "AGL_TOKEN"
 """Variable with the admin token of a served store; in a command's process, with the attempt's token."""
@@ -41,7 +44,7 @@ class RunSetup:
     Attributes:
         agent: The agent to run.
         store: Where spans go while an attempt runs.
-        secret: Signs attempt tokens; never stored.
+        secret: Signs attempt tokens; never stored. ``None`` where they come with the claims, for a worker's token.
         resources: Returns the resources of a rollout, with pinned versions applied.
         gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
         gateway: The gateway, local or remote, so that an attempt ends only after its calls are in the store.
@@ -55,7 +58,7 @@ class RunSetup:
 
     agent: AgentSpec
     store: Store
-    secret: Secret
+    secret: Secret | None
     resources: Callable[[Rollout], Awaitable[NamedResources]]
     gateway_url: str = ""
     gateway: SettlingGateway | None = None
@@ -65,6 +68,25 @@ class RunSetup:
     concurrency: int = 8
     workdir: Path | None = None
     ca: Path | None = None
+
+    def token_of(self, claim: Claim) -> str:
+        """Return the token of a claimed attempt: that which came with the claim, else one that is signed here.
+
+        Raises:
+            TokenError: There is neither a token nor a key.
+        """
+        if isinstance(claim, IssuedClaim):
+            return claim.token
+        if self._tokens is None:
+            raise TokenError(
+                f"attempt {claim.attempt.attempt_id!r} was claimed without its token, and this worker has no key to "
+                "sign one; claim with a worker's token from a gateway of this release, or set AGL_SECRET"
+            )
+        return issue_token(self._tokens, claim.rollout, claim.attempt)
+
+    @cached_property
+    def _tokens(self) -> AttemptTokens | None:
+        return None if self.secret is None else AttemptTokens(self.secret)
 
     @property
     def base_url(self) -> str:
@@ -85,8 +107,8 @@ class RunSetup:
 def environment_for_agents(setup: RunSetup) -> dict[str, str]:
     """Return this process's environment without the keys of the store, and without those that a gateway holds."""
     held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
-    hidden = {SECRET_ENV, SECRET_FILE_ENV, ADMIN_TOKEN_ENV, TOKEN_FILE_ENV, POLICY_KEY_ENV, *held}
-    return {name: value for name, value in os.environ.items() if name not in hidden}
+    own = {SECRET_ENV, SECRET_FILE_ENV, ADMIN_TOKEN_ENV, TOKEN_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV}
+    return {name: value for name, value in os.environ.items() if name not in {*own, POLICY_KEY_ENV, *held}}
 
 
 @contextmanager

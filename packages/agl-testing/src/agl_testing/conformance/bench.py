@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -32,12 +32,14 @@ class RolloutOrder:
         resources: Resources that the agent would read, by name.
         llms: Endpoint of each policy, by name.
         seed: A number that differs between rollouts and is the same when the step is repeated.
+        is_greedy: Whether the tuned policies must answer at temperature 0.
     """
 
     rollout: Rollout
     resources: Mapping[str, Resource]
     llms: Mapping[str, LLM]
     seed: int
+    is_greedy: bool = False
 
 
 def no_policies(workdir: Path) -> Mapping[str, Policy]:
@@ -174,6 +176,7 @@ class AlgorithmBench:
         resources: Mapping[str, str] | None = None,
         key: str = "",
         keeps_all: bool = False,
+        greedy: bool = False,
     ) -> Collected:
         """Play every task ``n`` times, or find what an earlier process already paid for."""
         del keeps_all  # the bench has no policies for failed rollouts
@@ -182,6 +185,7 @@ class AlgorithmBench:
         for position, task in enumerate(task for task in tasks for _ in range(n)):
             group = f"{NAME}-{step}-{mode}-{key}{'-' if key else ''}{position // n}"
             order = self._order(task, f"{group}-{position % n}", group, mode=mode, pinned=resources or {})
+            order = replace(order, is_greedy=greedy)
             if order.rollout.rollout_id not in self.collected:
                 played = self.scenario.play(order)
                 episode = await played if inspect.isawaitable(played) else played

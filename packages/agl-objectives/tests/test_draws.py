@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agl_algo_torch.tuned_policy import draw_tasks
+from agl_objectives.tasks import draw_places
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
-
-from .token_world import World
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,9 +19,9 @@ STEPS = 25
 
 def draws(workdir: Path, *, tasks: int, count: int) -> list[list[int]]:
     train = [{"n": number} for number in range(tasks)]
-    scenario = AlgorithmScenario(make=lambda: None, play=World().play, tunes=("llm",), train=train)  # type: ignore[arg-type,return-value]  # the bench makes no algorithm here
+    scenario = AlgorithmScenario(make=lambda: None, play=lambda order: None, tunes=(), train=train)  # type: ignore[arg-type,return-value]  # the bench makes no algorithm here
     context = AlgorithmBench(scenario, workdir).context()
-    return [[task["n"] for task in draw_tasks(context, step=step, count=count)] for step in range(1, STEPS + 1)]
+    return [draw_places(context, step=step, count=count) for step in range(1, STEPS + 1)]
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 3, 5, 8])

@@ -1,0 +1,39 @@
+"""The recipes of papers on the page about algorithms are settings that `grpo` takes."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_algo_torch.grpo import GRPO
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "choose-an-algorithm.md"
+
+
+def recipes() -> dict[str, dict[str, Any]]:
+    """The settings with a value, by paper."""
+    _, _, section = PAGE.read_text(encoding="utf-8").partition("## From papers to settings\n")
+    rows = re.findall(r"^\| (.+) \(arXiv [\d.]+\) \| (.+) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    return {
+        paper: {
+            name: value
+            for part in re.findall(r"`([a-z_]+ = [^`]+)`", settings)
+            for name, value in tomllib.loads(part).items()
+        }
+        for paper, settings in rows
+    }
+
+
+@pytest.mark.parametrize("paper", recipes())
+def test_recipe_is_accepted(paper: str) -> None:
+    GRPO(**recipes()[paper])
+
+
+def test_every_recipe_of_the_table_is_read() -> None:
+    found = recipes()
+    assert {"GRPO", "DAPO", "RLOO", "ReMax", "GSPO"} <= set(found)
+    assert {"estimator": "remax", "group_size": 1} == found["ReMax"]

@@ -1,0 +1,299 @@
+"""All that this package replaces or reads in VERL without a public way to it, each behind a guard that fails closed.
+
+A part of VERL is replaced or read only if it is what VERL 0.9.1 has: a line of its source, the parameters of a
+function, the shape of a table, or the attributes of an object. Otherwise a `ConfigError` names the installed version,
+what was expected where, and what to do, and nothing is changed.
+
+    repair_process_group   `verl.utils.distributed` asks torch for the group "cpu:gloo,<device>:<backend>". On the CPU
+                           both halves name one device, which torch refuses. Here the second is called `cuda`, and
+                           nothing uses it.
+    repair_critic          `verl.utils.model` opens a critic with flash-attention alone, which needs a GPU. Here the
+                           critic gets the attention that its configuration names.
+    repair_pinned_memory   the engine of a frozen reference keeps its weights in pinned memory, which needs a GPU
+    register_replica       VERL has a public registry for the trainer's end of a replica, and a table for the worker's
+    use_loss_worker        VERL's worker of a cluster names the class of the model that it trains in a class attribute
+    report_gap             VERL reports the difference of probabilities, which says little about unlikely tokens,
+                           where a ratio of ten may be a difference of a thousandth
+    introduce_trainer,     VERL saves a checkpoint after every so many steps, and has no way to ask for one when a
+    save_checkpoint        validation or a stop needs it
+    balancer_of            VERL's client has no public way to its servers
+    schedule_of,           VERL's engine has no public way to its schedule and its optimizer
+    use_rate_of_schedule
+    tensors_of             the engine's weights by name, and `plain_names` of weights with adapters
+    open_as_language_model VERL loads a value model with flash-attention alone; by its loader of language models it gets
+                           the attention that its configuration names
+
+Nothing here is repaired on import. VERL imports `ray_process`, `ray_model` and `ray_losses` by their names in processes
+of its cluster, and these ask for the repairs that the process needs. Every repair may be asked for twice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from functools import partial, wraps
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, cast
+
+from agl.errors import ConfigError
+from agl_algo_verl.runtime import INSTALL, check_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+
+GROUP = 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"'
+ATTENTION = 'attn_implementation="flash_attention_2"'
+PINNED = "CPUOffloadPolicy(pin_memory=True)"
+OPENED = "self.actor = self.actor_worker_cls(config=actor_training_config)"
+LOSS = "self.loss_fn = partial(ppo_loss, config=actor_config)"
+REPORT = "metrics.update(calculate_debug_metrics(data))"
+LOADER = 'if self.model_config.model_type == "language_model":'
+"""Lines of VERL that the repairs replace, or that a repair depends on."""
+
+SAVED = 'f"global_step_{self.global_steps}"'
+"""The line that names the directory of a checkpoint."""
+
+LARGEST, MEAN = "agl/logprob_gap", "agl/logprob_gap_mean"
+"""Names of the largest and the mean gap of log-probabilities among VERL's metrics."""
+
+ROLLOUT = ("agl_hf", "async"), "agl_algo_verl.replica.HFRollout"
+"""Key and class of the training worker's end of the replica `agl_hf`."""
+
+
+def repair_process_group() -> None:
+    """Give the second half of the process group another name."""
+    module = _module("verl.utils.distributed")
+    _expect_line(module, "initialize_global_process_group_ray", GROUP)
+    _expect_attributes(module, "get_device_name", where=module.__name__)
+    module.get_device_name = lambda: "cuda"
+
+
+def repair_critic() -> None:
+    """Open critics with the attention that their configuration names."""
+    module = _module("verl.utils.model")
+    found = getattr(module, "load_valuehead_model", None)
+    if found is load_critic:
+        return
+    _expect_line(module, "load_valuehead_model", ATTENTION)
+    _expect(
+        list(inspect.signature(cast("Any", found)).parameters) == list(inspect.signature(load_critic).parameters),
+        f"load_valuehead_model({', '.join(inspect.signature(load_critic).parameters)})",
+        where=module.__name__,
+    )
+    module.load_valuehead_model = load_critic
+
+
+def load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+    """Return the network of a critic; its value head always starts from the same numbers."""
+    _module("torch").manual_seed(0)
+    return _module("transformers").AutoModelForTokenClassification.from_pretrained(
+        local_path, torch_dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
+
+
+def repair_pinned_memory() -> None:
+    """Let VERL's engine offload weights to ordinary memory."""
+    module = _module("verl.workers.engine.fsdp.transformer_impl")
+    _expect_attributes(module, "CPUOffloadPolicy", where=module.__name__)
+    if not isinstance(module.CPUOffloadPolicy, partial):
+        _expect_line(module, "FSDPEngine", PINNED)
+        module.CPUOffloadPolicy = partial(_unpinned, module.CPUOffloadPolicy)
+
+
+def _unpinned(policy: Any, *, pin_memory: bool = False) -> Any:
+    del pin_memory
+    return policy(pin_memory=False)
+
+
+def register_replica() -> None:
+    """Make `rollout.name = "agl_hf"` known to VERL, at both ends."""
+    base = _module("verl.workers.rollout.base")
+    table = getattr(base, "_ROLLOUT_REGISTRY", None)
+    known = cast("dict[Any, Any]", table) if isinstance(table, dict) else {}
+    is_table = bool(known) and all(
+        isinstance(key, tuple) and len(cast("tuple[Any, ...]", key)) == 2 and isinstance(name, str)
+        for key, name in known.items()
+    )
+    _expect(is_table, "_ROLLOUT_REGISTRY, a table from (name, mode) to a class by its name", where=base.__name__)
+    _module("verl.workers.rollout.replica").RolloutReplicaRegistry.register(ROLLOUT[0][0], _replica)
+    known.update([ROLLOUT])
+
+
+def _replica() -> type:
+    return _module("agl_algo_verl.replica").HFReplica
+
+
+def use_loss_worker() -> None:
+    """Let VERL's worker in this process train by `loss_worker.py`; one without it, such as a server's, is left."""
+    module = sys.modules.get("verl.workers.engine_workers")
+    if module is None:
+        return
+    worker = cast("Any", module).ActorRolloutRefWorker
+    _expect_attributes(worker, "actor_worker_cls", where=module.__name__)
+    for line in (OPENED, LOSS):
+        _expect_line(worker, "init_model", line)
+    loss_worker = _module("agl_algo_verl.loss_worker").ClusterWorker
+    _expect(
+        worker.actor_worker_cls in loss_worker.__mro__,
+        f"{worker.__name__}.actor_worker_cls = TrainingWorker",
+        where=module.__name__,
+    )
+    worker.actor_worker_cls = loss_worker
+
+
+def report_gap() -> None:
+    """Make VERL's trainer in this process report the gap of log-probabilities."""
+    trainer = _module("verl.trainer.ppo.v1.trainer_base")
+    _expect_attributes(trainer, "calculate_debug_metrics", where=trainer.__name__)
+    if not hasattr(trainer.calculate_debug_metrics, "__wrapped__"):
+        _expect_line(trainer.PPOTrainer, "_compute_old_log_prob", REPORT)
+        trainer.calculate_debug_metrics = with_gap(trainer.calculate_debug_metrics)
+
+
+def with_gap(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Return VERL's report with the gap |log pi_old - log pi_behaviour|, in nats, over the tokens that are trained."""
+
+    @wraps(report)
+    def reported(data: Any) -> dict[str, Any]:
+        tensors = data.batch
+        # [M]: the trained tokens of all rows; both inputs are [B, R] and padded
+        away_M = (tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs()[tensors["response_mask"].bool()]
+        gaps = {LARGEST: float(away_M.max()), MEAN: float(away_M.mean())} if len(away_M) else {}
+        return report(data) | gaps
+
+    return reported
+
+
+def introduce_trainer() -> None:
+    """Let VERL's trainers in this process set `trainer` of the agent loops that they are given to train with."""
+    module = _module("verl.trainer.ppo.v1.trainer_base")
+    trainer: Any = getattr(module, "PPOTrainer", None)
+    fit: Any = getattr(trainer, "fit", _absent)
+    if not hasattr(fit, "__wrapped__"):
+        has_loops = list(inspect.signature(fit).parameters) == ["self", "agent_loop_manager"]
+        _expect(has_loops, "PPOTrainer.fit(agent_loop_manager)", where=module.__name__)
+        trainer.fit = _introducing(fit)
+
+
+def _absent() -> None:
+    """Stand for a function that VERL does not have."""
+
+
+def _introducing(fit: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @wraps(fit)
+    def introduced(self: Any, agent_loop_manager: Any) -> Any:
+        agent_loop_manager.trainer = self
+        return fit(self, agent_loop_manager)
+
+    return introduced
+
+
+def save_checkpoint(trainer: Any, *, step: int) -> None:
+    """Let VERL's trainer, which has begun the step after `step`, save a checkpoint as it would have at its end."""
+    _expect_attributes(trainer, "global_steps", where=_type_name(trainer))
+    _expect_line(type(trainer), "_save_checkpoint", SAVED)
+    begun = trainer.global_steps
+    trainer.global_steps = step
+    try:
+        trainer._save_checkpoint()
+    finally:
+        trainer.global_steps = begun
+
+
+def balancer_of(client: Any) -> Any:
+    """Return VERL's actor that knows the addresses of all replicas."""
+    balancer = getattr(client, "_load_balancer", None)
+    _expect(
+        hasattr(balancer, "get_all_servers"),
+        "_load_balancer, an actor with get_all_servers",
+        where=_type_name(client),
+    )
+    return balancer
+
+
+def schedule_of(engine: Any) -> Any:
+    """Return the schedule of an engine's learning rate, a `LambdaLR` of torch."""
+    schedule = getattr(engine, "lr_scheduler", None)
+    _expect_attributes(schedule, "base_lrs lr_lambdas last_epoch step", where=f"{_type_name(engine)}.lr_scheduler")
+    return schedule
+
+
+def use_rate_of_schedule(engine: Any, *, peak: float | None = None, place: int | None = None) -> None:
+    """Give the optimizer the learning rate of its schedule's next update, after a checkpoint was loaded.
+
+    A checkpoint brings the rate that was next when it was saved. Where the run has more steps than it had then, the
+    schedule falls more slowly and that rate is too low.
+
+    Args:
+        engine: VERL's engine.
+        peak: The highest rate of the schedule, for one that differs from the checkpoint's.
+        place: Steps of the schedule that are done, where training goes on at another place than the checkpoint's.
+    """
+    schedule, optimizer = schedule_of(engine), getattr(engine, "optimizer", None)
+    _expect_attributes(optimizer, "param_groups", where=f"{_type_name(engine)}.optimizer")
+    if peak is not None:
+        schedule.base_lrs = [peak for _ in schedule.base_lrs]
+    if place is not None:
+        schedule.last_epoch = place
+    places = zip(cast("Any", optimizer).param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    for group, rate, shape in places:
+        group["lr"] = rate * shape(schedule.last_epoch)  # `last_epoch` is torch's name for the updates so far
+
+
+def tensors_of(engine: Any) -> Iterable[tuple[str, Tensor]]:
+    """Return the names and tensors of an engine's weights, each whole."""
+    found = engine.get_per_tensor_param() if hasattr(engine, "get_per_tensor_param") else None
+    is_pair = isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2
+    _expect(is_pair, "get_per_tensor_param() -> (names with tensors, adapters)", where=_type_name(engine))
+    return cast("Any", found)[0]
+
+
+def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by the names that they have without adapters."""
+    module = _module("verl.utils.fsdp_utils")
+    _expect_attributes(module, "normalize_peft_param_name", where=module.__name__)
+    found = module.normalize_peft_param_name(state)
+    _expect(isinstance(found, dict), "normalize_peft_param_name(state) -> dict", where=module.__name__)
+    return found
+
+
+def open_as_language_model(worker: Any) -> None:
+    """Let a training worker open its network, a value model's as well, by VERL's loader of language models."""
+    _expect_line(_module("verl.workers.engine.fsdp.transformer_impl"), "FSDPEngine", LOADER)
+    _expect_attributes(getattr(worker, "model_config", None), "model_type", where=f"{_type_name(worker)}.model_config")
+    worker.model_config.model_type = "language_model"
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _expect_line(owner: Any, name: str, line: str) -> None:
+    """Raise ConfigError unless `owner` has a function or class of this name with this line in its source."""
+    found = getattr(owner, name, None)
+    where = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
+    _expect(found is not None, name, where=where)
+    _expect(line in inspect.getsource(cast("Any", found)), f"the line {line} in {name}", where=where)
+
+
+def _expect_attributes(owner: Any, names: str, *, where: str) -> None:
+    missing = [name for name in names.split() if not hasattr(owner, name)]
+    _expect(not missing, ", ".join(missing), where=where)
+
+
+def _expect(holds: bool, what: str, *, where: str) -> None:
+    """Raise ConfigError unless VERL is what this package was written against."""
+    check_version()
+    if not holds:
+        raise ConfigError(
+            f"VERL {version('verl')} is installed, and agl-algo-verl expects {what} in {where}, which it replaces or "
+            f"reads; it is not there, so nothing was changed. Run: {INSTALL}; or install an agl-algo-verl that knows "
+            "this VERL."
+        )

@@ -1,0 +1,75 @@
+"""VERL's trainer on a cluster to which the runner ``ray`` has connected the process, with the agents in its workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("agl_ray", reason="needs agl-ray, which places the workers")
+pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
+pytest.importorskip("openai", reason="needs openai, which the example's agent calls with")
+
+CALC = Path(__file__).parents[3] / "examples" / "calc"
+
+PATIENCE_S = 1800
+"""Seconds on a machine that is busy; idle, everything here takes about two minutes."""
+
+SETTINGS = {
+    "experiment.validation_limit": 2,
+    "runner.use": "ray",
+    "runner.concurrency": 8,
+    "runner.params.address": "local",
+    "runner.params.max_workers": 2,
+    "runner.params.wait_s": 120,
+    "runner.params.cluster.num_cpus": 24,
+    "runner.params.cluster.num_gpus": 1,
+    "algorithm.sft.params.updates": 2,
+    "algorithm.sft.params.updates_per_step": 2,
+    "algorithm.verl.params.trainer.total_training_steps": 2,
+    "algorithm.verl.params.data.train_batch_size": 2,
+    "algorithm.verl.params.actor_rollout_ref.rollout.n": 4,
+}
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0", "RAY_AUTH_MODE": "disabled"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=variables
+    )
+
+
+def prepared(folder: Path) -> Path:
+    """The calculator example with a model that is not trained yet."""
+    target = Path(shutil.copytree(CALC, folder / "calc", ignore=shutil.ignore_patterns("out", "tests")))
+    for words in (("make_data.py", "--out", "out/data"), ("make_model.py", "--data", "out/data", "--out", "out/model")):
+        done = run(target, *words)
+        assert 0 == done.returncode, done.stderr
+    return target
+
+
+def train(folder: Path, **changes: object) -> subprocess.CompletedProcess[str]:
+    given = {**SETTINGS, **changes}
+    words = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+    return run(folder, "-m", "agl", "run", "verl-ray-cpu.toml", *words)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_verl_trains_on_the_cluster_of_the_runner_that_places_its_agents(tmp_path: Path) -> None:
+    folder = prepared(tmp_path)
+    key = "algorithm.verl.params.ray_kwargs.ray_init.num_cpus"
+    refused = train(folder, **{key: 8})
+    assert "ray_kwargs.ray_init = {'num_cpus': 8} has no effect, because the runner connects this process" in (
+        refused.stdout + refused.stderr
+    )
+    done = train(folder, **{"experiment.name": "beside"})
+    assert 0 == done.returncode, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (folder / "out/verl-ray/run/metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["value"] for row in rows if (row["algorithm"], row["name"]) == ("verl", "loss")}
+    assert [1, 2] == sorted(found)

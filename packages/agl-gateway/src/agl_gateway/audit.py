@@ -1,0 +1,143 @@
+"""One line of JSON for each privileged action: who did what to which object, when, and with what result.
+
+The lines go to the logger ``agl.audit`` and, if there is one, to a file, each with one write that appends, so that
+several processes share it and it may be moved away at any time. They hold ids, names and addresses, never a token, a
+task or an answer.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from agl_run.tokens import AttemptToken
+
+_LOG = logging.getLogger("agl.audit")
+_OWN_LOG = logging.getLogger(__name__)
+
+_SHOWN = 20
+"""Objects that a line names; ``count`` has the number of all."""
+
+_TEXT = 300
+"""Characters of an error that a line quotes."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of the audit log.
+
+    Attributes:
+        time: When, as ISO 8601 in UTC.
+        scope: The kind of the token.
+        token: Whom the token was made for, or which one of the gateway's own it is.
+        remote: The address from which the request came.
+        action: What was done, such as ``delete``.
+        result: ``done``, or ``failed``.
+        experiment: The experiment, where the action is about one.
+        objects: The first 20 ids or names.
+        count: The number of objects.
+        error: Why it failed.
+    """
+
+    time: str
+    scope: str
+    token: str
+    remote: str
+    action: str
+    result: str
+    experiment: str = ""
+    objects: tuple[str, ...] = ()
+    count: int = 0
+    error: str = ""
+
+
+class Deed(msgspec.Struct, frozen=True, kw_only=True):
+    """A privileged action with its objects; see :class:`Line`."""
+
+    action: str
+    objects: Sequence[str] = ()
+    experiment: str = ""
+
+
+class Audit:
+    """Writes the lines.
+
+    Args:
+        path: The file to append to; ``None`` for the logger alone.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+
+    def write(
+        self, deed: Deed, *, claim: AttemptToken, request: web.BaseRequest, error: Exception | None = None
+    ) -> None:
+        """Write the line of one action."""
+        line = Line(
+            time=_now(),
+            scope=claim.scope,
+            token=claim.name,
+            remote=request.remote or "",
+            action=deed.action,
+            result="done" if error is None else "failed",
+            experiment=deed.experiment,
+            objects=tuple(deed.objects[:_SHOWN]),
+            count=len(deed.objects),
+            error="" if error is None else f"{type(error).__name__}: {error}"[:_TEXT],
+        )
+        text = msgspec.json.encode(line)
+        _LOG.info("%s", text.decode())
+        if self._path is not None:
+            self._append(self._path, text + b"\n")
+
+    def _append(self, path: Path, line: bytes) -> None:
+        """Append a line with one write; the file is opened anew, so that it can be moved away."""
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(handle, line)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            _OWN_LOG.error("the audit log %s cannot be written (%s); the logger agl.audit has its lines", path, error)
+
+
+def deed_of(name: str, params: dict[str, Any]) -> Deed | None:
+    """Return what a call of the store's method changes, if that is more than a worker's everyday work."""
+    match name:
+        case "enqueue":
+            rollouts = params["rollouts"]
+            return Deed(
+                action=name,
+                objects=[rollout.rollout_id for rollout in rollouts],
+                experiment=_only(rollout.experiment for rollout in rollouts),
+            )
+        case "cancel" | "delete":
+            return Deed(action=name, objects=list(params["rollout_ids"]))
+        case "publish" | "save_scores":
+            versions = params["versions" if name == "publish" else "scores"]
+            return Deed(action=name, objects=[f"{one.name}@{one.version}" for one in versions])
+        case "move_label":
+            move = params["move"]
+            action = "rollback" if move.is_back else "promote"
+            return Deed(action=action, objects=[f"{move.name}@{move.version} as {move.label}"])
+        case "save_state":
+            record = params["experiment"]
+            return Deed(action=name, objects=list(params["states"]), experiment="" if record is None else record.name)
+        case _:
+            return None
+
+
+def _only(names: Any) -> str:
+    """Return the name that all have in common; ``""`` if there are several."""
+    found = set(names)
+    return found.pop() if len(found) == 1 else ""
+
+
+def _now() -> str:
+    now = time.time()
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"

@@ -1,0 +1,152 @@
+"""Every route of a gateway, and every method of its store, answers those kinds of tokens that it is for, and no others.
+
+A route or a scope that is new and stands in no table here fails a test, so that none is open by accident.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, get_args
+
+import aiohttp
+import pytest
+
+from agl.contracts import LabelMove, Upstream
+from agl.schemas import PromptTemplate, ResourceVersion, Rollout
+from agl.stores import MemoryStore
+from agl_gateway.contract import METHODS
+from agl_gateway.conversation_ids import HEADER
+from agl_gateway.service import GatewayService, Settings
+from agl_gateway.splits import parse_split
+from agl_run.tokens import AttemptTokens, TokenScope
+from agl_testing.model_server import ScriptedModelServer
+
+from .conftest import ADMIN, SECRET
+
+CLIENT = "a-client-token-of-the-tests"
+SCOPES: tuple[TokenScope, ...] = get_args(TokenScope)
+EVERYBODY = {"none", *SCOPES}
+CALLERS = {"attempt", "client", "admin"}
+
+ROUTES: dict[str, set[str]] = {
+    "GET /": EVERYBODY,
+    "HEAD /": EVERYBODY,
+    "GET /healthz": EVERYBODY,
+    "GET /identity": set(SCOPES),
+    "GET /metrics": {"admin"},
+    "GET /openapi.json": {"admin"},
+    "GET /split": {"admin"},
+    "GET /split/resources/*": CALLERS,
+    "GET /v1/models": CALLERS,
+    "GET /v1beta/models": CALLERS,
+    "POST /conversations/end": {"client", "admin"},
+    "POST /peers": {"admin"},
+    "POST /peers/metrics": {"admin"},
+    "POST /settle": {"attempt", "admin", "worker"},
+    "POST /store/*": {"attempt", "admin", "worker"},
+    "POST /v1/traces": {"attempt", "admin"},
+    "POST /worker-tokens": {"admin"},
+    "POST /v1/chat/completions": CALLERS,
+    "POST /v1/completions": CALLERS,
+    "POST /v1/embeddings": CALLERS,
+    "POST /v1/messages": CALLERS,
+    "POST /v1/messages/count_tokens": CALLERS,
+    "POST /v1/responses": CALLERS,
+    "POST /v1/responses/compact": CALLERS,
+    "POST /v1/responses/input_tokens": CALLERS,
+    "POST /v1beta/models/*:countTokens": CALLERS,
+    "POST /v1beta/models/*:generateContent": CALLERS,
+    "POST /v1beta/models/*:streamGenerateContent": CALLERS,
+}
+"""The tokens that each route takes while a split, and so conversations, are served and the status is protected."""
+
+WORKER = {
+    *("announce", "append_spans", "attempts", "claim", "count_rollouts", "experiments", "finish", "presences"),
+    *("recordings", "renew", "resource", "rollouts", "spans", "withdraw"),
+}
+"""The methods of the store that a worker's token may call."""
+
+REFUSED = (401, 403)
+
+
+@asynccontextmanager
+async def everything(server: ScriptedModelServer) -> AsyncIterator[tuple[GatewayService, dict[str, str]]]:
+    """A gateway with all that it can serve, and a token of each scope by its name."""
+    store, tokens, soon = MemoryStore(), AttemptTokens(SECRET), time.time() + 600
+    await store.publish([ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="hi"))])
+    await store.enqueue([Rollout(rollout_id="ro-1", task={}, experiment="mine", resources={"prompt": "v1"})])
+    await store.claim(worker="test")
+    service = GatewayService(
+        store=store,
+        upstreams=[Upstream(name="main_llm", base_url=server.base_url, model="scripted")],
+        tokens=tokens,
+        settings=Settings(is_status_protected=True),
+        admin_key=ADMIN,
+        client_key=CLIENT,
+        split=parse_split("stable=0.5,canary=0.5"),
+    )
+    for label in ("stable", "canary"):
+        await store.move_label(LabelMove(name="prompt", label=label, version="v1"))
+    await service.start()
+    try:
+        yield (
+            service,
+            {
+                "none": "",
+                "attempt": tokens.issue("ro-1", "ro-1.1", expires_at=soon),
+                "client": CLIENT,
+                "admin": ADMIN,
+                "worker": tokens.issue_for_worker("mine", expires_at=soon),
+            },
+        )
+    finally:
+        await service.stop()
+        await store.close()
+
+
+async def status(session: aiohttp.ClientSession, url: str, name: str, token: str) -> int:
+    """The status of a route's answer to a request that no handler can carry out, or to a harmless one."""
+    method, _, path = name.partition(" ")
+    path = path.replace("*:", "main_llm:").replace("/store/*", "/store/append_spans").replace("*", "prompt")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    headers |= {HEADER: "a-conversation"}
+    body: dict[str, Any] = {"attempt_id": "ro-1.1", "spans": [], "model": "main_llm"}
+    async with session.request(method, url + path, headers=headers, json=body if method == "POST" else None) as reply:
+        await reply.read()
+        return reply.status
+
+
+async def test_every_route_takes_the_tokens_of_its_row_and_no_others(server: ScriptedModelServer) -> None:
+    async with everything(server) as (service, tokens), aiohttp.ClientSession() as session:
+        assert sorted(ROUTES) == sorted(service.routes)
+        found = {
+            name: {scope for scope in tokens if await status(session, service.url, name, tokens[scope]) not in REFUSED}
+            for name in ROUTES
+        }
+    assert ROUTES == found
+
+
+async def test_every_method_of_the_store_takes_the_tokens_of_its_row_and_no_others(server: ScriptedModelServer) -> None:
+    expected = {name: {"admin"} | ({"worker"} if name in WORKER else set()) for name in METHODS}
+    expected["append_spans"] = {"admin", "worker", "attempt"}
+    async with everything(server) as (service, tokens), aiohttp.ClientSession() as session:
+
+        async def opens(name: str, scope: str) -> bool:
+            headers = {"authorization": f"Bearer {tokens[scope]}"}
+            # No method takes this body, so that one that is allowed answers 400 before it does anything.
+            async with session.post(f"{service.url}/store/{name}", headers=headers, json=[]) as reply:
+                return reply.status not in REFUSED
+
+        found = {name: {scope for scope in SCOPES if await opens(name, scope)} for name in METHODS}
+    assert expected == found
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_a_path_with_an_attempts_ids_takes_that_attempts_token_only(
+    server: ScriptedModelServer, scope: str
+) -> None:
+    async with everything(server) as (service, tokens), aiohttp.ClientSession() as session:
+        path = f"/rollout/ro-1/attempt/ro-1.1/key/{tokens[scope]}/v1/chat/completions"
+        body = {"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}
+        async with session.post(service.url + path, json=body) as reply:
+            assert (200 if scope == "attempt" else 401) == reply.status

@@ -1,0 +1,33 @@
+"""Marks rollouts in which policies answer at temperature 0, whatever the agent asks; the gateway reads the mark.
+
+Some algorithms compare sampled rollouts with a greedy one of the same task. Such a rollout never trains.
+"""
+
+from collections.abc import Iterable
+from typing import cast
+
+import msgspec
+
+from agl.errors import ConfigError
+from agl.schemas import Rollout
+
+__all__ = ["as_greedy", "greedy_policies"]
+
+_KEY = "agl.greedy"
+
+
+def as_greedy(rollout: Rollout, policies: Iterable[str]) -> Rollout:
+    """Return a rollout in which the named policies answer at temperature 0.
+
+    Raises:
+        ConfigError: The rollout may train.
+    """
+    if rollout.mode == "train":
+        raise ConfigError(f"the rollout {rollout.rollout_id} trains, and greedy answers teach nothing; use mode 'test'")
+    return msgspec.structs.replace(rollout, metadata={**rollout.metadata, _KEY: list(policies)})
+
+
+def greedy_policies(rollout: Rollout) -> frozenset[str]:
+    """Return the policies that answer a rollout at temperature 0; none for most rollouts."""
+    named = rollout.metadata.get(_KEY)
+    return frozenset(str(name) for name in cast("list[object]", named)) if isinstance(named, list) else frozenset()

@@ -1,0 +1,112 @@
+"""Partitions the table of spans by time, so that retention drops tables instead of deleting rows.
+
+A rollout's number says in which period it was made: its upper bits count the periods, the lower ones the rollouts of
+each. So the key of an attempt, which begins with that number, names the partition of its spans, and the table's keys
+stay as they are. The first rollout of a new day, week or month moves the sequence of numbers on to the next period. A
+period's partition is made with its first span, on the server that has them.
+
+Planning over many partitions takes longer than the query. Statements on spans therefore name the bounds of the
+partitions that they need as constants, see :func:`bounds` and :class:`Aim`.
+
+"""
+
+from collections.abc import Iterable
+
+from agl_run.sql import ATTEMPT_BITS
+from agl_store_postgres.connections import Connection
+
+PERIOD_BITS = 32
+"""Bits of a rollout's number within its period."""
+
+KEY_BITS = PERIOD_BITS + ATTEMPT_BITS
+SEQUENCE = "pg_get_serial_sequence('rollouts', 'seq')::regclass"
+PERIOD = f"(coalesce(pg_sequence_last_value({SEQUENCE}), 0) >> {PERIOD_BITS})"
+_CURRENT = f"SELECT ({PERIOD})::int".encode()
+_PARTITIONS = (
+    b"SELECT substring(c.relname FROM '^spans_(\\d+)$')::int FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid "
+    b"WHERE i.inhparent = 'spans'::regclass ORDER BY 1"
+)
+_HOLD = b"SELECT pg_try_advisory_xact_lock('partitioning'::regclass::oid::int, %s::int)"
+_IS_NEEDED = "SELECT EXISTS (SELECT FROM rollouts WHERE {of_shard}seq >= %s AND seq < %s)"
+_FORGET = b"DELETE FROM removals WHERE shard = %s AND seq >= %s AND seq < %s"
+_DROP_ONE = b"SELECT agl_drop_partition(%s::int)"
+_MAKE_ONE = b"SELECT agl_make_partition(%s::int)"
+
+
+class Aim:
+    """The period at which the next statement on spans is aimed, before it is known which one it needs.
+
+    That of the last one is right nearly always, because what runs at one time was made at one time; a statement that
+    missed is sent again.
+    """
+
+    def __init__(self) -> None:
+        self.period = 0
+
+
+class Partitions:
+    """The partitions of one server that one connection knows, and where its next statement is aimed."""
+
+    def __init__(self) -> None:
+        self.aim = Aim()
+        self._made: set[int] = set()
+
+    def make(self, db: Connection, keys: Iterable[int]) -> None:
+        """Make the partitions of attempts that are missing, in the transaction that is open."""
+        for period in sorted({period_of(key) for key in keys} - self._made):
+            db.execute(_MAKE_ONE, (period,))
+            self._made.add(period)
+
+    def forget(self) -> None:
+        """Look again next time: a transaction that made some was undone, or some were dropped."""
+        self._made.clear()
+
+
+def period_of(key: int) -> int:
+    """Return the period of an attempt, by its key."""
+    return max(0, key >> KEY_BITS)
+
+
+def bounds(first: int, last: int | None = None) -> bytes:
+    """Return conditions on ``s.attempt`` by which the planner sees the partitions of these periods alone."""
+    lower = f" AND s.attempt >= {first << KEY_BITS}" if first else ""
+    upper = f" AND s.attempt < {(last + 1) << KEY_BITS}" if last is not None else ""
+    return (lower + upper).encode()
+
+
+def bounds_of(keys: Iterable[int]) -> bytes:
+    """Return the conditions on ``s.attempt`` for attempts that are known."""
+    periods = {period_of(key) for key in keys}
+    return bounds(min(periods), max(periods))
+
+
+def drop_unneeded(control: Connection, server: Connection, *, shard: int = 0) -> bool:
+    """Drop the partitions of earlier periods that no rollout needs any more; return false if one was in use.
+
+    A rollout that is there keeps its partition, whatever its state, and so does a transaction that may add one.
+
+    Args:
+        control: Has the rollouts.
+        server: Has the spans; the same connection in a store without shards.
+        shard: The server's number; 0 in a store without shards.
+    """
+    ((current,),) = control.execute(_CURRENT).fetchall()
+    is_done = True
+    for (period,) in server.execute(_PARTITIONS).fetchall():
+        if period < current:
+            with control.transaction():
+                is_done &= _drop(control, server, period, shard)
+    return is_done
+
+
+def _drop(control: Connection, server: Connection, period: int, shard: int) -> bool:
+    where = (period << PERIOD_BITS, (period + 1) << PERIOD_BITS)
+    if control.execute(_HOLD, (period,)).fetchone() != (True,):
+        return False
+    needed = _IS_NEEDED.format(of_shard=f"shard = {shard} AND " if shard else "").encode()
+    if control.execute(needed, where).fetchone() == (True,):
+        return True
+    if server.execute(_DROP_ONE, (period,)).fetchone() != (True,):
+        return False
+    control.execute(_FORGET, (shard, *where))
+    return True
