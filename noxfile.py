@@ -38,6 +38,7 @@ TRUSTME = "trustme>=1.2,<2"
 CHECKERS = ["ruff==0.17.*", "import-linter==2.16", "pyright==1.1.414"]
 CLIENTS = ["openai>=3,<4", "anthropic>=0.80", "jinja2", "httpx>=0.28,<1"]
 GOOGLE = "google-genai>=3.4,<4"
+OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
 UNRECORDED = ["requests>=2.32,<3", "aiohttp>=3.11,<4", "botocore>=1.40,<2"]
 """Clients whose model calls are only counted."""
 LIGHT = ["agl-core", "agl-run", "agl-gateway", "agl-testing"]
@@ -376,8 +377,8 @@ def example(session: nox.Session, name: str) -> None:
 @nox.session
 def gateway(session: nox.Session) -> None:
     """The gateway."""
-    exporter = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
-    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *CLIENTS, GOOGLE, exporter, SCHEMATHESIS, TRUSTME])
+    needs = [*ours(*LIGHT), *TEST_TOOLS, *CLIENTS, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME]
+    tools = environment(session, needs)
     pytest(session, tools, "packages/agl-gateway/tests")
 
 
@@ -504,8 +505,9 @@ def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
     needs = [
-        *ours(*LIGHT, "agl-credit", "agl-harness", "agl-store-postgres"),
+        *ours(*LIGHT, "agl-credit", "agl-harness", "agl-ray", "agl-store-postgres"),
         *TEST_TOOLS,
+        *PLUGINS["agl-ray"],
         *PLUGINS["agl-store-postgres"],
         *UNRECORDED,
         *notebooks,
@@ -627,8 +629,9 @@ def bench(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Long runs that the ordinary tests leave out; VERL's are ``nox -s verl-3.11 -- -m soak``."""
     stores = ("agl-store-postgres", "agl-store-redis")
-    servers = [need for name in stores for need in PLUGINS[name]]
-    needs = [*ours(*LIGHT, *stores), *TEST_TOOLS, *servers, SCHEMATHESIS, GOOGLE, TRUSTME]
+    servers = [need for name in (*stores, "agl-ray") for need in PLUGINS[name]]
+    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, PLOT, TERMINAL, "nbformat>=5.10,<6"]
+    needs = [*ours(*LIGHT, *stores, "agl-ray"), *TEST_TOOLS, *servers, *clients, SCHEMATHESIS, TRUSTME]
     tools = environment(session, needs)
     packages = ("agl-core", "agl-run", "agl-gateway", *stores)
     folders = ["tests", *(f"packages/{name}/tests" for name in packages)]

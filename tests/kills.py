@@ -64,6 +64,7 @@ class Campaign:
         away_s: Draws the seconds for which a killed program is gone.
         each: How often every program is killed at least.
         most: How often every program is killed at most.
+        each_s: Seconds for a kill, at most, on average.
         rows: The report; a finding of the experiment counts for every class that was killed in it, because any of them
             may be its cause.
     """
@@ -74,6 +75,7 @@ class Campaign:
     away_s: Callable[[random.Random], float]
     each: int = 1
     most: int = 10**6
+    each_s: float = 20.0
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     ended: Counter[str] = field(default_factory=Counter[str])
     orphans: list[str] = field(default_factory=list[str])
@@ -89,9 +91,8 @@ class Campaign:
         """Kill until the number is reached and no class is left out, let everything come back and finish, and look."""
         programs = self.installation.programs()
         self.rows = {program.name: Row() for program in programs}
-        wait_until(
-            lambda: self._tick(programs), within_s=60 + 20 * max(self.kills, self.each * len(programs)), every_s=0.02
-        )
+        within_s = 60 + self.each_s * max(self.kills, self.each * len(programs))
+        wait_until(lambda: self._tick(programs), within_s=within_s, every_s=0.02)
         stuck = not self._ends(programs)
         lost, twice = len(self.installation.lost()), self.installation.trained_twice()
         for row in self.rows.values():

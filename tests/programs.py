@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 from tools.networks import enter
 
@@ -29,6 +30,7 @@ IMPORTS = (
     "agl_store_postgres.store",
     "agl_testing.stores.samples",
     "openai.resources.chat.completions",
+    "ray.scripts.scripts",
 )
 """Modules that are imported once; what is not installed is left out."""
 
@@ -91,7 +93,8 @@ class Forks:
     def prepare(self) -> None:
         """Start the process from which all are forked, which outlives the test and is shared with others."""
         multiprocessing.get_context("forkserver").set_forkserver_preload([*IMPORTS, __name__])
-        forkserver.ensure_running()
+        with mock.patch.dict(os.environ, RAY_AUTH_MODE="token"):  # Ray reads it when it is imported
+            forkserver.ensure_running()
 
     def start(self, main: Main, words: tuple[str, ...], *, place: Place, log: Path) -> BaseProcess:
         """Run ``main(*words)`` in a process of its own that writes to ``log``."""

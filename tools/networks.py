@@ -6,10 +6,15 @@ Needs root. Links can be cut, and made slow and lossy as far as the kernel knows
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 PREFIX = "10.213"
 """The first half of every address; the networks are in namespaces of their own, so that it meets no other."""
@@ -73,6 +78,7 @@ class Networks:
     addresses: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
     _prefix: str = field(default_factory=lambda: f"agl-{os.getpid()}")
     _machines: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    _wires: "subprocess.Popen[bytes] | None" = None
 
     def open(self) -> None:
         """Make the bridges."""
@@ -105,6 +111,11 @@ class Networks:
         """Return the words before a command that runs it on a machine."""
         return ["ip", "netns", "exec", self.namespace(machine)]
 
+    def processes(self, machine: str) -> list[int]:
+        """Return the processes that use a machine's network."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace(machine)], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split() if int(pid) != os.getpid()]
+
     def cut(self, machine: str) -> None:
         """Unplug a machine: what it sends and what it is sent is lost without a word to either side."""
         self._plug(machine, "down")
@@ -116,28 +127,55 @@ class Networks:
     def slow_down(self, *, delay_ms: int, loss: float) -> str:
         """Let every machine's packets take longer and get lost at times; returns by what means, or why it cannot be.
 
-        ``tc`` does both where the kernel has netem. Elsewhere ``nft`` drops packets, and nothing delays them.
+        ``tc`` does both where the kernel has netem. Elsewhere a program carries the packets, see :mod:`tools.wires`; it
+        replaces the machines' links, so call this before anything uses them.
         """
-        machines = [(machine, name) for machine, name in self.addresses if machine != HUB]
         try:
-            for machine, name in machines:
+            for machine, name in self._links():
                 root = ("qdisc", "add", "dev", name, "root", "netem")
                 run("tc", "-n", self.namespace(machine), *root, "delay", f"{delay_ms}ms", "loss", f"{loss:.2%}")
         except OSError as error:
             why = str(error).splitlines()[-1]
         else:
             return f"netem: {delay_ms} ms and {loss:.1%} of the packets"
-        chain = "add chain inet agl out { type filter hook output priority 0 ; }"
-        drop = f"add rule inet agl out numgen random mod 1000 < {round(loss * 1000)} drop"
         try:
-            for machine, _ in machines:
-                run(*self.inside(machine), "nft", f"add table inet agl; {chain}; {drop}")
+            self._lay_wires(delay_ms / 1000, loss)
         except OSError as error:
             return f"no delay and no loss: {why}; {error}"
-        return f"nft: {loss:.1%} of the packets, and no delay, for which this kernel lacks netem ({why})"
+        return f"a program: {delay_ms} ms and {loss:.1%} of the packets, for this kernel lacks netem ({why})"
+
+    def _links(self) -> list[tuple[str, str]]:
+        """Return the machine and the network of every link."""
+        return [(machine, name) for machine, name in self.addresses if machine != HUB]
+
+    def _lay_wires(self, delay_s: float, loss: float) -> None:
+        """Put a wire in the place of every link."""
+        if not Path("/dev/net/tun").exists():
+            raise OSError("there is no /dev/net/tun for wires")
+        ends: list[str] = []
+        for machine, name in self._links():
+            port = next(port for port in self._machines[machine] if port.endswith(f"n{self.names.index(name)}"))
+            ip("-n", self.namespace(HUB), "link", "del", port)
+            for place, device in ((machine, name), (HUB, port)):
+                ip("-n", self.namespace(place), "tuntap", "add", "dev", device, "mode", "tap")
+                ends.append(f"{self.namespace(place)}:{device}")
+            ip("-n", self.namespace(HUB), "link", "set", port, "master", name, "up")
+            ip("-n", self.namespace(machine), "address", "add", f"{self.addresses[machine, name]}/24", "dev", name)
+            ip("-n", self.namespace(machine), "link", "set", name, "up")
+        words = [sys.executable, "-m", "tools.wires", str(delay_s), str(loss), *ends]
+        self._wires = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        if self._wires.stdout is None or not self._wires.stdout.readline():
+            raise OSError("the program that carries packets ended")
 
     def close(self) -> None:
-        """Remove the machines and the bridges; idempotent."""
+        """End what still runs on the machines, and remove them and the bridges; idempotent."""
+        for machine in self._machines:
+            for pid in self.processes(machine):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if self._wires is not None:
+            self._wires.communicate()
+            self._wires = None
         for machine in self._machines:
             subprocess.run(["ip", "netns", "del", self.namespace(machine)], capture_output=True)
         self._machines.clear()

@@ -10,11 +10,13 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from agl.errors import AglError, ConfigError
 from agl.schemas import Json, new_span_id
@@ -26,6 +28,21 @@ STARTS = 6
 
 STORE_BYTES = 128 << 20
 """Shared memory of a cluster that is started here, which carries no data."""
+
+KNOCK_S = 1.0
+"""Seconds between two knocks at the head's port, and for each of them."""
+
+REFUSALS = 2
+"""Refused knocks in turn after which a head has ended: nothing listens at its port any more."""
+
+HELD = 3
+"""Connections that are held to the head's port: new ones each second, because Ray closes old ones that say nothing."""
+
+SILENCE_S = 30.0
+"""Seconds without an answer after which a head counts as gone; Ray itself ends a process that waits for 60."""
+
+SHUTDOWN_S = 20.0
+"""Seconds for leaving a cluster that is gone."""
 
 _OWN_CLUSTER: Mapping[str, Any] = {
     "object_store_memory": STORE_BYTES,
@@ -58,6 +75,10 @@ class Cluster:
         self._started = dict(started)
         self._thread: ThreadPoolExecutor | None = None
         self._is_ours = False
+        self._head = ""
+        self._gone: asyncio.Event = asyncio.Event()
+        self._problem_of_head = ""
+        self._watching: asyncio.Task[None] | None = None
         self.is_new = False
 
     async def connect(self) -> None:
@@ -76,31 +97,75 @@ class Cluster:
                     raise self._problem("local", error) from error
                 _LOG.warning("Ray's processes did not start in time; starting them again (%d)", attempt)
             else:
+                self._head = str(ray().get_runtime_context().gcs_address)
+                self._watching = asyncio.create_task(self._watch())
                 return
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run what waits for Ray, in this object's thread."""
+        """Run what waits for Ray, in this object's thread.
+
+        Raises:
+            ClusterGoneError: The cluster is gone, and Ray would not return before it ends this process.
+        """
         if self._thread is None:
             raise AglError("there is no connection to Ray; this is a defect of agl-ray")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        if self._gone.is_set():
+            self._raise_gone()
+        return await self.unless_gone(asyncio.get_running_loop().run_in_executor(self._thread, work))
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """Wait for something on the cluster; raises :class:`ClusterGoneError` once it is gone."""
+        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            self._raise_gone()
+        finally:
+            working.cancel()
+            gone.cancel()
+
+    async def until_gone(self) -> NoReturn:
+        """Wait until the cluster is gone; raises :class:`ClusterGoneError`."""
+        await self._gone.wait()
+        self._raise_gone()
+
+    async def _watch(self) -> None:
+        self._problem_of_head = await until_gone(self._head)
+        self._gone.set()
+
+    def _raise_gone(self) -> NoReturn:
+        raise ClusterGoneError(
+            f"the Ray cluster at {self._head} is gone: {self._problem_of_head}. Every finished step is kept; start a "
+            "cluster and continue with --resume (resume=True)"
+        )
 
     async def disconnect(self) -> None:
         """Leave the cluster; one that was started here ends. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        if self._is_ours:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._is_ours and self._gone.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SHUTDOWN_S):
+                    await asyncio.to_thread(ray().shutdown)  # the own thread may wait for the head
+        elif self._is_ours:
             await asyncio.get_running_loop().run_in_executor(thread, ray().shutdown)
         self._is_ours = self.is_new = False
         thread.shutdown(wait=False)
 
-    def machines(self) -> list[dict[str, float]]:
+    async def machines(self) -> list[dict[str, float]]:
         """Return what each machine of the cluster has."""
-        return [dict(node["Resources"]) for node in ray().nodes() if node["Alive"]]
+        return [dict(node["Resources"]) for node in await self._nodes()]
 
-    def hosts(self) -> set[str]:
+    async def hosts(self) -> set[str]:
         """Return the addresses of the machines."""
-        return {str(node["NodeManagerAddress"]) for node in ray().nodes() if node["Alive"]}
+        return {str(node["NodeManagerAddress"]) for node in await self._nodes()}
+
+    async def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in await self.run(ray().nodes) if node["Alive"]]
 
     def _connect(self) -> None:
         if ray().is_initialized():
@@ -145,6 +210,65 @@ class Cluster:
             "this machine may reach its port, that both have the same releases of Ray and Python and, where "
             'it asks for a token, RAY_AUTH_MODE=token and the token; or use the address "auto" for this machine'
         )
+
+
+async def until_gone(head: str, *, silence_s: float = SILENCE_S) -> str:
+    """Knock at a head's port every second until it is gone; returns how it went.
+
+    Ray's own calls wait for a head that is gone, then end the process without a word of the experiment; they end it at
+    once where a new cluster has taken the place of the old one.
+
+    Args:
+        head: ``HOST:PORT``.
+        silence_s: Seconds without an answer after which it counts as gone.
+    """
+    refusals, answered_at = 0, time.monotonic()
+    held: deque[_Held] = deque()
+    try:
+        while True:
+            try:
+                held.append(await _knock(head))
+                refusals, answered_at = 0, time.monotonic()
+            except ConnectionRefusedError:
+                refusals += 1
+            except (OSError, TimeoutError):
+                refusals = 0
+            if refusals >= REFUSALS or any(one.is_lost for one in held):
+                return "its head has ended"
+            if time.monotonic() - answered_at >= silence_s:
+                return f"its head has not answered for {silence_s:g} s"
+            if len(held) > HELD:
+                held.popleft().close()
+            await asyncio.sleep(KNOCK_S)
+    finally:
+        for one in held:
+            one.close()
+
+
+async def _knock(address: str) -> "_Held":
+    """Open a connection to a port."""
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(KNOCK_S):
+        _, held = await asyncio.get_running_loop().create_connection(_Held, host.strip("[]"), int(port))
+    return held
+
+
+class _Held(asyncio.Protocol):
+    """A connection that ends with the process that listens, even where another one listens there at once."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
 
 class _TooSlowError(Exception):
@@ -220,6 +344,10 @@ async def answer_of(reference: Any) -> Any:
         raise AglError(f"a process on the Ray cluster failed: {last_line(error)}") from error
     except exceptions.RayError as error:
         raise ProcessGoneError(f"a process on the Ray cluster is gone: {last_line(error)}") from error
+
+
+class ClusterGoneError(AglError):
+    """The head of the cluster ended or cannot be reached, and with it everything that Ray placed."""
 
 
 class ProcessGoneError(AglError):

@@ -102,7 +102,7 @@ class RayFleet:
         cluster = Cluster(self._address, started=self._started)
         await cluster.connect()
         try:
-            machines = cluster.machines()
+            machines = await cluster.machines()
             count = f"{len(machines)} machine{'' if len(machines) == 1 else 's'}"
             return [f"Ray: a cluster of {count}, with {_have(machines)}", *self._layout(shares, machines)]
         finally:
@@ -115,7 +115,7 @@ class RayFleet:
         if not has_cluster(self._address):
             self._layout(shares, [this_machine(self._started)])  # before a start that takes seconds
         await cluster.connect()
-        self._layout(shares, cluster.machines())
+        self._layout(shares, await cluster.machines())
         patience = Patience(self._pool_settings.wait_s)
         self._reservation = Reservation(cluster, patience)
         await self._reservation.make(shares)
@@ -125,7 +125,7 @@ class RayFleet:
     async def deploy(self, setup: FleetSetup) -> None:
         """Begin to start workers."""
         cluster = _started(self._cluster)
-        _check_reach(setup.order.store_url, cluster)
+        _check_reach(setup.order.store_url, await cluster.hosts())
         room, self._room = self._room, None
         self._pool = Pool(cluster, self._pool_settings, setup, room=room)
         self._pool.start()
@@ -194,9 +194,8 @@ def _check_address(address: str, cluster: Mapping[str, Json]) -> None:
         raise ConfigError("runner.params.cluster is for a cluster that is started here; write address beside it")
 
 
-def _check_reach(store_url: str, cluster: Cluster) -> None:
+def _check_reach(store_url: str, hosts: set[str]) -> None:
     """Refuse workers on several machines whose store only this one reaches."""
-    hosts = cluster.hosts()
     is_here = store_url.startswith(("sqlite:", "http://127.", "http://localhost", "http://[::1]"))
     if len(hosts) > 1 and is_here:
         raise ConfigError(

@@ -109,7 +109,7 @@ class _Placed:
             raise AglError(f"algorithm {self._config.name!r} is not set up")
         reference = self._actor.call.remote(method, args, named, self._now())
         try:
-            result, self._state = await answer_of(reference)
+            result, self._state = await self._cluster.unless_gone(answer_of(reference))
         except asyncio.CancelledError:
             self._actor.cancel.remote()
             raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agl.errors import AglError, ConfigError, StoreError
-from agl_ray.cluster import Cluster, ProcessGoneError, answer_of, ray
+from agl_ray.cluster import Cluster, ClusterGoneError, ProcessGoneError, answer_of, ray
 from agl_ray.layout import Share
 from agl_ray.reservation import Patience, Place, Reservation, options_of
 from agl_ray.worker import WorkerActor
@@ -91,19 +91,22 @@ class Pool:
         self._workers: list[_Placed] = []
         self._leaving: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._said = -1
         self._room = room
         self._is_crowded = False
 
     def start(self) -> None:
-        """Begin to look at the queue."""
+        """Begin to look at the queue and for the cluster."""
         self._keeper = asyncio.create_task(self._keep())
+        self._watch = asyncio.create_task(self._look_for_cluster())
 
     async def stop(self) -> None:
         """Stop all workers; they give their attempts back."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        tasks = [task for task in (self._keeper, self._watch) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker in list(self._workers):
             self._dismiss(worker)
         await asyncio.gather(*self._leaving, return_exceptions=True)
@@ -116,6 +119,12 @@ class Pool:
                 await self._look()
                 await asyncio.sleep(LOOK_S)
         except Exception as error:  # noqa: BLE001  # raised for the waiters of rollouts
+            self._setup.fail(error)
+
+    async def _look_for_cluster(self) -> None:
+        try:
+            await self._cluster.until_gone()
+        except ClusterGoneError as error:
             self._setup.fail(error)
 
     async def _look(self) -> None:
@@ -146,10 +155,7 @@ class Pool:
             self._dismiss(worker)
             error = worker.run.exception()
             if isinstance(error, ProcessGoneError):
-                raise AglError(
-                    f"a worker on the Ray cluster cannot run: {error} Every machine of the cluster needs agl-ray, the "
-                    "agent and what it imports, in the same releases and at the same place as here"
-                ) from error
+                raise AglError(_why_gone(error)) from error
             if error is not None:
                 raise error
 
@@ -250,3 +256,16 @@ class Pool:
             if not worker.is_ready and not worker.is_slow and time.monotonic() - worker.asked_at > SLOW_S:
                 worker.is_slow = True
                 self._setup.say(f"a worker has not started after {SLOW_S:.0f} s; ray status shows what Ray waits for")
+
+
+def _why_gone(error: ProcessGoneError) -> str:
+    """Explain why Ray did not start a worker again."""
+    if "its owner has died" in str(error):
+        return (
+            f"this machine is no longer a node of the Ray cluster, which therefore ended the workers: {error} Every "
+            "finished step is kept; start Ray here again (ray start) and continue with --resume (resume=True)"
+        )
+    return (
+        f"a worker on the Ray cluster cannot run: {error} Every machine of the cluster needs agl-ray, the agent and "
+        "what it imports, in the same releases and at the same place as here"
+    )
