@@ -505,9 +505,8 @@ def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
     needs = [
-        *ours(*LIGHT, "agl-credit", "agl-harness", "agl-ray", "agl-store-postgres"),
+        *ours(*LIGHT, "agl-credit", "agl-harness", "agl-store-postgres"),
         *TEST_TOOLS,
-        *PLUGINS["agl-ray"],
         *PLUGINS["agl-store-postgres"],
         *UNRECORDED,
         *notebooks,

@@ -26,6 +26,8 @@ from .test_kills import LEASE_S, SLOW, check
 from .test_networks import soon_or_later
 from .test_workers import free_port
 
+pytestmark = pytest.mark.soak
+
 MACHINES = {
     "PostgreSQL": "database",
     "agl serve": "serve",
@@ -133,7 +135,7 @@ def make(
     ("each", "steps", "pace"),
     [
         pytest.param(1, 10, 0.2, marks=pytest.mark.timeout(1800)),
-        pytest.param(20, 30, 1.0, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+        pytest.param(20, 30, 1.0, marks=pytest.mark.timeout(7200)),
     ],
 )
 def test_two_nodes_are_killed_and_links_cut_and_every_rollout_is_trained_once(
