@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext
     from agl.schemas import Episode, Json
 
-__all__ = ["Curriculum", "TaskDraws", "canonical", "draw_places"]
+__all__ = ["UNIFORM", "Curriculum", "TaskDraws", "canonical", "draw_places"]
 
 Curriculum = Literal["", "frontier", "unsolved"]
 """The tasks that a curriculum prefers; none for `""`."""
