@@ -1,5 +1,7 @@
 """More rollouts at once than one event loop should hold: they run, and ``agl`` says what to do instead."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,14 @@ async def solve(task):
 """
 
 ADVICE = "set it to 256 and run them in 2 processes: start agl worker FILE as often as that takes, here or on other"
+
+
+@pytest.fixture(autouse=True)
+def forget_the_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the agent's module after the test; other tests have one of the same name."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("agent", None)
 
 
 def _experiment(folder: Path, *, concurrency: int, use: str = "async") -> str:
