@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import RetryPolicy, Rollout
+from agl.stores import read_recordings
 from agl_run import SQLiteStore
 from agl_run.experiment.state import load_algorithm, load_experiment, trained_rollouts
 from agl_testing.stores.samples import make_span, outcome_of
@@ -217,17 +218,24 @@ class Installation:
 
 
 async def missing_of(store: Store, lines: list[list[str]], *, writer: str) -> list[str]:
-    """Return the acknowledged writes that ``store`` does not have."""
-    query = RolloutQuery(experiment=f"writer-{writer}", limit=10**6)
-    rollouts = {one.rollout_id: one for one in await store.rollouts(query)}
+    """Return the acknowledged writes that ``store`` does not have.
+
+    A writer that is killed between two writes leaves an attempt with a span behind. Once its lease is over, another
+    attempt of that rollout finishes, and what it wrote is in that attempt alone.
+    """
+    query = RolloutQuery(experiment=f"writer-{writer}")
+    found = {one.rollout.rollout_id: one async for one in read_recordings(store, query, spans="all")}
     missing = list[str]()
     for kind, name in lines:
-        rollout = rollouts.get(name)
-        tries = [] if rollout is None or kind == "enqueued" else await store.attempts(name)
-        names = [span.name for one in tries for span in await store.spans(name, attempt_id=one.attempt_id)]
-        kept = {"enqueued": rollout is not None, "appended": "work" in names, "finished": ["work", "last"] == names}
-        if not kept[kind] or (kind == "finished" and rollout is not None and rollout.status != "succeeded"):
-            missing.append(f"{kind} {name}: {rollout and rollout.status}, {names}")
+        one = found.get(name)
+        status = one and one.rollout.status
+        spans = one.spans if one is not None else []
+        names = [span.name for span in spans]
+        deciding = [span.name for span in spans if one is not None and span.attempt_id == one.rollout.attempt_id]
+        is_finished = status == "succeeded" and ["work", "last"] == deciding
+        kept = {"enqueued": one is not None, "appended": "work" in names, "finished": is_finished}
+        if not kept[kind]:
+            missing.append(f"{kind} {name}: {status}, {names}")
     return missing
 
 

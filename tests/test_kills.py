@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agl.schemas import Rollout
+from agl.schemas import Outcome, Rollout
 from agl.stores import MemoryStore
 from agl_testing.plugins import PluginFolder
-from agl_testing.stores.samples import make_span
+from agl_testing.stores.samples import make_span, outcome_of
 
 from .conftest import AGENT
 from .database import PostgresInstallation, server_module
@@ -99,10 +99,11 @@ def check(campaign: Campaign, *, steps: int) -> None:
     check_end(installation.file, steps=steps, url=installation.served)
 
 
-def test_span_of_an_attempt_whose_lease_lapsed_is_kept_and_one_that_was_never_written_is_missing() -> None:
+def test_what_a_lost_attempt_wrote_is_kept_and_what_no_attempt_wrote_is_missing() -> None:
     now = [1000.0]
+    lines = [["enqueued", "r"], ["appended", "r"], ["finished", "r"]]
 
-    async def missing() -> list[str]:
+    async def missing() -> list[list[str]]:
         store = MemoryStore(clock=lambda: now[0])
         await store.enqueue([Rollout(rollout_id="r", task=None, experiment="writer-w")])
         (claim,) = await store.claim(worker="w", lease_s=1)
@@ -110,9 +111,27 @@ def test_span_of_an_attempt_whose_lease_lapsed_is_kept_and_one_that_was_never_wr
         now[0] += 60
         (again,) = await store.claim(worker="w", lease_s=1)
         assert 2 == again.attempt.number
-        return await missing_of(store, [["enqueued", "r"], ["appended", "r"], ["finished", "r"]], writer="w")
+        before = await missing_of(store, lines, writer="w")
+        spans = [make_span(again, name=name) for name in ("work", "last")]
+        await store.finish([outcome_of(again, spans=spans)])
+        return [before, await missing_of(store, lines, writer="w")]
 
-    assert ["finished r: running, ['work']"] == asyncio.run(missing())
+    assert [["finished r: running, ['work']"], []] == asyncio.run(missing())
+
+
+def test_finished_rollout_whose_deciding_attempt_lacks_a_span_is_missing() -> None:
+    async def missing() -> list[str]:
+        store = MemoryStore()
+        await store.enqueue([Rollout(rollout_id="r", task=None, experiment="writer-w")])
+        (claim,) = await store.claim(worker="w")
+        await store.append_spans([make_span(claim, name="work"), make_span(claim, name="last")])
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="lost")])
+        (again,) = await store.claim(worker="w")
+        await store.finish([outcome_of(again, spans=[make_span(again, name="last")])])
+        return await missing_of(store, [["appended", "r"], ["finished", "r"], ["enqueued", "s"]], writer="w")
+
+    found = ["finished r: succeeded, ['work', 'last', 'last']", "enqueued s: None, []"]
+    assert found == asyncio.run(missing())
 
 
 @pytest.mark.parametrize(("on", "kills"), [("on_sqlite", 50), ("on_postgres", 50)])

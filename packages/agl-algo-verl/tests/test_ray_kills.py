@@ -236,7 +236,8 @@ async def check_ledger(folder: Path, *, steps: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kills", [1, 20])
 def test_steps_that_wait_to_be_saved_are_repeated_from_their_rollouts_after_a_kill(
     model_dir: Path, tmp_path: Path, kills: int
 ) -> None:

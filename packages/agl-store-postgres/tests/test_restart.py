@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections import defaultdict
+from typing import Any
 
 import psycopg
 import pytest
@@ -122,11 +123,11 @@ def test_answer_that_was_lost_with_the_connection_is_found_again(
     commit = writer.commit
     breaks = iter([True])
 
-    def breaking(db: connections.Connection, changes: object, *, feed: int) -> None:
+    def breaking(db: connections.Connection, changes: object, **settings: Any) -> None:
         is_breaking = next(breaks, False)
         if is_breaking and is_lost_before:
             end_of(db)
-        commit(db, changes, feed=feed)  # type: ignore[arg-type]
+        commit(db, changes, **settings)  # type: ignore[arg-type]
         if is_breaking and not is_lost_before:
             db.close()
             raise psycopg.OperationalError("the connection is closed")
@@ -167,14 +168,14 @@ def test_transaction_that_a_crash_undid_is_not_mistaken_for_one_that_got_its_id(
     commit = writer.commit
     breaks = iter([False])
 
-    def crashing(db: connections.Connection, changes: object, *, feed: int) -> None:
+    def crashing(db: connections.Connection, changes: object, **settings: Any) -> None:
         if next(breaks, False):
             server.kill()
             server.start()
             with server.connect() as other:
                 for _ in range(200):
                     other.execute("SELECT pg_current_xact_id()")
-        commit(db, changes, feed=feed)  # type: ignore[arg-type]
+        commit(db, changes, **settings)  # type: ignore[arg-type]
 
     async def body() -> None:
         store = PostgresStore(url)
