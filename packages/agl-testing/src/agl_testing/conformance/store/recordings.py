@@ -2,12 +2,14 @@
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
+import asyncio
+
 import pytest
 
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import NotFoundError
-from agl.schemas import Rollout
-from agl.stores import read_recordings
+from agl.schemas import Outcome, Rollout
+from agl.stores import all_spans, read_recordings
 from agl_testing.conformance.store.case import store_test
 from agl_testing.stores.samples import (
     TWO_ATTEMPTS,
@@ -30,6 +32,22 @@ async def _finish_twice(store: Store) -> Rollout:
     (done,) = await store.finish([outcome_of(second, spans=spans)])
     await store.append_spans([make_reward_span(done.rollout_id, "", 1.0)])
     return done
+
+
+async def _lose(store: Store) -> None:
+    """Give back an attempt that recorded a span, and record another one late; the rollout is queued again."""
+    claim = await claim_one(store)
+    await store.append_spans([make_span(claim, name="work")])
+    await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="lost")])
+    await store.append_spans([make_span(claim, name="late")])
+
+
+async def _one_by_one(store: Store, rollout: Rollout) -> Recording:
+    """Read the recording of a rollout in single requests."""
+    attempts = await store.attempts(rollout.rollout_id)
+    ids = ["", *(attempt.attempt_id for attempt in attempts)]
+    spans = [span for each in ids for span in await all_spans(store, rollout.rollout_id, each)]
+    return Recording(rollout=rollout, attempts=attempts, spans=spans)
 
 
 class RecordingTests:
@@ -84,3 +102,45 @@ class RecordingTests:
             found = [recording async for recording in read_recordings(store, query, spans="all")]
             assert done == [recording.rollout for recording in found]
             assert [5, 5, 5] == [len(recording.spans) for recording in found]
+
+    @store_test
+    async def test_pages_of_recordings_hold_lost_attempts_and_late_spans_as_the_single_reads_do(
+        self, store: Store
+    ) -> None:
+        await store.enqueue([make_rollout(experiment="e") for _ in range(9)])
+        for number in range(9):
+            for _ in range(number % 3):
+                await _lose(store)
+            claim = await claim_one(store)
+            if number % 4:
+                await store.finish([outcome_of(claim, spans=[make_span(claim, name="last")])])
+        await store.enqueue([make_rollout(experiment="e"), make_rollout()])
+        for query in (RolloutQuery(limit=2), RolloutQuery(experiment="e", limit=4, sort="status")):
+            rollouts = await store.rollouts(RolloutQuery(experiment=query.experiment, sort=query.sort))
+            single = [await _one_by_one(store, rollout) for rollout in rollouts]
+            assert single == [recording async for recording in read_recordings(store, query, spans="all")]
+            assert {True, False} == {span.is_late for recording in single for span in recording.spans}
+            assert {1, 2, 3} <= {len(recording.attempts) for recording in single}
+
+    @store_test
+    async def test_pages_of_recordings_leave_out_nothing_while_others_write(self, store: Store) -> None:
+        asked = await store.enqueue([make_rollout(experiment="e") for _ in range(60)])
+        query = RolloutQuery(experiment="e", limit=7)
+
+        async def work() -> None:
+            for number in range(60):
+                if number % 5 == 0:
+                    await _lose(store)
+                claim = await claim_one(store)
+                await store.finish([outcome_of(claim, spans=[make_span(claim)])])
+                await asyncio.sleep(0)  # a store in memory lets nobody else run
+
+        working = asyncio.create_task(work())
+        while True:
+            is_over = working.done()
+            found = [recording.rollout.rollout_id async for recording in read_recordings(store, query, spans="all")]
+            assert [rollout.rollout_id for rollout in asked] == found
+            if is_over:
+                break
+            await asyncio.sleep(0)
+        await working
