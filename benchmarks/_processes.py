@@ -13,7 +13,7 @@ _ACTOR = b"ray::WorkerActor"
 
 
 class Look(NamedTuple):
-    """What was seen at one moment.
+    """Holds the memory and processor time of a group of processes at one moment.
 
     Attributes:
         at: Unix seconds.

@@ -40,7 +40,7 @@ ROLLOUTS, CALLS, TOKENS = 50, 10, 2_000
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer says of a measurement: its own CPU seconds, the gateway's process's, and how late it woke."""
+    """Holds a trainer's figures of one measurement: CPU seconds of both processes, and how late it woke."""
 
     cpu_s: float
     gateway_cpu_s: float

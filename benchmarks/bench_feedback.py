@@ -101,7 +101,7 @@ def needed(name: str, pairs: Sequence[Pair]) -> Figure:
 
 
 def told(pairs: Sequence[Pair]) -> list[Figure]:
-    """What both reach from silence, and the time of a step with equally many rollouts."""
+    """Measure the rewards of both from a silent start, and the time of a step with equally many rollouts."""
     share = min(pair.grpo.silent[0] for pair in pairs)
     return [
         Figure(

@@ -126,7 +126,7 @@ async def retention(case: Case, ids: list[str]) -> tuple[float, float]:
 
 
 def retention_figures(runner: asyncio.Runner, url: str, *, repeats: int) -> list[Figure]:
-    """What it takes to remove the oldest day of several, all of it and all but one rollout, and what that leaves."""
+    """Measure the removal of the oldest of several days, whole and but for one rollout, and the disk afterwards."""
     ways = {"plain": (Case(url, 0, name="removed"), 0)}
     ways |= {name: (Case(url, 1, name=f"removed_{keeps}"), keeps) for name, keeps in (("whole", 0), ("but one", 1))}
     days = {name: runner.run(fill_days(case, repeats + KEPT)) for name, (case, _) in ways.items()}

@@ -1,4 +1,4 @@
-"""What compresses the spans of a PostgreSQL store best: the client, as the store does, or the server, or nobody.
+"""Compares spans of a PostgreSQL store that the client compresses, as the store does, the server, and nobody.
 
 Each way writes the same spans into a table of its own, in turn, and reads them back. Bytes are those of the table with
 its overflow, without indexes; processor time is that of this process, packing included, and that of the server's

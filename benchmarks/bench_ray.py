@@ -40,7 +40,7 @@ SECRET = "a-secret-of-the-benchmarks-alone-with-enough-characters"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How many agents there are and how long each lives."""
+    """Sets the number of agents and the life of each."""
 
     agents: int = 1000
     workers: int = 4
@@ -52,7 +52,7 @@ QUICK = Size(agents=24, workers=2, seconds=4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one run showed.
+    """Holds the figures of one run.
 
     Attributes:
         lost_rollouts: Those that have not succeeded.
@@ -108,7 +108,7 @@ def most_at_once(notes: Sequence[Note]) -> int:
 
 
 def per_second(times: Sequence[float]) -> float:
-    """How often something happened from the first time to the last."""
+    """Return the rate of events from the first to the last, per second."""
     taken = max(times) - min(times)
     return (len(times) - 1) / taken if taken else 0.0
 

@@ -31,7 +31,7 @@ HOME = "algorithm.rollout_correction"
 
 
 def correction(**keys: Any) -> Correction:
-    """What VERL's keys of this group describe."""
+    """Return the correction that VERL's keys of this group describe."""
     return read_settings(config(**{f"{HOME}.{name}": value for name, value in keys.items()}))[0].correction
 
 

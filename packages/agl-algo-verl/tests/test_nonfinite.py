@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TRIED = 6
 broken_losses = 0
-"""How many losses from now on are not finite."""
+"""The number of losses from now on that are not finite."""
 
 
 def breaks(tokens: TokenBatch) -> LossTerms:

@@ -26,7 +26,7 @@ FP32 = {"actor.fsdp_config.mixed_precision.param_dtype": "fp32"}
 
 
 def decided(keys: dict[str, Any], **machine: bool) -> tuple[bool, list[str]]:
-    """Whether rows are packed, and what is said of it."""
+    """Return true if rows are packed, and the line that says so."""
     found, told = with_packing(read_settings(config(**keys))[0], **machine)
     return found.is_packed, told
 

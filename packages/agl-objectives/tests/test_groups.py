@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from agl.errors import ConfigError, RunError
 from agl.schemas import CallCredit, Episode, Rollout, Row, Segment, Transition, pack_floats, pack_ids
@@ -207,8 +208,18 @@ def test_an_algorithm_may_say_itself_which_groups_are_silent(tmp_path: Path) -> 
 def test_a_curriculum_without_any_reward_is_refused_in_the_first_step(tmp_path: Path) -> None:
     village = Village(tmp_path, curriculum="frontier", keeps_all=True)
     object.__setattr__(village.bench.scenario, "play", lambda order: episode(order.rollout, reward=None))
-    with pytest.raises(ConfigError, match=r"none of the 8 rollouts of step 1 has one. Add a \[\[reward"):
+    with pytest.raises(ConfigError, match=r"none of the 8 finished rollouts of step 1 has one. Add a \[\[reward"):
         village.step()
+
+
+def test_a_step_in_which_every_rollout_failed_does_not_end_a_curriculum(tmp_path: Path) -> None:
+    village = Village(tmp_path, curriculum="frontier", keeps_all=True)
+
+    def fail(order: RolloutOrder) -> Episode:
+        return episode(replace(order.rollout, status="failed"), reward=None)
+
+    object.__setattr__(village.bench.scenario, "play", fail)
+    assert [None] * 8 == [each.reward for each in village.step().episodes]
 
 
 class Turns:

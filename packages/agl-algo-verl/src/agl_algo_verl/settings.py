@@ -327,7 +327,7 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
 
     @property
     def correction(self) -> Correction:
-        """What corrects the loss for tokens that another policy drew."""
+        """Return the settings of the correction for tokens that another policy drew."""
         return correction_of(self.algorithm.rollout_correction)
 
     @property

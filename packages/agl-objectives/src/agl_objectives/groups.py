@@ -52,6 +52,9 @@ __all__ = ["DROPPED", "GREEDY", "NO_BASELINE", "GroupSampler", "SampledGroups", 
 DROPPED = "silent, dropped: every advantage of its group is 0, and the step took further tasks in its place (refill)"
 """Said by `agl why` of the calls of a group that was replaced."""
 
+UNFINISHED = ("failed", "cancelled")
+"""Rollouts whose missing reward says nothing about the experiment's rewards."""
+
 GREEDY = "not trained: its greedy answers are the baseline of its task"
 """Said by `agl why` of the calls of a greedy rollout."""
 
@@ -170,13 +173,18 @@ class GroupSampler:
             sampled, places = await self._refilled(step, places, begun=sampled)
         if greedy is not None:
             sampled = self._compared(sampled, greedy)
-        if self._has_curriculum and all(episode.reward is None for episode in sampled.episodes):
-            raise ConfigError(
-                f"{self._algorithm} has a curriculum, which chooses tasks by their rewards, and none of the "
-                f"{len(sampled.episodes)} rollouts of step {step} has one. Add a [[reward]], or remove curriculum."
-            )
+        if self._has_curriculum:
+            self._require_rewards(step, [e for e in sampled.episodes if e.rollout.status not in UNFINISHED])
         self._draws.note(sampled.episodes, places)
         return sampled
+
+    def _require_rewards(self, step: int, finished: Sequence[Episode]) -> None:
+        """Raise ConfigError if rollouts that did not fail have no reward; a step in which all failed says nothing."""
+        if finished and all(episode.reward is None for episode in finished):
+            raise ConfigError(
+                f"{self._algorithm} has a curriculum, which chooses tasks by their rewards, and none of the "
+                f"{len(finished)} finished rollouts of step {step} has one. Add a [[reward]], or remove curriculum."
+            )
 
     def state(self) -> dict[str, Json]:
         """Return what the curriculum learnt as JSON; empty without one."""
