@@ -173,6 +173,18 @@ def test_gateway_gets_a_process_beyond_the_load_that_the_settings_name(
     ] == told
 
 
+def test_gateway_of_workers_elsewhere_has_a_process(agl: StartAgl, experiment: Callable[..., Path]) -> None:
+    file = experiment(steps=1)
+    trainer = agl("run", str(file), "--set", "runner.concurrency=0", cwd=file.parent)
+    wait_until(lambda: gateway_of(trainer.pid) != 0)
+    worker = agl("worker", str(file), cwd=file.parent)
+    out, err = trainer.communicate(timeout=120)
+    worker.communicate(timeout=120)
+
+    assert "the gateway runs in a process of its own: workers elsewhere run the attempts" in out + err
+    assert (0, 0) == (trainer.returncode, worker.returncode), out + err
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

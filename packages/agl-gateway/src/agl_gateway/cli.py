@@ -24,6 +24,7 @@ from agl_gateway.supervisor import Place, Supervisor, listening, refusal
 from agl_gateway.tls import certificate_of
 from agl_run import signing_keys, state_dir
 from agl_run.commands import RetentionLimits, as_url, build_store, command, manager_of, retaining, seconds_of
+from agl_run.heap import settle_heap
 from agl_run.tokens import AttemptTokens, KeyFile, Keys
 
 _ENV = "AGL_TOKEN"
@@ -390,6 +391,7 @@ async def _serve(
         else:
             for line in lines:
                 click.echo(line)
+        settle_heap()
         async with retaining(service.store, retention, say=click.echo):
             while not stopping.is_set():
                 await _wait(stopping)

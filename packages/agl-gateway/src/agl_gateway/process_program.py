@@ -27,6 +27,7 @@ from agl_gateway.service import GatewayService
 from agl_gateway.spooling import left_text, spools_for
 from agl_gateway.tls import certificate_of
 from agl_run.commands import build_store
+from agl_run.heap import settle_heap
 from agl_run.tokens import AttemptTokens
 
 _log = logging.getLogger(__name__)
@@ -119,7 +120,9 @@ class _Program:
         )
         for name, gate in given.gates.items():
             await _set_gate(service, name, gate)
-        return await service.start()
+        url = await service.start()
+        settle_heap()
+        return url
 
     async def _stop(self) -> str:
         """Write what is recorded, and close; returns what to say of calls that the store did not take."""

@@ -24,6 +24,7 @@ from agl_run.experiment.remote import RemoteWorker
 from agl_run.experiment.store_url import as_url, located
 from agl_run.experiment.worker_admission import make_worker_plan
 from agl_run.experiment.worker_setup import ca_of
+from agl_run.heap import settle_heap
 from agl_run.store_contract import build_store
 from agl_run.trust import CA_ENV
 from agl_run.worker_token import WORKER_TOKEN_ENV, worker_key
@@ -65,6 +66,7 @@ def worker(
 
     async def work() -> None:
         _stop_on_sigterm()
+        settle_heap()
         store = _open(plan, store_url)
         try:
             remote = RemoteWorker(plan, store, tell=tell, concurrency=at_once, gateway_url=gateway_url, stays=stays)

@@ -112,7 +112,8 @@ class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         advertise: Host name or URL by which other machines reach it; by default the address that it listens at.
         ca: File with the authorities of its certificate, in PEM, for workers and agents; by default that of
             ``AGL_CA_FILE``, else the system's.
-        process: Whether it has a process of its own: ``auto`` for beyond ``process_above``, if the store allows it.
+        process: Whether it has a process of its own: ``auto`` for beyond ``process_above`` and where no
+            attempt runs here (``concurrency = 0``), if the store allows it.
         process_above: Attempts at once, in all workers that the experiment starts, beyond which it gets one.
         params: Further arguments of the gateway.
     """

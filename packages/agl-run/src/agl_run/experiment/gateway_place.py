@@ -37,7 +37,10 @@ class SizedFleet(Protocol):
 
 
 def attempts_at_once(plan: Plan) -> int:
-    """Return how many attempts the experiment's own settings allow at once, in all workers that it starts."""
+    """Return how many attempts the experiment's own settings allow at once, in all workers that it starts.
+
+    0 where it starts none, and leaves all of them to ``agl worker``.
+    """
     return plan.fleet.most_attempts if isinstance(plan.fleet, SizedFleet) else plan.config.runner.concurrency
 
 
@@ -55,15 +58,15 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
     config, load = plan.config.gateway, attempts_at_once(plan)
     if config.process is False:
         return gateway, "the gateway runs in this process, as [gateway] process = false says"
-    count = f"{load} attempt{'' if load == 1 else 's'} at once"
-    if config.process == "auto" and load <= config.process_above:
+    count = f"{load} attempt{'' if load == 1 else 's'} at once" if load else "workers elsewhere run the attempts"
+    if config.process == "auto" and 0 < load <= config.process_above:
         return gateway, f"the gateway runs in this process: {count}, and it gets its own above {config.process_above}"
     try:
         separate = _apart(gateway, plan, store_url)
     except ConfigError as error:
         if config.process is True:
             raise ConfigError(f"[gateway] process is true, and {error}") from error
-        return gateway, f"the gateway runs in this process with {count}: {error}"
+        return gateway, f"the gateway runs in this process, although it would get its own ({count}): {error}"
     return separate, f"the gateway runs in a process of its own: {count}"
 
 

@@ -16,6 +16,7 @@ from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker, Tell
 from agl_run.experiment.worker_admission import make_worker_plan
+from agl_run.heap import settle_heap
 from agl_run.runners.liveness import worker_is_dead
 from agl_run.secret import SECRET_ENV, SECRET_FILE_ENV
 from agl_run.store_contract import build_store
@@ -79,6 +80,8 @@ class WorkerOrder:
 class OrderedWorker:
     """Runs attempts in this process, as ``agl worker`` does, until the experiment is finished.
 
+    The process is its own: it changes how Python collects garbage there.
+
     Args:
         order: The experiment.
         tell: Reports events: ``tell(event, text, **values)``.
@@ -106,6 +109,7 @@ class OrderedWorker:
         manager, store = self._order.open_store()
         try:
             plan = make_worker_plan(self._order.config, folder=Path(self._order.folder), manager=manager)
+            settle_heap()
             if self._reclaims:
                 await reclaim_lost(store, plan.name)
             at_once = plan.config.runner.concurrency
