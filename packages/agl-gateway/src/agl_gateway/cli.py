@@ -23,8 +23,16 @@ from agl_gateway.spooling import OFF, default_folder, left_text, spools_for
 from agl_gateway.supervisor import Place, Supervisor, listening, refusal
 from agl_gateway.tls import certificate_of
 from agl_run import signing_keys, state_dir
-from agl_run.commands import RetentionLimits, as_url, build_store, command, manager_of, retaining, seconds_of
-from agl_run.heap import settle_heap
+from agl_run.commands import (
+    RetentionLimits,
+    as_url,
+    build_store,
+    command,
+    manager_of,
+    retaining,
+    seconds_of,
+    settle_heap,
+)
 from agl_run.tokens import AttemptTokens, KeyFile, Keys
 
 _ENV = "AGL_TOKEN"

@@ -26,8 +26,7 @@ from agl_gateway.process_lines import LONGEST, Beginning, GateState, Note, Order
 from agl_gateway.service import GatewayService
 from agl_gateway.spooling import left_text, spools_for
 from agl_gateway.tls import certificate_of
-from agl_run.commands import build_store
-from agl_run.heap import settle_heap
+from agl_run.commands import build_store, settle_heap
 from agl_run.tokens import AttemptTokens
 
 _log = logging.getLogger(__name__)

@@ -36,6 +36,7 @@ from agl_run.experiment.state import load_settings
 from agl_run.experiment.step_tallies import AgentTally, StepTally, keep_tallies, read_tallies
 from agl_run.experiment.store_url import as_url
 from agl_run.explain import explain, explain_training
+from agl_run.heap import settle_heap
 from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.refusals import KEY_ADVICE
 from agl_run.saved_training import is_saved
@@ -106,6 +107,7 @@ __all__ = [
     "retaining",
     "rewards_of",
     "seconds_of",
+    "settle_heap",
     "store_option",
     "suggestions_of",
     "taking_turns",
