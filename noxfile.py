@@ -124,6 +124,8 @@ FITTED = ("optuna>=5,<6", "scikit-learn>=1.7,<2")
 TERMINAL = "pyte>=0.8.2,<1"
 """A terminal emulator, which shows what a person would see."""
 
+NOTEBOOKS = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
+
 EXAMPLES = {
     "calc": ["agl-autogen", "agl-algo-torch", "agl-console", "autogen-agentchat", "autogen-ext[openai]", TORCH, PLOT],
     "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
@@ -503,13 +505,12 @@ def sandboxes(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
-    notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
     needs = [
         *ours(*LIGHT, "agl-credit", "agl-harness", "agl-store-postgres"),
         *TEST_TOOLS,
         *PLUGINS["agl-store-postgres"],
         *UNRECORDED,
-        *notebooks,
+        *NOTEBOOKS,
         "pyyaml>=6,<7",
         "datasets>=5.2,<6",
         PLOT,
@@ -629,7 +630,7 @@ def soak(session: nox.Session) -> None:
     """Long runs that the ordinary tests leave out; VERL's are ``nox -s verl-3.11 -- -m soak``."""
     stores = ("agl-store-postgres", "agl-store-redis")
     servers = [need for name in (*stores, "agl-ray") for need in PLUGINS[name]]
-    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, PLOT, TERMINAL, "nbformat>=5.10,<6"]
+    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, PLOT, TERMINAL, *NOTEBOOKS]
     needs = [*ours(*LIGHT, *stores, "agl-ray"), *TEST_TOOLS, *servers, *clients, SCHEMATHESIS, TRUSTME]
     tools = environment(session, needs)
     packages = ("agl-core", "agl-run", "agl-gateway", *stores)
