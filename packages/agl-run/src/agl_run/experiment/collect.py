@@ -36,6 +36,9 @@ T = TypeVar("T")
 WAIT_S = 20.0
 """Longest single wait for the change feed, in seconds; every change ends the wait early."""
 
+PAUSE_S = 0.005
+"""Seconds between two reads of the change feed, in which changes gather: each read costs as much as each write."""
+
 GRACE_S = 90.0
 """Seconds that a worker may take to start an agent's process and to stop an agent after its time limit."""
 
@@ -135,6 +138,7 @@ class FinishFeed:
                     cursor = change.cursor
                     if change.kind == "rollout" and change.key in self._requests:
                         self._requests[change.key].changed(change.key, change.status)
+                await asyncio.sleep(PAUSE_S)
         except Exception as error:  # noqa: BLE001  # raised in every present and later wait
             self._error = error
             for request in set(self._requests.values()):
