@@ -308,6 +308,7 @@ def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwh
 
 
 @FORGOTTEN
+@pytest.mark.soak
 def test_loss_that_compares_all_tokens_of_an_update_learns_on_ray_what_it_learns_in_one_process(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 @FORGOTTEN
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")
 def test_steps_on_ray_wait_to_be_saved_and_an_earlier_one_continues_with_a_smaller_rate(
     model_dir: Path, tmp_path: Path
