@@ -29,11 +29,9 @@ SETTINGS = {
     "runner.params.wait_s": 120,
     "runner.params.cluster.num_cpus": 24,
     "runner.params.cluster.num_gpus": 1,
-    "algorithm.sft.params.updates": 2,
-    "algorithm.sft.params.updates_per_step": 2,
     "algorithm.verl.params.trainer.total_training_steps": 2,
     "algorithm.verl.params.data.train_batch_size": 2,
-    "algorithm.verl.params.actor_rollout_ref.rollout.n": 4,
+    "algorithm.verl.params.actor_rollout_ref.rollout.n": 8,
 }
 
 
@@ -64,12 +62,14 @@ def train(folder: Path, **changes: object) -> subprocess.CompletedProcess[str]:
 def test_verl_trains_on_the_cluster_of_the_runner_that_places_its_agents(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     key = "algorithm.verl.params.ray_kwargs.ray_init.num_cpus"
-    refused = train(folder, **{key: 8})
+    brief = dict.fromkeys(("algorithm.sft.params.updates", "algorithm.sft.params.updates_per_step"), 2)
+    refused = train(folder, **brief, **{key: 8})
     assert "ray_kwargs.ray_init = {'num_cpus': 8} has no effect, because the runner connects this process" in (
         refused.stdout + refused.stderr
     )
     done = train(folder, **{"experiment.name": "beside"})
     assert 0 == done.returncode, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (folder / "out/verl-ray/run/metrics.jsonl").read_text().splitlines()]
+    metrics = folder / "out/verl-ray/run/experiment-beside/metrics.jsonl"  # the refused run has the folder itself
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     found = {row["step"]: row["value"] for row in rows if (row["algorithm"], row["name"]) == ("verl", "loss")}
     assert [1, 2] == sorted(found)
