@@ -27,13 +27,13 @@ lr = {lr}
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The rewards of an algorithm's steps, their silent groups, and the seconds of a step."""
+    """The rewards of an algorithm's steps, their silent groups, the seconds of a step, and its rollouts."""
 
     name: str
     rewards: list[float]
     silent: list[float]
     step_s: float
-    tasks: int
+    rollouts: int
 
     @property
     def final(self) -> float:
@@ -43,12 +43,12 @@ class Curve:
     def rollouts_until(self, reward: float) -> float:
         """Rollouts collected before the first step from which on three steps' mean reward is at least `reward`."""
         means = [statistics.mean(self.rewards[step : step + 3]) for step in range(len(self.rewards) - 2)]
-        return next((step * self.tasks * GROUP for step, found in enumerate(means) if found >= reward), float("inf"))
+        return next((step * self.rollouts for step, found in enumerate(means) if found >= reward), float("inf"))
 
     def shown(self) -> str:
         """The curve on a line."""
         rewards = " ".join(f"{reward:.2f}" for reward in self.rewards)
-        return f"{self.name}: {self.tasks * GROUP} rollouts and {self.step_s:.2f} s a step, rewards {rewards}"
+        return f"{self.name}: {self.rollouts} rollouts and {self.step_s:.2f} s a step, rewards {rewards}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,21 @@ class World:
         self._experiment(name, use="sft", seed=0, model=model, params=params)
         return str(max((self.place / name).glob("**/weights/*")))
 
-    def learned(self, use: str, name: str, *, seed: int, model: str, tasks: int, steps: int, lr: float = 3e-4) -> Curve:
+    def learned(
+        self,
+        use: str,
+        name: str,
+        *,
+        seed: int,
+        model: str,
+        tasks: int,
+        steps: int,
+        group: int = GROUP,
+        lr: float = 3e-4,
+    ) -> Curve:
         """Train with `grpo` or `sdpo` and return its curve."""
         params = (self.words if use == "sdpo" else "") + "threads = 1\n"
-        text = LEARN.format(steps=steps, tasks=tasks, group=GROUP, lr=lr, params=params)
+        text = LEARN.format(steps=steps, tasks=tasks, group=group, lr=lr, params=params)
         self._experiment(name, use=use, seed=seed, model=model, params=text)
         lines = (self.place / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
@@ -88,7 +99,7 @@ class World:
             rewards=of("reward"),
             silent=[silent / count for silent, count in zip(of("groups_silent"), of("groups"), strict=True)],
             step_s=statistics.median(seconds),
-            tasks=tasks,
+            rollouts=tasks * group,
         )
         print(curve.shown(), flush=True)
         return curve

@@ -22,7 +22,10 @@ from benchmarks._harness import Figure, table
 
 PARTS = ("calc", "silent", "sql")
 MANY, FEW = 8, 2
-"""Tasks per step: the examples', and those of a comparison with equally many rollouts per step."""
+"""Tasks per step of `grpo`, with groups of 8: the examples', and those of a comparison with few rollouts per step."""
+
+TOLD, TOLD_GROUP, TOLD_LR = 8, 2, 6e-4
+"""Tasks, groups and rate of `sdpo` with as few rollouts: it needs no groups to compare, and bears twice the rate."""
 
 NEEDED = ("agl_algo_torch", "agl_gateway", "agl_rewards", "openai")
 
@@ -76,7 +79,9 @@ def warm(world: World, model: str, *, seed: int, steps: int) -> Warm:
     """Train from a low start; `grpo` with few rollouts per step has twice the steps."""
     many = world.learned("grpo", f"grpo-many-{seed}", seed=seed, model=model, tasks=MANY, steps=steps)
     few = world.learned("grpo", f"grpo-few-{seed}", seed=seed, model=model, tasks=FEW, steps=2 * steps)
-    sdpo = world.learned("sdpo", f"sdpo-{seed}", seed=seed, model=model, tasks=FEW, steps=steps)
+    sdpo = world.learned(
+        "sdpo", f"sdpo-{seed}", seed=seed, model=model, tasks=TOLD, group=TOLD_GROUP, steps=steps, lr=TOLD_LR
+    )
     return Warm(many=many, few=few, sdpo=sdpo)
 
 
