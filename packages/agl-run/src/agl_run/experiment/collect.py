@@ -37,7 +37,7 @@ WAIT_S = 20.0
 """Longest single wait for the change feed, in seconds; every change ends the wait early."""
 
 PAUSE_S = 0.005
-"""Seconds between two reads of the change feed, in which changes gather: each read costs as much as each write."""
+"""Seconds between two reads of the change feed, so that one read brings the changes of several rollouts."""
 
 GRACE_S = 90.0
 """Seconds that a worker may take to start an agent's process and to stop an agent after its time limit."""
