@@ -10,54 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from msgspec.structs import replace as changed
 from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
-from agl.schemas import Episode, Transition, Weights, pack_ids
+from agl.schemas import Weights, pack_ids
 from agl_algo_verl.anchor import held_rows
+from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.ray_engine import RayVERL
 from agl_algo_verl.ray_keys import read_ray_settings
 from agl_algo_verl.settings import read_settings
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_losses import CPU, MICRO, by_torch, by_verl, other, policy, update_of
-from .world import World, config, scenario
+from .world import OTHERS_ANSWER, OTHERS_QUESTION, SharedWorld, World, config, other_call, scenario
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-    from agl_testing.conformance.bench import RolloutOrder
+    from agl.schemas import Transition
 
 __all__ = ["other", "policy"]
 
 torch_anchor = pytest.importorskip("agl_algo_torch.anchor", reason="needs agl-algo-torch")
 torch_forward = pytest.importorskip("agl_algo_torch.forward", reason="needs agl-algo-torch")
-
-QUESTION, ANSWER = [40, 50], [60, 61, 62]
-
-
-def other_call(rollout_id: str, **changes: Any) -> Transition:
-    """The call of an agent on the same weights that the agent filter leaves out."""
-    call = Transition(
-        rollout_id=rollout_id,
-        attempt_id=f"{rollout_id}.1",
-        span_id=f"{rollout_id}/other",
-        agent="reader",
-        policy="llm",
-        prompt_ids=pack_ids(QUESTION),
-        response_ids=pack_ids(ANSWER),
-        reject="not_selected",
-    )
-    return changed(call, **changes)
-
-
-class SharedWorld(World):
-    """Each rollout also has a call of an agent that is not trained."""
-
-    def play(self, order: RolloutOrder) -> Episode:
-        episode = super().play(order)
-        return changed(episode, transitions=(*episode.transitions, other_call(order.rollout.rollout_id)))
 
 
 def episode_of(*calls: Transition) -> Any:
@@ -71,7 +47,7 @@ def test_gradient_is_that_of_the_torch_engine(
 ) -> None:
     update = update_of(policy, other, seed=3)
     settings, _ = read_settings(config(anchor_coef=0.7))
-    longer = other_call("a", response_ids=pack_ids([*ANSWER, 63, 64]), temperature=0.5)
+    longer = other_call("a", response_ids=pack_ids([*OTHERS_ANSWER, 63, 64]), temperature=0.5)
     calls = [other_call("a"), longer, other_call("b"), other_call("z", response_ids=pack_ids([9]))]
     held, _ = held_rows([[episode_of(*calls)]], policy="llm", settings=settings)
 
@@ -104,10 +80,10 @@ def drift(model: Path, start: Path) -> float:
     """The change of the other agent's answer, in nats per token."""
 
     def logp(path: Path) -> torch.Tensor:
-        ids = torch.tensor([QUESTION + ANSWER])
+        ids = torch.tensor([OTHERS_QUESTION + OTHERS_ANSWER])
         with torch.no_grad():
             found = AutoModelForCausalLM.from_pretrained(path)(input_ids=ids).logits[0].log_softmax(-1)
-        return found[len(QUESTION) - 1 : -1].gather(1, torch.tensor(ANSWER)[:, None])[:, 0]
+        return found[len(OTHERS_QUESTION) - 1 : -1].gather(1, torch.tensor(OTHERS_ANSWER)[:, None])[:, 0]
 
     return float((logp(model) - logp(start)).abs().mean())
 
@@ -159,7 +135,7 @@ def test_the_start_is_kept_in_memory_only_where_other_agents_share_the_weights(
 def test_other_calls_are_not_held(changes: dict[str, Any]) -> None:
     settings, _ = read_settings(config())
     rows, _ = held_rows([[episode_of(other_call("r"))]], policy="llm", settings=settings)
-    assert [len(ANSWER)] == [int(row.held.sum()) for row in rows if row.held is not None]
+    assert [len(OTHERS_ANSWER)] == [int(row.held.sum()) for row in rows if row.held is not None]
     assert ([], {}) == held_rows([[episode_of(other_call("r", **changes))]], policy="llm", settings=settings)
 
 
@@ -172,6 +148,34 @@ def test_calls_beyond_the_lengths_are_counted_and_not_held() -> None:
 def test_weights_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"anchor_coef = -1\.0; give 0"):
         read_settings(config(anchor_coef=-1.0))
-    with pytest.raises(ConfigError, match=r"anchor_coef = 0\.1 with engine = \"ray\".*trained agents alone"):
-        read_ray_settings(config(anchor_coef=0.1, **{"rollout.name": "agl_hf"}))
-    assert not read_ray_settings(config(**{"rollout.name": "agl_hf"})).settings.anchor_coef
+
+
+ON_RAY = {"rollout.name": "agl_hf", "algorithm.adv_estimator": "gae", "model.lora_rank": 4}
+
+
+def test_on_ray_a_critic_with_adapters_cannot_have_an_anchor() -> None:
+    with pytest.raises(ConfigError, match=r"critic, adapters and anchor_coef together.*inproc"):
+        read_ray_settings(config(anchor_coef=0.1, **ON_RAY))
+    read = read_ray_settings(config(**ON_RAY))
+    assert (0.0, True) == (read.settings.anchor_coef, "not held near the start" in read.unheld)
+    for keys in (ON_RAY | {"model.lora_rank": 0}, ON_RAY | {"algorithm.adv_estimator": "grpo"}):
+        assert (0.1, "") == ((found := read_ray_settings(config(**keys))).settings.anchor_coef, found.unheld)
+
+
+@pytest.mark.parametrize(("agents", "coef", "holds"), [("writer", 0.1, True), ("", 0.1, False), ("writer", 0.0, False)])
+def test_on_ray_agents_are_held_where_some_are_left_out(
+    agents: str, coef: float, holds: bool, model_dir: Path, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    given = replace(
+        scenario(model_dir), agents=agents, policies=lambda _: {"llm": VerlPolicy(name="llm", model=str(model_dir))}
+    )
+
+    async def body() -> RayVERL:
+        async with AlgorithmBench(given, tmp_path) as bench:
+            algorithm = RayVERL(**config(anchor_coef=coef, **{"rollout.name": "agl_hf"}))
+            await algorithm.setup(replace(bench.context(), say=told.append))
+            return algorithm
+
+    algorithm = asyncio.run(body())
+    assert holds == algorithm.read.holds == any("anchor_coef = 0 saves" in text for text in told)

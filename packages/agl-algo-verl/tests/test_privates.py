@@ -99,6 +99,7 @@ ATTRIBUTES: list[tuple[Callable[[Any], Any], Any, str]] = [
     (privates.tensors_of, SimpleNamespace(), "get_per_tensor_param"),
     (partial(privates.save_checkpoint, step=1), SimpleNamespace(), "global_steps"),
     (partial(privates.save_checkpoint, step=1), SimpleNamespace(global_steps=2), "_save_checkpoint"),
+    (partial(privates.before_advantages, complete=print), SimpleNamespace(), r"_compute_advantage\(batch, metrics\)"),
     (privates.tensors_of, SimpleNamespace(get_per_tensor_param=lambda: iter(())), "names with tensors, adapters"),
     (privates.open_as_language_model, SimpleNamespace(), "model_type"),
 ]
@@ -113,10 +114,18 @@ def test_an_object_of_verls_that_is_not_as_expected_is_refused(
 
 
 class Trainer:
-    """A trainer of VERL's, as far as its checkpoints go."""
+    """A trainer of VERL's, as far as its checkpoints and its rows go."""
 
     def __init__(self) -> None:
         self.global_steps, self.saved = 4, ""
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        def kv_batch_get(**_: Any) -> Any:
+            return batch
+
+        tq, fields = SimpleNamespace(kv_batch_get=kv_batch_get), metrics
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        return SimpleNamespace(extra_info={"seen": dict(metrics)}, data=data)
 
     def fit(self, agent_loop_manager: Any) -> Any:
         return agent_loop_manager
@@ -135,6 +144,37 @@ def test_a_trainer_is_known_to_its_loops_and_saves_the_step_before_the_one_that_
     loops = trainer.fit(SimpleNamespace())
     privates.save_checkpoint(loops.trainer, step=3)
     assert ("global_step_3", 4) == (trainer.saved, trainer.global_steps)
+
+
+def test_rows_are_completed_before_their_advantages() -> None:
+    def complete(batch: Any, metrics: dict[str, Any]) -> dict[str, Any]:
+        metrics["rows"] = len(batch.keys)
+        return {"coef": 0.5}
+
+    trainer: Any = Trainer()
+    privates.before_advantages(trainer, complete)
+    done = trainer._compute_advantage(SimpleNamespace(keys=["a", "b"], partition_id="train"), {})
+    assert {"seen": {"rows": 2}, "coef": 0.5} == done.extra_info
+    assert "_compute_advantage" not in vars(Trainer())
+
+
+def test_a_trainer_that_reads_its_rows_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(self: Any, batch: Any, metrics: dict[str, Any]) -> None: ...
+
+    monkeypatch.setattr(Trainer, "_compute_advantage", elsewhere)
+    trainer = Trainer()
+    with pytest.raises(ConfigError, match=r"data = tq\.kv_batch_get.* in _compute_advantage"):
+        privates.before_advantages(trainer, lambda batch, metrics: {})
+    assert "_compute_advantage" not in vars(trainer)
+
+
+def test_verls_trainer_makes_advantages_as_expected() -> None:
+    class Concrete(importlib.import_module(TRAINER).PPOTrainer):
+        on_sample_end = on_step_end = None
+
+    trainer = object.__new__(Concrete)
+    privates.before_advantages(trainer, lambda batch, metrics: {})
+    assert "_compute_advantage" in vars(trainer)
 
 
 def test_a_schedule_without_an_optimizer_is_refused() -> None:

@@ -34,7 +34,7 @@ from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 from agl_testing.waiting import wait_until
 
-from .world import World, config, good_tokens
+from .world import SharedWorld, config, good_tokens
 
 pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
 pytest.importorskip("openai", reason="needs openai, which the example's agent calls with")
@@ -179,7 +179,7 @@ def gap_to(folder: Path, calls: list[Transition]) -> float:
     return max(found)
 
 
-class Slow(World):
+class Slow(SharedWorld):
     """A world whose groups from the third on last until the first step is over, with the weights at the start.
 
     The second call of the first rollout of each group is cut.
@@ -194,9 +194,9 @@ class Slow(World):
         played = super().play(order)
         if not order.rollout.rollout_id.endswith("-0"):
             return played
-        first, second = played.transitions
+        first, second, *others = played.transitions
         return msgspec.structs.replace(
-            played, transitions=(first, msgspec.structs.replace(second, finish_reason="length"))
+            played, transitions=(first, msgspec.structs.replace(second, finish_reason="length"), *others)
         )
 
     async def play_slowly(self, order: RolloutOrder) -> Episode:
@@ -221,6 +221,7 @@ def train(
     scenario = AlgorithmScenario(
         make=lambda: make(engine=engine, threads=1, mask_truncated=True, **config(**keys)),
         play=world.play_slowly if asks_ahead else world.play,
+        agents="writer",
         tunes=("llm",),
         policies=lambda _: {"llm": VerlPolicy(name="llm", model=str(model_dir), threads=1)},
     )
@@ -284,7 +285,10 @@ def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwh
 ) -> None:
     keys = {
         "actor.loss_agg_mode": "seq-mean-token-mean",  # the mode in which VERL counts rows and agl rollouts
-        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_is": "sequence",
+        "algorithm.rollout_correction.rollout_is_batch_normalize": True,
+        "algorithm.rollout_correction.rollout_rs": "token_k1,seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": "0.97_1.03,0.99_1.01",
         "trainer.v1.trainer_mode": "colocate_async",
         "trainer.v1.sampler.max_off_policy_strategy": "wait",
     }
@@ -299,11 +303,12 @@ def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwh
     for mine, its in zip(here, there, strict=True):
         assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-3)
         assert mine["loss"] == pytest.approx(its["loss"], abs=1e-5)
-        # The effective share is over rows with an advantage here, and over all rows there.
-        assert its["effective_share"] == pytest.approx(mine["effective_share"], abs=0.1)
-        shares = [name for name in mine if name.endswith("_share") and name != "effective_share"]
-        assert 3 == len(shares)
-        assert [mine[name] for name in shares] == [its[name] for name in shares]
+        shares = [name for name in mine if name.endswith("_share")]
+        assert 5 == len(shares)
+        for name in (*shares, "tis_truncated", "anchor_kl"):
+            assert its[name] == pytest.approx(mine[name], abs=1e-6)
+    assert 0 < there[1]["rejected_share"] < 1
+    assert 0 < there[1]["anchor_kl"]
     assert difference(found, expected, start=model_dir) < 0.05
 
 
@@ -368,6 +373,7 @@ def test_a_critic_and_adapters_learn_on_ray_what_they_learn_in_one_process(model
         "algorithm.lam": 0.95,
         "critic.optim.lr": 1e-2,
         "model.lora_rank": 4,
+        "anchor_coef": 0.0,
     }
     here, expected = train(tmp_path / "inproc", model_dir, engine="inproc", steps=2, **keys)
     there, found = train(tmp_path / "ray", model_dir, engine="ray", steps=2, **keys)

@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
 
 from agl.errors import AglError
 from agl.schemas import CallCredit
+from agl_algo_verl.batches import per_rollout, weighting
 from agl_algo_verl.bridge import Bridge, StepRequest
+from agl_algo_verl.correction import corrected, correction_metrics, correction_of
+from agl_algo_verl.objectives import LossChoice
+from agl_algo_verl.ray_completion import Completion
 from agl_algo_verl.ray_files import count, forget_after, prune, steps_of
 from agl_algo_verl.ray_rows import rows_for_verl
 from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.rows import PreparedStep, RowSample
+from agl_algo_verl.settings import RolloutCorrectionKeys
+from agl_algo_verl.typed import ragged
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,6 +91,101 @@ def test_an_update_without_a_gradient_is_left_out_unless_all_are() -> None:
 
     assert [(0, 0), (2, 1)] == rows(sample("a"), silent, sample("c", group=2))
     assert [(1, 0)] == rows(silent)
+
+
+def held(rollout: str, *, group: int, tokens: int) -> RowSample:
+    row = sample(rollout, group=group, tokens=tokens, temperature=0.5)
+    return replace(row, mask=torch.zeros(tokens, dtype=torch.bool), held=torch.ones(tokens, dtype=torch.bool))
+
+
+def test_rows_that_are_held_go_with_the_update_of_their_rollout() -> None:
+    rollouts = [("a", 0), ("b", 0), ("c", 1)]
+    calls = [held("a", group=0, tokens=3), held("c", group=1, tokens=2), held("b", group=0, tokens=9)]
+    answer: StepRows = rows_for_verl(
+        prepared(sample("a"), sample("c", group=1), rollouts=rollouts),
+        mode="token-mean",
+        step=1,
+        tasks=1,
+        held=[*calls, held("a", group=0, tokens=1)],
+    )
+    found = [(row.group, row.rollout, row.part, row.update, row.held, int(row.mask.sum())) for row in answer.rows]
+    first = [(0, 0, 0, 0, 0.0, 2), (0, 0, 1, 0, 0.25, 0), (0, 0, 2, 0, 0.25, 0)]
+    assert [*first, (1, 0, 0, 1, 0.0, 2), (1, 0, 1, 1, 0.5, 0)] == found
+    assert 1.0 == answer.temperature
+
+
+def evaluated(rows: list[RowSample]) -> TensorDict:
+    """Rows as VERL has them once it has recomputed log-probabilities."""
+    numbers = {row.rollout: number for number, row in enumerate(rows)}
+    fields = {
+        "response_mask": ragged([row.mask.long() for row in rows]),
+        "rm_scores": ragged([row.advantages for row in rows]),
+        "rollout_log_probs": ragged([row.behaviour for row in rows]),
+        "old_log_probs": ragged([row.old for row in rows if row.old is not None]),
+        "ref_log_prob": ragged([row.behaviour - 1.0 for row in rows]),
+        "agl_rollout": torch.tensor([[numbers[row.rollout]] for row in rows]),
+        "agl_held": torch.tensor([[0.0 if row.held is None else 0.25] for row in rows]),
+    }
+    return TensorDict(fields, batch_size=len(rows))
+
+
+def drawn(count: int) -> list[RowSample]:
+    """Rollouts of two rows each, and a row that is held."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [sample(f"r{number // 2}", tokens=2 + number) for number in range(count)]
+    noisy = [replace(row, old=0.4 * torch.randn(len(row.mask), generator=generator)) for row in rows]
+    return [*noisy, replace(held("r0", group=0, tokens=4), old=torch.full((4,), -3.0))]
+
+
+SEQUENCE = RolloutCorrectionKeys(rollout_is="sequence", rollout_is_threshold=1.1, rollout_is_batch_normalize=True)
+REJECTED = RolloutCorrectionKeys(rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.7_1.4,0.2")
+CHOICE = LossChoice(name="gspo", params={}, aggregation="sequence", constant=1)
+
+
+@pytest.mark.parametrize("keys", [SEQUENCE, REJECTED], ids=["weights", "rejection"])
+@pytest.mark.parametrize("choice", [None, CHOICE], ids=["verls", "ours"])
+def test_rows_are_corrected_over_whole_rollouts(keys: RolloutCorrectionKeys, choice: LossChoice | None) -> None:
+    rows, correction = drawn(6), correction_of(keys)
+    completion = Completion(correction=correction, choice=choice, mode="seq-mean-token-mean")
+    fields, metrics = completion.fields(evaluated(rows), padding=[False] * len(rows))
+    expected = corrected(rows, correction)
+    shares = correction_metrics(expected, correction)
+    assert {f"agl/{name}": pytest.approx(value) for name, value in shares.items()} == metrics
+    if keys is SEQUENCE:
+        assert {"rollout_is_weights"} == fields.keys()
+        for weight_R, row in zip(fields["rollout_is_weights"].unbind(), expected, strict=True):
+            assert row.importance is None or torch.equal(row.importance, weight_R)
+        assert not fields["rollout_is_weights"].unbind()[-1].any()
+        return
+    assert 0 < shares["rejected_share"] < 1
+    for kept_R, row in zip(fields["response_mask"].unbind(), expected, strict=True):
+        assert torch.equal(row.kept.long(), kept_R)
+    if choice is None:
+        for scores_R, row in zip(fields["rm_scores"].unbind(), per_rollout(expected), strict=True):
+            assert torch.equal(row.advantages, scores_R)
+    else:
+        weight = weighting(expected, rollouts=3, choice=choice).weight
+        assert [[pytest.approx(weight[row.rollout])] for row in expected] == fields["agl_weight"].tolist()
+
+
+def test_advantages_are_scaled_once() -> None:
+    rows = prepared(*drawn(4)[:4], rollouts=[("r0", 0), ("r1", 0)])
+    for keys, is_scaled in ((SEQUENCE, True), (REJECTED, False)):
+        completion = Completion(correction=correction_of(keys), mode="seq-mean-token-mean")
+        answer: StepRows = rows_for_verl(rows, mode="seq-mean-token-mean", step=1, completion=completion)
+        assert is_scaled == any(bool((row.scores != 6.0).any()) for row in answer.rows)
+        assert completion is answer.completion
+
+
+def test_copies_of_a_held_row_that_fill_up_a_batch_are_not_held() -> None:
+    rows = drawn(2)
+    completion = Completion(anchor_coef=0.1)
+    found, _ = completion.fields(evaluated([*rows, rows[-1]]), padding=[False, False, False, True])
+    assert [0.0, 0.0, 0.25, 0.0] == [float(share_R.max()) for share_R in found["agl_anchor"].unbind()]
+    assert [[-1.0] * 2, [-1.0] * 3, [-1.0] * 4, [-1.0] * 4] == [
+        start_R.tolist() for start_R in found["agl_start"].unbind()
+    ]
+    assert {"agl_anchor_coef": 0.1} == completion.options
 
 
 def test_with_a_critic_rows_bring_rewards_that_sum_to_what_credit_gave() -> None:

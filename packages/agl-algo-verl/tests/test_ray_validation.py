@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +92,10 @@ def test_the_algorithm_lets_verl_check_its_configuration(model_dir: Path, tmp_pa
 
 def test_a_rollout_correction_reaches_verl_as_it_was_written() -> None:
     keys = {
-        "rollout_is": "token",
+        "rollout_is": "sequence",
         "rollout_is_threshold": "0.5_5.0",
         "rollout_is_batch_normalize": True,
-        "rollout_rs": "token_k1,token_k3",
+        "rollout_rs": "token_k1,seq_mean_k3",
         "rollout_rs_threshold": "0.5_2.0,0.1",
     }
     read = read_ray_settings(config(**{f"{CORRECTION}.{name}": value for name, value in keys.items()}))
@@ -103,17 +104,22 @@ def test_a_rollout_correction_reaches_verl_as_it_was_written() -> None:
     check_composed(read, steps=3, tasks=2)
 
 
+@pytest.mark.parametrize(("keys", "coef"), [({}, 0.0), ({"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.3}, 0.3)])
+def test_an_anchor_has_verls_reference_and_the_worker_that_reads_it(keys: dict[str, Any], coef: float) -> None:
+    read = replace(read_ray_settings(config(**keys)), holds=True)
+    found = composed(read)
+    actor = "actor_rollout_ref.actor"
+    assert (True, coef) == (found[f"{actor}.use_kl_loss"], found[f"{actor}.kl_loss_coef"])
+    assert "agl_algo_verl.ray_losses" in found["actor_rollout_ref.model.external_lib"]
+    check_composed(read, steps=3, tasks=2)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({f"{CORRECTION}.rollout_is": "sequence"}, "token"),
         ({f"{CORRECTION}.rollout_rs": "token_k9", f"{CORRECTION}.rollout_rs_threshold": "1"}, "'token_k9', which VERL"),
         ({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "a_b"}, "threshold has 'a_b'"),
         ({f"{CORRECTION}.rollout_rs": "token_k1"}, "rollout_rs_threshold = None"),
-        (
-            {f"{CORRECTION}.rollout_rs": "token_k1, seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold": "2"},
-            "seq_mean_k3, for which VERL takes the product over",
-        ),
         ({f"{CORRECTION}.bypass_mode": True}, "old log-probabilities are always the engine's"),
         ({f"{CORRECTION}.loss_type": "reinforce"}, "read in bypass_mode alone"),
         (
@@ -122,7 +128,7 @@ def test_a_rollout_correction_reaches_verl_as_it_was_written() -> None:
         ),
     ],
 )
-def test_a_correction_that_would_count_rows_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_a_correction_that_cannot_be_made_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_ray_settings(config(**keys))
 

@@ -121,7 +121,6 @@ NEEDED: dict[str, dict[str, Any]] = {"dro": {"actor.policy_loss.dro_beta": 0.1}}
 
 LACKING = {
     "gdpo": "credit gives one number",
-    "remax": "reward of a greedy rollout",
     "optimal_token_baseline": "norm of the gradient of every token",
     "tir_optimal_token_baseline": "norm of the gradient of every token",
     "bypass_mode": "recorded log-probabilities",
@@ -222,7 +221,12 @@ def test_the_keys_of_the_example_without_a_gpu_are_taken() -> None:
         ({"algorithm.adv_estimator": "gae", "algorithm.gamma": 2.0}, r"gamma = 2\.0.*between 0 and 1"),
         ({"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 3}, r"multiple of critic\.ppo_mini"),
         ({"algorithm.adv_estimator": "gae", "critic.use_dynamic_bsz": True}, r"micro-batches of rows"),
-        ({"algorithm.adv_estimator": "remax"}, r"adv_estimator = 'remax': .*use rloo"),
+        (
+            {"algorithm.adv_estimator": "remax", "trainer.v1.trainer_mode": "colocate_async"},
+            r"adv_estimator = 'remax' compares with a greedy rollout.*'colocate_async'.*or rloo",
+        ),
+        ({"estimator": "remax", "algorithm.use_kl_in_reward": True}, r"use_kl_in_reward with estimator = 'remax'"),
+        ({"estimator": "remax", "refill": 2}, r"refill = 2, which replaces groups.*greedy"),
         (
             {"actor.policy_loss.loss_mode": "bypass_mode"},
             r"loss_mode = 'bypass_mode': .*bypass_mode = true does for every loss",

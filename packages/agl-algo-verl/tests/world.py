@@ -6,6 +6,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from agl.schemas import Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
@@ -54,6 +55,32 @@ class World:
             ids.append(token)
             logprobs.append(float(logp_V[token]))
         return ids, logprobs
+
+
+OTHERS_QUESTION, OTHERS_ANSWER = [40, 50], [60, 61, 62]
+
+
+def other_call(rollout_id: str, **changes: Any) -> Transition:
+    """The call of an agent on the same weights that the agent filter leaves out."""
+    call = Transition(
+        rollout_id=rollout_id,
+        attempt_id=f"{rollout_id}.1",
+        span_id=f"{rollout_id}/other",
+        agent="reader",
+        policy="llm",
+        prompt_ids=pack_ids(OTHERS_QUESTION),
+        response_ids=pack_ids(OTHERS_ANSWER),
+        reject="not_selected",
+    )
+    return replace(call, **changes)
+
+
+class SharedWorld(World):
+    """Each rollout also has a call of an agent that is not trained."""
+
+    def play(self, order: RolloutOrder) -> Episode:
+        played = super().play(order)
+        return replace(played, transitions=(*played.transitions, other_call(order.rollout.rollout_id)))
 
 
 def episode(rollout: Rollout, ids: list[int], logprobs: list[float], reward: float, *, rows: int = 1) -> Episode:

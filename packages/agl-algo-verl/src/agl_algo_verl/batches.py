@@ -181,6 +181,12 @@ def _held_fields(samples: Sequence[RowSample]) -> dict[str, Tensor]:
     return {"agl_anchor": ragged([held_R * share for held_R in held]), "agl_start": ragged(start)}
 
 
+def per_row(data: TensorDict, name: str) -> Tensor:
+    """Return a field of a batch with one number per row, [B]."""
+    values = cast("Any", data)[name]
+    return (values.values() if values.is_nested else values).reshape(-1)
+
+
 def responses(found: Any, samples: Sequence[RowSample]) -> list[Tensor]:
     """Return what a model said before each token of the responses, [R] per sample on the CPU, of jagged [T] rows."""
     # `offsets` is where each row starts in the flat values; rows that only filled up a micro-batch come last and are

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from agl_algo_verl.ray_completion import Completion
+
 NAME = "agl_bridge"
 """The actor's Ray name."""
 
@@ -41,6 +43,7 @@ class StepRows:
             tokens, which counts its tokens, and for a loss of agl-objectives, whose rows bring their weights.
         updates: The number of rollouts of each update, where the step has several.
         saves: Whether VERL saves a checkpoint at the end of the step; after its last one it does anyway.
+        completion: What the rows need once VERL has their log-probabilities; None for nothing.
     """
 
     rows: tuple[BridgeRow, ...]
@@ -48,6 +51,7 @@ class StepRows:
     rollouts: int = 0
     updates: tuple[int, ...] = ()
     saves: bool = True
+    completion: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,7 @@ class BridgeRow:
         weight: w_t of the row's trained tokens, for a loss of agl-objectives.
         total: W of the row's update, which the weighted sum of that loss is divided by.
         update: Place of the row's update in the step.
+        held: 1 / U at the row of a call that is held and not trained, U being such tokens of its update; 0 elsewhere.
     """
 
     group: int
@@ -77,6 +82,7 @@ class BridgeRow:
     weight: float = 1.0
     total: float = 1.0
     update: int = 0
+    held: float = 0.0
 
 
 class Bridge:

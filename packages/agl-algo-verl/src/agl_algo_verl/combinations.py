@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
-from agl_algo_verl.objectives import check_choices, chosen_loss
+from agl_algo_verl.objectives import check_choices, chosen_loss, has_greedy
 from agl_objectives.groups import GroupSampler
 from agl_objectives.replay import ReplayPool
 
@@ -232,6 +232,7 @@ def _check_draws(settings: VerlSettings) -> None:
         refill=settings.refill,
         curriculum=settings.curriculum,
         uniform=settings.curriculum_uniform,
+        has_greedy=has_greedy(settings),
     )
     asked = [name for name in ("refill", "curriculum") if getattr(settings, name)]
     if asked and settings.trainer.v1.is_async:

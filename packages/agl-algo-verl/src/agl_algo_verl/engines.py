@@ -33,7 +33,7 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
     `loss` and `estimator` name those of agl-objectives, in place of VERL's own keys in `config`. `refill` is the most
     rounds in which silent groups are replaced, `curriculum` the tasks to prefer, with the share `curriculum_uniform`
     drawn without preference. `replay` is the share of a step's trained rollouts that earlier steps have trained on
-    already, at most `replay_max_staleness` versions of the policy before. `anchor_coef`, 0.1 in this process, is
+    already, at most `replay_max_staleness` versions of the policy before. `anchor_coef`, 0.1 unless given, is
     the weight of a KL penalty on the calls of agents that share the weights and are not trained. `save_every` is the
     interval between two saves.
     Raises ConfigError for another engine, a wrong configuration, or a VERL that is missing or too new.

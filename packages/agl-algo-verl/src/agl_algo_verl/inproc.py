@@ -258,6 +258,7 @@ class VERL:
             settings=self.settings,
             mask_truncated=self._mask_truncated,
             dropped=supplied.dropped,
+            baselines=supplied.baselines,
         )
 
     async def _open(self) -> None:

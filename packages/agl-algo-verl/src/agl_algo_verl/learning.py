@@ -151,6 +151,8 @@ class VerlLearner:
             mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
             held = await asyncio.to_thread(self._with_reference, held)
             jobs += self._jobs(partial(self._update_policy, held=held), every, tasks=mini, epochs=epochs)
+        if not jobs and self.trains_policy(step):  # without a row, a step counts as one without a gradient does
+            metrics |= self._update_policy([], rollouts=len(every.rollouts), is_last=True, held=())
         values: defaultdict[str, list[float]] = defaultdict(list)
         for done, (update, (rows, count), is_last) in enumerate(jobs, start=1):
             for name, value in (await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last)).items():

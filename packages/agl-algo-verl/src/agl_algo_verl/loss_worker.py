@@ -38,6 +38,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
+from agl_algo_verl.batches import per_row
 from agl_algo_verl.objectives import PREFIX
 from agl_algo_verl.privates import use_rate_of_schedule
 from agl_algo_verl.typed import integers, ragged, verl_part
@@ -100,7 +101,7 @@ class LossWorker(TrainingWorker):
 
     def train_mini_batch(self, data: TensorDict) -> Any:
         """Do the updates that the rows name, as often as there are epochs; or leave one update to VERL."""
-        count = int(_per_row(data, UPDATES)[0]) if UPDATES in cast("Any", data) else 1
+        count = int(per_row(data, UPDATES)[0]) if UPDATES in cast("Any", data) else 1
         if count == 1:
             return super().train_mini_batch(data)
         pop: Any = verl_part("verl.utils.tensordict_utils:pop")
@@ -117,14 +118,14 @@ class LossWorker(TrainingWorker):
 
     def _update(self, data: TensorDict, number: int) -> TensorDict:
         """Return this rank's rows of an update as VERL's one mini-batch."""
-        places = (_per_row(data, UPDATE) == number).nonzero()[:, 0]
+        places = (per_row(data, UPDATE) == number).nonzero()[:, 0]
         select: Any = verl_part("verl.utils.tensordict_utils:index_select_tensor_dict")
         part: Any = select(data, places if len(places) else torch.tensor([0]))
         for name in () if len(places) else ("response_mask", "loss_mask"):
             part[name] = ragged([torch.zeros_like(mask_R) for mask_R in _field(part, name).unbind()])
         rows = part.shape[0] * cast("Any", self).engine.get_data_parallel_size()  # VERL divides by the ranks again
         verl_part("verl.utils.tensordict_utils:assign_non_tensor")(
-            part, mini_batch_size=rows, epochs=1, global_batch_size=int(_per_row(part, ROLLOUTS)[0])
+            part, mini_batch_size=rows, epochs=1, global_batch_size=int(per_row(part, ROLLOUTS)[0])
         )
         return part
 
@@ -302,7 +303,7 @@ def _ragged_rows(parts: Mapping[int, Tensor], data: TensorDict, *, lengths: Sequ
     """Return what was found about trained tokens as one vector per row of the batch, 0 at the others."""
     mask = _field(data, "response_mask")
     rows: list[Tensor] = []
-    for number, mask_R, length in zip(integers(_per_row(data, ROW)), mask.unbind(), lengths, strict=True):
+    for number, mask_R, length in zip(integers(per_row(data, ROW)), mask.unbind(), lengths, strict=True):
         values_R = torch.zeros(length, device=mask_R.device)
         # A row that fills up a batch is the copy of another one, without a trained token.
         if bool(mask_R.any()):
@@ -321,15 +322,9 @@ def _padded(data: TensorDict, name: str) -> Tensor:
     return values.to_padded_tensor(0.0 if values.is_floating_point() else 0) if values.is_nested else values
 
 
-def _per_row(data: TensorDict, name: str) -> Tensor:
-    """Return a field of one number per row, [B]."""
-    values = _field(data, name)
-    return (values.values() if values.is_nested else values).reshape(-1)
-
-
 def _per_token(data: TensorDict, name: str, mask_B_R: Tensor) -> Tensor:
     """Return a field of one number per row at each trained token, [M]."""
-    return _per_row(data, name)[:, None].expand(mask_B_R.shape)[mask_B_R]
+    return per_row(data, name)[:, None].expand(mask_B_R.shape)[mask_B_R]
 
 
 def _peak(log_M: Tensor) -> Any:

@@ -10,7 +10,7 @@ micro-batch:
     reinforce_plus_plus                    reinforce++      geo_mean                 gmpo
     reinforce_plus_plus_baseline           the same         clip_cov, kl_cov         clip-cov, kl-cov
     opo, gpg, grpo_passk                   the same         dppo_tv, dppo_kl         dppo
-                                                            gpg, dro                 gpg, dro
+    remax                                  remax            gpg, dro                 gpg, dro
 
 `vanilla` and `gspo` stay VERL's own functions, and `gae` its own estimator.
 
@@ -50,6 +50,7 @@ ESTIMATORS = {
     "opo": "opo",
     "gpg": "gpg",
     "grpo_passk": "grpo_passk",
+    "remax": "remax",
 }
 """VERL's names of estimators, and ours of the same functions."""
 
@@ -108,6 +109,11 @@ def chosen_estimator(settings: VerlSettings) -> FoundEstimator:
     algorithm = settings.algorithm
     name = ESTIMATORS[algorithm.adv_estimator]
     return find_estimator("dr_grpo" if name == "grpo" and not algorithm.norm_adv_by_std_in_grpo else name)
+
+
+def has_greedy(settings: VerlSettings) -> bool:
+    """Return whether every task of a step has a greedy rollout, which its groups are compared with."""
+    return not settings.has_critic and chosen_estimator(settings).entry.needs_baseline
 
 
 def chosen_loss(settings: VerlSettings) -> LossChoice | None:
@@ -201,12 +207,9 @@ def _check_estimator(settings: VerlSettings, is_given: Callable[[str], bool]) ->
     found = chosen_estimator(settings)
     shown = f"estimator = {settings.estimator!r}" if settings.estimator else f"{names[0]} = {algorithm.adv_estimator!r}"
     if found.entry.needs_baseline:
-        raise ConfigError(
-            f"{shown} needs the reward of a greedy rollout of every task, and verl makes none. Use rloo, whose "
-            "baseline is the mean of the other rollouts of the task."
-        )
+        _check_greedy(settings, shown)
     # With one rollout the baseline is its own score, and every advantage is 0.
-    if rollouts == 1 and found.entry.compares == "group":
+    elif rollouts == 1 and found.entry.compares == "group":
         raise ConfigError(
             f"{shown} compares the rollouts of a task, but actor_rollout_ref.rollout.n is 1. Give at least 2, or use "
             "reinforce_plus_plus, which compares over the batch, or gae, which compares with its critic."
@@ -215,6 +218,21 @@ def _check_estimator(settings: VerlSettings, is_given: Callable[[str], bool]) ->
         raise ConfigError(
             f"use_kl_in_reward with {shown} would need a return per token, and here that estimator compares whole "
             "rollouts. Use actor_rollout_ref.actor.use_kl_loss = true, or reinforce_plus_plus_baseline."
+        )
+
+
+def _check_greedy(settings: VerlSettings, shown: str) -> None:
+    """Raise ConfigError for an estimator that compares with a greedy rollout, where there is none to compare with."""
+    if settings.trainer.v1.is_async:
+        raise ConfigError(
+            f"{shown} compares with a greedy rollout of each task by the weights of the step, and "
+            f"trainer.v1.trainer_mode = {settings.trainer.v1.trainer_mode!r} asks for groups ahead. Use "
+            'trainer_mode = "sync", or rloo.'
+        )
+    if settings.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"use_kl_in_reward with {shown} would take a penalty off the sampled rollouts, and not off the greedy ones "
+            "that they are compared with. Use actor_rollout_ref.actor.use_kl_loss = true, or rloo."
         )
 
 

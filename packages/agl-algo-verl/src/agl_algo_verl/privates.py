@@ -16,6 +16,7 @@ what was expected where, and what to do, and nothing is changed.
                            where a ratio of ten may be a difference of a thousandth
     introduce_trainer,     VERL saves a checkpoint after every so many steps, and has no way to ask for one when a
     save_checkpoint        validation or a stop needs it
+    before_advantages      VERL corrects for other policies' tokens by rows, and has no hook before its advantages
     balancer_of            VERL's client has no public way to its servers
     schedule_of,           VERL's engine has no public way to its schedule and its optimizer
     use_rate_of_schedule
@@ -52,6 +53,9 @@ LOSS = "self.loss_fn = partial(ppo_loss, config=actor_config)"
 REPORT = "metrics.update(calculate_debug_metrics(data))"
 LOADER = 'if self.model_config.model_type == "language_model":'
 """Lines of VERL that the repairs replace, or that a repair depends on."""
+
+READ = "data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)"
+"""The line that reads rows from VERL's queue."""
 
 SAVED = 'f"global_step_{self.global_steps}"'
 """The line that names the directory of a checkpoint."""
@@ -201,6 +205,27 @@ def save_checkpoint(trainer: Any, *, step: int) -> None:
         trainer._save_checkpoint()
     finally:
         trainer.global_steps = begun
+
+
+def before_advantages(trainer: Any, complete: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
+    """Let a trainer of VERL call `complete(batch, metrics)` each time before it makes advantages.
+
+    The trainer reads the rows anew from its queue then. What `complete` returns goes to the training workers with the
+    rows, by name; what it puts into `metrics` is logged.
+    """
+    name = "_compute_advantage"
+    own: Any = getattr(type(trainer), name, _absent)
+    takes_batch = list(inspect.signature(own).parameters) == ["self", "batch", "metrics"]
+    _expect(takes_batch, f"{name}(batch, metrics)", where=_type_name(trainer))
+    _expect_line(type(trainer), name, READ)
+
+    def completed(batch: Any, metrics: dict[str, Any]) -> Any:
+        options = complete(batch, metrics)
+        done = own(trainer, batch, metrics)
+        done.extra_info.update(options)
+        return done
+
+    trainer._compute_advantage = completed
 
 
 def balancer_of(client: Any) -> Any:

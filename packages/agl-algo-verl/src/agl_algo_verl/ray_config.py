@@ -97,13 +97,17 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
 
 
 def _loss(read: RaySettings, *, before: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """Return the keys of a loss of agl-objectives, of several updates of a step, or of a smaller rate, for workers."""
+    """Return the keys for workers of a loss of agl-objectives, of several updates, of a smaller rate or an anchor."""
     choice, mini = chosen_loss(read.settings), read.settings.actor.ppo_mini_batch_size
-    if choice is None and mini in (None, read.settings.data.train_batch_size) and rate == 1.0:
+    has_one_update = mini in (None, read.settings.data.train_batch_size)
+    if choice is None and has_one_update and rate == 1.0 and not read.holds:
         return {}
     library = before.get("actor_rollout_ref.model.external_lib")
     others = cast("list[str]", library if isinstance(library, list) else [library] if library else [])
     worker: dict[str, Any] = {"actor_rollout_ref.model.external_lib": [*others, "agl_algo_verl.ray_losses"]}
+    if read.holds and not read.settings.actor.use_kl_loss:
+        # The anchor reads what VERL's reference says, which VERL has for a KL term alone; that one weighs nothing.
+        worker |= {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.0}
     if rate != 1.0:
         worker["actor_rollout_ref.actor.optim.lr"] = rate * read.settings.actor.optim.lr
     if choice is None:

@@ -19,6 +19,8 @@ Deviations from VERL as it is usually run, and why:
   waits for the next step's rows. VERL's schedules count the steps that it gets.
 - `save_every` says when a checkpoint is saved. VERL does it at the end of a step for which it is due by then, before
   its replicas wake; for a validation or a stop VERL is asked for one while it waits for rows (`ray_loops.py`).
+- Importance weights and rejection are over whole rollouts, and agents that share the weights and are not trained are
+  held near the start (`ray_completion.py`, `anchor.py`). VERL's reference runs for that where agents are filtered.
 - Where a run goes back, VERL starts again from the checkpoint of then, and its schedule falls over what is left. With
   Megatron it starts from the weights of then, with new moments, because no checkpoint there takes another rate.
 - VERL's trainer runs in its mode `sync`, also where groups are collected ahead. In VERL's own asynchronous modes its
@@ -38,6 +40,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
+from agl_algo_verl.anchor import held_rows
 from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
 from agl_algo_verl.inproc import advice
@@ -57,13 +60,13 @@ from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
     from agl_algo_verl.bridge import StepRows
     from agl_algo_verl.ray_cluster import Cluster
-    from agl_algo_verl.rows import PreparedStep
+    from agl_algo_verl.rows import PreparedStep, RowSample
     from agl_algo_verl.supply import StepGroups
 
 T = TypeVar("T")
@@ -79,7 +82,11 @@ REPORTED = {
     "actor/kl_loss": "kl_loss",
     "agl/logprob_gap": "logprob_gap",
     "agl/logprob_gap_mean": "logprob_gap_mean",
-    "rollout_corr/rollout_is_eff_sample_size": "effective_share",
+    "actor/anchor_kl": "anchor_kl",
+    "agl/effective_share": "effective_share",
+    "agl/tis_truncated": "tis_truncated",
+    "agl/tis_masked": "tis_masked",
+    "agl/rejected_share": "rejected_share",
     "training/rollout_probs_diff_max": "probability_gap",
     "training/rollout_probs_diff_mean": "probability_gap_mean",
     "timing_s/old_log_prob": "old_log_prob_s",
@@ -112,7 +119,7 @@ class RayVERL:
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         config: VERL's configuration, by its groups, `loss`, `loss_params`, `estimator` and `estimator_params`
             (`objectives.py`), `refill`, `curriculum` and `curriculum_uniform` (`supply.py`), `replay` and
-            `replay_max_staleness` (`replay.py`).
+            `replay_max_staleness` (`replay.py`), and `anchor_coef` (`anchor.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
@@ -158,6 +165,7 @@ class RayVERL:
         import torch
 
         check_machine(self.read, has_gpu=torch.cuda.is_available())
+        self._use_agents(context.agents)
         tasks = min(self.settings.data.train_batch_size, len(context.train))
         await asyncio.to_thread(check_composed, self.read, steps=self.settings.steps(len(context.train)), tasks=tasks)
 
@@ -170,6 +178,7 @@ class RayVERL:
 
         self._tuned, weights = tuned_policy(context)
         self._context = context
+        told_of_agents = self._use_agents(context.agents)
         # The GPUs of a cluster elsewhere are not seen from here, and its machines have what is installed here.
         has_gpu = not self.read.is_cpu and (torch.cuda.is_available() or bool(self.read.ray_init.get("address")))
         self.settings, told = with_packing(self.settings, has_gpu=has_gpu)
@@ -189,7 +198,7 @@ class RayVERL:
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
         self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
         begin_saving(context, self.save, algorithm="verl", save_every=self._save_every)
-        for note in (*self.notes, *told, *advice(self.settings)):
+        for note in (*self.notes, *told, *told_of_agents, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:
@@ -218,7 +227,9 @@ class RayVERL:
         self._interval.stepped()
         is_trained = self._can_train(every)
         if is_trained:
-            metrics |= await self._train(cluster, every, step=step, request=request)
+            others = supplied.groups if self.read.holds else ()
+            held, unheld = held_rows(others, policy=self._tuned, settings=self.settings)
+            metrics |= unheld | await self._train(cluster, every, held, step=step, request=request)
         else:
             metrics["updates_skipped"] = 1.0
             self._skipped += 1
@@ -378,11 +389,11 @@ class RayVERL:
         return bool(samples) and (self.settings.has_critic or has_gradient(samples, self.settings))
 
     async def _train(
-        self, cluster: Cluster, prepared: PreparedStep, *, step: int, request: StepRequest
+        self, cluster: Cluster, prepared: PreparedStep, held: Sequence[RowSample], *, step: int, request: StepRequest
     ) -> dict[str, float]:
-        """Let VERL train a step's rows; returns numbers to log."""
+        """Let VERL train a step's rows, beside those that are held; returns numbers to log."""
         saves = self._context.defer is None or self._interval.is_due()
-        answer = replace(self._answer(prepared, step=step), saves=saves)
+        answer = replace(self._answer(prepared, held, step=step), saves=saves)
         started = time.perf_counter()
         # VERL asks for the next step only when this one is trained and served, and saved where it is due.
         self._is_moving = True
@@ -448,6 +459,16 @@ class RayVERL:
             rate=self._rate,
         )
 
+    def _use_agents(self, agents: str) -> list[str]:
+        """Decide whether agents are held that are not trained, none without a filter; returns what to tell of it."""
+        self.read = replace(self.read, holds=bool(agents) and self.settings.anchor_coef > 0)
+        if self.read.holds:
+            return [
+                "agents that share the weights and are not trained are held near the start, for which VERL keeps a "
+                "reference; anchor_coef = 0 saves its memory and passes"
+            ]
+        return [self.read.unheld] if agents and self.read.unheld else []
+
     def _prepare(self, supplied: StepGroups) -> PreparedStep:
         from agl_algo_verl.rows import prepare
 
@@ -457,21 +478,31 @@ class RayVERL:
             settings=self.settings,
             mask_truncated=self._mask_truncated,
             dropped=supplied.dropped,
+            baselines=supplied.baselines,
         )
 
-    def _answer(self, prepared: PreparedStep, *, step: int) -> StepRows:
+    def _answer(self, prepared: PreparedStep, held: Sequence[RowSample], *, step: int) -> StepRows:
         from agl_algo_verl.batches import has_gradient
+        from agl_algo_verl.ray_completion import Completion
         from agl_algo_verl.ray_rows import rows_for_verl
 
-        settings = self.settings
+        settings, choice, mode = self.settings, chosen_loss(self.settings), self.settings.actor.loss_agg_mode
+        completion = Completion(
+            correction=settings.correction,
+            anchor_coef=settings.anchor_coef if self.read.holds else 0.0,
+            choice=choice,
+            mode=mode,
+        )
         return rows_for_verl(
             prepared,
-            mode=settings.actor.loss_agg_mode,
+            mode=mode,
             step=step,
             has_critic=settings.has_critic,
-            choice=chosen_loss(settings),
+            choice=choice,
             tasks=settings.actor.ppo_mini_batch_size,
             has_gradient=partial(has_gradient, settings=settings),
+            held=held,
+            completion=completion if completion.is_needed else None,
         )
 
     def _trained(self, step: int) -> dict[str, float]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
+from msgspec.structs import replace as changed
+
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_verl.keys import FIXED, has, is_verl_key, leaves, misspelling, put
@@ -37,6 +39,11 @@ STRATEGIES = ("fsdp2", "megatron")
 
 CORRECTION = "algorithm.rollout_correction"
 
+UNHELD = (
+    "agents that share the weights and are not trained are not held near the start, because VERL 0.9.1 cannot make the "
+    'reference\'s log-probabilities beside a critic and adapters; engine = "inproc" can'
+)
+
 HERE = (
     STRATEGY,
     "actor_rollout_ref.actor.use_kl_loss",
@@ -59,12 +66,16 @@ class RaySettings:
         given: Every key for VERL by its dotted name, as the person wrote it.
         ray_init: Arguments of `ray.init`.
         notes: A note for the person on every key that something else decides.
+        unheld: Why agents that share the weights and are not trained cannot be held near the start, `""` if they can.
+        holds: Whether they are; that depends on the experiment, too.
     """
 
     settings: VerlSettings
     given: dict[str, Any]
     ray_init: dict[str, Any]
     notes: list[str]
+    unheld: str = ""
+    holds: bool = False
 
     @property
     def rollout(self) -> str:
@@ -118,14 +129,12 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     for name, value in given.items():
         if has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)
-    if beside.get("anchor_coef"):
-        raise ConfigError(
-            f'verl got anchor_coef = {beside["anchor_coef"]} with engine = "ray", whose workers get the calls of '
-            'trained agents alone. Remove it, or use engine = "inproc".'
-        )
-    settings = read_settings(own | beside | {"anchor_coef": 0.0})[0]
+    settings, unheld = read_settings(own | beside)[0], ""
+    if "anchor_coef" not in beside and settings.has_critic and settings.is_lora:
+        settings, unheld = changed(settings, anchor_coef=0.0), UNHELD
     _check_together(settings, given)
-    return RaySettings(settings=settings, given=given, ray_init=dict(ray_kwargs.get("ray_init", {})), notes=notes)
+    ray_init = dict(ray_kwargs.get("ray_init", {}))
+    return RaySettings(settings=settings, given=given, ray_init=ray_init, notes=notes, unheld=unheld)
 
 
 def classify(name: str, value: Any, *, strategy: str = STRATEGIES[0]) -> tuple[str, str]:
@@ -193,11 +202,12 @@ def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
             'replay with algorithm.adv_estimator = "gae" would let VERL\'s critic on Ray learn from old rollouts as if '
             'they were new. Remove replay, or use engine = "inproc".'
         )
-    if settings.is_lora and settings.actor.use_kl_loss:
+    if settings.is_lora and (settings.actor.use_kl_loss or settings.anchor_coef):
+        reads = "actor.use_kl_loss" if settings.actor.use_kl_loss else "anchor_coef"
         raise ConfigError(
-            "With a critic, adapters and actor.use_kl_loss together, VERL 0.9.1 tries to switch off adapters of the "
-            "critic, which has none. Remove one of the three: use_kl_loss, model.lora_rank or "
-            'adv_estimator = "gae"; or use engine = "inproc".'
+            f"With a critic, adapters and {reads} together, VERL 0.9.1 tries to switch off adapters of the critic, "
+            f'which has none. Remove one of the three: {reads}, model.lora_rank or adv_estimator = "gae"; or use '
+            'engine = "inproc".'
         )
     modes = {"critic.loss_agg_mode": settings.critic.loss_agg_mode}
     if chosen_loss(settings) is None:
@@ -234,16 +244,7 @@ def _check_engine(settings: VerlSettings, given: Mapping[str, Any]) -> None:
 
 
 def _check_correction(settings: VerlSettings, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a rollout correction that VERL would make of rows, or that replay cannot count with."""
-    wanted = str(given.get(f"{CORRECTION}.rollout_rs") or "")
-    rows = [part.strip() for part in wanted.split(",") if part.strip().startswith("seq_")]
-    if given.get(f"{CORRECTION}.rollout_is") == "sequence":
-        rows.insert(0, "sequence")
-    if rows:
-        raise ConfigError(
-            f"{CORRECTION} has {', '.join(rows)}, for which VERL takes the product over a row, and an agent's rollout "
-            "may have several. Use token for rollout_is, and token_k1, token_k2 or token_k3 for rollout_rs."
-        )
+    """Raise ConfigError for a rollout correction that replay cannot count with."""
     if settings.replay and isinstance(given.get(f"{CORRECTION}.rollout_is_threshold"), str):
         raise ConfigError(
             f"{CORRECTION}.rollout_is_threshold = {given[f'{CORRECTION}.rollout_is_threshold']!r} with replay, whose "

@@ -17,6 +17,8 @@ is a mean over the rollouts, n:
 
 so advantages are scaled by N / n. VERL's `vanilla` and `gspo` are proportional to a positive factor of the advantages,
 so this is exact. Rows for a loss of agl-objectives bring the weights of their tokens instead (`loss_worker.py`).
+
+What depends on the log-probabilities that VERL recomputes is done before its advantages (`ray_completion.py`).
 """
 
 from __future__ import annotations
@@ -27,18 +29,26 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 import torch
 import transfer_queue as tq
+from tensordict import TensorDict
 from torch.utils.data import Dataset
 from verl.trainer.ppo.core_algos import register_adv_est
 
 from agl_algo_verl.bridge import NAME, BridgeRow, StepRequest
-from agl_algo_verl.privates import balancer_of, introduce_trainer, report_gap, save_checkpoint
+from agl_algo_verl.privates import (
+    balancer_of,
+    before_advantages,
+    introduce_trainer,
+    report_gap,
+    save_checkpoint,
+)
+from agl_algo_verl.ray_completion import HELD
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
     from torch import Tensor
 
     from agl_algo_verl.bridge import StepRows
+    from agl_algo_verl.ray_completion import Completion
 
 ESTIMATOR = "agl"
 """Value of `algorithm.adv_estimator` for advantages that come with the rows."""
@@ -77,6 +87,7 @@ class AgentLoops:
         self._bridge = cast("Any", ray).get_actor(NAME)
         self.trainer: Any = None
         """VERL's trainer, from the moment when it begins to train (`privates.introduce_trainer`)."""
+        self._completion: Completion | None = None
 
     @classmethod
     def create(cls, *, config: Any, llm_client: Any, **_: Any) -> AgentLoops:
@@ -97,6 +108,7 @@ class AgentLoops:
         answer: StepRows = get(given[0])
         trainer = self._config.trainer
         trainer.save_freq = 1 if answer.saves else trainer.total_training_steps  # which VERL saves after its last step
+        self._complete_by(answer.completion)
         uids = [str(uid) for uid in cast("Any", prompts["uid"])]
         counted = self._widen_mini_batch(answer)  # N, which VERL will divide a mean over sequences by
         scale = counted / answer.rollouts if answer.rollouts else 1.0  # N / n; a mean over tokens needs none
@@ -111,6 +123,7 @@ class AgentLoops:
                 "agl_update": torch.tensor([row.update]),
                 "agl_updates": torch.tensor([max(1, len(answer.updates))]),
                 "agl_rollouts": torch.tensor([answer.updates[row.update] if answer.updates else 0]),
+                HELD: torch.tensor([row.held]),
             }
             for place, row in enumerate(answer.rows)
         ]
@@ -123,6 +136,28 @@ class AgentLoops:
         )
         # VERL samples a step once each of its own prompts is finished, too.
         put(keys=uids, partition_id="train", tags=[{"status": "finished"} for _ in uids])
+
+    def _complete_by(self, completion: Completion | None) -> None:
+        """Complete the rows of this step and of later ones, in place of VERL's own correction."""
+        if completion is not None and self._completion is None:
+            correction = self._config.algorithm.rollout_correction
+            correction.rollout_is = correction.rollout_rs = None
+            before_advantages(self.trainer, self._complete)
+        self._completion = completion
+
+    def _complete(self, batch: Any, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Complete a batch in VERL's queue before its advantages; returns what its workers get beside it."""
+        completion = self._completion
+        if completion is None:
+            return {}
+        get: Any = cast("Any", tq).kv_batch_get
+        data = get(keys=batch.keys, partition_id=batch.partition_id, select_fields=completion.reads)
+        padding = [bool(tag.get("is_padding", False)) for tag in batch.tags]
+        fields, found = completion.fields(data, padding=padding)
+        metrics.update(found)
+        put: Any = cast("Any", tq).kv_batch_put
+        put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch.keys)))
+        return completion.options
 
     def _widen_mini_batch(self, answer: StepRows) -> int:
         """Set the step's mini-batch and temperature; returns how many rows the mini-batch has, padding included."""

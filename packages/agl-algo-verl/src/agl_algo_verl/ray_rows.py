@@ -2,6 +2,7 @@
 
 VERL on Ray makes a rollout's weight from rows: here advantages are scaled where that would show, and `ray_loops.py`
 does the rest. With a critic the rows carry rewards instead, for VERL's own GAE makes the advantages (`shaping.py`).
+Rows that are held and not trained (`anchor.py`) go with the update that trains their rollout.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING
 from agl.errors import AglError
 from agl_algo_verl.batches import per_rollout, updates, weighting
 from agl_algo_verl.bridge import BridgeRow, StepRows
+from agl_algo_verl.ray_completion import ROW_MEAN
 from agl_algo_verl.shaping import call_returns, call_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agl_algo_verl.objectives import LossChoice
+    from agl_algo_verl.ray_completion import Completion
     from agl_algo_verl.rows import PreparedStep, RowSample
 
 
@@ -31,6 +34,8 @@ def rows_for_verl(
     choice: LossChoice | None = None,
     tasks: int | None = None,
     has_gradient: Callable[[Sequence[RowSample]], bool] = bool,
+    held: Sequence[RowSample] = (),
+    completion: Completion | None = None,
 ) -> StepRows:
     """Return the rows of a step.
 
@@ -43,6 +48,8 @@ def rows_for_verl(
         tasks: Tasks of an update; None for one update.
         has_gradient: Tells whether an update of these rows can have a gradient. Where a step has several updates,
             those without one are left out, for momentum would still move the weights.
+        held: The rows of calls that are held.
+        completion: What is done once VERL has the rows' log-probabilities.
 
     Raises AglError where rows have several temperatures, which VERL cannot train.
     """
@@ -50,7 +57,7 @@ def rows_for_verl(
         prepared = replace(prepared, samples=with_rewards(prepared))
     # A mean over each row's tokens becomes one over each rollout's (`batches.per_rollout`). Modes that add up tokens
     # need nothing: how a rollout is cut into rows does not change their sum.
-    is_scaled = choice is None and mode == "seq-mean-token-mean"
+    is_scaled = choice is None and mode == ROW_MEAN and not (completion and completion.scales_later)
     samples = per_rollout(prepared.samples) if is_scaled else prepared.samples
     temperature = _temperature(prepared.samples, step=step)
     seen: Counter[int] = Counter()
@@ -67,12 +74,12 @@ def rows_for_verl(
     rows = [
         row
         for number, (part, rollouts) in enumerate(parts)
-        for row in _rows(part, places, numbered, update=number, rollouts=rollouts, choice=choice)
+        for row in _rows(part, places, numbered, update=number, rollouts=rollouts, choice=choice, held=held)
     ]
     several = tuple(rollouts for _, rollouts in parts) if len(parts) > 1 else ()
     # What a mean over sequences has to divide by; a mean over tokens counts its tokens itself.
     counted = 0 if several or choice is not None or mode == "token-mean" else parts[0][1]
-    return StepRows(rows=tuple(rows), temperature=temperature, rollouts=counted, updates=several)
+    return StepRows(rows=tuple(rows), temperature=temperature, rollouts=counted, updates=several, completion=completion)
 
 
 def with_rewards(prepared: PreparedStep) -> list[RowSample]:
@@ -100,11 +107,15 @@ def _rows(
     update: int,
     rollouts: int,
     choice: LossChoice | None,
+    held: Sequence[RowSample],
 ) -> list[BridgeRow]:
-    """Return the rows of one update, which has so many rollouts."""
+    """Return the rows of one update, which has so many rollouts, and those of `held` of the same rollouts."""
     weights = None if choice is None else weighting(samples, rollouts=rollouts, choice=choice)
+    names = {sample.rollout for sample in samples}
+    beside = [sample for sample in held if sample.rollout in names]
+    tokens = sum(len(sample.mask) for sample in beside)
     rows: list[BridgeRow] = []
-    for sample in samples:
+    for sample in [*samples, *beside]:
         row = BridgeRow(
             group=sample.group,
             rollout=places[sample.rollout],
@@ -116,6 +127,7 @@ def _rows(
             weight=1.0 if weights is None else weights.weight[sample.rollout],
             total=1.0 if weights is None else weights.total,
             update=update,
+            held=0.0 if sample.held is None else 1.0 / tokens,
         )
         numbered[sample.rollout] += 1
         rows.append(row)

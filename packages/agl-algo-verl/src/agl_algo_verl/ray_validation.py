@@ -76,7 +76,9 @@ def _check(config: Any, read: RaySettings) -> None:
     with verl_part("omegaconf:open_dict")(whole):
         whole.critic.model = None  # VERL would load its configuration and tokenizer, which this machine may lack
     verl_part("verl.utils.config:validate_config")(
-        whole, use_reference_policy=settings.actor.use_kl_loss, use_critic=settings.has_critic
+        whole,
+        use_reference_policy=settings.actor.use_kl_loss or read.holds,
+        use_critic=settings.has_critic,
     )
     verl_part("verl.utils.config:omega_conf_to_dataclass")(config.actor_rollout_ref.rollout)
     correction = config.algorithm.rollout_correction

@@ -17,7 +17,6 @@ _NO_GRADIENT = "as a term of the loss its gradient is 0 on average; use low_var_
 ESTIMATORS = {
     "gdpo": "it normalises each of several rewards alone, and credit gives one number; weigh them by the experiment's "
     "`reward_weights` and use grpo",
-    "remax": "it needs the reward of a greedy rollout of every task, which nothing makes; use rloo",
     "optimal_token_baseline": "it needs the norm of the gradient of every token, which the engine does not give; use "
     "gae",
     "tir_optimal_token_baseline": "it needs the norm of the gradient of every token, which the engine does not give; "

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agl.contracts import CallUse, Credit
     from agl.schemas import CallCredit, Episode, Row
     from agl_algo_verl.settings import VerlSettings
+    from agl_objectives.estimating import Baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +135,12 @@ def prepare(
     settings: VerlSettings,
     mask_truncated: bool = False,
     dropped: int = 0,
+    baselines: Sequence[Baseline] = (),
 ) -> PreparedStep:
     """Return the samples of groups of episodes that share a task.
 
     With `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained.
-    `dropped` rollouts were not handed over.
+    `dropped` rollouts were not handed over. `baselines` are what greedy rollouts got, one for each group.
 
     Raises RowTooLongError for a prompt that is too long where that is to stop the run, and MissingTokenIdsError where
     no call of the step has token ids.
@@ -156,7 +158,8 @@ def prepare(
         by_span = [{call.span_id: call.value for call in calls} for calls in credits]
     else:
         estimator = chosen_estimator(settings).call
-        by_span = call_advantages(credits, groups=places, tokens=tokens, estimator=estimator)
+        compared = [baselines[place] for place in places] if baselines else None
+        by_span = call_advantages(credits, groups=places, tokens=tokens, estimator=estimator, baselines=compared)
     samples: list[RowSample] = []
     left_out: Counter[str] = Counter()
     refused: defaultdict[str, dict[str, str]] = defaultdict(dict)  # by rollout and span id: why its row is left out

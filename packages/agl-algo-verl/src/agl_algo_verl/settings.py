@@ -38,6 +38,7 @@ Estimator = Literal[
     "opo",
     "gpg",
     "grpo_passk",
+    "remax",
 ]
 Loss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "gpg", "dro"]
 KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]

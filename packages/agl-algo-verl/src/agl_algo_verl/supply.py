@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agl.errors import RunError
+from agl_algo_verl.objectives import has_greedy
 from agl_algo_verl.rows import soft_overlong
 from agl_objectives.groups import GroupSampler
 
@@ -36,19 +37,22 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext, CallUse, Collected
     from agl.schemas import Episode, Json
     from agl_algo_verl.settings import VerlSettings
+    from agl_objectives.estimating import Baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
     """The groups of a step, what to log, and the number of rollouts that were left out of the groups.
 
-    `uses` are the calls of groups that were replaced, by rollout id.
+    `uses` are the calls of groups that were replaced and of greedy rollouts, by rollout id; `baselines` is what the
+    greedy rollout of each group got, for estimators that compare with one.
     """
 
     groups: list[list[Episode]]
     metrics: dict[str, float]
     dropped: int
     uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
+    baselines: Sequence[Baseline] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,7 @@ class VerlSupply:
             uniform=settings.curriculum_uniform,
             mask_truncated=mask_truncated,
             overlong=soft_overlong(settings),
+            has_greedy=has_greedy(settings),
         )
         self._sampler.begin(context)
         self._asked, self._dropped = 0, 0  # groups over the whole run; dropped ones are among those asked for
@@ -116,7 +121,11 @@ class VerlSupply:
             found = await self._sampler.collect(step)
             counts = {f"dropped_{reason}": float(count) for reason, count in found.dropped.items()}
             return StepGroups(
-                groups=found.groups, metrics=counts | found.metrics, dropped=found.dropped.total(), uses=found.uses
+                groups=found.groups,
+                metrics=counts | found.metrics,
+                dropped=found.dropped.total(),
+                uses=found.uses,
+                baselines=found.baselines,
             )
         self._restore()
         self._ask(step)

@@ -206,6 +206,7 @@ class AlgorithmHost:
             recorded=partial(self._link.ask, "recorded"),
             publish=partial(self._link.ask, "publish"),
             propose=partial(self._link.ask, "propose"),
+            agents=config.agents,
         )
 
 

@@ -245,6 +245,8 @@ class AlgorithmContext:
             is written, false if that may wait, which it may not with ``must``, or if a step that was interrupted has
             changed what would be written. Steps that are not saved are repeated after a crash, with the rollouts that
             they had collected; no file of a version that they published may be needed to serve it.
+        agents: Regular expression over the names of agents whose calls train, and ``""`` for all: calls of the others
+            are rejected as ``not_selected``, also where they share a policy that is tuned.
         live: Name and live version of every resource, tuned or not.
         endpoint: The address of a policy of the experiment by name, for algorithms that call a model themselves.
         current: The live version of a resource by name.
@@ -280,6 +282,7 @@ class AlgorithmContext:
     clock: Callable[[], float]
     kept: Callable[[], frozenset[int]] = frozenset
     defer: Callable[[Callable[[bool], Awaitable[bool]]], None] | None = None
+    agents: str = ""
 
 
 class Algorithm(Protocol):

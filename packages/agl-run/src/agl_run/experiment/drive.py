@@ -584,6 +584,7 @@ class DrivenAlgorithm:
             say=lambda text: driver.progress.say(f"{config.name}: {text}"),
             clock=time.time,
             defer=self._defer if driver.can_wait else None,
+            agents=config.agents,
         )
 
     def _defer(self, save: SaveFn) -> None:

@@ -81,6 +81,7 @@ def _context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContext:
         progress=lambda done, total, text: None,
         say=lambda text: None,
         clock=time.time,
+        agents=algorithm.agents,
     )
 
 

@@ -62,6 +62,7 @@ class AlgorithmScenario:
         files: Text files by name, relative to the work directory, that the parameters refer to.
         make_longer: Returns a new object that differs from those of ``make`` in taking more steps; for algorithms that
             are :class:`~agl.contracts.ExtendableAlgorithm`.
+        agents: What the context says of the agents that train.
     """
 
     make: Callable[[], Algorithm]
@@ -74,6 +75,7 @@ class AlgorithmScenario:
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     max_steps: int = 20
     make_longer: Callable[[], Algorithm] | None = None
+    agents: str = ""
 
 
 class AlgorithmBench:
@@ -147,6 +149,7 @@ class AlgorithmBench:
             say=lambda text: None,
             clock=time.time,
             kept=lambda: frozenset(self.kept),
+            agents=self.scenario.agents,
         )
 
     def policy(self, name: str) -> Policy:

@@ -1,0 +1,149 @@
+"""Completes a step's rows in VERL's trainer on Ray, after it has recomputed log-probabilities and before advantages.
+
+Two things can be known no earlier, and VERL would make them of rows:
+
+    correction    importance weights and rejection over whole rollouts (`correction.py`), in place of VERL's own.
+                  Rejected tokens change the weights of a mean over sequences, so these are made once more.
+    anchor        what the loss reads of rows that are held (`loss_worker.anchored`). VERL fills a batch up with copies
+                  of a row, which may be one that is held, and the copies are not.
+
+B is the number of rows, R the length of a row's response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl_algo_verl.batches import per_rollout, per_row, weighting
+from agl_algo_verl.correction import Correction, corrected, correction_metrics
+from agl_algo_verl.rows import RowSample
+from agl_algo_verl.typed import floats, integers, ragged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from agl_algo_verl.objectives import LossChoice
+
+HELD = "agl_held"
+"""Field with 1 / U at rows that are held, U being the held tokens of the row's update, and 0 at others; [B, 1]."""
+
+ROW_MEAN = "seq-mean-token-mean"
+"""VERL's mean over the tokens of each row, which the advantages turn into one over those of each rollout."""
+
+METRIC = "agl/"
+"""Beginning of what is logged, among VERL's metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What rows need before VERL makes their advantages.
+
+    Attributes:
+        correction: Importance weights and rejection.
+        anchor_coef: The weight of the anchor, 0 for none.
+        choice: The run's loss of agl-objectives, None for one of VERL's.
+        mode: `loss_agg_mode` of the run's loss.
+    """
+
+    correction: Correction = field(default_factory=Correction)
+    anchor_coef: float = 0.0
+    choice: LossChoice | None = None
+    mode: str = "token-mean"
+
+    @property
+    def is_needed(self) -> bool:
+        """True if there is anything to complete."""
+        return self.correction.is_on or self.anchor_coef > 0
+
+    @property
+    def scales_later(self) -> bool:
+        """True if advantages are scaled to means over rollouts here, because rejection decides which tokens count."""
+        return self.choice is None and self.mode == ROW_MEAN and bool(self.correction.bounds)
+
+    @property
+    def reads(self) -> list[str]:
+        """The names of the fields that it reads."""
+        names = ["response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "agl_rollout"]
+        return [*names, "ref_log_prob", HELD] if self.anchor_coef else names
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What VERL's training workers get beside the rows, by name."""
+        return {"agl_anchor_coef": self.anchor_coef} if self.anchor_coef else {}
+
+    def fields(self, data: TensorDict, *, padding: Sequence[bool]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the fields to change or to add, of all B rows in their order, and what to log.
+
+        Args:
+            data: The fields of `reads`, ragged, one vector [R] per row, or [B, 1].
+            padding: True for each row that only fills up the batch.
+        """
+        found: dict[str, Tensor] = {}
+        metrics: dict[str, float] = {}
+        if self.correction.is_on:
+            rows = corrected(_samples(data), self.correction)
+            found |= self._corrected(rows)
+            shares = correction_metrics(rows, self.correction)
+            metrics = {METRIC + name: value for name, value in shares.items()}
+        if self.anchor_coef:
+            found |= _anchored(data, padding=padding)
+        return found, metrics
+
+    def _corrected(self, rows: Sequence[RowSample]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self.correction.importance is not None:
+            weights = [torch.zeros_like(row.behaviour) if row.importance is None else row.importance for row in rows]
+            found["rollout_is_weights"] = ragged(weights)
+        if not self.correction.bounds:
+            return found
+        found["response_mask"] = ragged([row.kept.long() for row in rows])
+        if self.scales_later:
+            found["rm_scores"] = ragged([row.advantages for row in per_rollout(rows)])
+        if self.choice is not None:
+            weight = weighting(
+                rows, rollouts=1, choice=self.choice
+            ).weight  # which the rollouts of an update are not in
+            found["agl_weight"] = torch.tensor([[weight[row.rollout]] for row in rows])
+        return found
+
+
+def _samples(data: TensorDict) -> list[RowSample]:
+    """Return rows as the correction reads them, each with the number of its rollout for a name."""
+    names = ("response_mask", "rm_scores", "rollout_log_probs", "old_log_probs")
+    numbers = integers(per_row(data, "agl_rollout"))
+    return [
+        RowSample(
+            rollout=str(number),
+            group=0,
+            ids=torch.empty(0, dtype=torch.int64),  # the correction reads none
+            mask=mask_R.bool(),
+            advantages=scores_R,
+            behaviour=behaviour_R,
+            old=old_R,
+            temperature=1.0,
+        )
+        for number, mask_R, scores_R, behaviour_R, old_R in zip(
+            numbers, *(_rows(data, name) for name in names), strict=True
+        )
+    ]
+
+
+def _anchored(data: TensorDict, *, padding: Sequence[bool]) -> dict[str, Tensor]:
+    """Return the fields that the anchor reads: 1 / U at the held tokens, and log pi_ref."""
+    given = zip(floats(per_row(data, HELD)), padding, strict=True)
+    shares = [0.0 if is_padding else share for share, is_padding in given]
+    start = [values_R.float() for values_R in _rows(data, "ref_log_prob")]
+    return {
+        "agl_anchor": ragged([torch.full_like(values_R, share) for share, values_R in zip(shares, start, strict=True)]),
+        "agl_start": ragged(start),
+    }
+
+
+def _rows(data: TensorDict, name: str) -> Sequence[Tensor]:
+    return cast("Any", data)[name].unbind()
