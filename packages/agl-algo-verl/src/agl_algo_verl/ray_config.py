@@ -149,6 +149,10 @@ def _on_cpu(threads: int) -> dict[str, Any]:
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.mixed_precision": FLOAT32,
+        # The reference computes as the policy does, or the first distance from it would not be 0.
+        "actor_rollout_ref.ref.use_torch_compile": False,
+        "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
+        "actor_rollout_ref.ref.fsdp_config.mixed_precision": FLOAT32,
         "actor_rollout_ref.rollout.load_format": "auto",  # a replica loads the model itself, so adapters are enough
         "actor_rollout_ref.rollout.free_cache_engine": False,
         "actor_rollout_ref.rollout.engine_kwargs.agl_hf.threads": threads or 1,
