@@ -107,7 +107,7 @@ def light_agent(text: str) -> str:
 def prepared(place: Path, *, dialogues: int) -> tuple[World, str]:
     """Make databases, tasks and two random models, teach the checker, and the writer the skill and the bad habit.
 
-    `dialogues` is the number of those that show the skill; the example's own is 6720. Returns the world and the weights
+    Half of `dialogues` show the skill, and half of them how to take what one is told. Returns the world and the weights
     to start from.
     """
     (place / "agent.py").write_text(light_agent((SQL / "agent.py").read_text(encoding="utf-8")), encoding="utf-8")

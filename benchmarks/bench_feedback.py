@@ -27,6 +27,9 @@ MANY, FEW = 8, 2
 TOLD, TOLD_GROUP, TOLD_LR = 8, 2, 6e-4
 """Tasks, groups and rate of `sdpo` with as few rollouts: it needs no groups to compare, and bears twice the rate."""
 
+SQL_DIALOGUES = 6720
+"""Dialogues that show the skill in the SQL example; here as many more show how to take what one is told."""
+
 NEEDED = ("agl_algo_torch", "agl_gateway", "agl_rewards", "openai")
 
 
@@ -70,7 +73,7 @@ def figures(seeds: Sequence[int], *, parts: Sequence[str]) -> list[Figure]:
                 found.append(told([silent(starts.world, starts.mute, seed=seed) for seed in seeds]))
         if "sql" in parts:
             (place / "sql").mkdir()
-            world, low = _feedback_sql.prepared(place / "sql", dialogues=6720)
+            world, low = _feedback_sql.prepared(place / "sql", dialogues=2 * SQL_DIALOGUES)
             found += needed("sql", [warm(world, low, seed=seed, steps=24) for seed in seeds])
     return found
 
