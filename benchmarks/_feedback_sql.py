@@ -107,8 +107,8 @@ def light_agent(text: str) -> str:
 def prepared(place: Path, *, dialogues: int) -> tuple[World, str]:
     """Make databases, tasks and two random models, teach the checker, and the writer the skill and the bad habit.
 
-    Half of `dialogues` show the skill, and half of them how to take what one is told. Returns the world and the weights
-    to start from.
+    Half of `dialogues` show the skill alone, the others after a word about what was wrong, or right. Returns the world
+    and the weights to start from.
     """
     (place / "agent.py").write_text(light_agent((SQL / "agent.py").read_text(encoding="utf-8")), encoding="utf-8")
     make(place, "databases", count=0)
