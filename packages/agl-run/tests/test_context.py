@@ -1,0 +1,69 @@
+"""What an algorithm's context says of the agents that train."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl import AlgorithmEntry, PluginManager, hookimpl
+from agl.algorithms import algorithm
+from agl.contracts import AlgorithmContext, StepReport
+from agl.schemas import PromptTemplate
+from agl.stores import MemoryStore
+from agl_run import Quiet, Trainer
+
+
+class Asks:
+    """Says which agents train."""
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        context.say(f"trains {context.agents!r}")
+
+    async def step(self) -> StepReport:
+        return StepReport(step=1, is_finished=True)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self, state: dict[str, Any]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class AsksPlugin:
+    @hookimpl
+    def agl_algorithms(self) -> list[AlgorithmEntry]:
+        return [AlgorithmEntry(name="asks", factory=Asks, tunes=("prompt_template",), needs_token_ids=False)]
+
+
+class Said(Quiet):
+    """Keeps the lines that a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize(
+    ("own", "adapter", "expected"),
+    [({"agents": "judge"}, None, "judge"), ({}, {"agent_match": "write"}, "write"), ({}, None, "")],
+)
+def test_it_names_the_agents_of_the_algorithm_or_of_the_adapter(
+    own: dict[str, str], adapter: dict[str, str] | None, expected: str, tmp_path: Path
+) -> None:
+    manager, said = PluginManager(), Said()
+    manager.register(AsksPlugin(), name="asks")
+    trainer = Trainer(
+        name="agents",
+        algorithm=algorithm("asks", **own),
+        adapter=adapter,
+        initial_resources={"prompt": PromptTemplate(template="none")},
+        store=MemoryStore(),
+        folder=tmp_path,
+        plugins=manager,
+        progress=said,
+    )
+    trainer.fit(lambda task: None, [{"q": 1}])
+    assert f"asks: trains {expected!r}" in said.lines
