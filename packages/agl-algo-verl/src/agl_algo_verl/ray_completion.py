@@ -106,9 +106,8 @@ class Completion:
         if self.scales_later:
             found["rm_scores"] = ragged([row.advantages for row in per_rollout(rows)])
         if self.choice is not None:
-            weight = weighting(
-                rows, rollouts=1, choice=self.choice
-            ).weight  # which the rollouts of an update are not in
+            # The number of rollouts is in the divisor alone, which the rows have already.
+            weight = weighting(rows, rollouts=1, choice=self.choice).weight
             found["agl_weight"] = torch.tensor([[weight[row.rollout]] for row in rows])
         return found
 
