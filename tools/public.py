@@ -30,6 +30,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "agl-harness": ("agl_harness", "agl_harness.conformance"),
     "agl-objectives": (
         "agl_objectives",
+        "agl_objectives.adapters",
         "agl_objectives.aggregation",
         "agl_objectives.answers",
         "agl_objectives.contract",

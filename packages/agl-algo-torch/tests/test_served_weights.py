@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from agl.schemas import Weights
 from agl_algo_torch.checkpoint import save_served
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
 from agl_algo_torch.served_weights import ServedWeights
+from agl_objectives.adapters import HeldAdapter
 
-pytest.importorskip("peft", reason="adapters need the extra lora")
+peft = pytest.importorskip("peft", reason="adapters need the extra lora")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
 
 Make = Callable[..., LoadedModel]
@@ -101,6 +103,32 @@ def test_a_policy_that_merges_adapters_merges_them(stock: Stock) -> None:
     assert exchange.adapter is None
     served.apply(exchange)
     assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+def held(weights: Weights, trained: LoadedModel) -> HeldAdapter:
+    """The adapter of a model as another package's algorithm holds it."""
+    config = trained.model.peft_config["default"].to_dict()  # type: ignore[union-attr, index]
+    return HeldAdapter(base=weights.base_model, config=config, tensors=peft.get_peft_model_state_dict(trained.model))
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_an_adapter_in_memory_serves_as_it_does_from_disk(stock: Stock, merges: bool) -> None:
+    _, serving = stock.base()
+    served = ServedWeights(serving, merges=merges)
+    for weights, trained in (stock.adapter(1), stock.adapter(2, rank=8, alpha=4.0), stock.adapter(3, seed=7)):
+        exchange = served.take(held(weights, trained))
+        assert (exchange.adapter is None) == merges
+        served.apply(exchange)
+        assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+def test_an_adapter_in_memory_of_another_model_is_refused(stock: Stock) -> None:
+    _, serving = stock.base()
+    weights, trained = stock.adapter(1)
+    adapter = held(weights, trained)
+    other = replace(adapter, tensors={f"{name}.more": tensor for name, tensor in adapter.tensors.items()})
+    with pytest.raises(ConfigError, match=r"does not fit the model.*Serve the model that the adapter was trained on"):
+        ServedWeights(serving).take(other)
 
 
 def test_whole_weights_from_memory_replace_an_adapter_and_its_base(stock: Stock) -> None:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from agl.schemas import Weights
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import scenario
+from .world import scenario, whole_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +38,7 @@ def weights(bench: AlgorithmBench, number: int) -> dict[str, torch.Tensor]:
     """Those of a published version."""
     resource = bench.published[number].resource
     assert isinstance(resource, Weights)
-    return dict(AutoModelForCausalLM.from_pretrained(resource.uri).state_dict())
+    return dict(whole_model(resource).state_dict())
 
 
 def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -106,7 +106,7 @@ def test_adapters_reference_and_weight_of_the_penalty_survive_a_restart(model_di
     kit.test_resumed_run_does_what_an_uninterrupted_one_does(scenario(model_dir, **keys), tmp_path)
 
 
-def test_adapters_are_merged_into_what_is_published(model_dir: Path, tmp_path: Path) -> None:
+def test_adapters_learn_and_what_serves_is_what_is_trained(model_dir: Path, tmp_path: Path) -> None:
     metrics, weights = train(tmp_path, model_dir, **LORA)
     start = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
     assert start.keys() == weights.keys()

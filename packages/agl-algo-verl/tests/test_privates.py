@@ -27,7 +27,6 @@ ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 ROLLOUT = "verl.workers.rollout.base"
 WORKERS = "verl.workers.engine_workers"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
-NAMES = "verl.utils.fsdp_utils"
 
 
 def other(local_path: str, torch_dtype: Any) -> None:
@@ -60,8 +59,6 @@ GUARDS: list[tuple[str, str, Any, Callable[[], Any], str]] = [
     (TRAINER, "calculate_debug_metrics", None, privates.report_gap, "calculate_debug_metrics in verl"),
     (TRAINER, "PPOTrainer", Changed, privates.introduce_trainer, r"PPOTrainer\.fit\(agent_loop_manager\) in verl"),
     (TRAINER, "PPOTrainer", None, privates.introduce_trainer, r"PPOTrainer\.fit\(agent_loop_manager\) in verl"),
-    (NAMES, "normalize_peft_param_name", None, lambda: privates.plain_names({}), "normalize_peft_param_name in"),
-    (NAMES, "normalize_peft_param_name", list, lambda: privates.plain_names({}), "normalize_peft_param_name.*dict"),
     (
         ENGINE,
         "FSDPEngine",

@@ -34,7 +34,7 @@ from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 from agl_testing.waiting import wait_until
 
-from .world import SharedWorld, config, good_tokens
+from .world import SharedWorld, config, good_tokens, whole_model
 
 pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
 pytest.importorskip("openai", reason="needs openai, which the example's agent calls with")
@@ -244,7 +244,7 @@ def train(
             return found, weights
 
     metrics, weights = asyncio.run(body())
-    return metrics, dict(AutoModelForCausalLM.from_pretrained(weights.uri).state_dict())
+    return metrics, dict(whole_model(weights).state_dict())
 
 
 async def served_gap(bench: AlgorithmBench) -> float:

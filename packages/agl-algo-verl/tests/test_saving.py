@@ -38,9 +38,11 @@ RAY = {"actor_rollout_ref": {"rollout": {"name": "agl_hf", "n": 4}}}
 class Small:
     """An experiment with `verl` in one process; `on_call` gets the number of each call of the agent."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, *, lora_rank: int = 0) -> None:
         folder.mkdir()
         self.folder, self.model = folder, model
+        trained = {"actor_rollout_ref": CONFIG["actor_rollout_ref"] | {"model": {"lora_rank": lora_rank}}}
+        self.config = CONFIG | trained
         self.calls = 0
         self.on_call: Callable[[int], None] = lambda number: None
 
@@ -55,7 +57,7 @@ class Small:
     def fit(self, *, resume: bool = False, **settings: Any) -> Any:
         return agl.Trainer(
             name="small",
-            algorithm=algorithm("verl", tunes="llm", threads=1, **CONFIG, **({"save_every": 2} | settings)),
+            algorithm=algorithm("verl", tunes="llm", threads=1, **self.config, **({"save_every": 2} | settings)),
             policies={"llm": policy("torch", model=str(self.model), threads=1)},
             store=f"sqlite:///{self.folder}/runs.db",
             n_runners=1,  # the same batches, and so the same rounding, in every run
@@ -74,22 +76,30 @@ class Small:
         weights = {name: tensor.tolist() for name, tensor in state.items()}
         return {"ledger": asyncio.run(self._ledger()), "newest": newest.name, "weights": weights}
 
+    def largest(self, name: str) -> float:
+        """The largest value of a metric."""
+        return max(metric.value for metric in asyncio.run(self._read(lambda store: store.metrics("small", name=name))))
+
     async def _ledger(self) -> Mapping[str, int]:
+        return await self._read(lambda store: store.trained("small", run=1, algorithm="verl"))
+
+    async def _read(self, what: Callable[[Any], Any]) -> Any:
         manager = agl.PluginManager.from_environment()
         store = manager.build(manager.store_entry("sqlite"), url=f"sqlite:///{self.folder}/runs.db")
         try:
-            return await store.trained("small", run=1, algorithm="verl")
+            return await what(store)
         finally:
             await store.close()
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["all weights", "adapters"])
 def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
-    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora_rank: int
 ) -> None:
     """A copy of the folder at some moment is what a kill at that moment would leave."""
     dead = "agl_run.experiment.saving.worker_is_dead"
     monkeypatch.setattr(dead, lambda name: True)  # this process stands for the one that was killed
-    small = Small(tmp_path / "small", make_model())
+    small = Small(tmp_path / "small", make_model(), lora_rank=lora_rank)
 
     def keep(number: int) -> None:
         if number == 3 * ROLLOUTS + 3:  # in the fourth step: two steps are saved, one more waits
@@ -98,6 +108,7 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     small.on_call = keep
     small.fit()
     undisturbed = small.outcome()
+    assert small.largest("logprob_gap") < 1e-5  # what the policy takes from memory is what was trained
     assert dict.fromkeys(range(1, STEPS + 1), ROLLOUTS) == Counter(undisturbed["ledger"].values())
     small.folder.rename(tmp_path / "whole")
     (tmp_path / "left").rename(small.folder)

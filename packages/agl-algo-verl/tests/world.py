@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from agl.schemas import Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
@@ -29,6 +30,14 @@ def good_tokens(response: list[int]) -> float:
     return sum(token >= 128 for token in response) / len(response)
 
 
+def whole_model(weights: Weights) -> Any:
+    """A model of weights, with an adapter merged."""
+    if weights.format == "hf":
+        return AutoModelForCausalLM.from_pretrained(weights.uri)
+    base: Any = AutoModelForCausalLM.from_pretrained(weights.base_model)
+    return PeftModel.from_pretrained(base, weights.uri).merge_and_unload()
+
+
 class World:
     """Plays rollouts of two calls with the weights that are live; both calls are on one row, or on a row each."""
 
@@ -41,7 +50,7 @@ class World:
         assert isinstance(weights, Weights)
         torch.manual_seed(zlib.crc32(order.rollout.rollout_id.encode()))
         if self._loaded[0] != weights.uri:
-            self._loaded = (weights.uri, AutoModelForCausalLM.from_pretrained(weights.uri))
+            self._loaded = (weights.uri, whole_model(weights))
         ids, logprobs = self._sample(self._loaded[1])
         reward = self.reward(ids[len(PROMPT) :])
         return episode(order.rollout, ids, [p + self.bias for p in logprobs], reward, rows=self.rows)

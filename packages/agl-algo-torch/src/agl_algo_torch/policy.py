@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from agl_objectives.adapters import HeldAdapter
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
@@ -106,7 +108,7 @@ class TorchPolicy:
         self._loaded = loaded
         self._weights = ServedWeights(loaded, merges=self._settings.merge_adapters)
         self._exchanging = asyncio.Lock()
-        self._offered: tuple[Weights, LoadedModel | Mapping[str, Tensor]] | None = None
+        self._offered: tuple[Weights, LoadedModel | Mapping[str, Tensor] | HeldAdapter] | None = None
         limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
         self._engine = Engine(loaded.model, settings=limits)
         self._thread: ServerThread | None = None
@@ -175,12 +177,12 @@ class TorchPolicy:
             await asyncio.to_thread(self._thread.stop)
             self._thread, self._base_url = None, ""
 
-    def offer_weights(self, weights: Weights, held: LoadedModel | Mapping[str, Tensor]) -> None:
+    def offer_weights(self, weights: Weights, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> None:
         """Let the next `load` take `weights` from memory: they need not be on disk then.
 
         Args:
             weights: The resource that will be loaded.
-            held: The model that has these weights, or its state; it must not change until they are loaded.
+            held: The model that has these weights, its state, or its adapter; it must not change until they are loaded.
         """
         self._offered = (weights, held)
 

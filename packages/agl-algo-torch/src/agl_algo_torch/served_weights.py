@@ -22,6 +22,7 @@ from agl.schemas import Weights
 from agl_algo_torch.model import LoadedModel, has_lora, served_state, without_master
 from agl_algo_torch.typed_torch import modules, read_tensors
 from agl_algo_torch.weights import copy_into, misfits, read_weights
+from agl_objectives.adapters import HeldAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,14 +85,31 @@ class ServedWeights:
             return self.whole(read_weights(weights, like=self._model.state_dict()), place=_place(weights.uri))
         return self._beside(adapter, base=weights.base_model)
 
-    def take(self, held: LoadedModel | Mapping[str, Tensor]) -> Exchange:
-        """Return the exchange for a model in memory, or for its state, as `read` does once it is on disk. Blocks."""
+    def take(self, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> Exchange:
+        """Return the exchange for a model in memory, its state or its adapter, as `read` does from disk. Blocks."""
+        if isinstance(held, HeldAdapter):
+            return self._adapted(held)
         if not isinstance(held, LoadedModel):
             return self.whole(held)
         if not has_lora(held.model):
             return self.whole(without_master(held).model.state_dict())
         adapter = None if self._merges else _held_adapter(held, self._model)
         return self.whole(served_state(held.model)) if adapter is None else self._beside(adapter, base=held.name)
+
+    def _adapted(self, held: HeldAdapter) -> Exchange:
+        adapter = _adapter(held.config, held.tensors, self._model)
+        if adapter is None:
+            raise ConfigError(
+                f"The adapter of {held.base!r} does not fit the model {self._name!r}: it is not made of two matrices "
+                "for each of some linear layers. Serve the model that the adapter was trained on."
+            )
+        if not self._merges:
+            return self._beside(adapter, base=held.base)
+        state = dict(read_weights(Weights(uri=held.base), like=self._model.state_dict()))
+        for name, (down, up) in adapter.pairs.items():
+            layer = f"{name}.weight"
+            state[layer] = (state[layer].float() + adapter.scale * up.float() @ down.float()).to(state[layer].dtype)
+        return self.whole(state)
 
     def _beside(self, adapter: Adapter, *, base: str) -> Exchange:
         place = _place(base)

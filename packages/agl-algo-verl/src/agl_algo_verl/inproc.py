@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
+from agl_algo_verl.adapters import whole_weights
 from agl_algo_verl.anchor import held_rows
 from agl_algo_verl.learning import VerlLearner
 from agl_algo_verl.packing import with_packing
@@ -244,7 +245,7 @@ class VERL:
             resource = await learner.export(step=step, kept=context.kept())
         else:
             resource = learner.served(step=step)
-            offer(resource, await learner.weights())
+            offer(resource, await learner.held())
             self._unwritten = step
         version = await context.publish(self._tuned, resource, step=step)
         return f"{self._tuned}@{version.version}"
@@ -266,7 +267,9 @@ class VERL:
         version = self._context.current(self._tuned)
         is_foreign = version.algorithm != self._context.name and version.version != self._learner.opened
         if not self._learner.opened or is_foreign:
-            await self._learner.open(own_weights(version.resource, name=self._tuned), version=version.version)
+            weights = own_weights(version.resource, name=self._tuned)
+            origin = await asyncio.to_thread(whole_weights, weights, workdir=self._context.workdir)
+            await self._learner.open(origin, version=version.version)
 
 
 def advice(settings: VerlSettings) -> list[str]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.rows import PreparedStep, RowSample
     from agl_algo_verl.settings import VerlSettings
     from agl_algo_verl.worker import VerlWorker
+    from agl_objectives.adapters import HeldAdapter
     from agl_objectives.replay import Replayed
 
     Part = tuple[list[RowSample], int]
@@ -179,9 +180,9 @@ class VerlLearner:
         """Return the resource that names the weights to serve of a step, which need not be written yet."""
         return self._policy.served(self._workdir, step=step)
 
-    async def weights(self) -> dict[str, Tensor]:
-        """Return the weights to serve by their names."""
-        return await asyncio.to_thread(self._policy.served_state)
+    async def held(self) -> dict[str, Tensor] | HeldAdapter:
+        """Return the weights to serve by their names, or the adapter."""
+        return await asyncio.to_thread(self._policy.held)
 
     async def export(self, *, step: int, kept: Collection[int]) -> Weights:
         """Write the weights to serve and return the resource that names them; removes old ones like `save`."""

@@ -20,7 +20,7 @@ what was expected where, and what to do, and nothing is changed.
     balancer_of            VERL's client has no public way to its servers
     schedule_of,           VERL's engine has no public way to its schedule and its optimizer
     use_rate_of_schedule
-    tensors_of             the engine's weights by name, and `plain_names` of weights with adapters
+    tensors_of             the engine's weights by name
     open_as_language_model VERL loads a value model with flash-attention alone; by its loader of language models it gets
                            the attention that its configuration names
 
@@ -41,7 +41,7 @@ from agl.errors import ConfigError
 from agl_algo_verl.runtime import INSTALL, check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -274,15 +274,6 @@ def tensors_of(engine: Any) -> Iterable[tuple[str, Tensor]]:
     is_pair = isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2
     _expect(is_pair, "get_per_tensor_param() -> (names with tensors, adapters)", where=_type_name(engine))
     return cast("Any", found)[0]
-
-
-def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by the names that they have without adapters."""
-    module = _module("verl.utils.fsdp_utils")
-    _expect_attributes(module, "normalize_peft_param_name", where=module.__name__)
-    found = module.normalize_peft_param_name(state)
-    _expect(isinstance(found, dict), "normalize_peft_param_name(state) -> dict", where=module.__name__)
-    return found
 
 
 def open_as_language_model(worker: Any) -> None:

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
+from agl_algo_verl.adapters import whole_weights
 from agl_algo_verl.anchor import held_rows
 from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
@@ -185,7 +186,7 @@ class RayVERL:
         self.read = replace(self.read, settings=self.settings)
         check_machine(self.read, has_gpu=torch.cuda.is_available())
         if self.settings.has_critic:
-            await asyncio.to_thread(check_model, weights.uri)
+            await asyncio.to_thread(check_model, weights.base_model or weights.uri)
         policy = context.policy(self._tuned)
         if not isinstance(policy, VerlPolicy):
             raise ConfigError(
@@ -360,7 +361,8 @@ class RayVERL:
             await self.save(True)
         await self._stop()
         if is_foreign or not self._origin:
-            self._origin = own_weights(version.resource, name=self._tuned).uri
+            weights = own_weights(version.resource, name=self._tuned)
+            self._origin = (await asyncio.to_thread(whole_weights, weights, workdir=self._workdir)).uri
             # New weights: VERL counts from 1 again, and there is no checkpoint of its own to continue from.
             self._opened, self._base, self._skipped, self._checkpoint = version.version, self._step, 0, ""
             self._start = STARTS.format(self._step)

@@ -34,9 +34,4 @@ def own_weights(resource: Any, *, name: str) -> Weights:
             f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "
             f'Serve weights: [policy.{name}] use = "torch".'
         )
-    if resource.format != "hf":
-        raise ConfigError(
-            f"The policy {name!r} serves a LoRA adapter, and verl trains full weights. "
-            "Merge the adapter into its base model first, or train it with 'grpo' of agl-algo-torch."
-        )
     return resource

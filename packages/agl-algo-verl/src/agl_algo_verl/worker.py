@@ -4,7 +4,8 @@ The worker is VERL's `TrainingWorker` with its FSDP2 engine and `ppo_loss`; the 
 nothing here computes one. Everything here blocks; the algorithm calls it in a thread.
 
 Files: a training checkpoint is VERL's own (sharded model, optimizer, scheduler and random state, which torch pickles,
-so load only your own); what is published is a Hugging Face directory. Both appear whole or not at all.
+so load only your own); what is published is a Hugging Face directory, or a peft adapter that names its base. All appear
+whole or not at all.
 
 R is the length of a response.
 """
@@ -21,11 +22,12 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl_algo_verl.adapters import adapter_of, write_adapter
 from agl_algo_verl.batches import micro_batched, per_rollout, responses, weighting
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.objectives import chosen_loss
 from agl_algo_verl.opening import open_policy
-from agl_algo_verl.privates import plain_names, schedule_of, tensors_of, use_rate_of_schedule
+from agl_algo_verl.privates import schedule_of, tensors_of, use_rate_of_schedule
 from agl_algo_verl.probe import put_probe
 from agl_algo_verl.rows import RowSample
 from agl_algo_verl.runtime import prepare
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agl_algo_verl.settings import VerlSettings
+    from agl_objectives.adapters import HeldAdapter
 
 ORIGIN = "origin.json"
 """File in a checkpoint that names the weights which the model was opened from."""
@@ -165,7 +168,7 @@ class VerlWorker:
         prune(workdir / "state", step=step, keep=max(2, keep), kept=kept)
 
     def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
-        """Write the weights to serve as a Hugging Face directory and return the resource that names it.
+        """Write the weights to serve, or the adapter, and return the resource that names them.
 
         A probe beside them (`probe.py`) lets a policy check that it serves these weights.
         """
@@ -176,15 +179,17 @@ class VerlWorker:
 
     def served(self, workdir: Path, *, step: int) -> Weights:
         """Return the resource that names what `export` writes."""
-        return Weights(uri=str(step_directory(workdir.absolute() / "weights", step)), format="hf")
+        place = str(step_directory(workdir.absolute() / "weights", step))
+        if self._settings.is_lora:
+            return Weights(uri=place, base_model=self.origin.uri, format="lora")
+        return Weights(uri=place, format="hf")
 
-    def served_state(self) -> dict[str, Tensor]:
-        """Return the weights to serve by their names, on the CPU; tied ones are there once."""
+    def held(self) -> dict[str, Tensor] | HeldAdapter:
+        """Return the weights to serve by their names, on the CPU, tied ones once; or the adapter."""
         engine = self._worker.engine
         if self._settings.is_lora:
-            state = merged_weights(engine.module)
-        else:
-            state = {name: tensor.detach().cpu() for name, tensor in tensors_of(engine)}
+            return adapter_of(engine.module, base=self.origin.uri, whole=_gathered)
+        state = {name: tensor.detach().cpu() for name, tensor in tensors_of(engine)}
         if engine.model_config.hf_config.tie_word_embeddings:
             state.pop("lm_head.weight", None)  # the same tensor as the embedding
         return state
@@ -192,13 +197,15 @@ class VerlWorker:
     def _write_weights(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        engine, state = self._worker.engine, self.served_state()
-        config = engine.model_config.hf_config
-        # transformers saves through a model object; one on the meta device has shapes and takes no memory.
-        with torch.device("meta"):
-            shell = cast("Any", AutoModelForCausalLM).from_config(config)
-        with no_progress_bars():
-            shell.save_pretrained(directory, state_dict=state)
+        engine, held = self._worker.engine, self.held()
+        if isinstance(held, dict):
+            # transformers saves through a model object; one on the meta device has shapes and takes no memory.
+            with torch.device("meta"):
+                shell = cast("Any", AutoModelForCausalLM).from_config(engine.model_config.hf_config)
+            with no_progress_bars():
+                shell.save_pretrained(directory, state_dict=held)
+        else:
+            write_adapter(directory, engine.module, held)
         engine.model_config.tokenizer.save_pretrained(directory)
         put_probe(directory, engine.model_config.tokenizer, self._score_tokens)
 
@@ -261,27 +268,6 @@ def check_device(settings: VerlSettings, device: torch.device) -> None:
             f"{', '.join(wrong)} need a GPU, and this machine has none that torch can use. "
             "Remove them here, or run the experiment where a GPU is."
         )
-
-
-def merged_weights(module: Any) -> dict[str, Tensor]:
-    """Return the weights with their adapters added, by their names without adapters, on the CPU.
-
-    W = W_0 + (alpha / r) * B @ A for every adapted layer (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1).
-
-    VERL 0.9.1's own merge gave the weights without their adapters in one process on the CPU, and its export for servers
-    rounds merged weights to bfloat16. What is published must be what is trained, so the sum is taken here.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    state = {name: _gathered(tensor) for name, tensor in module.state_dict().items()}
-    for name, layer in module.named_modules():
-        if isinstance(layer, LoraLayer):
-            scaling: float = cast("Any", layer).scaling["default"]  # alpha / r
-            # [out, in] = [out, r] @ [r, in]: B @ A, of the shape of the layer's own weight
-            change = state[f"{name}.lora_B.default.weight"] @ state[f"{name}.lora_A.default.weight"]
-            weight = state[f"{name}.base_layer.weight"]
-            state[f"{name}.base_layer.weight"] = weight + scaling * change
-    return plain_names(state)
 
 
 def _gathered(tensor: Any) -> Tensor:

@@ -1,0 +1,110 @@
+"""Adapters are published beside their base, and training goes on from one by which another stage ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agl.errors import ConfigError
+from agl.schemas import ResourceVersion, Weights
+from agl_algo_verl.adapters import whole_weights
+from agl_testing.conformance.bench import AlgorithmBench
+
+from .world import scenario, whole_model
+
+if TYPE_CHECKING:
+    from agl.contracts import StepReport
+
+LORA: dict[str, Any] = {"model.lora_rank": 4, "model.lora_alpha": 16, "actor.optim.lr": 3e-2}
+IDS = torch.tensor([[5, 9, 17, 4, 30, 12]])
+
+
+def adapter(model_dir: Path, folder: Path) -> Weights:
+    """An adapter on disk that changes what its base says."""
+    torch.manual_seed(3)
+    base: Any = AutoModelForCausalLM.from_pretrained(model_dir)
+    model: Any = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return Weights(uri=str(folder), base_model=str(model_dir), format="lora")
+
+
+def trained(
+    model_dir: Path, folder: Path, *, start: Weights | None = None, **keys: Any
+) -> tuple[list[StepReport], AlgorithmBench]:
+    bench = AlgorithmBench(scenario(model_dir, **{"trainer.total_training_steps": 2, **keys}), folder)
+
+    async def body() -> list[StepReport]:
+        async with bench:
+            if start is not None:
+                bench._live["llm"] = ResourceVersion(name="llm", version="sft-1", resource=start, algorithm="sft")
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            reports = [await algorithm.step(), await algorithm.step()]
+            await algorithm.close()
+            return reports
+
+    return asyncio.run(body()), bench
+
+
+def test_adapters_are_published_beside_their_base_which_is_written_no_more(model_dir: Path, tmp_path: Path) -> None:
+    reports, bench = trained(model_dir, tmp_path, **LORA)
+    weights = bench.published[-1].resource
+    assert isinstance(weights, Weights)
+    assert ("lora", str(model_dir)) == (weights.format, weights.base_model)
+    folder = Path(weights.uri)
+    assert {4.0} == {float(min(tensor.shape)) for tensor in load_file(folder / "adapter_model.safetensors").values()}
+    described = json.loads((folder / "adapter_config.json").read_text())
+    assert (str(model_dir), 4, 16, True) == tuple(
+        described[name] for name in ("base_model_name_or_path", "r", "lora_alpha", "inference_mode")
+    )
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert size < sum(path.stat().st_size for path in model_dir.glob("*.safetensors")) / 2
+    assert max(report.metrics["logprob_gap"] for report in reports) < 1e-5
+    assert AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("keys", [{"actor.optim.lr": 1e-3}, LORA], ids=["all weights", "adapters"])
+def test_training_goes_on_from_an_adapter_with_what_it_said_as_the_reference(
+    keys: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    start = adapter(model_dir, tmp_path / "sft")
+    (first, second), bench = trained(model_dir, tmp_path, start=start, **{"actor.use_kl_loss": True, **keys})
+    assert first.metrics["logprob_gap"] < 1e-5
+    assert abs(first.metrics["kl"]) < 1e-7 < second.metrics["kl"]
+    weights = bench.published[-1].resource
+    assert isinstance(weights, Weights)
+    with torch.no_grad():
+        told = [model(IDS).logits for model in (whole_model(weights), whole_model(start))]
+    assert 1e-3 < float((told[0] - told[1]).abs().max()) < 5.0
+
+
+def test_an_adapter_is_merged_once_and_exactly(model_dir: Path, tmp_path: Path) -> None:
+    start = adapter(model_dir, tmp_path / "sft")
+    found = whole_weights(start, workdir=tmp_path)
+    written = Path(found.uri, "model.safetensors").stat().st_mtime_ns
+    assert found == whole_weights(start, workdir=tmp_path)
+    assert written == Path(found.uri, "model.safetensors").stat().st_mtime_ns
+    with torch.no_grad():
+        told = [model(IDS).logits for model in (whole_model(found), whole_model(start))]
+    torch.testing.assert_close(*told, atol=1e-6, rtol=1e-6)
+    assert AutoTokenizer.from_pretrained(found.uri)
+    assert whole_weights(plain := Weights(uri="m"), workdir=tmp_path) is plain
+
+
+def test_an_adapter_whose_base_is_gone_is_refused_with_what_is_needed(tmp_path: Path) -> None:
+    missing = Weights(uri=str(tmp_path / "a"), base_model=str(tmp_path / "b"), format="lora")
+    with pytest.raises(ConfigError, match=r"cannot be merged into its base .*b'.*the model that it was trained on"):
+        whole_weights(missing, workdir=tmp_path)
+    assert not list((tmp_path / "merged").glob("[0-9a-f]*"))

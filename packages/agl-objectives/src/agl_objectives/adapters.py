@@ -1,0 +1,31 @@
+"""LoRA adapters in memory, between algorithms that train them and policies that serve them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["HeldAdapter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldAdapter:
+    """An adapter to serve beside its base model, which stays.
+
+    Source: LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1.
+
+    Attributes:
+        base: Directory or name of the base model.
+        config: What peft writes into `adapter_config.json`.
+        tensors: A [rank, in] and B [out, rank] of each layer, by peft's names of them, such as
+            `base_model.model.LAYER.lora_A.weight`; copies, which no update changes.
+    """
+
+    base: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
