@@ -249,10 +249,5 @@ def test_a_critic_and_the_cluster_refuse_what_they_cannot_correct() -> None:
     rejects = {f"{HOME}.rollout_rs": "token_k2", f"{HOME}.rollout_rs_threshold": 1.0}
     with pytest.raises(ConfigError, match=r"rollout_rs would leave tokens out of the sums"):
         read_settings(config(**rejects, **{"algorithm.adv_estimator": "gae"}))
-    for keys, reason in (
-        ({**rejects, f"{HOME}.rollout_rs": "seq_max_k2"}, r"seq_max_k2, for which VERL takes the product over a row"),
-        ({f"{HOME}.bypass_mode": True}, r"always the engine's"),
-        ({f"{HOME}.rollout_is": "sequence"}, r"sequence, for which VERL takes the product over a row"),
-    ):
-        with pytest.raises(ConfigError, match=reason):
-            read_ray_settings(config(**keys, **{"rollout.name": "agl_hf"}))
+    with pytest.raises(ConfigError, match=r"always the engine's"):
+        read_ray_settings(config(**{f"{HOME}.bypass_mode": True, "rollout.name": "agl_hf"}))

@@ -37,7 +37,7 @@ CLOSE = pytest.mark.parametrize(
 """For formulas that are written out here and add up in another order."""
 
 values = st.integers(-8, 8).map(lambda n: n / 4) | st.floats(-2, 2, width=32)
-EXACT = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+EXACT = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
 """Estimators whose numbers are VERL's to the last bit in float64."""
 
 NAMED = [
@@ -66,7 +66,9 @@ def test_advantages_are_those_of_verls_functions(
     group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group])
     read, _ = read_settings(config(**keys))
     theirs = read.algorithm.adv_estimator
-    options = {} if read.algorithm.norm_adv_by_std_in_grpo else {"norm_adv_by_std_in_grpo": False}
+    options: dict[str, Any] = {} if read.algorithm.norm_adv_by_std_in_grpo else {"norm_adv_by_std_in_grpo": False}
+    greedy_S = scores_S.flip(0) / 2 if name == "remax" else None
+    options |= {} if greedy_S is None else {"reward_baselines": greedy_S}
     theirs_S1, _ = get_adv_estimator_fn(theirs)(
         token_level_rewards=scores_S[:, None].clone(),
         response_mask=torch.ones(len(scores_S), 1, dtype=dtype),
@@ -75,7 +77,11 @@ def test_advantages_are_those_of_verls_functions(
         **options,
     )
     own_S = estimate(
-        scores_S, rollouts_N=torch.arange(len(scores_S)), groups_N=group_S, estimator=chosen_estimator(read).call
+        scores_S,
+        rollouts_N=torch.arange(len(scores_S)),
+        groups_N=group_S,
+        estimator=chosen_estimator(read).call,
+        baseline_N=greedy_S,
     )
     # VERL's grpo_vectorized takes deviations in float32, as differences of sums; other forms add up in another order.
     allowed = tolerance if name in EXACT else 3e-3 if name == "grpo_vectorized" else max(tolerance, 1e-6)
