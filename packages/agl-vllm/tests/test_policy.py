@@ -208,15 +208,33 @@ def test_an_adapter_that_the_server_was_not_started_for_is_refused(base, make_we
         run(policy, lambda _: policy.load(published(make_weights("a", shift=0.5, base=base, rank=9))))
 
 
-def test_what_is_no_weights_of_this_model_is_refused(base, make_weights):
+def test_what_is_no_weights_is_refused(base):
     policy = started(base, lora_rank=4)
-    stranger = make_weights("other", shift=0.0)
 
     async def act(_served):
         with pytest.raises(PolicyError, match="is a PromptTemplate"):
             await policy.load(published(PromptTemplate(template="x")))
-        with pytest.raises(PolicyError, match=r"belongs to '.*other' and the servers have '.*base'"):
-            await policy.load(published(make_weights("a", shift=0.5, base=stranger)))
+
+    run(policy, act)
+
+
+def test_an_adapter_of_another_model_brings_its_base_which_the_next_one_finds(base, make_weights):
+    merged = make_weights("merged", shift=0.25)
+    policy = started(base, lora_rank=4)
+
+    async def act(served):
+        first, second = (make_weights(name, shift=0.5, base=merged) for name in ("a1", "a2"))
+        pid = noted(served.base_urls[0])["pid"]
+        await policy.load(published(first, "v1"))
+        after = noted(served.base_urls[0])
+        assert pid != after["pid"]
+        assert ["--model", merged.uri] == after["argv"][:2]
+        assert "/v1/load_lora_adapter" in after["paths"]
+        await policy.load(published(second, "v2"))
+        assert after["pid"] == noted(served.base_urls[0])["pid"]
+        back = await policy.load(published(make_weights("a3", shift=0.5, base=base), "v3"))
+        assert "main_llm-adapter" == back.model
+        assert ["--model", base.uri] == noted(served.base_urls[0])["argv"][:2]
 
     run(policy, act)
 

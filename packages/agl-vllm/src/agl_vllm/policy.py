@@ -121,11 +121,11 @@ class VLLMPolicy:
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Bring the weights into every server and check that they serve them.
 
-        An adapter is served under a name of its own.
+        An adapter is served under a name of its own, on its base: servers that have another one get that first.
 
         Raises:
-            PolicyError: The resource holds no weights, or those of another model; a server refuses them, or serves
-                others afterwards: the message names both log-probabilities.
+            PolicyError: The resource holds no weights, or an adapter that the servers were not started for; a server
+                refuses them, or serves others afterwards: the message names both log-probabilities.
         """
         weights = version.resource
         if not isinstance(weights, Weights):
@@ -148,10 +148,14 @@ class VLLMPolicy:
     async def _sync(self, weights: Weights, version: str) -> None:
         """Load weights by their route and check every server; the version is unverified until then."""
         probe = probe_of(weights, name=self.name) if self._settings.probe else None
-        self._require_fit(weights, version)
+        self._require_rank(weights, version)
         self._live, self._is_well = None, False
         route = self._route(weights)
         try:
+            if route == "lora" and weights.base_model != self._full.uri:
+                base = Weights(uri=weights.base_model)
+                await self._bring(base, self._route(base))  # checked with the adapter
+                self._full = base
             await self._bring(weights, route)
             await self._check(probe, version)
         except PolicyError as error:
@@ -213,15 +217,10 @@ class VLLMPolicy:
             return self._settings.probe_tolerance
         return FLOAT32_TOLERANCE if self._settings.dtype == "float32" else TOLERANCE
 
-    def _require_fit(self, weights: Weights, version: str) -> None:
-        """Raise PolicyError for an adapter of another model, or of a higher rank than the servers were started for."""
+    def _require_rank(self, weights: Weights, version: str) -> None:
+        """Raise PolicyError for an adapter of a higher rank than the servers were started for."""
         if weights.format != "lora":
             return
-        if weights.base_model != self._full.uri:
-            raise PolicyError(
-                f"policy {self.name!r}: the adapter {version!r} belongs to {weights.base_model!r} and the servers have "
-                f"{self._full.uri!r}; train and serve adapters of one model"
-            )
         rank = rank_of(weights)
         if self._servers and rank > self._settings.max_lora_rank:
             raise PolicyError(
