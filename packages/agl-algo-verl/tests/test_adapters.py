@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agl.errors import ConfigError
 from agl.schemas import ResourceVersion, Weights
 from agl_algo_verl.adapters import whole_weights
+from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.ray_engine import RayVERL
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import scenario, whole_model
+from .world import config, scenario, whole_model
 
 if TYPE_CHECKING:
     from agl.contracts import StepReport
@@ -108,3 +111,28 @@ def test_an_adapter_whose_base_is_gone_is_refused_with_what_is_needed(tmp_path: 
     with pytest.raises(ConfigError, match=r"cannot be merged into its base .*b'.*the model that it was trained on"):
         whole_weights(missing, workdir=tmp_path)
     assert not list((tmp_path / "merged").glob("[0-9a-f]*"))
+
+
+def test_verls_trainer_on_ray_starts_from_the_merged_adapter(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = adapter(model_dir, tmp_path / "sft")
+    policies = {"llm": VerlPolicy(name="llm", model=str(model_dir), threads=1)}
+    bench = AlgorithmBench(replace(scenario(model_dir), policies=lambda _: policies), tmp_path)
+
+    async def launch(algorithm: RayVERL) -> Any:
+        return algorithm
+
+    monkeypatch.setattr(RayVERL, "_launch", launch)
+
+    async def body() -> RayVERL:
+        async with bench:
+            bench._live["llm"] = ResourceVersion(name="llm", version="sft-1", resource=start, algorithm="sft")
+            algorithm = RayVERL(**config(**{"rollout.name": "agl_hf"}))
+            await algorithm.setup(bench.context())
+            await algorithm._open()
+            return algorithm
+
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(asyncio.run(body())._origin)
+        torch.testing.assert_close(merged(IDS).logits, whole_model(start)(IDS).logits, atol=1e-6, rtol=1e-6)
