@@ -17,6 +17,7 @@ from safetensors import torch as safetensors
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.files import write_directory
+from agl_algo_verl.typed import verl_part
 from agl_objectives.adapters import HeldAdapter
 
 if TYPE_CHECKING:
@@ -30,11 +31,9 @@ def adapter_of(module: Any, *, base: str, whole: Callable[[Any], Tensor]) -> Hel
 
     `whole` returns all of a tensor, of which this rank may have a part, on the CPU.
     """
-    from peft import get_peft_model_state_dict
-
     parts = {name: whole(tensor).clone() for name, tensor in module.state_dict().items() if ".lora_" in name}
     # Without the last argument peft looks the base model up on the hub.
-    tensors = cast("Any", get_peft_model_state_dict)(module, state_dict=parts, save_embedding_layers=False)
+    tensors = verl_part("peft:get_peft_model_state_dict")(module, state_dict=parts, save_embedding_layers=False)
     return HeldAdapter(base=base, config=_described(module, base=base).to_dict(), tensors=tensors)
 
 

@@ -213,11 +213,11 @@ def before_advantages(trainer: Any, complete: Callable[[Any, dict[str, Any]], di
     The trainer reads the rows anew from its queue then. What `complete` returns goes to the training workers with the
     rows, by name; what it puts into `metrics` is logged.
     """
-    name = "_compute_advantage"
-    own: Any = getattr(type(trainer), name, _absent)
+    name, kind = "_compute_advantage", cast("Any", type(trainer))
+    own: Any = getattr(kind, name, _absent)
     takes_batch = list(inspect.signature(own).parameters) == ["self", "batch", "metrics"]
     _expect(takes_batch, f"{name}(batch, metrics)", where=_type_name(trainer))
-    _expect_line(type(trainer), name, READ)
+    _expect_line(kind, name, READ)
 
     def completed(batch: Any, metrics: dict[str, Any]) -> Any:
         options = complete(batch, metrics)
