@@ -122,10 +122,6 @@ def test_an_anchor_has_verls_reference_and_the_worker_that_reads_it(keys: dict[s
         ({f"{CORRECTION}.rollout_rs": "token_k1"}, "rollout_rs_threshold = None"),
         ({f"{CORRECTION}.bypass_mode": True}, "old log-probabilities are always the engine's"),
         ({f"{CORRECTION}.loss_type": "reinforce"}, "read in bypass_mode alone"),
-        (
-            {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_2", "replay": 0.5},
-            "Give one number, or remove replay",
-        ),
     ],
 )
 def test_a_correction_that_cannot_be_made_is_refused(keys: dict[str, Any], message: str) -> None:

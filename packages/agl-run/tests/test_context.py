@@ -1,4 +1,4 @@
-"""What an algorithm's context says of the agents that train."""
+"""The context of an algorithm names the agents whose calls train."""
 
 from pathlib import Path
 from typing import Any

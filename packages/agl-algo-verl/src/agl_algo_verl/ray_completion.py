@@ -42,7 +42,7 @@ METRIC = "agl/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What rows need before VERL makes their advantages.
+    """Corrects the rows of a step and marks those that are held, before VERL makes advantages.
 
     Attributes:
         correction: Importance weights and rejection.
@@ -74,7 +74,7 @@ class Completion:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What VERL's training workers get beside the rows, by name."""
+        """Settings of the anchor for VERL's training workers, by name; empty without one."""
         return {"agl_anchor_coef": self.anchor_coef} if self.anchor_coef else {}
 
     def fields(self, data: TensorDict, *, padding: Sequence[bool]) -> tuple[dict[str, Tensor], dict[str, float]]:

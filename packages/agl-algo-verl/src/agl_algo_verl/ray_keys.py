@@ -37,8 +37,6 @@ STRATEGY = "actor_rollout_ref.actor.strategy"
 STRATEGIES = ("fsdp2", "megatron")
 """The key that names VERL's engine, and its values."""
 
-CORRECTION = "algorithm.rollout_correction"
-
 UNHELD = (
     "agents that share the weights and are not trained are not held near the start, because VERL 0.9.1 cannot make the "
     'reference\'s log-probabilities beside a critic and adapters; engine = "inproc" can'
@@ -173,7 +171,6 @@ def _check_together(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         )
     _check_critic(settings, given)
     _check_engine(settings, given)
-    _check_correction(settings, given)
     ignored = settings.actor.entropy_coeff or given.get("actor_rollout_ref.actor.use_kl_loss")
     if chosen_loss(settings) is None and settings.actor.loss_agg_mode != "token-mean" and ignored:
         raise ConfigError(
@@ -241,15 +238,6 @@ def _check_engine(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     wrong = [f"{name}: {why}" for name, why in cannot.items() if why]
     if wrong:
         raise ConfigError(f'With {STRATEGY} = "megatron" these cannot be had:\n- ' + "\n- ".join(wrong))
-
-
-def _check_correction(settings: VerlSettings, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a rollout correction that replay cannot count with."""
-    if settings.replay and isinstance(given.get(f"{CORRECTION}.rollout_is_threshold"), str):
-        raise ConfigError(
-            f"{CORRECTION}.rollout_is_threshold = {given[f'{CORRECTION}.rollout_is_threshold']!r} with replay, whose "
-            "weights have an upper bound alone. Give one number, or remove replay."
-        )
 
 
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
