@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,26 +20,13 @@ from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.ray_engine import RayVERL
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import config, scenario, whole_model
+from .world import adapter, config, scenario, whole_model
 
 if TYPE_CHECKING:
     from agl.contracts import StepReport
 
 LORA: dict[str, Any] = {"model.lora_rank": 4, "model.lora_alpha": 16, "actor.optim.lr": 3e-2}
 IDS = torch.tensor([[5, 9, 17, 4, 30, 12]])
-
-
-def adapter(model_dir: Path, folder: Path) -> Weights:
-    """An adapter on disk that changes what its base says."""
-    torch.manual_seed(3)
-    base: Any = AutoModelForCausalLM.from_pretrained(model_dir)
-    model: Any = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"]))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.3)
-    model.save_pretrained(folder)
-    return Weights(uri=str(folder), base_model=str(model_dir), format="lora")
 
 
 def trained(

@@ -321,3 +321,26 @@ def test_reward_rises_with_losses_that_compare_tokens_of_several_rows(
     metrics, _ = train(tmp_path, model_dir, World(rows=2), **settings, **keys)
     assert metrics[0]["reward"] + 0.1 < metrics[-1]["reward"]
     assert {"clipped", "held_back"} & metrics[-1].keys()
+
+
+def test_an_update_that_is_left_out_moves_the_schedule_alone(policy: Any, other: Any, model_dir: Path) -> None:
+    keys = {"actor.optim.lr": 1e-2, "actor.optim.weight_decay": 0.1}
+    settings = read_settings(config(**keys))[0]
+    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=4, threads=1)
+    rows = update_of(policy, other, seed=3).verl
+
+    def moved_by(update: Callable[[], Any]) -> float:
+        module = worker._worker.engine.module
+        before = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+        update()
+        return max(float((tensor.detach() - before[name]).abs().max()) for name, tensor in module.named_parameters())
+
+    def left_out() -> None:
+        options = {"global_batch_size": 3, "update_lr_scheduler": True, "calculate_entropy": False}
+        found = worker._worker.train_batch(worker._batch(rows, agl_silent=(0, 2), **options))
+        assert 0.0 == found["metrics"]["grad_norm"]
+
+    assert 0 < moved_by(lambda: worker.update(rows, rollouts=3, is_last=True))
+    assert 0 == moved_by(left_out)
+    assert 2 == worker.place
+    assert 0 < moved_by(lambda: worker.update(rows, rollouts=3, is_last=True))

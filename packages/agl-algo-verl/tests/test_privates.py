@@ -98,6 +98,7 @@ ATTRIBUTES: list[tuple[Callable[[Any], Any], Any, str]] = [
     (partial(privates.save_checkpoint, step=1), SimpleNamespace(global_steps=2), "_save_checkpoint"),
     (partial(privates.before_advantages, complete=print), SimpleNamespace(), r"_compute_advantage\(batch, metrics\)"),
     (privates.tensors_of, SimpleNamespace(get_per_tensor_param=lambda: iter(())), "names with tensors, adapters"),
+    (lambda engine: privates.without_update(engine).__enter__(), SimpleNamespace(), "train_batch"),
     (privates.open_as_language_model, SimpleNamespace(), "model_type"),
 ]
 

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agl.contracts import RolloutQuery
-from agl.schemas import Transition, Weights, pack_floats, pack_ids
+from agl.schemas import ResourceVersion, Transition, Weights, pack_floats, pack_ids
 from agl_algo_verl.engines import make
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
@@ -34,7 +34,7 @@ from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 from agl_testing.waiting import wait_until
 
-from .world import SharedWorld, config, good_tokens, whole_model
+from .world import SharedWorld, adapter, config, good_tokens, whole_model
 
 pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
 pytest.importorskip("openai", reason="needs openai, which the example's agent calls with")
@@ -212,6 +212,7 @@ def train(
     engine: str,
     steps: int,
     reward: Callable[[list[int]], float] | None = None,
+    start: Weights | None = None,
     **keys: Any,
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return the steps' reports and the weights after them, with rollouts of two rows each."""
@@ -228,6 +229,8 @@ def train(
 
     async def body() -> tuple[list[dict[str, float]], Weights]:
         async with AlgorithmBench(scenario, folder) as bench:
+            if start is not None:
+                bench._live["llm"] = ResourceVersion(name="llm", version="sft-1", resource=start, algorithm="sft")
             algorithm = scenario.make()
             found: list[dict[str, float]] = []
             try:
@@ -239,7 +242,7 @@ def train(
                         found[-1]["served_gap"] = await served_gap(bench)
             finally:
                 await algorithm.close()
-            weights = bench.published[-1].resource
+            weights = bench.published[-1].resource if bench.published else Weights(uri=str(model_dir))
             assert isinstance(weights, Weights)
             return found, weights
 
@@ -354,6 +357,20 @@ def test_a_step_without_a_gradient_on_ray_trains_nothing_as_in_one_process(model
 
 @FORGOTTEN
 @pytest.mark.soak
+def test_a_step_all_of_whose_tokens_are_rejected_moves_nothing_on_ray_as_in_one_process(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    home = "algorithm.rollout_correction"
+    keys = {f"{home}.rollout_rs": "token_k1", f"{home}.rollout_rs_threshold": "1.5_2.0", "anchor_coef": 0.0}
+    start = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
+    for engine in ("inproc", "ray"):
+        reports, weights = train(tmp_path / engine, model_dir, engine=engine, steps=2, **keys)
+        assert [(1.0, 1.0)] * 2 == [(step["updates_skipped"], step["rejected_share"]) for step in reports]
+        assert all(torch.equal(start[name], tensor) for name, tensor in weights.items())
+
+
+@FORGOTTEN
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean"])
 def test_updates_of_whole_rollouts_on_ray_are_those_in_one_process(model_dir: Path, tmp_path: Path, mode: str) -> None:
     keys = {"actor.loss_agg_mode": mode, "actor.ppo_mini_batch_size": 1, "actor.ppo_epochs": 2}
@@ -382,3 +399,21 @@ def test_a_critic_and_adapters_learn_on_ray_what_they_learn_in_one_process(model
         assert [step[name] for step in here] == pytest.approx([step[name] for step in there], rel=1e-3, abs=1e-5)
     assert difference(found, expected, start=model_dir) < 0.05
     assert (tmp_path / "ray/verl-000000/global_step_2/critic").is_dir()
+
+
+@FORGOTTEN
+@pytest.mark.soak
+def test_remax_goes_on_from_an_adapter_on_ray_as_in_one_process(model_dir: Path, tmp_path: Path) -> None:
+    keys = {"algorithm.adv_estimator": "remax", "actor.use_kl_loss": True, "actor.optim.lr": 1e-2}
+    start = adapter(model_dir, tmp_path / "sft")
+    here, expected = train(tmp_path / "inproc", model_dir, engine="inproc", steps=2, start=start, **keys)
+    there, found = train(tmp_path / "ray", model_dir, engine="ray", steps=2, start=start, **keys)
+    assert [2.0] * 4 == [step["rollouts_greedy"] for step in (*here, *there)]
+    for name in ("probability_gap", "served_gap"):
+        assert max(step[name] for step in there) < 1e-5
+    for name in ("kl", "loss", "grad_norm"):
+        for mine, its in zip(here, there, strict=True):
+            assert its[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6)
+    origin = tmp_path / "origin"
+    whole_model(start).save_pretrained(origin)
+    assert difference(found, expected, start=origin) < 0.05

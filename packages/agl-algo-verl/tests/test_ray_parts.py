@@ -125,6 +125,7 @@ def evaluated(rows: list[RowSample]) -> TensorDict:
         "ref_log_prob": ragged([row.behaviour - 1.0 for row in rows]),
         "agl_rollout": torch.tensor([[numbers[row.rollout]] for row in rows]),
         "agl_held": torch.tensor([[0.0 if row.held is None else 0.25] for row in rows]),
+        "agl_update": torch.tensor([[numbers[row.rollout]] for row in rows]),
     }
     return TensorDict(fields, batch_size=len(rows))
 
@@ -147,7 +148,9 @@ CHOICE = LossChoice(name="gspo", params={}, aggregation="sequence", constant=1)
 def test_rows_are_corrected_over_whole_rollouts(keys: RolloutCorrectionKeys, choice: LossChoice | None) -> None:
     rows, correction = drawn(6), correction_of(keys)
     completion = Completion(correction=correction, choice=choice, mode="seq-mean-token-mean")
-    fields, metrics = completion.fields(evaluated(rows), padding=[False] * len(rows))
+    found = completion.completed(evaluated(rows), padding=[False] * len(rows))
+    fields, metrics = found.fields, found.metrics
+    assert {} == found.options
     expected = corrected(rows, correction)
     shares = correction_metrics(expected, correction)
     assert {f"agl/{name}": pytest.approx(value) for name, value in shares.items()} == metrics
@@ -180,12 +183,29 @@ def test_advantages_are_scaled_once() -> None:
 def test_copies_of_a_held_row_that_fill_up_a_batch_are_not_held() -> None:
     rows = drawn(2)
     completion = Completion(anchor_coef=0.1)
-    found, _ = completion.fields(evaluated([*rows, rows[-1]]), padding=[False, False, False, True])
-    assert [0.0, 0.0, 0.25, 0.0] == [float(share_R.max()) for share_R in found["agl_anchor"].unbind()]
+    found = completion.completed(evaluated([*rows, rows[-1]]), padding=[False, False, False, True])
+    assert [0.0, 0.0, 0.25, 0.0] == [float(share_R.max()) for share_R in found.fields["agl_anchor"].unbind()]
     assert [[-1.0] * 2, [-1.0] * 3, [-1.0] * 4, [-1.0] * 4] == [
-        start_R.tolist() for start_R in found["agl_start"].unbind()
+        start_R.tolist() for start_R in found.fields["agl_start"].unbind()
     ]
-    assert {"agl_anchor_coef": 0.1} == completion.options
+    assert {"agl_anchor_coef": 0.1} == found.options
+
+
+def test_updates_that_the_correction_leaves_without_a_gradient_are_named() -> None:
+    away = {"r0": 0.0, "r1": 3.0, "r2": 0.0, "r3": -3.0}
+    rows = [
+        replace(sample(name), old=torch.full((2,), log), advantages=torch.full((2,), 0.0 if name == "r2" else 6.0))
+        for name, log in away.items()
+    ]
+    keys = RolloutCorrectionKeys(rollout_rs="token_k3", rollout_rs_threshold="1.0")
+    for has_critic, expected in ((False, (1, 2, 3)), (True, ())):
+        completion = Completion(
+            correction=correction_of(keys),
+            has_gradient=None if has_critic else lambda part: any(not row.is_silent for row in part),
+        )
+        found = completion.completed(evaluated(rows), padding=[False] * len(rows))
+        assert expected == found.options.get("agl_silent", ())
+        assert bool(expected) == ("agl/updates_skipped" in found.metrics)
 
 
 def test_with_a_critic_rows_bring_rewards_that_sum_to_what_credit_gave() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from agl.schemas import Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
@@ -36,6 +36,19 @@ def whole_model(weights: Weights) -> Any:
         return AutoModelForCausalLM.from_pretrained(weights.uri)
     base: Any = AutoModelForCausalLM.from_pretrained(weights.base_model)
     return PeftModel.from_pretrained(base, weights.uri).merge_and_unload()
+
+
+def adapter(model_dir: Path, folder: Path) -> Weights:
+    """An adapter on disk that changes what its base says."""
+    torch.manual_seed(3)
+    base: Any = AutoModelForCausalLM.from_pretrained(model_dir)
+    model: Any = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return Weights(uri=str(folder), base_model=str(model_dir), format="lora")
 
 
 class World:

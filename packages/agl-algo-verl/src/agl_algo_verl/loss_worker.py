@@ -21,6 +21,7 @@ pass, whose log-probabilities every rank sends to all others.
 VERL cuts a step into updates after a number of rows, through the middle of a rollout. Rows of a cluster name their
 update instead, as agl cut them, and a mean over sequences is one over the rollouts of the update. A rank without a row
 of an update joins it with one that has no trained token, because every rank takes part in each.
+An update that was left without a gradient (`ray_completion.py`) is not made, for momentum would still move the weights.
 
 Axes: B rows of a micro-batch, R tokens of the longest response, M trained tokens.
 """
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -40,7 +42,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from agl_algo_verl.batches import per_row
 from agl_algo_verl.objectives import PREFIX
-from agl_algo_verl.privates import use_rate_of_schedule
+from agl_algo_verl.privates import use_rate_of_schedule, without_update
+from agl_algo_verl.ray_completion import SILENT, UPDATE
 from agl_algo_verl.typed import integers, ragged, verl_part
 from agl_algo_verl.worker_metrics import COUNTS
 from agl_objectives.contract import SurveyedLoss, TokenBatch
@@ -59,8 +62,8 @@ if TYPE_CHECKING:
 WEIGHT, TOTAL, ROLLOUT, ROW = "agl_weight", "agl_total", "agl_rollout", "agl_row"
 """Fields of a batch with one number per row: w_t of its tokens, W, the number of its rollout, and its own."""
 
-UPDATE, UPDATES, ROLLOUTS = "agl_update", "agl_updates", "agl_rollouts"
-"""Fields with the place of a row's update, how many updates the step has, and the rollouts of the row's update."""
+UPDATES, ROLLOUTS = "agl_updates", "agl_rollouts"
+"""Fields with the number of the step's updates, and with the rollouts of the row's update."""
 
 ANCHOR, START, ANCHOR_COEF = "agl_anchor", "agl_start", "agl_anchor_coef"
 """Fields with 1 / U at the tokens that are held and log pi_ref, ragged, [R] per row; and the anchor's weight."""
@@ -85,6 +88,7 @@ class LossWorker(TrainingWorker):
 
     _found: FoundLoss | None = None
     _moves_schedule = True
+    _place = 0  # of the update in its step
 
     def set_loss_fn(self, loss_fn: Any) -> None:
         """Take the loss that the configuration in VERL's `ppo_loss` names, with the anchor where rows ask for it."""
@@ -102,6 +106,7 @@ class LossWorker(TrainingWorker):
     def train_mini_batch(self, data: TensorDict) -> Any:
         """Do the updates that the rows name, as often as there are epochs; or leave one update to VERL."""
         count = int(per_row(data, UPDATES)[0]) if UPDATES in cast("Any", data) else 1
+        self._place = 0
         if count == 1:
             return super().train_mini_batch(data)
         pop: Any = verl_part("verl.utils.tensordict_utils:pop")
@@ -109,7 +114,8 @@ class LossWorker(TrainingWorker):
         merged: dict[str, list[Any]] = {}
         for index in range(epochs * count):
             self._moves_schedule = index + 1 == epochs * count  # schedules count steps, so only the last update does
-            output: Any = super().train_mini_batch(self._update(data, index % count))
+            self._place = index % count
+            output: Any = super().train_mini_batch(self._update(data, self._place))
             found: Any = {} if output is None else verl_part("verl.utils.tensordict_utils:get")(output, "metrics")
             for name, values in found.items():
                 merged.setdefault(name, []).extend(values)
@@ -130,14 +136,17 @@ class LossWorker(TrainingWorker):
         return part
 
     def train_batch(self, data: TensorDict) -> Any:
-        """Do one update, after the survey of a loss that has one."""
+        """Do one update, after the survey of a loss that has one; only its passes where it has no gradient."""
         if not self._moves_schedule:
             verl_part("verl.utils.tensordict_utils:assign_non_tensor")(data, update_lr_scheduler=False)
         if self._found is not None and isinstance(self._found.call, SurveyedLoss):
             data = self._surveyed(data, self._found.call)
+        silent: Any = verl_part("verl.utils.tensordict_utils:get")(data, SILENT, default=())
+        is_silent = self._place in silent
         with warnings.catch_warnings():  # torch expects an update before each move, and VERL may have skipped the first
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`")
-            return super().train_batch(data)
+            with without_update(cast("Any", self).engine) if is_silent else nullcontext():
+                return super().train_batch(data)
 
     def _surveyed(self, data: TensorDict, loss: SurveyedLoss) -> TensorDict:
         """Return the batch with what the loss finds in the tokens of the update on all ranks."""

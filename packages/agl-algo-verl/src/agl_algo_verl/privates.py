@@ -17,6 +17,7 @@ what was expected where, and what to do, and nothing is changed.
     introduce_trainer,     VERL saves a checkpoint after every so many steps, and has no way to ask for one when a
     save_checkpoint        validation or a stop needs it
     before_advantages      VERL corrects for other policies' tokens by rows, and has no hook before its advantages
+    without_update         VERL's engine updates after each backward pass, also where no token has a gradient
     balancer_of            VERL's client has no public way to its servers
     schedule_of,           VERL's engine has no public way to its schedule and its optimizer
     use_rate_of_schedule
@@ -33,6 +34,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from contextlib import contextmanager
 from functools import partial, wraps
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
@@ -41,7 +43,7 @@ from agl.errors import ConfigError
 from agl_algo_verl.runtime import INSTALL, check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -56,6 +58,9 @@ LOADER = 'if self.model_config.model_type == "language_model":'
 
 READ = "data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)"
 """The line that reads rows from VERL's queue."""
+
+UPDATED = "grad_norm = self.optimizer_step()"
+"""The line in which VERL's engine updates, after a backward pass."""
 
 SAVED = 'f"global_step_{self.global_steps}"'
 """The line that names the directory of a checkpoint."""
@@ -226,6 +231,18 @@ def before_advantages(trainer: Any, complete: Callable[[Any, dict[str, Any]], di
         return done
 
     trainer._compute_advantage = completed
+
+
+@contextmanager
+def without_update(engine: Any) -> Iterator[None]:
+    """Let VERL's engine do the passes of its updates and leave its weights and moments as they are."""
+    _expect_line(type(engine), "train_batch", UPDATED)
+    _expect_attributes(engine, "optimizer_step", where=_type_name(engine))
+    engine.optimizer_step = lambda: 0.0  # the norm of the gradient
+    try:
+        yield
+    finally:
+        del engine.optimizer_step
 
 
 def balancer_of(client: Any) -> Any:

@@ -1,17 +1,19 @@
 """Completes a step's rows in VERL's trainer on Ray, after it has recomputed log-probabilities and before advantages.
 
-Two things can be known no earlier, and VERL would make them of rows:
+Three things can be known no earlier, of which VERL would make the first of rows:
 
     correction    importance weights and rejection over whole rollouts (`correction.py`), in place of VERL's own.
                   Rejected tokens change the weights of a mean over sequences, so these are made once more.
     anchor        what the loss reads of rows that are held (`loss_worker.anchored`). VERL fills a batch up with copies
                   of a row, which may be one that is held, and the copies are not.
+    silence       updates that the correction has left without a gradient, which the workers then leave out
 
 B is the number of rows, R the length of a row's response.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +25,7 @@ from agl_algo_verl.rows import RowSample
 from agl_algo_verl.typed import floats, integers, ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -36,8 +38,29 @@ HELD = "agl_held"
 ROW_MEAN = "seq-mean-token-mean"
 """VERL's mean over the tokens of each row, which the advantages turn into one over those of each rollout."""
 
+UPDATE = "agl_update"
+"""Field with the place of a row's update in the step; [B, 1]."""
+
+SILENT = "agl_silent"
+"""Option with the places of the updates that have no gradient."""
+
 METRIC = "agl/"
 """Beginning of what is logged, among VERL's metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What completes a step.
+
+    Attributes:
+        fields: The fields to change or to add, by name.
+        options: Settings for VERL's training workers, by name.
+        metrics: What to log, by VERL's names.
+    """
+
+    fields: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +72,14 @@ class Completion:
         anchor_coef: The weight of the anchor, 0 for none.
         choice: The run's loss of agl-objectives, None for one of VERL's.
         mode: `loss_agg_mode` of the run's loss.
+        has_gradient: Tells whether an update of these rows can have a gradient; None where only VERL knows.
     """
 
     correction: Correction = field(default_factory=Correction)
     anchor_coef: float = 0.0
     choice: LossChoice | None = None
     mode: str = "token-mean"
+    has_gradient: Callable[[Sequence[RowSample]], bool] | None = None
 
     @property
     def is_needed(self) -> bool:
@@ -69,31 +94,38 @@ class Completion:
     @property
     def reads(self) -> list[str]:
         """The names of the fields that it reads."""
-        names = ["response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "agl_rollout"]
+        names = ["response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "agl_rollout", UPDATE]
         return [*names, "ref_log_prob", HELD] if self.anchor_coef else names
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Settings of the anchor for VERL's training workers, by name; empty without one."""
-        return {"agl_anchor_coef": self.anchor_coef} if self.anchor_coef else {}
-
-    def fields(self, data: TensorDict, *, padding: Sequence[bool]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the fields to change or to add, of all B rows in their order, and what to log.
+    def completed(self, data: TensorDict, *, padding: Sequence[bool]) -> Completed:
+        """Return what VERL's workers read of all B rows, in their order.
 
         Args:
             data: The fields of `reads`, ragged, one vector [R] per row, or [B, 1].
             padding: True for each row that only fills up the batch.
         """
-        found: dict[str, Tensor] = {}
-        metrics: dict[str, float] = {}
+        found = Completed()
         if self.correction.is_on:
             rows = corrected(_samples(data), self.correction)
-            found |= self._corrected(rows)
+            found.fields.update(self._corrected(rows))
             shares = correction_metrics(rows, self.correction)
-            metrics = {METRIC + name: value for name, value in shares.items()}
+            found.metrics.update({METRIC + name: value for name, value in shares.items()})
+            if silent := self._silent(rows, updates=integers(per_row(data, UPDATE))):
+                found.options[SILENT] = silent
+                found.metrics[METRIC + "updates_skipped"] = 1.0
         if self.anchor_coef:
-            found |= _anchored(data, padding=padding)
-        return found, metrics
+            found.fields.update(_anchored(data, padding=padding))
+            found.options["agl_anchor_coef"] = self.anchor_coef
+        return found
+
+    def _silent(self, rows: Sequence[RowSample], *, updates: Sequence[int]) -> tuple[int, ...]:
+        """Return the places of the updates without a gradient; `updates` has that of each row."""
+        if self.has_gradient is None:
+            return ()
+        parts: defaultdict[int, list[RowSample]] = defaultdict(list)
+        for row, update in zip(rows, updates, strict=True):
+            parts[update].append(row)
+        return tuple(update for update, part in sorted(parts.items()) if not self.has_gradient(part))
 
     def _corrected(self, rows: Sequence[RowSample]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

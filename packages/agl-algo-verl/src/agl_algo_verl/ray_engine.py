@@ -88,6 +88,7 @@ REPORTED = {
     "agl/tis_truncated": "tis_truncated",
     "agl/tis_masked": "tis_masked",
     "agl/rejected_share": "rejected_share",
+    "agl/updates_skipped": "updates_skipped",
     "training/rollout_probs_diff_max": "probability_gap",
     "training/rollout_probs_diff_mean": "probability_gap_mean",
     "timing_s/old_log_prob": "old_log_prob_s",
@@ -489,11 +490,13 @@ class RayVERL:
         from agl_algo_verl.ray_rows import rows_for_verl
 
         settings, choice, mode = self.settings, chosen_loss(self.settings), self.settings.actor.loss_agg_mode
+        can_learn = partial(has_gradient, settings=settings)
         completion = Completion(
             correction=settings.correction,
             anchor_coef=settings.anchor_coef if self.read.holds else 0.0,
             choice=choice,
             mode=mode,
+            has_gradient=None if settings.has_critic else can_learn,
         )
         return rows_for_verl(
             prepared,
@@ -502,7 +505,7 @@ class RayVERL:
             has_critic=settings.has_critic,
             choice=choice,
             tasks=settings.actor.ppo_mini_batch_size,
-            has_gradient=partial(has_gradient, settings=settings),
+            has_gradient=can_learn,
             held=held,
             completion=completion if completion.is_needed else None,
         )

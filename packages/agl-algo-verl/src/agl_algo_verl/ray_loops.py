@@ -41,7 +41,7 @@ from agl_algo_verl.privates import (
     report_gap,
     save_checkpoint,
 )
-from agl_algo_verl.ray_completion import HELD
+from agl_algo_verl.ray_completion import HELD, UPDATE
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class AgentLoops:
                 "agl_total": torch.tensor([row.total]),
                 "agl_rollout": torch.tensor([numbers.setdefault((row.group, row.rollout), len(numbers))]),
                 "agl_row": torch.tensor([place]),
-                "agl_update": torch.tensor([row.update]),
+                UPDATE: torch.tensor([row.update]),
                 "agl_updates": torch.tensor([max(1, len(answer.updates))]),
                 "agl_rollouts": torch.tensor([answer.updates[row.update] if answer.updates else 0]),
                 HELD: torch.tensor([row.held]),
@@ -153,11 +153,12 @@ class AgentLoops:
         get: Any = cast("Any", tq).kv_batch_get
         data = get(keys=batch.keys, partition_id=batch.partition_id, select_fields=completion.reads)
         padding = [bool(tag.get("is_padding", False)) for tag in batch.tags]
-        fields, found = completion.fields(data, padding=padding)
-        metrics.update(found)
+        found = completion.completed(data, padding=padding)
+        metrics.update(found.metrics)
+        fields = TensorDict(cast("Any", found.fields), batch_size=len(batch.keys))
         put: Any = cast("Any", tq).kv_batch_put
-        put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch.keys)))
-        return completion.options
+        put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        return found.options
 
     def _widen_mini_batch(self, answer: StepRows) -> int:
         """Set the step's mini-batch and temperature; returns how many rows the mini-batch has, padding included."""
