@@ -1,19 +1,21 @@
 """A finished experiment that is given more steps: which algorithms go on, in which order, and what is refused."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import agl
+import agl_run
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate
 from agl_run import Progress, Quiet, SQLiteStore
 from agl_run.experiment.state import load_experiment
+from agl_run.experiment.validations import read_validations
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''
@@ -23,7 +25,7 @@ from agl.schemas import PromptTemplate
 
 
 class Fixed:
-    """Appends its word to the prompt that it tunes, once per step; breaks at a step that was told."""
+    """Appends its word to the prompt that it tunes, once per step; breaks at a step, or with -step in its middle."""
 
     def __init__(self, *, steps, word, breaks_at=0):
         self._steps, self._word, self._breaks_at, self._step = steps, word, breaks_at, 0
@@ -36,6 +38,8 @@ class Fixed:
         if self._step == self._breaks_at:
             raise RuntimeError("stopped on purpose")
         collected = await context.collect(context.train, step=self._step)
+        if self._step == -self._breaks_at:
+            raise RuntimeError("stopped on purpose")
         name = context.tunes[0]
         text = context.current(name).resource.template + self._word
         await context.publish(name, PromptTemplate(template=text), step=self._step)
@@ -93,6 +97,8 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         folder: str = "work",
         progress: Progress | None = None,
         section: dict[str, Any] | None = None,
+        tasks: Sequence[str] = ("x",),
+        val: Sequence[str] = ("y",),
         **steps: int,
     ) -> Any:
         algorithms = [
@@ -118,7 +124,7 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             progress=progress or Quiet(),
             **(section or {}),
         )
-        return trainer.fit(letters, ["x"], ["y"], resume=resume)
+        return trainer.fit(letters, tasks, val, resume=resume)
 
     return run
 
@@ -282,3 +288,42 @@ def test_the_reward_before_is_known_where_its_rollouts_were_removed(fit: Callabl
     result = fit(a=2, resume=True)
 
     assert (0.0, 2.0) == (result.before, result.after)
+
+
+def fail_in_the_second_step(fit: Callable[..., Any]) -> None:
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(a=3, breaks={"a": -2})
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": 60}, {"max_attempts": 5}, {"max_losses": 7, "retry_on": ["timeout"]}])
+def test_a_run_that_was_interrupted_takes_other_limits_of_its_rollouts(
+    limits: dict[str, Any], fit: Callable[..., Any]
+) -> None:
+    fail_in_the_second_step(fit)
+    result = fit(a=3, resume=True, section={"runner": agl_run.runner("async", **limits)})
+
+    assert ({"a": 3}, 0.0, 3.0) == (result.steps, result.before, result.after)
+
+
+def test_what_was_live_before_the_first_step_is_not_measured_afterwards(
+    fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    fail_in_the_second_step(fit)
+    result = fit(a=3, val=["y", "z"], resume=True)
+
+    assert (None, 3.0) == (result.before, result.after)
+
+    async def look() -> list[int]:
+        store = SQLiteStore(f"sqlite:///{tmp_path / 'work'}.db")
+        found = await read_validations(store, "small", 1)
+        await store.close()
+        return [one.turn for one in found if len(one.rewards) == 2]
+
+    assert [3] == asyncio.run(look())
+
+
+def test_a_step_that_was_interrupted_does_not_go_on_with_other_tasks(fit: Callable[..., Any]) -> None:
+    fail_in_the_second_step(fit)
+    with pytest.raises(ConfigError, match=r"small-1-a-train-00002-00000-000 with other tasks, and .*--fresh"):
+        fit(a=3, tasks=["w"], resume=True)
+    assert {"a": 3} == fit(a=3, resume=True).steps

@@ -54,7 +54,7 @@ def parameters(factory: Definition) -> Iterator[tuple[str, str, str]]:
     """Name, type and default of every keyword argument of a factory, as an experiment file has them."""
     for argument, default in keywords(factory):
         kind = _type(argument.annotation, factory.module) if argument.annotation else "any"
-        yield argument.arg, kind, "required" if default is None else _default(default)
+        yield argument.arg, kind, "required" if default is None else _default(default, factory.module)
 
 
 def keywords(factory: Definition) -> list[tuple[ast.arg, ast.expr | None]]:
@@ -78,7 +78,10 @@ def _choices(node: ast.expr) -> list[Any]:
     return list(found) if isinstance(found, tuple) else [found]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # literals
 
 
-def _default(node: ast.expr) -> str:
+def _default(node: ast.expr, module: str) -> str:
+    """A default as an experiment file has it, also where a constant holds it."""
+    if isinstance(node, ast.Name) and (constant := find(module, node.id)) is not None:
+        node = getattr(constant.node, "value", node)
     try:
         value = ast.literal_eval(node)
     except ValueError:

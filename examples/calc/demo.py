@@ -94,7 +94,7 @@ def main() -> None:
     print(f"look at the newest run:       agl show latest --store {runs}")
     print(f"why its calls were trained:   agl why latest --store {runs}")
     print(f"good runs as dialogues:       agl export --min-reward 1 --output good.jsonl --store {runs}")
-    print(f"(in {HERE})")
+    print(f"(in {HERE}; agl is {Path(sys.executable).with_name('agl')})")
 
 
 if __name__ == "__main__":

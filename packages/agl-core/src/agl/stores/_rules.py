@@ -24,6 +24,7 @@ from agl.schemas import (
     ErrorInfo,
     Outcome,
     ResourceVersion,
+    RetryPolicy,
     Rollout,
     RolloutStatus,
     Span,
@@ -172,10 +173,9 @@ def is_chosen(span: Span, query: SpanQuery, around: Enclosing) -> bool:
 
 
 def definition(rollout: Rollout) -> Rollout:
-    """The rollout without its progress and seed, and without the ``lost`` that older releases had in ``retry_on``."""
-    retry = replace(rollout.retry, retry_on=tuple(each for each in rollout.retry.retry_on if each != "lost"))
+    """The rollout without its progress and seed, and without its retry policy, which a resumed run may have changed."""
     metadata = {key: value for key, value in rollout.metadata.items() if key != "seed"}
-    return replace(unbegun(rollout), retry=retry, metadata=metadata, created_at=0.0)
+    return replace(unbegun(rollout), retry=RetryPolicy(), metadata=metadata, created_at=0.0)
 
 
 def unbegun(rollout: Rollout) -> Rollout:

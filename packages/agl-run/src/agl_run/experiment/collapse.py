@@ -54,13 +54,13 @@ class CollapseGuard:
         data = (await self._driver.session.store.load_state(self._key)).get(self._key)
         self._past = self._past if data is None else msgspec.json.decode(data, type=_Rollbacks)
 
-    async def check(self) -> None:
-        """Act if the last two validations have fallen.
+    async def check(self, turn: int) -> None:
+        """Act if the validation after ``turn`` steps, the newest one, and the one before it have fallen.
 
         Raises:
             CollapseError: The experiment must stop.
         """
-        fallen = self._fallen()
+        fallen = self._fallen(turn)
         if not fallen or all(turn.is_finished for turn in self._turns):
             return
         best, last = self._driver.validations.best, fallen[-1]
@@ -90,10 +90,10 @@ class CollapseGuard:
         found = Suggestion(rule="collapse", algorithm=VALIDATION, step=step, evidence=text, change="")
         await self._driver.alert("collapse", found, key=key)
 
-    def _fallen(self) -> list[Validation]:
+    def _fallen(self, turn: int) -> list[Validation]:
         """Return the last validations in a row, two at most, that have fallen since the run went back last."""
         since = [one for one in self._driver.validations.all() if one.turn > self._past.turn]
-        if not since or since[-1].turn != self._driver.state.turn:
+        if not since or since[-1].turn != turn:
             return []
         fallen: list[Validation] = []
         for one in reversed(since[-2:]):

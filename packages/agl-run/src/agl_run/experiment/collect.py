@@ -13,7 +13,7 @@ import msgspec
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import Collected, Credit, Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
-from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
+from agl.errors import ConfigError, ConflictError, MissingTokenIdsError, NotFoundError, RunError
 from agl.schemas import TERMINAL_ROLLOUT, Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
 from agl.stores import read_recordings
 from agl_run.experiment.agent_patterns import AgentPatternCheck, PatternReport
@@ -242,8 +242,10 @@ class Collector:
         """See :class:`agl.contracts.CollectFn`."""
         if key and not NAME.fullmatch(key):
             raise ConfigError(f"the key {key!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
-        pinned = {**self._live(), **(resources or {})}
         prefix = f"{step_name(step)}-{key}-" if key else f"{step_name(step)}-"
+        # The request of a step that was interrupted keeps its versions, though other algorithms have gone on since.
+        before = await self._pinned(f"{self._ids(mode)}{prefix}{0:05d}-{0:03d}")
+        pinned = {**self._live(), **(before or {}), **(resources or {})}
         rollouts = [
             self._rollout(task, (step, f"{prefix}{position:05d}-{sample:03d}"), mode, pinned)
             for position, task in enumerate(tasks)
@@ -297,16 +299,30 @@ class Collector:
         self._agreement.report(episodes, trains=True)
         return await self._apply_policies(episodes, step=0)
 
-    async def pinned_before(
-        self, task: Json, *, step: int, mode: Literal["train", "val", "test"]
-    ) -> dict[str, str] | None:
-        """Return the versions to which an earlier, equal request pinned ``task`` as its first, ``None`` without one.
+    async def pinned_before(self, *, step: int, mode: Literal["train", "val", "test"]) -> dict[str, str] | None:
+        """Return the versions to which an earlier, equal request pinned its rollouts, ``None`` without one.
 
         The live versions may have changed since; an existing rollout keeps its pinned versions.
         """
-        wanted = self._rollout(task, (step, f"{step_name(step)}-00000-000"), mode, {})
+        return await self._pinned(f"{self._ids(mode)}{step_name(step)}-{0:05d}-{0:03d}")
+
+    async def collected_before(
+        self, count: int, *, step: int, mode: Literal["train", "val", "test"]
+    ) -> tuple[Episode, ...]:
+        """Return the episodes of an earlier request with one rollout for each of ``count`` tasks.
+
+        Empty if its rollouts were removed.
+        """
+        ids = [f"{self._ids(mode)}{step_name(step)}-{position:05d}-{0:03d}" for position in range(count)]
         try:
-            found = await self._store.rollouts(RolloutQuery(ids=(wanted.rollout_id,)))
+            return tuple(await read_episodes(self._store, ids, selection=self._selection))
+        except NotFoundError:
+            return ()
+
+    async def _pinned(self, rollout_id: str) -> dict[str, str] | None:
+        """Return the versions to which a rollout is pinned, ``None`` if there is no such rollout."""
+        try:
+            found = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
         except NotFoundError:
             return None
         return found[0].resources
@@ -349,7 +365,7 @@ class Collector:
         section, runner = self._plan.config.experiment, self._plan.config.runner
         step, position = place
         return Rollout(
-            rollout_id=f"{id_prefix(section.name, self._run, self._caller, mode)}{position}",
+            rollout_id=f"{self._ids(mode)}{position}",
             task=task,
             experiment=section.name,
             group_id=group_id_of(task, section.group_key),
@@ -366,6 +382,10 @@ class Collector:
             metadata={"algorithm": self._caller, "step": step, "seed": self._seed(f"{mode}-{position}")},
         )
 
+    def _ids(self, mode: Any) -> str:
+        """Return the beginning of the ids of rollouts."""
+        return id_prefix(self._plan.config.experiment.name, self._run, self._caller, mode)
+
     def _seed(self, place: str) -> int:
         """Return the seed of a rollout's draws: the same in every run with the experiment's seed, under any name."""
         words = f"{self._plan.config.experiment.seed}/{self._caller}/{place}"
@@ -379,7 +399,7 @@ class Collector:
         ids = [rollout.rollout_id for rollout in rollouts]
         episodes: dict[str, Episode] = {}
         with self._counted(ids), self._feed.watch(ids, on_change=self._count) as watched:
-            for rollout in await self._store.enqueue(rollouts):
+            for rollout in await self._enqueue(rollouts):
                 if rollout.is_finished:
                     watched.changed(rollout.rollout_id, rollout.status)
             while taken := await self._unless_broken(watched.take(READ_BATCH)):
@@ -391,6 +411,32 @@ class Collector:
                         observed.add(recording)
                     episodes[recording.rollout.rollout_id] = episode_of(recording, self._selection)
         return [episodes[rollout_id] for rollout_id in ids]
+
+    async def _enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Enqueue rollouts; raises ConfigError if a step that was interrupted asked for others under their ids."""
+        try:
+            return await self._store.enqueue(rollouts)
+        except ConflictError as error:
+            for rollout in rollouts:
+                if differing := await self._differing(rollout):
+                    raise ConfigError(
+                        f"a step that was interrupted asked for the rollout {rollout.rollout_id} with other "
+                        f"{differing}, and the step goes on with the rollouts that it had. Change that back until the "
+                        "step is done, or start anew with --fresh"
+                    ) from error
+            raise
+
+    async def _differing(self, rollout: Rollout) -> str:
+        """Return the settings in which a rollout differs from the stored one of its id, ``""`` for none."""
+        try:
+            (stored,) = await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,)))
+        except NotFoundError:
+            return ""
+        if stored.task != rollout.task:
+            return "tasks"
+        names = {"hidden": "`hidden`", "group_id": "`group_key`", "resources": "versions of its resources"}
+        differing = [words for name, words in names.items() if getattr(stored, name) != getattr(rollout, name)]
+        return " and ".join(differing)
 
     async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
         """Await ``waiting``; raises the worker's error if the worker fails first."""

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,21 @@ from agl_run.experiment.waiting import StepTimes, steps_in_all, told
 from agl_run.means import mean
 from agl_run.suggestions import Suggestion
 from agl_run.training_records import TrainingRecord, save_training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A moment of a run.
+
+    Attributes:
+        turn: Steps of all algorithms together until then.
+        versions: The versions that were live, by name.
+        states: The states of the algorithms, by name.
+    """
+
+    turn: int
+    versions: Mapping[str, str]
+    states: Mapping[str, AlgorithmState]
 
 
 class Driver:
@@ -99,6 +116,7 @@ class Driver:
         self._waiting: list[tuple[DrivenAlgorithm, StepReport]] = []
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
+        self._due: deque[Moment] = deque()
         self.validated: Sequence[Episode] = ()
         self.on_logged: Callable[[], None] = lambda: None
         self.on_alert: Callable[[], None] = lambda: None
@@ -192,17 +210,29 @@ class Driver:
             await self._log(name, report, turn=number)
             self.state = msgspec.structs.replace(self.state, turn=number)
             self._waiting.append((turn, report))
-            if await turn.save(must=is_stopping or report.is_finished or self._is_validated(number)):
+            is_validated = self.is_validated(number)
+            if await turn.save(must=is_stopping or report.is_finished or is_validated):
                 await self._save_waiting(besides=turn)
+            if is_validated:
+                self._due.append(await self.now())
         async with self._changed:
             self._changed.notify_all()
         self._tell(name, report, turn=number)
         return report
 
-    def _is_validated(self, turn: int) -> bool:
+    async def now(self) -> Moment:
+        """Return the present moment."""
+        states = {algorithm.name: await self.load(algorithm) for algorithm in self.session.plan.config.algorithm}
+        return Moment(turn=self.state.turn, versions=dict(self.session.live.versions()), states=states)
+
+    def take_due(self) -> Moment | None:
+        """Remove and return the first moment of which a validation is due, ``None`` without one."""
+        return self._due.popleft() if self._due else None
+
+    def is_validated(self, turn: int) -> bool:
         """Return true if a validation follows so many steps, whose versions must be on disk."""
         every = self.session.plan.config.experiment.validate_every
-        return bool(every and turn % every == 0 and self.validation_tasks)
+        return bool(turn and every and turn % every == 0 and self.validation_tasks)
 
     async def save_waiting(self) -> bool:
         """Save all steps that wait; returns false if an algorithm cannot, because its last step was interrupted."""
@@ -303,23 +333,26 @@ class Driver:
             best = self.validations.best
             self.view.validation, self.view.best = (found[-1].turn, found[-1].mean), (best.turn, best.mean)
 
-    async def validate(self, step: int) -> float | None:
-        """Return the mean reward of the live versions on the validation tasks; a failed or unrewarded rollout counts 0.
+    async def validate_first(self) -> float | None:
+        """Return the mean reward before the first step; ``None`` where it was not measured then."""
+        tasks, known = self.validation_tasks, self.validations.at(0)
+        if known is None:
+            return None if self.state.turn else await self.validate(await self.now())
+        self.validated = await self.collector(VALIDATION, None).collected_before(len(tasks), step=0, mode="val")
+        return known.mean
 
-        Returns ``None`` without validation tasks, and for an earlier step whose rollouts were removed: the versions
-        that were live then are no longer known.
+    async def validate(self, moment: Moment) -> float | None:
+        """Return the mean reward of a moment's versions on the validation tasks, ``None`` without any.
+
+        A rollout that failed or has no reward counts 0.
         """
-        tasks, known = self.validation_tasks, self.validations.at(step)
+        tasks, step = self.validation_tasks, moment.turn
         if not tasks:
             return None
-        if known is not None and step:
+        if (known := self.validations.at(step)) is not None:
             return known.mean
-        collector = self.collector(VALIDATION, None)
-        pinned = await collector.pinned_before(tasks[0], step=step, mode="val")
-        if pinned is None and step < self.state.turn:
-            return None if known is None else known.mean
-        versions = pinned or self.session.live.versions()
-        states = {algorithm.name: await self.load(algorithm) for algorithm in self.session.plan.config.algorithm}
+        collector, states = self.collector(VALIDATION, None), moment.states
+        versions = await collector.pinned_before(step=step, mode="val") or moment.versions
         files = files_of([await self.session.store.resource(*version) for version in versions.items()], states)
         self.validations.begin(files)
         collected = await collector(tasks, step=step, mode="val", resources=versions)
@@ -332,10 +365,7 @@ class Driver:
         tallies = self.reports.steps.take(VALIDATION, step=step, uses={})
         await keep_tallies(self.session.store, self.state, tallies)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
-        if known is None:
-            known = await self.validations.add(
-                turn=step, versions=versions, steps=files, rewards=rewards, states=states
-            )
+        await self.validations.add(turn=step, versions=versions, steps=files, rewards=rewards, states=states)
         self._tell(VALIDATION, report, turn=step)
         self.view_validations()
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)

@@ -1,5 +1,6 @@
 """Runs a plan: the whole experiment with validation before and after, or a few tasks without training."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.collapse import CollapseError, CollapseGuard
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.continuation import Beginning, begin
-from agl_run.experiment.drive import DrivenAlgorithm, Driver
+from agl_run.experiment.drive import DrivenAlgorithm, Driver, Moment
 from agl_run.experiment.failures import error_of
 from agl_run.experiment.finalists import Choice, choose
 from agl_run.experiment.finished import experiment_of
@@ -236,7 +237,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
         await driver.record(plan.train)
     stopped = await _take_steps(driver, turns)
     if driver.state.turn:
-        await driver.validate(driver.state.turn)
+        await driver.validate(await driver.now())
     last = driver.session.live.versions()
     choice = await choose(driver)
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
@@ -247,18 +248,22 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
 
 async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[str, AlgorithmState]:
     """Run the schedule and validate between its steps; returns the states of the algorithms that a collapse stopped."""
-    plan = driver.session.plan
-    every, guard = plan.config.experiment.validate_every, CollapseGuard(driver, turns)
+    plan, guard = driver.session.plan, CollapseGuard(driver, turns)
     await guard.load()
+    validating = asyncio.Lock()
+
+    async def validate(moment: Moment) -> None:
+        await driver.validate(moment)
+        await guard.check(moment.turn)
 
     async def after_step() -> None:
-        if every and driver.state.turn % every == 0:
-            await driver.validate(driver.state.turn)
-            await guard.check()
+        async with validating:  # algorithms side by side wait for each other's validations
+            while moment := driver.take_due():
+                await validate(moment)
 
     try:
-        if driver.state.turn:  # a run that was killed may have missed what follows its last step
-            await after_step()
+        if driver.is_validated(driver.state.turn):  # a run that was killed may have missed what follows its last step
+            await validate(await driver.now())
         await run_schedule(turns, plan.config.schedule, after_step=after_step)
     except CollapseError as error:
         driver.progress.say(f"{error}; the run stops")
@@ -284,7 +289,7 @@ async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> 
 
 async def _validate_first(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
     try:
-        return await driver.validate(0)
+        return await driver.validate_first()
     except BaseException:
         await _end(turns)
         raise
