@@ -64,6 +64,67 @@ def test_good_plan_is_accepted() -> None:
     assert plan().needs_token_ids()
 
 
+def written(folder: Path, *, val: int) -> dict[str, Any]:
+    """Write the task files of an experiment, and return the settings that name them."""
+    (folder / "train.jsonl").write_text('{"q": 1}')
+    (folder / "val.jsonl").write_text("\n".join(f'{{"q": {n}}}' for n in range(val)))
+    return {"train": "train.jsonl"} | ({"val": "val.jsonl"} if val else {})
+
+
+@pytest.mark.parametrize(
+    ("val", "settings", "message"),
+    [
+        (0, {"validation_limit": 3}, "validation_limit is 3, and there are no validation tasks; set [experiment] val"),
+        (0, {"final": "last"}, "final is 'last', and there are no validation tasks; set [experiment] val"),
+        (4, {"on_collapse": "stop", "validate_every": 1}, "from 5 validation tasks on, of which there are 4; give"),
+        (
+            9,
+            {"on_collapse": "continue", "validate_every": 1, "validation_limit": 3},
+            "a collapse shows from 5 validation tasks on, of which there are 3; give more of them",
+        ),
+    ],
+)
+def test_setting_that_needs_other_validations_is_refused(
+    val: int, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given = section(**written(tmp_path, val=val), **settings)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan(given, train=None, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("val", "settings"),
+    [
+        (1, {"validation_limit": 3, "final": "last"}),
+        (5, {"on_collapse": "stop", "validate_every": 1}),
+        (4, {"on_collapse": "rollback", "validate_every": 1}),
+    ],
+)
+def test_setting_that_has_the_validations_it_needs_is_accepted(
+    val: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    plan(section(**written(tmp_path, val=val), **settings), train=None, folder=tmp_path)
+
+
+def test_settings_of_validations_are_accepted_where_only_training_tasks_are_passed() -> None:
+    plan(section(validation_limit=3, final="last"))
+
+
+def test_experiment_without_algorithms_may_say_what_a_collapse_would_do() -> None:
+    plan({**section(on_collapse="stop"), "algorithm": []})
+
+
+def test_group_key_is_looked_for_in_every_task(tmp_path: Path) -> None:
+    given = section(**written(tmp_path, val=2), group_key="q")
+    plan(given, train=None, folder=tmp_path)
+    (tmp_path / "val.jsonl").write_text('{"q": 1}\n{"q": null, "a": 2}')
+    lacks = "group_key is 'q', which task 2 of val lacks: {'q': None, 'a': 2}; give it to every task, or remove"
+    with pytest.raises(ConfigError, match=re.escape(lacks)):
+        plan(given, train=None, folder=tmp_path)
+    with pytest.raises(ConfigError, match="which task 1 of train lacks: a text; give it to every task"):
+        plan(section(group_key="q"), train=["a text"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -86,6 +147,10 @@ def test_good_plan_is_accepted() -> None:
         (section(name="my experiment"), "may hold letters, digits"),
         (section(name="x" * 81), "the name 'x{30}'... has 81 characters, and 80 are allowed"),
         (section(validate_every=2), "no validation tasks"),
+        (section(validate_every=-1), "experiment.validate_every is -1; write the number of steps between validations"),
+        (section(validation_limit=-1), "experiment.validation_limit is -1; write the most validation tasks, 0 for all"),
+        (section(group_key="qq"), "group_key is 'qq', which task 1 of train lacks: {'q': 1}; did you mean 'q'"),
+        (section(on_collapse="stop"), "on_collapse is 'stop', and only validations between the steps show a collapse"),
         (section(penalty=-1.0), 'penalty is ignored unless failed or missing_reward is "penalise"'),
         ({"schedule": {"every": 4}}, "schedule.every is ignored in mode 'sequential'"),
         ({"runner": {"concurrency": -1}}, "must be at least 1, or 0 to leave"),

@@ -16,7 +16,7 @@ from agl.algorithms import algorithm
 from agl.contracts import AlgorithmContext, Metric, StepReport
 from agl.schemas import PromptTemplate
 from agl_run import Quiet, SQLiteStore, Trainer
-from agl_run.comparison import interval
+from agl_run.comparison import Comparison, compare, compare_tasks, interval
 from agl_run.experiment.validations import Validation, is_below
 from agl_run.means import mean
 from agl_run.suggestions import suggestions_of
@@ -91,6 +91,32 @@ def test_interval_scales_with_the_numbers() -> None:
     low, high = interval([1.0, 2.0, 4.0])
 
     assert (low * 2.0**1000, high * 2.0**1000) == pytest.approx(interval([2.0**1000, 2.0**1001, 2.0**1002]))
+
+
+@pytest.mark.parametrize("power", [300, 600, 1000])
+def test_comparison_scales_with_the_rewards(power: int) -> None:
+    old, new, factor = [1.0, 2.0, 1.5], [3.0, 2.5, 5.0], 2.0**power
+    usual, large = (compare([scale * x for x in old], [scale * x for x in new]) for scale in (1.0, factor))
+    assert _numbers(usual, factor) == pytest.approx(_numbers(large, 1.0))
+
+    usual, large = (
+        compare_tasks(*({str(n): [scale * x] * 2 for n, x in enumerate(rewards)} for rewards in (old, new)))
+        for scale in (1.0, factor)
+    )
+    assert _numbers(usual, factor) == pytest.approx(_numbers(large, 1.0))
+
+
+@given(*[st.lists(FINITE, min_size=2, max_size=5)] * 2)
+def test_comparison_of_finite_rewards_is_finite(old: list[float], new: list[float]) -> None:
+    tasks = [{str(n): [value, value] for n, value in enumerate(rewards)} for rewards in (old, new)]
+    for found in (compare(old, new), compare_tasks(*tasks)):
+        assert all(math.isfinite(value) for value in _numbers(found, 1.0) if value is not None)
+        assert found.low <= found.difference <= found.high
+
+
+def _numbers(found: Comparison, factor: float) -> list[float | None]:
+    rewards = [factor * value for value in (found.difference, found.low, found.high)]
+    return [*rewards, found.policy_improvement_ratio, found.ratio_low, found.ratio_high]
 
 
 def test_validations_are_compared_where_their_differences_overflow() -> None:

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agl
-from agl.algorithms import component
-from agl.contracts import ExporterEntry
+from agl.algorithms import algorithm, component
+from agl.contracts import AlgorithmContext, ExporterEntry, StepReport
 from agl.errors import ConfigError, ExportError
+from agl.schemas import PromptTemplate
 from agl_run import ExperimentConfig, Quiet, parse_config
 from agl_run.experiment import sinking
 from agl_run.experiment.sink_contents import shown_config
@@ -57,7 +58,7 @@ class Kept:
             raise self.raises.pop(0)
 
 
-def trainer(folder: Path, *sinks: Kept, **settings: Any) -> agl.Trainer:
+def trainer(folder: Path, *sinks: Kept, plugin: object = None, **settings: Any) -> agl.Trainer:
     class Plugin:
         @agl.hookimpl
         def agl_exporters(self) -> Iterable[ExporterEntry]:
@@ -66,6 +67,8 @@ def trainer(folder: Path, *sinks: Kept, **settings: Any) -> agl.Trainer:
 
     manager = agl.PluginManager.from_environment()
     manager.register(Plugin(), name="kept")
+    if plugin is not None:
+        manager.register(plugin, name="further")
     names = [f"kept-{number}" for number in range(len(sinks))]
     options = {"exporters": names, "store": "memory://", "folder": folder, "name": "small", **settings}
     return agl.Trainer(plugins=manager, progress=Quiet(), **options)
@@ -137,6 +140,64 @@ def test_sink_begins_again_after_errors_which_are_told_once(
     ] == own
 
 
+class Scripted:
+    """Publishes the next of its texts in every step."""
+
+    def __init__(self, *, texts: list[str]) -> None:
+        self._texts, self._step = texts, 0
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        self._context = context
+
+    async def step(self) -> StepReport:
+        self._step += 1
+        prompt = PromptTemplate(template=self._texts[self._step - 1])
+        await self._context.publish(self._context.tunes[0], prompt, step=self._step)
+        return StepReport(step=self._step, is_finished=self._step == len(self._texts))
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+
+    async def close(self) -> None: ...
+
+
+class ScriptedPlugin:
+    @agl.hookimpl
+    def agl_algorithms(self) -> list[agl.AlgorithmEntry]:
+        entry = {"factory": Scripted, "tunes": ("prompt_template",), "needs_token_ids": False}
+        return [agl.AlgorithmEntry(name="scripted", **entry)]
+
+
+def test_number_that_is_logged_after_the_others_of_its_step_is_written_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinking, "PAUSE_S", 0.01)
+    monkeypatch.setattr(sinking, "SHARE", 0)
+    sink = Kept()
+
+    async def share(task: dict[str, int], prompt: PromptTemplate) -> float:
+        while prompt.template == "0.45" and ("validate", 1) not in {(row.algorithm, row.step) for row in sink.rows}:
+            await asyncio.sleep(0.01)
+        return float(task["n"] < 20 * float(prompt.template))
+
+    steps: dict[str, Any] = {"algorithm": algorithm("scripted", tunes="prompt", texts=["0.5", "0.45"])}
+    resources = {"prompt": PromptTemplate(template="0")}
+    made = trainer(
+        tmp_path, sink, plugin=ScriptedPlugin(), initial_resources=resources, validate_every=1, n_runners=32, **steps
+    )
+    made.fit(share, [{"n": 0}], [{"n": n} for n in range(20)])  # the last step is close to the best: both run again
+
+    found = [(row.step, name, value) for row in sink.rows for name, value in row.metrics.items()]
+    assert [(1, "final_reward", 0.5), (1, "reward", 0.5)] == sorted(
+        each for each in found if each[0] == 1 and "reward" in each[1]
+    )
+    assert [(2, "final_reward", 0.45)] == [each for each in found if each[:2] == (2, "final_reward")]
+    assert len(found) == len({each[:2] for each in found})
+
+
 def test_what_a_sink_missed_is_written_afterwards_under_the_same_id(tmp_path: Path) -> None:
     away, back = Kept(*[OSError("away")] * 9), Kept(OSError("back, but busy"), at="show")
     settings = {"store": f"sqlite:///{tmp_path}/runs.db", "workdir": str(tmp_path / "work")}
@@ -175,7 +236,7 @@ def test_writing_afterwards_says_when_a_sink_fails_or_there_is_nothing_to_write(
 def test_sink_that_hangs_holds_the_end_up_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sinking, "END_S", 0.1)
+    monkeypatch.setitem(sinking.Sinks.__init__.__kwdefaults__, "end_s", 0.1)
     opened = threading.Event()
 
     class Stuck(Kept):

@@ -46,8 +46,11 @@ HEALTHY: dict[str, Values] = {
 }
 FLAT: dict[str, Values] = {"reward": lambda step: 0.2 + 0.01 * wobble(step)}
 
+SKIPPED: dict[str, Values] = {"updates_skipped": lambda _: 1.0, "grad_norm": lambda _: 0.0}
+
 SITUATIONS: dict[str, dict[str, Values]] = {
     "silent-groups": {"silent_share": lambda _: 0.8},
+    "skipped-updates": {**SKIPPED, "rejected_share": lambda _: 1.0},
     "dropped-rollouts": {"dropped_share": lambda _: 0.3, "dropped_failed": lambda _: 19.0},
     "evaluator-errors": {"dropped_share": lambda _: 0.3, "evaluator_failed_share": lambda _: 0.29},
     "cut-answers": {"truncated_share": lambda step: 0.05 * step},
@@ -88,6 +91,29 @@ def test_situation_is_found_and_no_other(rule: str) -> None:
     (found,) = suggestions_of(logged(SITUATIONS[rule]))
     assert (rule, "grpo", STEPS) == (found.rule, found.algorithm, found.step)
     assert any(letter.isdigit() for letter in found.evidence) or rule in ("no-pairs", "nothing-to-imitate", "one-kind")
+
+
+@pytest.mark.parametrize(
+    ("metric", "setting"), [("rejected_share", "rollout_rs_threshold"), ("tis_masked", "rollout_is_threshold")]
+)
+def test_run_that_trains_nothing_is_told_why_and_not_to_raise_the_lr(metric: str, setting: str) -> None:
+    (known,) = suggestions_of(logged({**FLAT, **SKIPPED, metric: lambda _: 0.9}, steps=30))
+    assert "skipped-updates" == known.rule
+    name = setting.removesuffix("_threshold")
+    assert f"5 of the last 5 steps trained nothing, and {name} left 90% of the tokens out of the loss" == known.evidence
+    assert f"give {setting} wider bounds" in known.change
+    (unknown,) = suggestions_of(logged({**FLAT, **SKIPPED, metric: lambda _: 0.1}, steps=30))
+    assert "agl why latest says at each call why it did not train" == unknown.change
+
+
+def test_skipped_updates_are_no_finding_where_others_of_the_step_trained_or_another_rule_says_why() -> None:
+    some: dict[str, Values] = {"updates_skipped": lambda _: 1.0}
+    assert [] == suggestions_of(logged(some))
+    assert ["no-progress"] == [one.rule for one in suggestions_of(logged({**FLAT, **some}, steps=30))]
+    for rule in ("silent-groups", "no-pairs", "nothing-to-imitate", "one-kind"):
+        assert [rule] == [one.rule for one in suggestions_of(logged({**SKIPPED, **SITUATIONS[rule]}))]
+    last: dict[str, Values] = {name: lambda step: float(step == 30) for name in ("updates_skipped", "rejected_share")}
+    assert [] == suggestions_of(logged({**FLAT, **last, "grad_norm": lambda step: float(step < 30)}, steps=30))
 
 
 def test_idle_places_are_explained_by_the_rollouts_of_a_step() -> None:

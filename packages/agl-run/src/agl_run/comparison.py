@@ -9,7 +9,7 @@ differences, which is narrower where tasks differ more than versions do.
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, covariance, fmean, variance
+from statistics import NormalDist, covariance, variance
 from typing import Any
 
 from agl.errors import ConfigError
@@ -64,10 +64,10 @@ def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0
             f"there are {len(old)} rewards of the old version and {len(new)} of the new one, and an interval needs two "
             "of each at least; record more rollouts"
         )
-    means = fmean(old), fmean(new)
-    parts = variance(old) / len(old), variance(new) / len(new)
+    before, after, scale = _scaled_alike(old, new)
+    parts = variance(before) / len(old), variance(after) / len(new)
     quantile = student_quantile(0.5 + _checked(confidence) / 2, _freedom(parts, (len(old), len(new))))
-    compared = _compared(means, parts, quantile=quantile)
+    compared = _compared((mean(before), mean(after)), parts, scale=scale, quantile=quantile)
     return Comparison(confidence=confidence, old_count=len(old), new_count=len(new), **compared)
 
 
@@ -78,11 +78,12 @@ def compare_tasks(
     common = [task for task in old if task in new]
     if len(common) < 2:
         raise ConfigError(f"{len(common)} tasks are in both samples, and an interval needs two at least")
-    first, second = ([fmean(rewards[task]) for task in common] for rewards in (old, new))
+    first, second, scale = _scaled_alike(*([mean(rewards[task]) for task in common] for rewards in (old, new)))
     n = len(common)
     compared = _compared(
-        (fmean(first), fmean(second)),
+        (mean(first), mean(second)),
         (variance(first) / n, variance(second) / n),
+        scale=scale,
         shared=covariance(first, second) / n,
         quantile=student_quantile(0.5 + _checked(confidence) / 2, n - 1),
     )
@@ -90,14 +91,21 @@ def compare_tasks(
     return Comparison(confidence=confidence, old_count=counts[0], new_count=counts[1], paired_tasks=n, **compared)
 
 
+def _scaled_alike(old: Sequence[float], new: Sequence[float]) -> tuple[list[float], list[float], float]:
+    """Return two samples divided by one number, so that their variances are finite, and that number."""
+    small, scale = scaled([*old, *new])
+    return small[: len(old)], small[len(old) :], scale
+
+
 def _compared(
-    means: tuple[float, float], parts: tuple[float, float], *, quantile: float, shared: float = 0.0
+    means: tuple[float, float], parts: tuple[float, float], *, scale: float, quantile: float, shared: float = 0.0
 ) -> dict[str, Any]:
-    """Return the difference and the ratio of two means with their intervals.
+    """Return the difference and the ratio of two means with their intervals, finite for finite rewards.
 
     Args:
         means: The old mean and the new one.
         parts: Their variances.
+        scale: What the rewards were divided by.
         quantile: Half the interval's width in standard errors.
         shared: Their covariance.
     """
@@ -105,10 +113,10 @@ def _compared(
     width = quantile * math.sqrt(max(0.0, sum(parts) - 2 * shared))
     ratio_low, ratio_high = _ratio_interval(means, parts, quantile=quantile, shared=shared)
     return {
-        "difference": difference,
-        "low": difference - width,
-        "high": difference + width,
-        "policy_improvement_ratio": means[1] / means[0] if means[0] > 0 else None,
+        "difference": clamped(difference * scale),
+        "low": clamped((difference - width) * scale),
+        "high": clamped((difference + width) * scale),
+        "policy_improvement_ratio": clamped(means[1] / means[0]) if means[0] > 0 else None,
         "ratio_low": ratio_low,
         "ratio_high": ratio_high,
     }
@@ -123,12 +131,12 @@ def _ratio_interval(
     """
     old, new = means
     squared = quantile**2
-    leading = old**2 - squared * parts[0]
+    leading, middle = old**2 - squared * parts[0], old * new - squared * shared
+    (leading, middle, last), _ = scaled((leading, middle, new**2 - squared * parts[1]))  # the roots stay the same
     if old <= 0 or leading <= 0:
         return None, None
-    middle = old * new - squared * shared
-    root = math.sqrt(max(0.0, middle**2 - leading * (new**2 - squared * parts[1])))
-    return (middle - root) / leading, (middle + root) / leading
+    root = math.sqrt(max(0.0, middle * middle - leading * last))
+    return clamped((middle - root) / leading), clamped((middle + root) / leading)
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
@@ -229,8 +237,9 @@ def _away(value: float, tiny: float) -> float:
 
 def _freedom(parts: tuple[float, float], counts: tuple[int, int]) -> float:
     """Welch and Satterthwaite's degrees of freedom; infinite when nothing varies."""
-    below = sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
-    return sum(parts) ** 2 / below if below > 0 else math.inf
+    small, _ = scaled(parts)
+    below = sum(part**2 / (count - 1) for part, count in zip(small, counts, strict=True))
+    return sum(small) ** 2 / below if below > 0 else math.inf
 
 
 def _checked(confidence: float) -> float:

@@ -130,7 +130,7 @@ class Sink(Protocol):
         """Write rows in order of their ``place``.
 
         After ``begin`` all rows of the run come once, those from before it was resumed included; leave out what the
-        other system has.
+        other system has. A number that a step gets later comes as a further row of that step.
         """
         ...
 

@@ -26,6 +26,9 @@ _LEAST = 3
 _IDLE = 0.5
 """Share of the runner's places without a rollout from which they count as idle."""
 
+_REJECTED = 0.5
+"""Share of the tokens that a correction left out of the loss from which on that is why nothing was trained."""
+
 _LONG = 20
 """Steps below which a mean that stays where it is means nothing."""
 
@@ -73,6 +76,11 @@ class _Steps:
         """Return the means over the first and the last steps; ``None`` if these are not apart."""
         found = self.all(name)
         return (mean(found[:_WINDOW]), mean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
+
+    @property
+    def untrained(self) -> int:
+        """The number of the last steps that skipped an update for lack of a gradient, and made no other."""
+        return sum(bool(step.get("updates_skipped")) and not step.get("grad_norm") for step in self.metrics[-_WINDOW:])
 
     @property
     def is_better(self) -> bool:
@@ -131,6 +139,23 @@ def _silent_groups(steps: _Steps) -> _Finding | None:
         "group_size, or sdpo, which learns from errors and failed checks; if it is as high as it gets, these tasks are "
         'learned: harder ones, or stop; if some tasks teach: refill = 3, or curriculum = "frontier"',
     )
+
+
+def _untrained(steps: _Steps) -> _Finding | None:
+    if steps.untrained < _LEAST:
+        return None
+    found = f"{steps.untrained} of the last {len(steps.metrics[-_WINDOW:])} steps trained nothing"
+    shares = {"rollout_rs": steps.end("rejected_share") or 0.0, "rollout_is": steps.end("tis_masked") or 0.0}
+    bound = max(shares, key=lambda name: shares[name])
+    if shares[bound] >= _REJECTED:
+        return (
+            f"{found}, and {bound} left {shares[bound]:.0%} of the tokens out of the loss",
+            "look at logprob_gap: where it is large, the server does not have the weights that train, or samples from "
+            f"another distribution than it says; where it is small, give {bound}_threshold wider bounds",
+        )
+    if any(look(steps) for look in (_silent_groups, _no_pairs, _nothing_good, _one_kind)):
+        return None  # they say why it is so
+    return f"{found}, because no call had a gradient", "agl why latest says at each call why it did not train"
 
 
 def _dropped(steps: _Steps) -> _Finding | None:
@@ -336,7 +361,7 @@ def _bottleneck(steps: _Steps, name: str, doing: str, change: str) -> _Finding |
 
 def _still(steps: _Steps) -> _Finding | None:
     rewards, silent = steps.all("reward"), steps.end("silent_share")
-    if len(rewards) < _LONG or silent is None or silent >= 0.6:
+    if len(rewards) < _LONG or silent is None or silent >= 0.6 or steps.untrained:
         return None
     slope, error = _slope(rewards)
     if abs(slope) > 2 * error or (steps.end("clipped_low") or 0.0) + (steps.end("clipped_high") or 0.0) > 0.1:
@@ -374,6 +399,7 @@ def _slope(values: Sequence[float]) -> tuple[float, float]:
 
 _RULES: dict[str, _Rule] = {
     "silent-groups": _silent_groups,
+    "skipped-updates": _untrained,
     "dropped-rollouts": _dropped,
     "evaluator-errors": _evaluator,
     "cut-answers": _truncated,

@@ -250,7 +250,8 @@ class Tinker:
             saving = model.save_state(name, ttl_seconds=self._ttl)
             exporting = model.save_weights_for_sampler(name, ttl_seconds=self._ttl)
             paths = (await saving).path, (await exporting).path
-        return {key: fmean(report[key] for report in reports if key in report) for key in reports[0]}, paths
+        names = dict.fromkeys(name for report in reports for name in report)  # an update that is skipped has few
+        return {name: fmean(report[name] for report in reports if name in report) for name in names}, paths
 
     async def _opened(self) -> tinker.TrainingClient:
         if self._model is None:

@@ -23,7 +23,7 @@ from agl_run.experiment.fitting import FitResult
 from agl_run.experiment.hints import MEMORY, command
 from agl_run.experiment.progress import Quiet
 from agl_run.experiment.store_url import located, without_password
-from agl_run.experiment.validations import BEST, after_step
+from agl_run.experiment.validations import after_step
 
 
 @click.command()
@@ -121,15 +121,14 @@ def _commands(result: FitResult, store_url: str) -> list[str]:
 
 
 def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dict[str, str]:
-    """Return the commands that show and write out what the algorithms tuned, by resource."""
-    is_last = result.kept_step is None  # commands take the newest version unless they are given another
+    """Return the commands that show and write out the live versions of what the algorithms tuned, by resource."""
     tuned = dict.fromkeys(name for algorithm in config.algorithm for name in algorithm.tunes)
     found: dict[str, str] = {}
     for name in tuned:
-        which = name if is_last else f"{name}@{BEST}"
+        live = result.resources[name]  # after a rollback an older one than commands take by themselves
+        which = f"{name}@{live}"
         weights = [("export", which, "--format", "model", "--output", f"{name}-model")]
-        shown = ("resources", "show", name) if is_last else ("resources", "show", name, BEST)
-        others = [shown, ("export", which, "--format", "json")]
+        others = [("resources", "show", name, live), ("export", which, "--format", "json")]
         words = weights if name in config.policy else others
         found[name] = ", ".join(command(*each, store_url=store_url) for each in words)
     return found

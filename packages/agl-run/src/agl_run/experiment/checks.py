@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -12,9 +12,9 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import AlgorithmEntry, Store
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
-from agl.schemas import JsonResource, PromptTemplate, Resource
+from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl.stores import MAX_ATTEMPTS
-from agl_run.experiment.config import ExperimentConfig, GatewayConfig, ResourceConfig
+from agl_run.experiment.config import ExperimentConfig, ExperimentSection, GatewayConfig, ResourceConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.exporting import check_different
 from agl_run.experiment.finished import PREFIX, experiment_of
@@ -29,6 +29,7 @@ from agl_run.experiment.sampling import check_rules
 from agl_run.experiment.sources import tasks_of
 from agl_run.experiment.store_url import check_store_url
 from agl_run.experiment.tables import Tasks
+from agl_run.experiment.validations import FEWEST_TASKS
 from agl_run.experiment.work_folder import work_folder
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 
@@ -73,6 +74,7 @@ def make_plan(
     )
     _check_section(plan)
     _check_tasks(plan)
+    _check_validation(plan)
     _check_components(plan)
     _check_roles(plan)
     _check_algorithms(plan)
@@ -141,6 +143,15 @@ def _check_section(plan: Plan) -> None:
         raise ConfigError(
             f"experiment.penalty is {section.penalty:g}, and penalty is ignored unless failed or missing_reward is "
             '"penalise"; set one, or remove it'
+        )
+    if section.validate_every < 0:
+        raise ConfigError(
+            f"experiment.validate_every is {section.validate_every}; write the number of steps between validations, 0 "
+            "for only before and after"
+        )
+    if section.validation_limit < 0:
+        raise ConfigError(
+            f"experiment.validation_limit is {section.validation_limit}; write the most validation tasks, 0 for all"
         )
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
@@ -213,12 +224,52 @@ def _check_tasks(plan: Plan) -> None:
         raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
     if not (plan.train or plan.val or algorithms):
         raise ConfigError("there are no tasks; set [experiment] train or val to a JSON-lines file")
-    if section.validate_every and not plan.val:
-        raise ConfigError(
-            f"experiment.validate_every is {section.validate_every}, and there are no validation tasks; set "
-            "[experiment] val to a JSON-lines file, or remove it"
-        )
     check_hidden([*plan.train, *plan.val], section.hidden, name="train or val")
+    if section.group_key:
+        _check_group_key(plan.train, section.group_key, name="train")
+        _check_group_key(plan.val, section.group_key, name="val")
+
+
+def _check_group_key(tasks: Sequence[Json], key: str, *, name: str) -> None:
+    """Refuse the first task that lacks the key by which tasks are grouped."""
+    for number, task in enumerate(tasks, start=1):
+        fields = cast("dict[str, Json]", task) if isinstance(task, dict) else {}
+        if fields.get(key) is None:
+            hint = did_you_mean(
+                key, sorted(set(fields) - {key}), otherwise="give it to every task, or remove group_key"
+            )
+            raise ConfigError(
+                f"experiment.group_key is {key!r}, which task {number} of {name} lacks: "
+                f"{str(cast('Any', task))[:80]}; {hint}"
+            )
+
+
+def _check_validation(plan: Plan) -> None:
+    """Refuse settings of the validations that would be ignored."""
+    section, default = plan.config.experiment, ExperimentSection()
+    settings = ["validate_every"]
+    if section.train or not plan.train:  # Trainer.dev gets training tasks only, whatever fit gets
+        settings += ["validation_limit", "final"]
+    for name in settings:
+        value = getattr(section, name)
+        if not plan.val and value != getattr(default, name):
+            raise ConfigError(
+                f"experiment.{name} is {value!r}, and there are no validation tasks; set [experiment] val to a "
+                "JSON-lines file, or remove it"
+            )
+    if section.on_collapse == default.on_collapse or not plan.config.algorithm:
+        return
+    count = len(plan.val[: section.validation_limit or None])
+    if not section.validate_every:
+        raise ConfigError(
+            f"experiment.on_collapse is {section.on_collapse!r}, and only validations between the steps show a "
+            "collapse; set validate_every, or remove it"
+        )
+    if count < FEWEST_TASKS:
+        raise ConfigError(
+            f"experiment.on_collapse is {section.on_collapse!r}, and a collapse shows from {FEWEST_TASKS} validation "
+            f"tasks on, of which there are {count}; give more of them (val, validation_limit), or remove it"
+        )
 
 
 def _check_components(plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """Records one run of a program without an experiment, for ``agl exec``."""
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import msgspec
 from agl import PluginManager, semconv
 from agl.contracts import Gateway, Store, Upstream
 from agl.episodes import Agreement, find_disagreement
-from agl.errors import RunError, UnknownComponentError
+from agl.errors import RunError, StoreError, UnknownComponentError
 from agl.schemas import (
     AttemptStatus,
     Claim,
@@ -39,6 +40,8 @@ from agl_run.runners.spool import Spool
 from agl_run.secret import signing_keys
 from agl_run.store_contract import build_store
 from agl_run.tokens import AttemptTokens, issue_token
+
+_LOG = logging.getLogger("agl_run.experiment")
 
 LEASE_S = 60.0
 
@@ -190,7 +193,10 @@ async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) 
 async def _renew(store: Store, attempt_id: str) -> None:
     while True:
         await asyncio.sleep(LEASE_S / 3)
-        await store.renew([attempt_id], lease_s=LEASE_S)
+        try:
+            await store.renew([attempt_id], lease_s=LEASE_S)
+        except StoreError as error:  # the next try comes before the lease lapses
+            _LOG.warning("the store could not record that the program still runs: %s", error)
 
 
 def _root(claim: Claim) -> Span:

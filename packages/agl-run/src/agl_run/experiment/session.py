@@ -25,7 +25,7 @@ from agl.contracts import (
 )
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.hints import did_you_mean
-from agl.schemas import LLM, Json, ResourceVersion
+from agl.schemas import LLM, Json, Resource, ResourceVersion
 from agl_run.experiment.address import advertised_url, local_url
 from agl_run.experiment.build import build_exporters, no_token_ids
 from agl_run.experiment.collect import FinishFeed
@@ -301,14 +301,34 @@ class Session:
                 with told(f"policy {name!r}: loading version {version.version}", say=self._say):
                     await self._load(name, self.policies[name], version)
         initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
+        version = f"{self.plan.name}-{state.run}-initial"
         for name, resource in initial.items():
-            if name not in state.live and not await self._start_from_label(name):
-                version = f"{self.plan.name}-{state.run}-initial"
+            if name in state.live:
+                if state.owner and name in self.plan.resources:  # a trial, which no process owns, says it itself
+                    await self._say_if_changed(name, resource, first=version)
+            elif not await self._start_from_label(name):
                 origin: dict[str, Json] = {"experiment": self.plan.name}
                 first = ResourceVersion(
                     name=name, version=version, resource=resource, created_at=time.time(), metadata=origin
                 )
                 self.live.set(await self.live.publish(first))
+
+    async def _say_if_changed(self, name: str, resource: Resource, *, first: str) -> None:
+        """Say that the file has another value of a resource than when the run began.
+
+        The run keeps its version: it may have trained with it, rollouts and validations are pinned to it, and going
+        back to the best versions would bring it back.
+        """
+        version = self.live.current(name)
+        if version.resource == resource:
+            return
+        began = [one.resource for one in await self.store.resources(name) if one.version.partition(".")[0] == first]
+        if began and resource not in began:  # one that began at a label has no first version of its own
+            (self._say or _LOG.info)(
+                f"{name}: the run goes on with the version {version.version}, and not with what the experiment's file "
+                "says, which has changed since the run began; to use the file's, start again with --fresh (fresh=True) "
+                "or give the experiment another name"
+            )
 
     async def _start_from_label(self, name: str) -> bool:
         """Make the version live that the resource's label points at; returns false if there is none."""

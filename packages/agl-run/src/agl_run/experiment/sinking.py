@@ -1,7 +1,8 @@
 """Shows a running experiment in its sinks, without holding it up.
 
 The store is the queue: a sink gets what the store has of the run and this process has not given it yet, so a sink that
-was away misses nothing, and a resumed run fills the gaps of the one before.
+was away misses nothing, and a resumed run fills the gaps of the one before. A step that gets a further number later
+comes again, as a row of that number alone.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from agl_run.experiment.plan import Plan
 from agl_run.experiment.sink_contents import read_rows, read_tables, shown_config
 from agl_run.experiment.state import run_key
 from agl_run.own_thread import OwnThread
-from agl_run.sinks import Sink, SinkOutcome, SinkRun, SinkTable, shortened
+from agl_run.sinks import Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, shortened
 
 if TYPE_CHECKING:
     from agl.schemas import Json
@@ -147,7 +148,7 @@ class _Sinking:
         self._thread = OwnThread(f"agl-{name}")
         self._news, self._ending = asyncio.Event(), asyncio.Event()
         self._has_begun, self._is_told = False, False
-        self._given: set[tuple[str, int]] = set()
+        self._given: dict[tuple[str, int], set[str]] = {}
         self._known = 0
         self._tables: Sequence[SinkTable] = ()
         self._tables_at = -TABLES_S
@@ -216,16 +217,22 @@ class _Sinking:
         if not self._has_begun:
             await self._thread.call(lambda: sink.begin(run))
             self._has_begun = True
-        rows = [row for row in every if (row.algorithm, row.step) not in self._given]
+        rows = [row for row in map(self._rest, every) if row.metrics]
         if rows:
             await self._thread.call(lambda: sink.log(rows))
-            self._given.update((row.algorithm, row.step) for row in rows)
+            for row in rows:
+                self._given.setdefault((row.algorithm, row.step), set()).update(row.metrics)
         if is_last or self._has_alert or started - self._tables_at > max(TABLES_S, SHARE * seconds):
             self._has_alert = False
             await self._give_tables()
         if is_last:
             await self._thread.call(self._give_end)
         return max(PAUSE_S, SHARE * seconds)
+
+    def _rest(self, row: SinkRow) -> SinkRow:
+        """Return a row without the numbers that the sink was given; some are logged later than the others."""
+        given = self._given.get((row.algorithm, row.step), ())
+        return msgspec.structs.replace(row, metrics={key: row.metrics[key] for key in row.metrics if key not in given})
 
     def _give_end(self) -> None:
         self._written = self._sink.end(self._end) or ""
