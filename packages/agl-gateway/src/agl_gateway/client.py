@@ -32,6 +32,7 @@ from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span,
 from agl.stores import without_credentials
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
+from agl_gateway.store_replies import RESTART_DELAYS_S, RETRY_DELAYS_S, Pauses, StoreReply
 from agl_gateway.tokens_api import WORKER_TOKENS, IssuedToken, TokenRequest
 from agl_run import (
     SECRET_ENV,
@@ -45,10 +46,6 @@ from agl_run import (
 )
 from agl_run.tokens import AdminKey, IssuedClaim, KeyFile
 
-_RETRY_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0)
-_RESTART_DELAYS_S = (4.0, 8.0, 16.0)
-"""Further delays for a store that has answered before and may be restarting."""
-
 _CONNECT_S = 10.0
 _REPLY_S = 120.0
 _MSGPACK = "application/msgpack"
@@ -61,7 +58,8 @@ class HttpStore:
 
     It has a thread with its own event loop and connections, started by the first call and ended by :meth:`close`.
     It repeats unanswered requests, except ``delete``, which is not safe to repeat: for about 4 seconds to a store that
-    never answered, for half a minute to one that did and may be restarting.
+    never answered, for half a minute to one that did and may be restarting. A balancer's 502, 503 or 504 is no answer,
+    and neither is a store's 503 with ``Retry-After``, which says how long the next pause is.
 
     Args:
         url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``. With ``https``,
@@ -282,14 +280,14 @@ class HttpStore:
         self._thread.start()
         body = msgspec.json.encode(TokenRequest(experiment=experiment, valid_s=valid_s, name=name))
         try:
-            status, answer = await self._thread.run(lambda: self._post(WORKER_TOKENS, body))
+            reply = await self._thread.run(lambda: self._post(WORKER_TOKENS, body))
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise self._unreachable("make_worker_token", error) from error
-        if status == 200:
-            return msgspec.json.decode(answer, type=IssuedToken).token
-        text = error_text(answer)
-        if status in (401, 403):
-            raise self._refused(Fault(type="TokenError", message=text)) if status == 401 else TokenError(text)
+        if reply.status == 200:
+            return msgspec.json.decode(reply.body, type=IssuedToken).token
+        text = error_text(reply.body)
+        if reply.status in (401, 403):
+            raise self._refused(Fault(type="TokenError", message=text)) if reply.status == 401 else TokenError(text)
         raise StoreError(f"the gateway {self._url} makes no token: {text}")
 
     async def close(self) -> None:
@@ -333,23 +331,33 @@ class HttpStore:
             ) from error
 
     async def _ask_once(self, method: Method, body: bytes) -> Any:
-        delays = (*_RETRY_DELAYS_S, *(_RESTART_DELAYS_S if self._has_answered else ())) if method.is_repeatable else ()
-        for delay_s in (*delays, None):
+        pauses = Pauses()
+        while True:
             try:
-                status, answer = await self._post(f"/store/{method.name}", body)
+                reply = await self._post(f"/store/{method.name}", body)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 is_final = isinstance(error, aiohttp.InvalidURL) or (
                     not self._has_answered and refusal_of(error, self._ca)
                 )
-                if delay_s is None or self._is_closed or is_final:
+                pause_s = None if is_final else pauses.next_s(self._delays(method))
+                if pause_s is None:
                     raise self._unreachable(method.name, error) from error
-                await asyncio.sleep(delay_s)
-                continue
-            self._has_answered = True
-            return self._result(method.name, status, answer)
-        raise AssertionError("unreachable: the last try returns or raises")
+            else:
+                if not reply.is_passing:
+                    self._has_answered = True
+                    return self._result(method.name, reply)
+                self._has_answered = self._has_answered or reply.fault() is not None
+                pause_s = pauses.next_s(self._delays(method), asked_s=reply.retry_after_s)
+                if pause_s is None:
+                    raise self._away(method.name, reply)
+            await asyncio.sleep(pause_s)
 
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+    def _delays(self, method: Method) -> Sequence[float]:
+        if self._is_closed or not method.is_repeatable:
+            return ()
+        return (*RETRY_DELAYS_S, *RESTART_DELAYS_S) if self._has_answered else RETRY_DELAYS_S
+
+    async def _post(self, path: str, body: bytes) -> StoreReply:
         session = self._session
         if session is None:
             session = self._session = aiohttp.ClientSession(
@@ -360,20 +368,21 @@ class HttpStore:
         headers = {"authorization": f"Bearer {self._key()}"}
         data = io.BytesIO(body) if len(body) > _LARGE_BYTES else body
         async with session.post(f"{self._url}{path}", data=data, headers=headers) as reply:
-            return reply.status, await reply.read()
+            return StoreReply(
+                status=reply.status, body=await reply.read(), retry_after=reply.headers.get("retry-after", "")
+            )
 
-    def _result(self, name: str, status: int, answer: bytes) -> Any:
+    def _result(self, name: str, reply: StoreReply) -> Any:
         try:
-            if status == 200:
-                return self._decoders[name].decode(answer)
-            fault = msgspec.msgpack.decode(answer, type=Fault)
+            if reply.status == 200:
+                return self._decoders[name].decode(reply.body)
+            fault = msgspec.msgpack.decode(reply.body, type=Fault)
         except msgspec.DecodeError as error:
-            start = answer[:120].decode("utf-8", "replace")
             raise StoreError(
-                f"{self._url} answered HTTP {status} with {start!r}, which is not a store's answer; "
+                f"{self._url} answered HTTP {reply.status} with {reply.start!r}, which is not a store's answer; "
                 "check that this is the address of `agl serve`, and that both are of the same release"
             ) from error
-        raise self._refused(fault) if status == 401 else error_of(fault)
+        raise self._refused(fault) if reply.status == 401 else error_of(fault)
 
     def _refused(self, fault: Fault) -> TokenError:
         """Return the error for a token that the server does not accept, with the way to a good one."""
@@ -389,6 +398,17 @@ class HttpStore:
             f"the store {self._url} refuses the token in AGL_TOKEN or in its URL: {reason}. Set AGL_TOKEN to the token "
             f"in `agl serve`'s token file, which it names as it starts, or unset it and set {SECRET_ENV} to the secret "
             "that it runs with"
+        )
+
+    def _away(self, name: str, reply: StoreReply) -> StoreError:
+        """Return the error for a store that does not answer for now, by its own or a balancer's word."""
+        if self._is_closed:
+            return StoreError(f"the store {self._url} was closed while {name!r} waited")
+        found = f"the store {self._url} answers HTTP {reply.status} for {name!r}"
+        if (fault := reply.fault()) is not None:
+            return StoreError(f"{found}: {fault.message}")
+        return StoreError(
+            f"{found}, with {reply.start!r}; check that `agl serve` runs there, and that a balancer before it finds it"
         )
 
     def _unreachable(self, name: str, error: Exception) -> StoreError:

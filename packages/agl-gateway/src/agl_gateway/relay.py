@@ -35,6 +35,7 @@ from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
 from agl_gateway.routing import Router, UpstreamTarget
 from agl_gateway.sampling import SamplingRules
+from agl_gateway.stream_end import StreamEnd
 from agl_gateway.thoughts import restored, thoughts_of
 from agl_gateway.translation import Shape, StreamTranslation, Translation
 from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
@@ -48,10 +49,6 @@ _NOT_FOUND = 404
 _MAX_TOLD = 1000
 _FIRST_ERROR = 400
 
-_STREAM_ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
-"""Marks of a stream's last event, at which clients stop to read."""
-
-_LONGEST_MARK = max(map(len, _STREAM_ENDS))
 _END_OF_BODY_S = 1.0
 """Seconds in which the body of a stream ends after its last event."""
 
@@ -511,8 +508,7 @@ class _Pump:
         self._chunks = chunks
         self._stream = stream
         self._holds_end = holds_end
-        self._tail = b""
-        self._is_ending = False
+        self._end = StreamEnd()
         self.held = b""
 
     async def run(self) -> str:
@@ -523,13 +519,13 @@ class _Pump:
         body = self._response.content
         while True:
             try:
-                if self._is_ending:
+                if self._end.is_here:
                     async with asyncio.timeout(_END_OF_BODY_S):
                         chunk = await body.readany()
                 else:
                     chunk = await body.readany()
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                if not self._is_ending:
+                if not self._end.is_here:
                     return f"the backend's stream broke off: {error or type(error).__name__}"
                 chunk = b""  # the last event is here, whatever becomes of the connection
             if not chunk:
@@ -537,21 +533,14 @@ class _Pump:
                 return ""
             self._chunks.append(chunk)
             if self._holds_end:
-                self._look_for_end(chunk)
+                self._end.feed(chunk)
             await self._pass(chunk if self._stream is None else self._stream.feed(chunk))
 
     async def _pass(self, passed: bytes) -> None:
-        if self._is_ending:
+        if self._end.has_begun:
             self.held += passed
         elif passed:
             await self._reply.write(passed)
-
-    def _look_for_end(self, chunk: bytes) -> None:
-        """Hold back everything from the chunk on that completes a mark of the last event."""
-        if not self._is_ending:
-            text = self._tail + chunk
-            self._is_ending = any(mark in text for mark in _STREAM_ENDS)
-            self._tail = text[-_LONGEST_MARK:]
 
 
 def _hang_up(request: web.BaseRequest) -> None:
