@@ -295,6 +295,14 @@ def test_late_rewards_count_from_outside_the_attempt_only() -> None:
     assert [1.0, 1.0, None] == [reward(source=source) for source in ("human", "evaluator", "environment")]
 
 
+def test_episode_lists_rewards_of_every_source_without_the_attempts_own_late_ones() -> None:
+    own = [reward_span(1, 1.0, source="agent"), reward_span(2, 2.0)]
+    late = [reward_span(3, -3.0, is_late=True), reward_span(4, -4.0, is_late=True, source="agent")]
+    judged = reward_span(5, 5.0, is_late=True, source="human")
+    episode = build_episode(ROLLOUT, ATTEMPT, [*own, *late, judged])
+    assert [1.0, 2.0, 5.0] == [reward.value for reward in episode.rewards]
+
+
 def test_rewards_of_other_attempts_do_not_count() -> None:
     spans = [call_span(1, attempt_id="r.0"), reward_span(1, 1.0, attempt_id="r.0"), call_span(2), reward_span(2, 0.5)]
     episode = build_episode(ROLLOUT, ATTEMPT, spans)

@@ -105,6 +105,13 @@ class World:
         return found
 
 
+class Unanswered(World):
+    """Runs forks whose calls all fail before they are recorded."""
+
+    def _fork(self, plan):
+        return msgspec.structs.replace(super()._fork(plan), transitions=())
+
+
 def prepare(episodes, world=None, *, step=1, **params):
     credit = ForkCredit(**params)
     return asyncio.run(credit.prepare(episodes, step=step, replay=world or World(episodes)))
@@ -221,6 +228,25 @@ def test_fork_that_fails_by_itself_is_worth_what_the_setting_says_and_one_that_d
     diverging = World(given, diverges=lambda plan: plan.span_id == "r1/hero")
     first, _ = advantages(prepare(given, diverging, calls_per_rollout=0))
     assert 1.0 - 2.0 == first["hero"]  # compared with the other rollout's return
+
+
+def test_fork_whose_call_failed_counts_once_and_the_next_one_is_another():
+    single = msgspec.structs.replace(episode("r1", (1, 1, 1)), transitions=transitions("r1", (1, 1, 1))[:1])
+    asked = Unanswered([single])
+    asked.known["r1"] = episode("r1", (1, 1, 1))
+    asked.fails = lambda plan: plan.sample == 0
+    rows = advantages(prepare([single], asked, calls_per_rollout=1, failed=-5.0))
+    assert [0, 1, 2] == [plan.sample for plan in asked.plans]
+    # The first fork is worth -5, the other two with the word 9 what their words are.
+    other = reward_of((9, 1, 1))
+    assert [{"rider": pytest.approx(1.0 - (-5.0 + 2 * other) / 3)}] == rows
+
+
+def test_forks_without_an_answer_do_not_all_go_to_one_call():
+    given = [episode("r1", (1, 1, 1))]
+    world = Unanswered(given, fails=lambda plan: True)
+    prepare(given, world, calls_per_rollout=2)
+    assert ["r1/hero", "r1/hero", "r1/saboteur"] == [plan.span_id for plan in world.plans][:3]
 
 
 def test_step_in_which_all_forks_diverge_is_an_error_that_names_the_first():

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,16 @@ class TestHierarchicalConformance(CreditConformance):
     @pytest.fixture
     def credit(self):
         return HierarchicalCredit()
+
+
+def test_choices_of_one_request_are_one_step_where_one_of_them_is_rejected():
+    choices = [
+        Transition(rollout_id="one", attempt_id="one.1", span_id=f"one-{i}", agent="w", prompt_ids=b"s", reject=reject)
+        for i, reject in enumerate(["", "missing_token_ids", ""])
+    ]
+    one = msgspec.structs.replace(episode("one", 1.0, []), transitions=tuple(choices))
+    found = HierarchicalCredit(gamma=0.5, norm="none").assign([one, episode("two", 0.0, ["s"], agent="w")])
+    close([[1.0, 1.0], [-1.0]], values(found))
 
 
 def episode(name, reward, states, *, agent="walker", rewards=None):

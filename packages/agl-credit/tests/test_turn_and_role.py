@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.contracts import Credit
-from agl.episodes import EpisodeCredit
+from agl.episodes import EpisodeCredit, build_episode
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, RejectReason, Reward, Transition
 from agl_credit.role import RoleCredit
 from agl_credit.turn import TurnCredit
-from agl_testing.cases import ATTEMPT, ROLLOUT
+from agl_testing.cases import ATTEMPT, ROLLOUT, call_span, reward_span
 from agl_testing.conformance.credit import CreditConformance
 
 
@@ -117,6 +117,22 @@ def test_turn_credit_keeps_a_retry_that_lost_apart_from_the_call_that_won() -> N
     assert [{"c0": 1.5, "c1": 3.0}] == values(TurnCredit(gamma=0.5), episode(*cut))
 
 
+@pytest.mark.parametrize("credit", [TurnCredit(gamma=0.5), RoleCredit(gamma=0.5)])
+def test_rejected_choice_between_others_leaves_them_one_turn(credit: Credit) -> None:
+    choices = (call(1, turn=1, reward=4.0), call(2, turn=1, reward=2.0, reject="missing_token_ids"), call(3, turn=1))
+    expected = {"c0": 0.5 * (4.0 + 2.0 + 0.5), "c1": 4.0 + 0.5, "c3": 0.5, "c4": 1.0}
+    assert [expected] == values(credit, episode(call(0), *choices, call(4, turn=2)))
+    assert [{"c0": 0.5 * 7.0, "c1": 5.0, "c3": 1.0}] == values(credit, episode(call(0), *choices))
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), min_size=1, max_size=6), st.floats(0, 1))
+def test_choices_of_a_turn_differ_by_their_own_rewards_only(choices: list[tuple[float, bool]], gamma: float) -> None:
+    made = [call(i, turn=0, reward=r, reject="missing_token_ids" if out else "") for i, (r, out) in enumerate(choices)]
+    (found,) = values(TurnCredit(gamma=gamma), episode(*made, call(9, turn=1)))
+    futures = [found[f"c{i}"] - reward for i, (reward, out) in enumerate(choices) if not out]
+    assert pytest.approx([futures[0]] * len(futures) if futures else [], abs=1e-9) == futures
+
+
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
 def test_discount_may_be_nothing_or_whole(gamma: float) -> None:
     assert [{"c0": gamma, "c1": 1.0}] == values(TurnCredit(gamma=gamma), episode(call(0), call(1)))
@@ -160,6 +176,20 @@ def test_role_credit_sums_the_rewards_that_its_expression_matches_as_a_whole() -
     rewards = tuple(Reward(value=value, name=name) for value, name in ((1.0, "a1"), (2.0, "a2"), (4.0, "a22")))
     credit = RoleCredit(roles={"a": {"reward": "a."}})
     assert [{"c0": 3.0}] == values(credit, episode(call(0), reward=None, rewards=rewards))
+
+
+def test_role_earns_no_reward_that_its_attempt_reported_late() -> None:
+    spans = [
+        call_span(1),
+        reward_span(2, 1.0, name="q"),
+        reward_span(3, -5.0, name="q", is_late=True),
+        reward_span(4, -7.0, name="q", is_late=True, source="agent"),
+    ]
+    one = build_episode(ROLLOUT, ATTEMPT, spans)
+    assert 1.0 == one.reward
+    for trusts in (False, True):
+        credit = RoleCredit(roles={".*": {"reward": "q"}}, trust_agent=trusts)
+        assert [1.0] == list(values(credit, one)[0].values())
 
 
 def test_role_credit_takes_agents_own_rewards_where_they_are_trusted() -> None:

@@ -109,6 +109,20 @@ def test_feedback_says_both_numbers() -> None:
     assert (0.0, "numeric-match", "expected 3.5, got 3, 4") == (reward.value, reward.name, reward.feedback)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("1e999/7", "100000000000...(1000 digits)/7"),
+        ("-1e999/7", "-100000000000...(1000 digits)/7"),
+        (f"1e999/{'7' * 30}", "100000000000...(1000 digits)/777777777777...(30 digits)"),
+    ],
+)
+def test_fraction_beyond_floats_is_wrong_and_no_error(text: str, shown: str) -> None:
+    reward = one(NumericMatch(), {"answer": 42}, text)
+    assert (0.0, f"expected 42, got {shown}") == (reward.value, reward.feedback)
+    assert 1.0 == one(NumericMatch(), {"answer": text}, text).value
+
+
 @pytest.mark.parametrize("task", [{}, {"answer": None}, {"answer": "none"}, {"answer": True}, "text"])
 def test_task_without_a_number_is_refused(task: Any) -> None:
     with pytest.raises(ConfigError, match="compares with the number in the task's 'answer'"):

@@ -7,7 +7,7 @@ from agl import semconv
 from agl.contracts import RewardEmitter
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import Attempt, Reward, Span
+from agl.schemas import Attempt, Reward, Span, SpanEvent
 from agl_credit.turn import TurnCredit
 from agl_rewards.spans import EVENTS, SpanRewards
 from agl_testing.conformance.reward import RewardConformance
@@ -55,7 +55,7 @@ SPANS = [
 
 
 def events(spans: list[Span], **params: Any) -> list[tuple[str, str | None]]:
-    emitter = SpanRewards(weights=ALL, scope="span", **params)
+    emitter = SpanRewards(weights=ALL, scope="span", **{"steps": "none", **params})
     return [(next(iter(reward.dimensions)), reward.span_id) for reward in several(emitter, {}, spans)]
 
 
@@ -81,13 +81,51 @@ def test_exception_that_passes_through_several_spans_counts_once() -> None:
     inner = span(3, "inner", status="error", parent="s2")
     failing = tool(5, status="error", parent="s6")
     around = span(6, "around", status="error", seconds=0)
-    assert [("exception", "s3"), ("tool_error", "s5")] == events([outer, middle, inner, failing, around], steps="none")
+    assert [("exception", "s3"), ("tool_error", "s5")] == events([outer, middle, inner, failing, around])
+
+
+def crashed(*, message: str = "", seconds: int = 20, number: int = 0, **fields: Any) -> Span:
+    return span(number, "solve", status="error", seconds=seconds, message=message, **fields)
+
+
+def test_operation_that_its_model_call_ended_is_an_exception() -> None:
+    failed = msgspec.structs.replace(
+        chat(2, None, parent="s1", status_code=500, error="busy"), status="error", status_message="busy"
+    )
+    inner = crashed(number=1, parent="s0", message="busy", seconds=5)
+    outer = crashed(message="busy")
+    assert [("exception", "s1")] == events([outer, inner, failed])
+
+
+def test_operation_that_went_on_after_a_failure_fails_by_itself() -> None:
+    handled = tool(1, status="error", parent="s0", message="no index")
+    assert [("exception", "s0"), ("tool_error", "s1")] == events([crashed(message="no answer"), handled])
+    # Without words, a later model call says that the agent went on.
+    silent = tool(1, status="error", parent="s0")
+    deep = chat(4, None, parent="s3")
+    assert [("exception", "s0"), ("tool_error", "s1")] == events(
+        [crashed(), silent, span(3, "retry", parent="s0", seconds=2), deep]
+    )
+    of_framework = msgspec.structs.replace(chat(4, None), attributes={semconv.FRAMEWORK_SPAN_ID: "s0"})
+    assert [("exception", "s0"), ("tool_error", "s1")] == events([crashed(), silent, of_framework])
+    before = span(0, "chats", parent="s9"), chat(1, None, parent="s0"), tool(3, status="error", parent="s9")
+    assert [("tool_error", "s3")] == events([crashed(number=9, seconds=1), *before])
+
+
+def test_error_that_was_raised_anew_is_that_of_the_innermost_span() -> None:
+    trace = "ValueError: no table\n\nThe above exception was the direct cause ...\nRuntimeError: step 3 failed"
+    event = SpanEvent(name="exception", time_ns=1, attributes={"exception.stacktrace": trace})
+    outer = msgspec.structs.replace(crashed(message="step 3 failed"), events=(event,))
+    inner = span(1, "query", status="error", parent="s0", message="no table")
+    assert [("exception", "s1")] == events([outer, inner])
+    bare = span(1, "query", status="error", parent="s0", attributes={semconv.ERROR_TYPE: "ValueError"})
+    assert [("exception", "s1")] == events([outer, bare])
 
 
 def test_late_spans_and_failed_model_calls_earn_nothing() -> None:
     late = msgspec.structs.replace(tool(1), is_late=True)
     failed = chat(2, None, retry_count=1, status_code=500, error="busy")
-    assert [] == events([late, failed], steps="none")
+    assert [] == events([late, failed])
 
 
 def test_turn_gets_the_sum_of_what_happened_because_of_it() -> None:

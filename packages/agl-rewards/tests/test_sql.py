@@ -248,6 +248,23 @@ def test_numbers_are_compared_to_their_significant_digits() -> None:
     assert not same_rows([(2**60,)], [(2**60 + 1,)], ordered=True)
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_whole_floats_are_compared_with_integers_digit_by_digit(ordered: bool) -> None:
+    assert same_rows([(1234567891, "a")], [(1234567891.0, "a")], ordered=ordered)
+    assert same_rows([(2**60,)], [(2.0**60,)], ordered=ordered)
+    assert not same_rows([(1234567891,)], [(1234567892.0,)], ordered=ordered)
+    assert same_rows([(1234567891,)], [(1234567890.9999998,)], ordered=ordered)
+    assert same_rows([(1234,), (0.5,)], [(1234.0,), (0.5001,)], ordered=ordered, digits=3)
+    assert same_rows([(1, 1e18)], [(1.0, 1e18 + 256)], ordered=ordered)  # sums of floats in another order
+    assert same_rows([(1,), (float("inf"),)], [(1.0,), (float("inf"),)], ordered=ordered)
+    assert not same_rows([(1,)], [(1, 2.0)], ordered=ordered)
+
+
+@given(st.integers(-(2**53), 2**53), st.integers(1, 17))
+def test_integer_and_its_float_do_not_differ(number: int, digits: int) -> None:
+    assert same_rows([(number,)], [(float(number),)], ordered=True, digits=digits)
+
+
 @pytest.mark.parametrize(("order", "goal"), [("query", 0.0), ("always", 0.0), ("never", 1.0)])
 def test_order_can_be_declared(match: Callable[..., Reward], order: str, goal: float) -> None:
     assert goal == match(f"{NAMES} ORDER BY id", ORDERED, order=order).value

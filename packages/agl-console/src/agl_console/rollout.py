@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from agl.contracts import Store
-from agl.episodes import Enclosing
+from agl.episodes import Enclosing, recorded_rewards
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
 from agl_console.contents import LONGEST, Contents, Text
@@ -138,7 +138,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
         step=step if isinstance(step, int) else None,
         group_id=rollout.group_id,
         reward=episode.reward,
-        rewards=list(episode.rewards),
+        rewards=[span.reward for span in recorded_rewards(every, rollout.attempt_id) if span.reward is not None],
         resources=rollout.resources,
         created_at=rollout.created_at,
         task=Contents().text("task", rollout.task),

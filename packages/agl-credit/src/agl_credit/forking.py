@@ -133,6 +133,9 @@ class ForkChoice:
         for episode in episodes:
             for call, sample in zip(episode.transitions, samples_of(episode, episode), strict=True):
                 self._by_state.setdefault(state_of(episode, call), []).append(sample)
+        # By plan and not by answer: a fork whose call failed gives none, and its number is taken all the same.
+        self._taken: Counter[str] = Counter()
+        self._counts = Counter({state: len(samples) for state, samples in self._by_state.items()})
 
     def add_drawn(self, point: Point, fork: Episode) -> bool:
         """Take the answer that a model gave at the fork as a sample of the state; return true if it is a new answer.
@@ -193,17 +196,14 @@ class ForkChoice:
         )
 
     def drawn(self, budget: int) -> list[tuple[ForkPlan, Point]]:
-        """Return forks whose call a model answers, for which ``budget`` model calls should suffice.
+        """Return new forks whose call a model answers, for which ``budget`` model calls should suffice.
 
         Each is taken where it tells most for its cost: the variance of a mean of m samples falls by s^2 / (m (m + 1))
-        with one more, and every call in the state profits from it.
+        with one more, and every call in the state profits from it. No call of this method returns a plan that an
+        earlier one returned.
         """
         costs = {state: [self._cost(point) for point in points] for state, points in self._at.items()}
-        counts = {state: len(self._by_state[state]) for state in costs}
-        taken = Counter({point.span_id: len(self._drawn.get(point.span_id, ())) for point in self.points})
-        waiting = [
-            (-self._gain(state, counts[state], min(costs[state])), order, state) for order, state in enumerate(costs)
-        ]
+        waiting = [(-self._gain(state, min(costs[state])), order, state) for order, state in enumerate(costs)]
         heapq.heapify(waiting)
         found: list[tuple[ForkPlan, Point]] = []
         while waiting:
@@ -212,17 +212,18 @@ class ForkChoice:
             if not gain or cost > budget:
                 continue
             cheap = [point for point, own in zip(self._at[state], costs[state], strict=True) if own == cost]
-            point = min(cheap, key=lambda each: taken[each.span_id])
-            sample = taken[point.span_id]
+            point = min(cheap, key=lambda each: self._taken[each.span_id])
+            sample = self._taken[point.span_id]
             plan = ForkPlan(rollout_id=point.rollout_id, span_id=point.span_id, is_coupled=True, sample=sample)
             found.append((plan, point))
-            taken[point.span_id] += 1
-            counts[state] += 1
+            self._taken[point.span_id] += 1
+            self._counts[state] += 1
             budget -= cost
-            heapq.heappush(waiting, (-self._gain(state, counts[state], cost), order, state))
+            heapq.heappush(waiting, (-self._gain(state, cost), order, state))
         return found
 
-    def _gain(self, state: State, count: int, cost: int) -> float:
+    def _gain(self, state: State, cost: int) -> float:
+        count = self._counts[state]
         spread = math.fsum(point.spread for point in self._at[state])
         return 0.0 if spread < LEAST_SPREAD * len(self._at[state]) else spread / (count * (count + 1) * cost)
 

@@ -5,7 +5,7 @@ each rollout counts once in its statistics. The keys therefore name tasks or tur
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Literal
 
 from agl.errors import ConfigError
@@ -22,6 +22,7 @@ class TurnCredit:
 
     Choices of one request are one turn: each gets its own reward and the same future. A rejected call is not a turn:
     the turns before it earn its reward, discounted like that of the turn after it. Behind the last turn it adds to R.
+    A rejected choice before another choice of its request is part of that turn: earlier turns alone earn its reward.
 
     Args:
         gamma: Discount per turn, in [0, 1].
@@ -69,19 +70,24 @@ def discounted_returns(calls: Sequence[Transition], *, final: float, gamma: floa
     values: dict[str, float] = {}
     # From the end: ``future`` is G_{t+1}, and R behind the last turn, which earns it undiscounted.
     future, is_last = final, True
-    # Neighbours with one agent and one turn number are the choices of one request.
-    for _, step in groupby(reversed(calls), key=lambda call: (bool(call.reject), call.agent, call.turn)):
+    # Neighbours with one agent and one turn number are the choices of one request, rejected ones included.
+    for _, step in groupby(reversed(calls), key=lambda call: (call.agent, call.turn)):
         members = list(step)
-        earned = sum(call.reward or 0.0 for call in members)
-        if members[0].reject:
-            # It takes no turn's place, so it is not discounted by itself; turns after it have their return already.
-            future += earned
+        behind = list(takewhile(lambda call: bool(call.reject), members))
+        # They take no turn's place, so they are not discounted by themselves; turns after them have their return.
+        future += _earned(behind)
+        choices = members[len(behind) :]
+        if not choices:
             continue
         later = future if is_last else gamma * future
         # G_t = r_t + gamma G_{t+1}, with each choice's own r_t
-        values.update((call.span_id, (call.reward or 0.0) + later) for call in members)
-        future, is_last = earned + later, False  # the turn as a whole earned what all its choices did
+        values.update((call.span_id, (call.reward or 0.0) + later) for call in choices if not call.reject)
+        future, is_last = _earned(choices) + later, False  # the turn as a whole earned what all its choices did
     return values
+
+
+def _earned(calls: Sequence[Transition]) -> float:
+    return sum(call.reward or 0.0 for call in calls)
 
 
 def check_gamma(gamma: float, what: str) -> None:

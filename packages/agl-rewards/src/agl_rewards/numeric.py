@@ -155,7 +155,18 @@ def _exact(value: Any, what: str, *, least: float | None = None) -> Fraction:
 
 
 def _shown(number: Fraction) -> str:
-    return str(number.numerator) if number.denominator == 1 else f"{float(number):.12g}"
+    if number.denominator == 1:
+        return str(number.numerator)
+    try:
+        return f"{float(number):.12g}"
+    except OverflowError:  # above 1.8e308
+        return f"{_shortened(number.numerator)}/{_shortened(number.denominator)}"
+
+
+def _shortened(number: int) -> str:
+    """Return a number in digits, of a long one its first twelve and how many it has."""
+    digits, sign = str(abs(number)), "-" if number < 0 else ""
+    return sign + (digits if len(digits) <= 24 else f"{digits[:12]}...({len(digits)} digits)")
 
 
 def _brief(value: Json) -> str:

@@ -5,7 +5,7 @@ The events, each with its weight:
 - ``tool_ok`` and ``tool_error``: a tool ran, or failed;
 - ``step_ok`` and ``step_error``: the same for operations, nodes and agents that ``steps`` names;
 - ``exception``: an exception that was reported, or that ended another operation, node or agent; where it passes
-  through several, the innermost counts;
+  through several, the innermost counts, and for a failed model call the span around it;
 - ``retry``: a model call that the client had to repeat;
 - ``repeat``: a tool called again with exactly the same arguments.
 
@@ -126,16 +126,57 @@ class SpanRewards:
 
 def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) -> list[RewardedEvent]:
     """Return every event of an attempt, in order of time; ``steps`` matches the operations that are steps."""
-    ordered = chronological(spans).spans
-    # Spans with a failed child: their own failure is that of the child, which counts alone.
-    failed_inside = {span.parent_id for span in ordered if span.status == "error" and span.parent_id is not None}
+    timeline = chronological([span for span in spans if not span.is_late])
+    failed_inside = _failed_inside(timeline)
     seen: set[tuple[str, str]] = set()
     return [
         RewardedEvent(kind, span)
-        for span in ordered
-        if not span.is_late
+        for span in timeline.spans
         for kind in _kinds(span, steps=steps, failed_inside=failed_inside, seen=seen)
     ]
+
+
+def _failed_inside(timeline: Timeline) -> set[str]:
+    """Return the spans whose own failure is that of a child, which counts alone.
+
+    A failed model call is no event, so it leaves the failure to the span around it. The failure is a child's when the
+    span reports the child's error too; where one of them has no words, when no model was called in the span afterwards.
+    """
+    failed = {span.span_id: span for span in timeline.spans if span.status == "error"}
+    newest = _newest_calls(timeline.spans)
+    found: set[str] = set()
+    for child in timeline.spans:
+        parent = failed.get(child.parent_id or "")
+        if child.status != "error" or child.call is not None or parent is None:
+            continue
+        error, said = child.status_message, _error_texts(parent)
+        call = newest.get(parent.span_id)
+        went_on = call is not None and timeline.start(call) > timeline.end(child)
+        if any(error in text for text in said) if error and said else not went_on:
+            found.add(parent.span_id)
+    return found
+
+
+def _newest_calls(spans: Sequence[Span]) -> dict[str, Span]:
+    """Return by span the newest model call inside it, at any depth."""
+    around = {span.span_id: span.parent_id for span in spans}
+    newest: dict[str, Span] = {}
+    for call in reversed(spans):
+        if call.call is None:
+            continue
+        framework = call.attributes.get(semconv.FRAMEWORK_SPAN_ID)
+        outer = framework if isinstance(framework, str) and framework in around else call.parent_id
+        # A span that was reached before has a newer call, and so has every span around it.
+        while outer is not None and outer not in newest:
+            newest[outer] = call
+            outer = around.get(outer)
+    return newest
+
+
+def _error_texts(span: Span) -> list[str]:
+    """Return every text in which a span reports its error, with the traceback, which names the causes too."""
+    told = [value for event in span.events if event.name == "exception" for value in event.attributes.values()]
+    return [text for text in (span.status_message, *told) if isinstance(text, str) and text]
 
 
 def _kinds(

@@ -8,6 +8,7 @@ Running untrusted queries safely is left to `sandbox`.
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -100,7 +101,7 @@ class SqlMatch:
         answer: Key of the task that holds the right query, or a list of right ones.
         source: Source of the text, see :mod:`agl_rewards.source`.
         order: The order of the rows counts when the task's ``query`` orders them, ``always``, or ``never``.
-        digits: Significant digits to which floating-point numbers are compared.
+        digits: Significant digits to which floating-point numbers are compared, see :func:`same_rows`.
         time_s: Seconds that a query may take.
         max_rows: Rows that it may give.
         name: The reward's name.
@@ -190,21 +191,28 @@ def query_in(text: str) -> str:
 
 
 def same_rows(wanted: Sequence[Row], rows: Sequence[Row], *, ordered: bool, digits: int = 9) -> bool:
-    """Return true when two results are equal: as sequences when ``ordered``, else as multisets of rows."""
-    left, right = ([tuple(_plain(value, digits) for value in row) for row in given] for given in (wanted, rows))
+    """Return true when two results are equal: as sequences when ``ordered``, else as multisets of rows.
+
+    Types stay apart as in SQLite: ``1`` and ``'1'`` differ, ``1`` and ``1.0`` do not. Floats are compared to ``digits``
+    significant digits, and in a column that has integers too, to all digits before the point at least.
+    """
+    both = (*wanted, *rows)
+    whole = {column for row in both for column, value in enumerate(row) if isinstance(value, int)}
+    left, right = (
+        [tuple(_plain(value, digits, keeps_whole=column in whole) for column, value in enumerate(row)) for row in given]
+        for given in (wanted, rows)
+    )
     return left == right if ordered else Counter(left) == Counter(right)
 
 
-def _plain(value: Any, digits: int) -> Any:
-    """Return a value to compare, rounded to ``digits``.
-
-    Types stay apart as in SQLite: ``1`` and ``'1'`` differ, ``1`` and ``1.0`` do not.
-    """
-    if isinstance(value, float):
-        # Sums in another order differ in the last digits; 2.0 must equal the integer 2.
-        rounded = float(f"{value:.{digits}g}")
-        return int(rounded) if rounded.is_integer() else rounded
-    return value
+def _plain(value: Any, digits: int, *, keeps_whole: bool) -> Any:
+    """Return a value to compare: a float rounded to ``digits``, with ``keeps_whole`` never above the units."""
+    if not isinstance(value, float):
+        return value
+    if keeps_whole and isfinite(value) and (value.is_integer() or abs(value) >= 10**digits):
+        return round(value)
+    # Sums in another order differ in the last digits.
+    return float(f"{value:.{digits}g}")
 
 
 def _difference(wanted: Sequence[Row], rows: Sequence[Row], *, ordered: bool) -> str:

@@ -5,6 +5,8 @@ Everything is iterative and sorts once, so that an attempt may have a hundred th
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, find_disagreement
 from agl.episodes._forest import ForestOptions, build_forest
@@ -67,7 +69,8 @@ def build_episode(
         options=chosen,
         reject=_disagreement(agreement, chosen),
     )
-    rewards = [span.reward for span in recorded_rewards(spans, attempt_id) if span.reward is not None]
+    # Credit decides by itself which sources it trusts, and cannot see which rewards are late.
+    rewards = admitted_rewards(spans, attempt_id, replace(chosen.score, trust_agent=True))
     admitted = admitted_rewards(spans, attempt_id, chosen.score)
     return Episode(
         rollout=rollout,

@@ -1,6 +1,7 @@
 """Resources, which algorithms change and agents read, as immutable versions with their lineage."""
 
 import string
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
@@ -55,7 +56,7 @@ class PromptTemplate(Record, frozen=True, kw_only=True, tag="prompt_template"):
     template: str
     engine: Literal["f-string", "jinja", "plain"] = "f-string"
 
-    def format(self, **values: object) -> str:
+    def format(self, /, **values: object) -> str:
         """Fill the placeholders; raises :class:`ConfigError` naming the ones without a value."""
         if self.engine == "plain":
             return self.template
@@ -71,11 +72,13 @@ class PromptTemplate(Record, frozen=True, kw_only=True, tag="prompt_template"):
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of the f-string placeholders; empty for the other engines."""
+        """Names of the f-string placeholders, those within a format such as ``{x:{width}}`` included.
+
+        Empty for the other engines.
+        """
         if self.engine != "f-string":
             return frozenset()
-        names = (name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None)
-        return frozenset(name.split(".")[0].split("[")[0] for name in names)
+        return frozenset(name.split(".")[0].split("[")[0] for name in _placeholders(self.template))
 
 
 class Weights(Record, frozen=True, kw_only=True, tag="weights"):
@@ -128,6 +131,15 @@ class ResourceVersion(Record, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
+def _placeholders(template: str) -> Iterator[str]:
+    parse = string.Formatter().parse
+    for _, name, style, _ in parse(template):
+        if name is not None:
+            yield name
+            # Formats have placeholders too, but no formats with placeholders of their own.
+            yield from (inner for _, inner, _, _ in parse(style or "") if inner is not None)
+
+
 def _render_jinja(template: str, values: dict[str, object]) -> str:
     try:
         jinja2 = import_module("jinja2")
@@ -135,4 +147,4 @@ def _render_jinja(template: str, values: dict[str, object]) -> str:
     except ImportError as error:
         raise ConfigError("a jinja prompt template needs jinja2; run: pip install jinja2") from error
     environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
-    return str(environment.from_string(template).render(**values))
+    return str(environment.from_string(template).render(values))

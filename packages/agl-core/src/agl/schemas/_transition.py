@@ -132,7 +132,7 @@ class Episode(Record, frozen=True, kw_only=True):
         rollout: With the full task, hidden keys included.
         attempt: The deciding attempt; ``None`` if none was ever started.
         reward: The scalar that trains; ``None`` stays ``None``.
-        rewards: Every reward that was recorded, in order.
+        rewards: Every reward that was recorded, in order, except the attempt's own late ones.
         transitions: Every recorded call, in order of time, rejected ones included with their reason.
         rows: The branches.
         unseen: Calls that were seen and not recorded; the rollout is only partly known.
