@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices
+from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
 from agl_algo_apo.settings import SearchSettings, spending_plan
 
 ORDERS = st.lists(
@@ -67,6 +67,13 @@ def test_refused_reservation_costs_nothing_and_an_unused_part_comes_back() -> No
     budget.settle_call(paid, input_tokens=50, output_tokens=30)
     budget.take_call(max_input=500, max_output=400)
     assert (2, 980) == (budget.spent.calls, budget.spent.tokens)
+
+
+def test_cancelled_call_gives_back_all_that_was_reserved() -> None:
+    budget = Budget(BudgetLimits(calls=1, tokens=900, money=0.01), prices=Prices(input=1.0, output=5.0))
+    budget.cancel_call(budget.take_call(max_input=500, max_output=400))
+    assert Spent() == budget.spent
+    budget.take_call(max_input=500, max_output=400)
 
 
 def test_saved_budget_continues() -> None:

@@ -1,7 +1,6 @@
 """The evidence of real runs that a critic sees."""
 
 import asyncio
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from agl import semconv
 from agl.contracts import RolloutQuery
 from agl.schemas import LLM, Outcome, PromptTemplate, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
-from agl_algo_apo.evidence import evidence_text, read_run, rendered
+from agl_algo_apo.evidence import evidence_text, read_run
 from agl_algo_apo.scores import Measured
 from agl_run import Quiet
 from agl_testing.model_server import Reply, ScriptedModelServer
@@ -131,22 +130,6 @@ def test_rollout_that_the_store_does_not_have_leaves_its_feedback() -> None:
     measured = Measured(reward=0.0, rollout="gone", feedback="wrong")
     run = asyncio.run(read_run(context, measured, name="p", resource=WRITER))
     assert "Feedback: wrong" in run.text(1)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "text", "is_found"),
-    [
-        (WRITER, "You are the writer. Write about cats.", True),
-        (WRITER, "You are the writer. Sing about cats.", False),
-        (PromptTemplate(template="{a} and {a}"), "x and x", True),
-        (PromptTemplate(template="Hi {{ name }}, be kind to all.", engine="jinja"), "Hi Bo, be kind to all.", True),
-        (PromptTemplate(template="Plain (.*) text", engine="plain"), "so: Plain (.*) text", True),
-    ],
-)
-def test_filled_template_is_recognised(prompt: PromptTemplate, text: str, is_found: bool) -> None:
-    pattern = rendered(prompt)
-    assert isinstance(pattern, re.Pattern)
-    assert is_found == bool(pattern.search(text))
 
 
 def test_long_messages_are_cut_in_the_middle(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from agl.schemas import JsonResource, ModelCall, PromptTemplate
 from agl.stores import MemoryStore
 from agl_algo_apo.candidates import resource_of, text_of
 from agl_algo_apo.demonstrations import Demonstration, demonstrated, is_escapable
-from agl_algo_apo.evidence import rendered
+from agl_algo_apo.filled_templates import filled_template
 from agl_algo_apo.templates import TextRules, field_names, violation
 from agl_run.messages import value_for_agent
 from agl_testing.prompt_world import demonstrable, easy
@@ -84,10 +84,10 @@ def test_rules_of_messages_are_told_to_the_editor() -> None:
 
 
 def test_calls_that_read_the_first_message_are_known_as_calls_of_the_prompt() -> None:
-    pattern = rendered(CLERK)
-    assert pattern is not None
-    assert pattern.search("You are the clerk.\nComplete the order.")
-    assert not pattern.search("You are the checker.")
+    prompt = filled_template(CLERK)
+    assert prompt is not None
+    assert prompt.search("You are the clerk.\nComplete the order.")
+    assert not prompt.search("You are the checker.")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits
-from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, OptimizerSettings
+from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
+from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, OptimizerSettings, most_tokens
 from agl_algo_apo.outage import requested_pause
-from agl_testing.model_server import Garbage, ModelRequest, Reply, ScriptedModelServer, Status, Step
+from agl_testing.model_server import Cut, Garbage, ModelRequest, Reply, ScriptedModelServer, Status, Step
 
 Respond = Callable[[ModelRequest], Step]
 
@@ -61,6 +62,7 @@ def test_line_that_a_crash_cut_is_asked_again(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     assert ["two"] == ask(lambda _: Reply(text="two"), tmp_path, ("q", "s"))[0]
+    assert (["two"], 0) == ask(lambda _: Reply(text="three"), tmp_path, ("q", "s"))[::2]
 
 
 def test_tokens_are_those_that_the_endpoint_counts(tmp_path: Path) -> None:
@@ -143,6 +145,50 @@ def test_endpoint_that_does_not_answer_is_down(tmp_path: Path, step: Step, reque
     assert requests == len(seen)
 
 
+def failed(base_url: str, folder: Path, **settings: Any) -> Spent:
+    """What a question costs that is not answered."""
+    budget = Budget(BudgetLimits(), prices=Prices(input=1.0, output=1.0))
+
+    async def work() -> None:
+        given = OptimizerSettings(base_url=base_url, model="m", max_tokens=50, retry_s=0.01, wait_s=0.1, **settings)
+        optimizer = Optimizer(given, budget=budget, memory=folder / "answers.jsonl", say=print)
+        try:
+            with pytest.raises(OptimizerDownError):
+                await optimizer.ask("q", seed="s")
+        finally:
+            await optimizer.close()
+
+    asyncio.run(work())
+    return budget.spent
+
+
+def test_question_that_no_server_takes_costs_nothing(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        assert Spent() == failed(f"http://127.0.0.1:{taken.getsockname()[1]}/v1", tmp_path)
+
+
+@pytest.mark.parametrize("code", [400, 401, 429])
+def test_refused_question_costs_nothing(tmp_path: Path, code: int) -> None:
+    with ScriptedModelServer(respond=lambda _: Status(code=code), models=("m",)) as server:
+        assert Spent() == failed(server.base_url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "step", [Reply(text="late", delay=1.0), Garbage(), Cut(reply=Reply(text="half")), Status(code=504)]
+)
+def test_question_whose_answer_may_have_been_made_stays_paid(tmp_path: Path, step: Step) -> None:
+    with ScriptedModelServer(respond=lambda _: step, models=("m",)) as server:
+        spent = failed(server.base_url, tmp_path, timeout_s=0.2)
+    assert (1, most_tokens("q") + 50) == (spent.calls, spent.tokens)
+
+
+def test_question_that_is_refused_after_a_time_out_stays_paid(tmp_path: Path) -> None:
+    steps: list[Step] = [Status(code=504), Status(code=400)]
+    with ScriptedModelServer(respond=lambda request: steps[request.index], models=("m",)) as server:
+        assert 1 == failed(server.base_url, tmp_path).calls
+
+
 def test_one_failed_question_of_several_is_none(tmp_path: Path) -> None:
     def respond(request: ModelRequest) -> Step:
         return Status(code=400) if "bad" in request.last_text else Reply(text=f"re: {request.last_text}")
@@ -171,6 +217,22 @@ def test_fields_that_an_endpoint_refuses_are_left_out(tmp_path: Path) -> None:
     assert ["fine"] == ask(respond, tmp_path, ("q", "s"))[0]
     assert 50 == bodies[-1]["max_completion_tokens"]
     assert not {"temperature", "seed", "max_tokens"} & bodies[-1].keys()
+
+
+def test_questions_asked_at_once_all_leave_out_what_the_first_refusal_names(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def respond(request: ModelRequest) -> Step:
+        if "max_tokens" not in request.body:
+            return Reply(text=f"re: {request.last_text}")
+        if not refused:
+            time.sleep(0.5)  # the server answers nobody until the others have been sent as well
+        refused.append(request.last_text)
+        return Status(code=400, message="unsupported: max_tokens; use max_completion_tokens")
+
+    questions = [(name, "s") for name in "abcd"]
+    assert ["re: a", "re: b", "re: c", "re: d"] == ask(respond, tmp_path, *questions)[0]
+    assert len(refused) > 1
 
 
 def test_key_and_extra_fields_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

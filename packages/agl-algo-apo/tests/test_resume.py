@@ -12,6 +12,7 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl_run import SQLiteStore
+from agl_run.experiment.state import load_algorithm
 from agl_testing.model_server import ModelRequest, Step
 from agl_testing.prompt_world import noisy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
@@ -34,6 +35,15 @@ if params.pop("has_messages", False):
     turns = {name: [head, {"role": "user", "content": prompt.template}] for name, prompt in seeds.items()}
     seeds = {name: agl.schemas.JsonResource(value=value) for name, value in turns.items()}
 
+def search(use, **params):
+    params = {"optimizer": {"base_url": base_url, "model": "editor"}, "budget": 240, **params}
+    return algorithm(use, **params)
+
+searches = [search(use, tunes=tuple(world.seeds()), **params)]
+if "source" in params:
+    seeds["other_prompt"] = agl.PromptTemplate(template="Nobody reads this.")
+    searches.insert(0, search("apo", name=params["source"], tunes="other_prompt", budget=100, delete_every=0))
+
 def count(rollout):
     with open(folder / "started.txt", "a") as file:
         file.write(rollout.rollout_id + "\\n")
@@ -41,15 +51,8 @@ def count(rollout):
         os.kill(os.getpid(), signal.SIGKILL)
 
 trainer = agl.Trainer(
-    algorithm=algorithm(
-        use,
-        tunes=tuple(world.seeds()),
-        optimizer={"base_url": base_url, "model": "editor"},
-        budget=240,
-        **params,
-    ),
-    name="orders", store="sqlite:///runs.db", folder=folder, n_runners=4, hidden=HIDDEN, validation_limit=1,
-    initial_resources=seeds, rewards=(order_reward(world),),
+    algorithm=searches, name="orders", store="sqlite:///runs.db", folder=folder, n_runners=4, hidden=HIDDEN,
+    validation_limit=1, initial_resources=seeds, rewards=(order_reward(world),),
 )
 is_old = (folder / "runs.db").exists()
 trainer.fit(order_agent(world, latency_s=0.002, fault=count), world.train, world.val, resume=is_old)
@@ -128,3 +131,32 @@ def test_killed_run_ends_as_an_unbroken_one_and_pays_nothing_twice(
     assert whole[2] == parts[2] <= 240
     # Four attempts that ran when a process died run again, and as many that had ended and were not written yet.
     assert parts[3] <= parts[2] + 4 * (4 + 4)
+
+
+def progress_of(folder: Path, use: str) -> dict[str, Any]:
+    """The counters in a search's last state."""
+
+    async def read() -> Any:
+        store = SQLiteStore(f"sqlite:///{folder / 'runs.db'}")
+        saved = await load_algorithm(store, "orders", 1, use)
+        await store.close()
+        return saved.state["progress"]
+
+    return asyncio.run(read())
+
+
+def test_killed_search_with_a_source_goes_on_with_the_failures_that_the_source_paid_for(tmp_path: Path) -> None:
+    with model_server(noisy(2), ScriptedOptimizer()) as server:
+
+        def run(folder: str, *, code: int = 0, **params: Any) -> None:
+            end(start(tmp_path / folder, server.base_url, use="apo", source="payer", **params), code=code)
+
+        run("whole", budget=160)
+        whole = what_was_left(tmp_path / "whole", "apo")
+        everything = len((tmp_path / "whole/started.txt").read_text().splitlines())
+        run("parts", budget=160, last=everything - 60, code=-9)
+        assert progress_of(tmp_path / "parts", "apo")["shared"]
+        run("parts", budget=160)
+        assert whole[:3] == what_was_left(tmp_path / "parts", "apo")[:3]
+        run("parts", budget=240)
+        assert whole[2] < what_was_left(tmp_path / "parts", "apo")[2] <= 240

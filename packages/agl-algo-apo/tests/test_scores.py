@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span
 from agl_algo_apo.estimates import Range, estimate
+from agl_algo_apo.scores import FRESH, Measured, Scores, Split
 from agl_run import SQLiteStore
 from agl_testing.prompt_world import PromptWorld, easy
 from agl_testing.prompt_world_run import OrderReward
@@ -107,6 +109,39 @@ def test_winner_that_is_worse_than_the_first_prompt_on_fresh_rollouts_is_taken_b
     assert "the best candidate has 0.000 [0.000, " in run.stop_reason
     assert world.seeds()["clerk_prompt"].template == run.best["clerk_prompt"]
     assert f"orders-1-apo-{run.progress['step']}" == run.fit.resources["clerk_prompt"]
+
+
+def known(split: Split, *rewards: float) -> Scores:
+    """Scores of one candidate on one task, by repeat."""
+    scores = Scores()
+    for repeat, reward in enumerate(rewards):
+        scores.put("a", split, 0, repeat, Measured(reward=reward, rollout=f"r-{repeat}"))
+    return scores
+
+
+def test_fresh_rewards_choose_nothing_on_validation_tasks_until_the_search_goes_on() -> None:
+    scores = known("val", 0.0, 1.0, 0.5)
+    assert ({0: 0.25}, {0: 1.0}) == (scores.rewards("a", "val"), scores.fresh("a", "val"))
+    scores.keep_fresh()
+    assert ({0: 0.5}, {}) == (scores.rewards("a", "val"), scores.fresh("a", "val"))
+
+
+def test_every_repeat_on_a_test_task_counts_and_stays_when_the_search_goes_on() -> None:
+    scores = known("test", 0.0, 1.0, 0.5)
+    assert {0: 0.5} == scores.rewards("a", "test")
+    scores.keep_fresh()
+    assert scores.get("a", "test", 0, FRESH) == Measured(reward=1.0, rollout="r-1")
+
+
+def test_score_on_test_tasks_is_made_of_all_rollouts_that_were_paid_for(optimize: Optimize) -> None:
+    run = optimize(budget=250, reserve=0.2)
+    rewards: dict[int, list[float]] = {}
+    for owner, split, task, _, measured in run.state["scores"]:
+        if (owner, split) == (run.result["winner"], "test"):
+            rewards.setdefault(task, []).append(measured["reward"])
+    assert {3} == {len(values) for values in rewards.values()}
+    assert run.result["how"] == "test tasks"
+    assert run.result["score"]["mean"] == pytest.approx(fmean(map(fmean, rewards.values())))
 
 
 def test_final_tasks_are_drawn_from_all_and_not_those_that_decided_most_races(optimize: Optimize) -> None:

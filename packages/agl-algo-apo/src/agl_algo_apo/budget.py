@@ -147,6 +147,10 @@ class Budget:
         self._add(tokens=paid.tokens - reserved.tokens, money=paid.money - reserved.money)
         return paid
 
+    def cancel_call(self, reserved: Spent) -> None:
+        """Give back all of a reservation: the model was never asked, or refused to answer."""
+        self._add(calls=-reserved.calls, tokens=-reserved.tokens, money=-reserved.money)
+
     def dump(self) -> Json:
         """Return the amounts spent, as JSON."""
         return msgspec.to_builtins(self._spent)

@@ -4,7 +4,6 @@ The text under review stands once in the request, so where an agent's messages r
 """
 
 import re
-import string
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,9 +14,9 @@ from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.dialects import call_messages
 from agl.episodes import Enclosing
 from agl.errors import NotFoundError
-from agl.schemas import PromptTemplate, Record, Resource, Rollout, Span
+from agl.schemas import Record, Resource, Rollout, Span
 from agl.stores import all_spans
-from agl_algo_apo.messages import messages_of
+from agl_algo_apo.filled_templates import FilledTemplate, filled_template
 from agl_algo_apo.scores import Measured
 
 MESSAGE_CHARS = 600
@@ -87,19 +86,19 @@ def _task(rollout: Rollout) -> str:
 
 def _lines(spans: Sequence[Span], name: str, resource: Resource, agents: str) -> list[str]:
     enclosing = Enclosing(spans)
-    pattern = rendered(resource)
+    prompt = filled_template(resource)
     calls = [span for span in spans if span.call is not None]
     if agents:
         ours = [span for span in calls if re.fullmatch(agents, enclosing.who(span).agent)]
     else:
-        ours = [span for span in calls if pattern is not None and _reads(span, pattern)] or calls
+        ours = [span for span in calls if prompt is not None and _reads(span, prompt)] or calls
     shown = {span.span_id for span in ours}
     lines: list[str] = []
     seen: set[str] = set()
     for span in spans:
         if span.span_id in shown:
             who = enclosing.who(span).agent
-            told = [f"[{who}] {line}" if who else line for line in _messages(span, name, pattern)]
+            told = [f"[{who}] {line}" if who else line for line in _messages(span, name, prompt)]
             lines += [line for line in told if line not in seen]
             seen.update(told)
         else:
@@ -107,14 +106,14 @@ def _lines(spans: Sequence[Span], name: str, resource: Resource, agents: str) ->
     return lines
 
 
-def _messages(span: Span, name: str, pattern: "re.Pattern[str] | None") -> list[str]:
+def _messages(span: Span, name: str, prompt: FilledTemplate | None) -> list[str]:
     assert span.call is not None  # noqa: S101 - chosen by the caller
     lines: list[str] = []
     for message in call_messages(span.call):
         content = message.get("content")
         text = content if isinstance(content, str) else msgspec.json.encode(content).decode() if content else ""
-        if pattern is not None:
-            text = pattern.sub(lambda match: _reference(name, match.groupdict()), text)
+        if prompt is not None:
+            text = prompt.replace(text, lambda found: _reference(name, found.values))
         if text:
             lines.append(f"{message.get('role', '')}: {_cut(text, MESSAGE_CHARS)}")
         for call in cast("list[dict[str, Any]]", message.get("tool_calls") or []):
@@ -138,39 +137,14 @@ def _event(span: Span) -> list[str]:
     return lines
 
 
-def _reads(span: Span, pattern: "re.Pattern[str]") -> bool:
+def _reads(span: Span, prompt: FilledTemplate) -> bool:
     assert span.call is not None  # noqa: S101 - chosen by the caller
-    return any(pattern.search(_as_text(message.get("content"))) for message in call_messages(span.call))
+    return any(prompt.search(_as_text(message.get("content"))) for message in call_messages(span.call))
 
 
-def rendered(resource: Resource) -> "re.Pattern[str] | None":
-    """Return a pattern that recognises a template after its placeholders were filled.
-
-    ``None`` for a resource that is no template, or an empty one. Of jinja and plain text it knows the longest literal
-    line only, of several messages the first one.
-    """
-    if messages := messages_of(resource):
-        return rendered(PromptTemplate(template=messages[0][1]))
-    if not isinstance(resource, PromptTemplate) or not resource.template.strip():
-        return None
-    if resource.engine != "f-string":
-        literal = max(re.split(r"\{\{.*?\}\}|\{%.*?%\}|\n", resource.template), key=len).strip()
-        return re.compile(re.escape(literal)) if literal else None
-    parts: list[str] = []
-    for literal, field, _, _ in string.Formatter().parse(resource.template):
-        parts.append(re.escape(literal))
-        if field is not None:
-            # A group per name, so that the reference can say what was filled in; a second use has no name of its own.
-            is_named = field.isidentifier() and f"(?P<{field}>" not in "".join(parts)
-            parts.append(f"(?P<{field}>.*?)" if is_named else ".*?")
-    # A placeholder at the end would match nothing, for it is not greedy: let it run to the end of the message.
-    ends_open = parts[-1].endswith(".*?)") or parts[-1] == ".*?"
-    return re.compile("".join(parts) + (r"\Z" if ends_open else ""), re.DOTALL)
-
-
-def _reference(name: str, filled: Mapping[str, str | None]) -> str:
+def _reference(name: str, filled: Mapping[str, str]) -> str:
     """Return what stands in a message in place of the text under review."""
-    values = "".join(f"; {key} = {value}" for key, value in filled.items() if value is not None)
+    values = "".join(f"; {key} = {value}" for key, value in filled.items())
     return f"(the text {name}{values})"
 
 

@@ -28,7 +28,7 @@ def has_more(settings: SearchSettings, state: Mapping[str, Json], *, tasks: int,
     Raises:
         ConfigError: The budget is less than the method needs at all.
     """
-    progress = msgspec.convert(state["progress"], SearchProgress)
+    progress = SearchProgress.load(state["progress"])
     plan = spending_plan(
         settings, tasks=tasks, val=state["val"], after=state["validation"], calls=calls, algorithm=algorithm
     )

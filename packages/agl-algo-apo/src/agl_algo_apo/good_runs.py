@@ -8,7 +8,6 @@ half an answer is a wrong one.
 """
 
 from collections.abc import Mapping, Sequence
-from re import Pattern
 from typing import NamedTuple
 
 from agl import semconv
@@ -19,7 +18,7 @@ from agl.schemas import ModelCall, PromptTemplate, Resource, Rollout, Span
 from agl.stores import all_spans
 from agl_algo_apo.candidates import PromptCandidate
 from agl_algo_apo.demonstrations import Demonstration, as_text
-from agl_algo_apo.evidence import rendered
+from agl_algo_apo.filled_templates import FilledTemplate, filled_template
 from agl_algo_apo.messages import messages_of
 from agl_algo_apo.scores import Measured, Scores
 
@@ -62,42 +61,42 @@ async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resourc
         spans = await all_spans(context.store, rollout_id)
     except NotFoundError:
         return None
-    pattern, question = rendered(resource), _question(resource)
+    prompt, question = filled_template(resource), _question(resource)
     calls = [span.call for span in spans if span.call is not None and not span.call.error]
-    read = [found for call in calls if pattern is not None and (found := _exchange(call, pattern, rollout, question))]
+    read = [found for call in calls if prompt is not None and (found := _exchange(call, prompt, rollout, question))]
     shown = read[-1] if read else _reported(spans, rollout)
     return None if shown is None else Demonstration(input=shown[0], output=shown[1], rollout=rollout_id, task=run.task)
 
 
-def _question(resource: Resource) -> Pattern[str] | None:
-    """Return a pattern of the last user message; ``None`` where that is the first message, and for one text."""
+def _question(resource: Resource) -> FilledTemplate | None:
+    """Return what recognises the last user message; ``None`` where that is the first message, and for one text."""
     asked = [text for role, text in messages_of(resource)[1:] if role == "user"]
-    return rendered(PromptTemplate(template=asked[-1])) if asked else None
+    return filled_template(PromptTemplate(template=asked[-1])) if asked else None
 
 
 def _exchange(
-    call: ModelCall, pattern: Pattern[str], rollout: Rollout, question: Pattern[str] | None
+    call: ModelCall, prompt: FilledTemplate, rollout: Rollout, question: FilledTemplate | None
 ) -> tuple[str, str] | None:
     """Return input and output of a call that read the prompt and was answered with text."""
     messages = call_messages(call)
     texts = [as_text(message.get("content") or "") for message in messages]
     if not messages or messages[-1].get("role") != "assistant" or messages[-1].get("tool_calls"):
         return None
-    filled = [match for text in texts[:-1] if (match := pattern.search(text))]
+    filled = [found for text in texts[:-1] if (found := prompt.search(text))]
     if not filled or not texts[-1].strip():
         return None
     asked = [
-        match.groupdict()
+        found.values
         for message, text in zip(messages[:-1], texts, strict=False)
-        if question is not None and message.get("role") == "user" and not pattern.search(text)
-        if (match := question.search(text))
+        if question is not None and message.get("role") == "user" and not prompt.search(text)
+        if (found := question.search(text))
     ]
-    values = {**filled[-1].groupdict(), **(asked[-1] if asked else {})}
+    values = {**filled[-1].values, **(asked[-1] if asked else {})}
     return _input(values, rollout), texts[-1].strip()
 
 
-def _input(filled: Mapping[str, str | None], rollout: Rollout) -> str:
-    values = {name: value.strip() for name, value in filled.items() if value and value.strip()}
+def _input(filled: Mapping[str, str], rollout: Rollout) -> str:
+    values = {name: value.strip() for name, value in filled.items() if value.strip()}
     if len(values) == 1:
         return next(iter(values.values()))
     return "\n".join(f"{name}: {value}" for name, value in values.items()) or as_text(rollout.visible_task)

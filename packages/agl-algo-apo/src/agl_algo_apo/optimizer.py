@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import httpx
 import msgspec
@@ -24,8 +24,10 @@ from agl_algo_apo.outage import NoAnswer, Outages, requested_pause
 TRIES = 4
 """Most times that a request is sent where the answer is none that an API gives."""
 
+_OPTIONAL = ("seed", "temperature", "max_tokens")
 _RETRIED = frozenset({408, 409, 425, 429})
 _SPENT = "insufficient_quota"
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +69,15 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OptimizerDownError(Exception):
-    """The optimiser's model does not answer; caught within this package, it ends the search."""
+    """The optimiser's model does not answer; caught within this package, it ends the search.
+
+    Attributes:
+        may_cost: Whether it may have made an answer that did not arrive, and that may have to be paid for.
+    """
+
+    def __init__(self, text: str, *, may_cost: bool = True) -> None:
+        super().__init__(text)
+        self.may_cost = may_cost
 
 
 class OptimizerAnswer(Record, frozen=True, kw_only=True):
@@ -195,7 +205,7 @@ class Optimizer:
         key = hashlib.blake2b(to_json(body), digest_size=16).hexdigest()
         answer = self._answers.get(key)
         if answer is None:
-            answer = await self._post(body)
+            answer = await self._post_paid(body, reserved)
             self._remember(key, answer)
         # A remembered answer costs what it cost before: the step that is repeated pays it into a restored budget.
         read, written = answer.tokens
@@ -227,44 +237,58 @@ class Optimizer:
             body["temperature"] = settings.temperature
         return {**body, **settings.extra}
 
+    async def _post_paid(self, body: Mapping[str, Json], reserved: Spent) -> OptimizerAnswer:
+        """Send a request until it is answered, and give its reservation back where no answer was made."""
+        try:
+            return await self._post(body)
+        except OptimizerDownError as error:
+            if not error.may_cost:
+                self._budget.cancel_call(reserved)
+            raise
+
     async def _post(self, body: Mapping[str, Json]) -> OptimizerAnswer:
-        spoilt = 0
+        spoilt, may_cost = 0, False
         with self._outages.waiting() as wait:
             while True:
                 found = await self._try(body)
                 if isinstance(found, OptimizerAnswer):
                     return found
                 spoilt += found.kind == "spoilt"
+                may_cost = may_cost or found.may_cost
                 if found.kind == "refused" or spoilt == TRIES or not await wait.pause(found):
                     raise OptimizerDownError(
-                        f"the optimiser's model at {self._settings.base_url} did not answer: {found.why}"
+                        f"the optimiser's model at {self._settings.base_url} did not answer: {found.why}",
+                        may_cost=may_cost,
                     )
 
     async def _try(self, body: Mapping[str, Json]) -> OptimizerAnswer | NoAnswer:
         try:
             response = await self._send(body)
         except httpx.HTTPError as error:
-            return NoAnswer(f"{type(error).__name__}: {error}", "passing")
+            # Only a request that was never sent is sure to cost nothing.
+            may_cost = not isinstance(error, _UNSENT)
+            return NoAnswer(f"{type(error).__name__}: {error}", "passing", may_cost=may_cost)
         if response.status_code == 200:
             answer = _read_answer(response)
-            return answer or NoAnswer("HTTP 200 with a body that is no chat completion", "spoilt")
+            return answer or NoAnswer("HTTP 200 with a body that is no chat completion", "spoilt", may_cost=True)
         why = f"HTTP {response.status_code}: {' '.join(response.text.split())[:300]}"
         is_passing = response.status_code >= 500 or response.status_code in _RETRIED
         if not is_passing or _SPENT in response.text:  # a spent account answers 429, and waiting does not fill it
             return NoAnswer(why, "refused")
-        return NoAnswer(why, "passing", requested_pause(response.headers))
+        # A gateway that gives up on a model does not stop it: only a refusal is sure to cost nothing.
+        may_cost = response.status_code >= 500 or response.status_code == 408
+        return NoAnswer(why, "passing", requested_pause(response.headers), may_cost)
 
     async def _send(self, body: Mapping[str, Json]) -> httpx.Response:
         """Send a request; a field that the endpoint refuses by name is left out from then on."""
-        response = await self._client.post("chat/completions", json=self._fitted(body))
-        while response.status_code == 400:
-            refused = [name for name in ("seed", "temperature", "max_tokens") if _is_refused(name, response.text)]
-            refused = [name for name in refused if name not in self._dropped]
-            if not refused:
+        while True:
+            sent = self._fitted(body)
+            response = await self._client.post("chat/completions", json=sent)
+            # Compared with what was sent: another question may have dropped the field since.
+            refused = [name for name in _OPTIONAL if name in sent and _is_refused(name, response.text)]
+            if response.status_code != 400 or not refused:
                 return response
             self._dropped.update(refused)
-            response = await self._client.post("chat/completions", json=self._fitted(body))
-        return response
 
     def _fitted(self, body: Mapping[str, Json]) -> dict[str, Json]:
         fitted = {name: value for name, value in body.items() if name not in self._dropped}
@@ -275,7 +299,9 @@ class Optimizer:
     def _remember(self, key: str, answer: OptimizerAnswer) -> None:
         self._answers[key] = answer
         self._memory.parent.mkdir(parents=True, exist_ok=True)
-        with self._memory.open("ab") as file:
+        with self._memory.open("ab+") as file:
+            if not _ends_a_line(file):  # a crash cut off the last answer, and must not take this one with it
+                file.write(b"\n")
             file.write(to_json([key, msgspec.to_builtins(answer)]) + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -331,6 +357,14 @@ def _well_formed(text: str) -> str:
     # Two halves that belong together become one character; those that are alone go.
     joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
     return re.sub("[\ud800-\udfff]", "", joined)
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    """Return whether a file that was opened at its end is empty, or ends with a newline."""
+    if file.tell() == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
 
 
 def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:

@@ -23,11 +23,13 @@ class NoAnswer(NamedTuple):
         kind: ``passing`` for an outage, ``spoilt`` for an answer that no API gives, ``refused`` where waiting is of no
             use.
         pause_s: Seconds that the endpoint asks to wait, ``None`` if it does not say.
+        may_cost: Whether the model may have answered all the same, and that answer may have to be paid for.
     """
 
     why: str
     kind: Literal["passing", "spoilt", "refused"]
     pause_s: float | None = None
+    may_cost: bool = False
 
 
 class Outages:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from agl.schemas import Json
 from agl_algo_apo.scores import Measured
 
 StopReason = Literal[
@@ -72,6 +73,11 @@ class SearchProgress(msgspec.Struct, kw_only=True):
     used: dict[str, list[int]] = {}
     shared_steps: dict[str, int] = {}
     shared: dict[int, Measured] = {}
+
+    @classmethod
+    def load(cls, data: Json) -> "SearchProgress":
+        """Return the counters of a saved state."""
+        return msgspec.convert(data, cls, str_keys=True)  # JSON has no numbers as keys: those of `shared` are strings
 
     def stop(self, reason: StopReason, detail: str = "") -> None:
         """End the search; only the first reason is kept."""

@@ -14,7 +14,8 @@ Split = Literal["train", "val", "test"]
 """Training tasks; the validation tasks of the search; those that are held back, by their place among all of them."""
 
 FRESH = 1
-"""The `repeat` of the final measurement's rollouts; 0 is the first measurement, from 2 on come further ones."""
+"""The `repeat` of the final measurement's rollouts on validation tasks; 0 is the first measurement, from 2 on come
+further ones. Nothing is chosen by test tasks, whose rollouts have the repeats 0, 1, 2 and so on, and all count."""
 
 
 class Measured(Record, frozen=True, kw_only=True):
@@ -53,13 +54,14 @@ class Scores:
     def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
         """Return rewards by task, of ``tasks`` or of all that are known; unknown ones are absent.
 
-        A task that was measured several times has the mean. :data:`FRESH` ones are left out, as nothing may be chosen
-        by them.
+        A task that was measured several times has the mean. :data:`FRESH` ones of validation tasks are left out, as
+        nothing may be chosen by them.
         """
         wanted = None if tasks is None else set(tasks)
         found: dict[int, list[float]] = {}
         for (task, repeat), measured in self._known.get((candidate, split), {}).items():
-            if repeat != FRESH and (wanted is None or task in wanted):
+            is_fresh = split == "val" and repeat == FRESH
+            if not is_fresh and (wanted is None or task in wanted):
                 found.setdefault(task, []).append(measured.reward)
         # One number per task, however often it ran: tasks and not rollouts are what intervals and races count.
         return {task: fmean(values) for task, values in found.items()}
@@ -75,7 +77,7 @@ class Scores:
 
     def keep_fresh(self) -> None:
         """Count the final measurement's rewards as further ones: a search that goes on chooses by them too."""
-        for known in self._known.values():
+        for known in [known for (_, split), known in self._known.items() if split == "val"]:
             repeat = 1 + max(repeat for _, repeat in known)
             for task in [task for task, old in known if old == FRESH]:
                 known[(task, repeat)] = known.pop((task, FRESH))

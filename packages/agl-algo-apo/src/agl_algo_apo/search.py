@@ -167,7 +167,7 @@ class PromptSearch(SearchTools):
                 f"{self._algorithm} cannot continue: the training or validation tasks have changed since it started, "
                 "so its scores say nothing about them; put the old ones back, or start again with --fresh"
             )
-        self.progress = msgspec.convert(state["progress"], SearchProgress)
+        self.progress = SearchProgress.load(state["progress"])
         self.lineage = Lineage.load(state["lineage"])
         self.journal.load(state["journal"])
         self.evaluator.scores.load(state["scores"])
