@@ -17,7 +17,7 @@ import torch
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, write_directory
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
 from agl_algo_torch.model import LoraSettings, load_model
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer, learning_rate
 
@@ -47,6 +47,13 @@ def train(learner: PolicyLearner, updates: int) -> list[float]:
         learner.apply({})
         losses.append(float(output.loss.detach()))
     return losses
+
+
+def test_updates_of_a_step_that_were_skipped_are_counted_and_its_numbers_are_means_of_the_others() -> None:
+    reports = [{"loss": 1.0}, {"updates_skipped": 1.0}, {"loss": 3.0, "value_updates_nonfinite": 1.0}]
+    reports += [{"updates_skipped": 1.0}, {"updates_nonfinite": 1.0}, {"updates_nonfinite": 1.0}]
+    expected = {"loss": 2.0, "updates_skipped": 2.0, "value_updates_nonfinite": 1.0, "updates_nonfinite": 2.0}
+    assert expected == averaged(reports)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])

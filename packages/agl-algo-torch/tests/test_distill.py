@@ -14,16 +14,18 @@ from aiohttp import web
 from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Weights, unpack_floats, unpack_ids
 from agl_algo_torch.distill import Distill
+from agl_algo_torch.forward import recompute_logprobs
 from agl_algo_torch.model import LoadedModel, load_model
+from agl_algo_torch.packing import packed_inputs
 from agl_algo_torch.policy import TorchPolicy
-from agl_algo_torch.teachers import ServedTeacher
+from agl_algo_torch.teachers import LocalTeacher, ServedTeacher
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .token_world import World, published, run
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
     from agl.contracts import Policy, StepReport
@@ -240,6 +242,65 @@ def test_teacher_that_stays_away_ends_the_run_with_what_to_do() -> None:
         ask(lambda _: web.Response(status=503), wait_s=0.2)
 
 
+def test_teacher_is_asked_for_hours_at_even_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = ServedTeacher(lambda: LLM(), name="big", wait_s=1e9, say=lambda _: None)
+    answers: list[Any] = ["it is away"] * 1200 + [{"prompt_logprobs": [None, {"2": {"logprob": -0.5}}]}]
+    pauses: list[float] = []
+
+    async def answer(_: Any) -> Any:
+        return answers.pop(0)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(teacher, "_try", answer)
+    monkeypatch.setattr("agl_algo_torch.teachers.asyncio.sleep", sleep)
+    (scores,) = asyncio.run(teacher.score([sample_of([1, 2])]))
+    assert [0.0, -0.5] == scores.tolist()
+    assert [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0] == pytest.approx(pauses[:8])
+    assert {5.0} == set(pauses[6:])
+
+
+def test_teacher_in_a_folder_computes_packed_rows_and_the_logits_of_trained_tokens_alone(
+    teacher_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [sample_of(list(range(1, length))) for length in (9, 40, 5)]
+    model = load_model(str(teacher_dir), device="cpu").model
+    expected = recompute_logprobs(model, samples, token_budget=64, device=torch.device("cpu"))
+    passes: list[int] = []
+
+    def packed(ids_N: torch.Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+        passes.append(len(ids_N))
+        return packed_inputs(ids_N, lengths)
+
+    monkeypatch.setattr("agl_algo_torch.batch.packed_inputs", packed)
+    monkeypatch.delattr("agl_algo_torch.batch.whole_logits")
+    teacher = LocalTeacher(str(teacher_dir), device="cpu", dtype="float32", token_budget=64, say=pytest.fail)
+    found = asyncio.run(teacher.score(samples))
+    assert [8 + 39 + 4] == passes
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_teacher_in_a_folder_does_not_allow_is_said_once(
+    teacher_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_algo_torch.teachers.pack", lambda _: "its rows cannot be packed")
+    said: list[str] = []
+    teacher = LocalTeacher(str(teacher_dir), device="cpu", dtype="float32", token_budget=64, say=said.append)
+    for _ in range(2):
+        asyncio.run(teacher.score([sample_of([1, 2, 3])]))
+    assert [f"the teacher {str(teacher_dir)!r}: its rows cannot be packed"] == said
+
+
+def test_row_that_the_teacher_agrees_with_leaves_the_others_their_old_logprobs(model_dir: Path) -> None:
+    algorithm = Distill(teacher="./big", updates_per_step=2, threads=1, device="cpu")
+    learner = algorithm._tuned.tried_out(Weights(uri=str(model_dir)))
+    silent = replace(sample_of([4, 5, 6]), advantages=torch.zeros(3))
+    rows = algorithm._with_old_logprobs(learner, [sample_of([1, 2, 3]), silent])
+    assert all(row.old is not None for row in rows)
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -279,6 +340,10 @@ def test_token_that_a_server_rules_out_has_a_finite_gap() -> None:
         ({"teacher": ""}, 'teacher = ""; give a model folder'),
         ({"teacher": "./big", "reward_coef": 1.0, "group_size": 1}, "group_size is 1"),
         ({"teacher": "./big", "reward_coef": -1.0}, "reward_coef"),
+        ({"teacher": "./big", "estimator": "remax"}, "distill got estimator = 'remax'"),
+        ({"teacher": "./big", "aggregation": "constant"}, "aggregation = 'constant'"),
+        ({"teacher": "./big", "estimator": "rloo"}, "estimator = 'rloo' without reward_coef, so nothing uses it"),
+        ({"teacher": "./big", "loss": "kl-cov"}, 'loss = "kl-cov", whose penalty has no gradient in the first update'),
         ({"teacher": "./big", "refill": 2}, "refill = 2 without reward_coef: every group learns from the teacher"),
         ({"teacher": "./big", "loss": "ppo-clib"}, "No loss is named 'ppo-clib'"),
     ],

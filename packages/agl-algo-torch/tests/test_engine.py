@@ -31,6 +31,7 @@ from agl_algo_torch.sequence import (
     Flight,
     Generation,
     GenerationRequest,
+    PromptError,
     QueueFullError,
 )
 
@@ -352,6 +353,39 @@ def test_weights_that_diverged_fail_the_request_and_not_the_engine(
     assert recompute(good, request.prompt_ids, generation.token_ids) == pytest.approx(logprobs(generation), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["_forward", "_draw"])
+def test_prefill_that_fails_is_told_to_its_requests_and_not_to_those_that_wait(
+    name: str, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = running(max_rows=2)
+    real, failing = getattr(run.engine, name), [RuntimeError("out of memory")]
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        if failing:
+            raise failing.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(run.engine, name, fail_once)
+    first, sibling, waiting = run.submit(ask(), ask(), ask(20, seed=1))
+    for answer in (first, sibling):
+        with pytest.raises(EngineError, match="out of memory"):
+            answer.wait()
+    generation = waiting.wait()
+    expected = recompute(run.model, prompt(20, seed=1), generation.token_ids)
+    assert expected == pytest.approx(logprobs(generation), abs=1e-5)
+
+
+@pytest.mark.parametrize("ids", [(), (1, 61), (-1, 1), (2**40,)])
+def test_prompt_that_the_model_cannot_read_is_refused_before_it_runs(ids: tuple[int, ...], running: Any) -> None:
+    run = running()
+    message = "no tokens" if not ids else f"token id {max(ids, key=abs)}, but the model has ids from 0 to 60"
+    with pytest.raises(PromptError, match=message):
+        run.submit(ask(), GenerationRequest(prompt_ids=ids, max_tokens=2))
+    with pytest.raises(PromptError, match=message):
+        run.engine.score(ids)
+    assert {"running": 0, "waiting": 0} == {key: run.engine.snapshot()[key] for key in ("running", "waiting")}
+
+
 def test_prompts_are_scored_beside_running_requests(running: Any) -> None:
     run = running()
     (answer,) = run.submit(ask(max_tokens=100, wants_tokens=True))
@@ -366,9 +400,9 @@ def test_prompts_are_scored_beside_running_requests(running: Any) -> None:
 
 
 def test_prompt_that_cannot_be_scored_tells_its_caller_and_changes_nothing(running: Any) -> None:
-    run = running()
-    with pytest.raises(EngineError, match="Scoring failed: IndexError"):
-        run.engine.score([1, 9999]).result(timeout=30)
+    run = running(make_model("gpt2"))
+    with pytest.raises(EngineError, match="Scoring failed: IndexError"):  # GPT-2 has 512 positions here
+        run.engine.score([1] * 600).result(timeout=30)
     assert run.ask(ask())
 
 

@@ -82,6 +82,45 @@ def test_batch_cache_holds_what_a_list_of_lists_would(todo: list[tuple[str, obje
         assert max(map(len, model), default=0) == cache.width
 
 
+def cells(cache: BatchCache) -> int:
+    return sum(store[:, :, 0, :, 0].numel() for store in cache._stores) // sum(count for count, *_ in LAYOUT.stores)
+
+
+def test_batch_cache_that_had_many_short_rows_takes_no_memory_for_as_many_long_ones() -> None:
+    scratch, batch = BatchCache(LAYOUT), BatchCache(LAYOUT)
+    scratch.begin([None] * 64, new_tokens=20)
+    for number in range(64):
+        batch.add([key_values([number + 1] * 20)])
+    while len(batch.lengths) > 3:
+        batch.remove(0)
+
+    scratch.begin([None], new_tokens=5000)
+    batch.add([key_values([7] * 5000)])
+
+    assert 5000 == cells(scratch)
+    assert cells(batch) <= 4 * 4 * (5000 + 256)
+    assert [20, 20, 20, 5000] == batch.lengths
+    assert [7] * 5000 == held(batch)[3]
+
+
+def test_batch_cache_that_begins_with_rows_of_changing_shapes_uses_its_memory_again() -> None:
+    cache = BatchCache(LAYOUT)
+    for rows, tokens in ((8, 100), (10, 90), (5, 160)):
+        cache.begin([None] * rows, new_tokens=tokens)
+    stores = cache._stores
+    for rows, tokens in ((10, 160), (3, 150), (8, 100), (1, 160)):
+        cache.begin([None] * rows, new_tokens=tokens)
+    assert cache._stores is stores
+
+
+@given(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 300)), min_size=1, max_size=20))
+def test_batch_cache_keeps_at_most_four_times_what_it_needed(shapes: list[tuple[int, int]]) -> None:
+    cache = BatchCache(LAYOUT)
+    for done, (rows, tokens) in enumerate(shapes, start=1):
+        cache.begin([None] * rows, new_tokens=tokens)
+        assert rows * tokens <= cells(cache) <= 4 * max(one * other for one, other in shapes[:done])
+
+
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=70), min_size=1, max_size=12), st.data())
 def test_prefix_store_never_gives_what_is_no_prefix(sequences: list[list[int]], data: st.DataObject) -> None:
     store = PrefixStore(max_bytes=200_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,40 @@ def test_earlier_weights_and_moments_continue_with_a_smaller_rate(name: str, mod
     assert far > 1e-3
     steps = [path.name for path in sorted((tmp_path / "weights").iterdir())]
     assert steps[0] == "000001"
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_critic_goes_on_with_the_smaller_rate_at_its_place_on_the_curve_after_a_restart_as_well(
+    is_gone: bool, model_dir: Path, tmp_path: Path
+) -> None:
+    make = lambda: PPO(**COMMON, **GROUPS, keep=1, critic_warmup=1, critic_lr=1e-3, decay="linear")  # noqa: E731
+    bench = bench_of(make, model_dir, tmp_path)
+
+    def place(algorithm: Any) -> tuple[int, float]:
+        critic = algorithm._critic
+        return critic.updates, critic._settings.lr
+
+    async def work() -> list[tuple[int, float]]:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            await algorithm.step()
+            state, live = algorithm.state(), bench.versions()
+            bench.kept.add(1)
+            for _ in range(2):
+                await algorithm.step()
+            if is_gone:
+                shutil.rmtree(str(state["checkpoint"]))
+            await bench.go_back(live)
+            await algorithm.go_back(state, rate=0.5)
+            again = bench.scenario.make()
+            await again.setup(bench.context())
+            await again.restore(json.loads(json.dumps(algorithm.state())))
+            for one in (algorithm, again):
+                await one.step()
+            return [place(algorithm), place(again)]
+
+    assert [(4, 5e-4)] * 2 == asyncio.run(work())
 
 
 def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_dir: Path, tmp_path: Path) -> None:

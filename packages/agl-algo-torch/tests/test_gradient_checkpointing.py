@@ -11,6 +11,7 @@ from transformers import BertConfig, BertLMHeadModel
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.batch import from_tokens, micro_batches
+from agl_algo_torch.critic import CriticLearner
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.model import LoraSettings, checkpoint_gradients, trainable_state
 from agl_algo_torch.optim import OptimSettings
@@ -29,9 +30,9 @@ def learner_of(model_dir: Path, *, device: str = "cpu", **settings: Any) -> Poli
     return PolicyLearner(origin=Weights(uri=str(model_dir)), settings=made)
 
 
-def gradient_and_kept(learner: PolicyLearner) -> tuple[dict[str, torch.Tensor], int]:
+def gradient_and_kept(learner: PolicyLearner, critic: CriticLearner | None = None) -> tuple[dict[str, Any], int]:
     """The gradient of a pass, and the number of values that it kept for the backward pass, those of weights apart."""
-    model, kept = learner.loaded.model, dict[int, int]()
+    model, kept = critic.model if critic else learner.loaded.model, dict[int, int]()
     weights = {p.data_ptr() for p in model.parameters()}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,7 @@ def gradient_and_kept(learner: PolicyLearner) -> tuple[dict[str, torch.Tensor], 
     device = learner.loaded.device
     (batch,) = micro_batches(SAMPLES, [1.0] * 4, total=252, token_budget=256, device=device, is_packed=True)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = -batch.mean(batch.logprobs(model))
+        loss = -batch.mean(model(batch) if critic else batch.logprobs(model))
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, sum(kept.values())
 
@@ -62,6 +63,22 @@ def test_layers_computed_again_give_the_same_gradient_and_keep_less(model_dir: P
         assert modes == [module.training for module in learner.loaded.model.modules()]
         learner.export(model_dir / "out", step=step + 1, keep=1)
         modes = [module.training for module in learner.loaded.model.modules()]
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_critic_computes_its_layers_again_as_the_policy_does(model_dir: Path, lora: LoraSettings | None) -> None:
+    def critic_pass(**settings: Any) -> tuple[dict[str, Any], int]:
+        learner = learner_of(model_dir, lora=lora, **settings)
+        critic = CriticLearner(learner, OptimSettings(lr=1e-3), clip=0.5, token_budget=256)
+        torch.nn.init.ones_(critic.model.head.weight)  # at 0 the layers below would have no gradient
+        return gradient_and_kept(learner, critic)
+
+    expected, kept = critic_pass()
+    found, kept_now = critic_pass(gradient_checkpointing=True)
+    assert kept_now < kept - 4 * 64 * 64 * 10
+    assert found.keys() == expected.keys()
+    for name, slope in expected.items():
+        torch.testing.assert_close(found[name], slope, rtol=1e-6, atol=1e-6)
 
 
 def test_a_model_whose_layers_cannot_be_computed_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

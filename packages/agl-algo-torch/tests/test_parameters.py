@@ -65,18 +65,19 @@ OWN: dict[str, dict[str, list[Any]]] = {
     "dpo": {**COLLECTED, "beta": [0.0], "min_gap": [0.0], "pairs_per_update": [0], "pairs": ["extreme"]},
     "ipo": {**COLLECTED, "beta": [0.0], "min_gap": [0.0], "pairs_per_update": [0], "pairs": ["extreme"]},
     "kto": {**COLLECTED, "beta": [0.0], "weight_good": [0.0], "weight_bad": [-1.0], "rollouts_per_update": [0]},
-    "rft": {**COLLECTED, "best": [-1], "rollouts_per_update": [0], "aggregation": ["tokens"]},
+    "rft": {**COLLECTED, "best": [-1], "rollouts_per_update": [0], "aggregation": ["tokens", "constant"]},
     "distill": {
         **{name: UPDATES[name] for name in ("steps", "tasks_per_step", "group_size", "updates_per_step", "epochs")},
         "loss": ["ppo-clib"],
         "tis_cap": [-1.0],
-        "aggregation": ["tokens"],
+        "aggregation": ["tokens", "constant"],
         "teacher": [""],
         "reward_coef": [-0.1],
         "teacher_wait_s": [-1.0],
     },
     "sdpo": {
-        **{name: UPDATES[name] for name in ("steps", "tasks_per_step", "group_size", "aggregation")},
+        **{name: UPDATES[name] for name in ("steps", "tasks_per_step", "group_size")},
+        "aggregation": ["tokens", "constant"],
         "sources": [[], ["sibling"]],
         "divergence": ["js"],
         "top_k": [-1],
@@ -121,6 +122,19 @@ def test_value_that_makes_no_sense_is_refused_with_the_parameters_name(
     message = str(caught.value)
     assert {"overlong_limit": "overlong", "critic_lr": "lr", "loss_params": "clip"}.get(name, name) in message
     assert 1 == len(message.splitlines())
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_setting_that_would_change_nothing_is_refused_where_it_has_no_effect_alone(
+    manager: PluginManager, algorithm: str
+) -> None:
+    with pytest.raises(AglError, match=r'constant_tokens = 512, .* and the aggregation is "token"'):
+        build(manager, algorithm, constant_tokens=512)
+    build(manager, algorithm, constant_tokens=512, aggregation="constant")
+    with pytest.raises(AglError, match=f'{algorithm} got loss = "kl-cov", .* and a step has one update'):
+        build(manager, algorithm, loss="kl-cov")
+    for params in ({"updates_per_step": 2}, {"epochs": 2}, {"replay": 0.5}):
+        build(manager, algorithm, loss="kl-cov", **params)
 
 
 @pytest.mark.parametrize("algorithm", NEEDED)

@@ -26,6 +26,8 @@ from agl.errors import ConfigError
 from agl.stores import read_recordings
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.model import load_model
+from agl_algo_torch.policy import TorchPolicy
+from agl_algo_torch.tuned_policy import TunedPolicy
 from agl_run import Quiet, policy
 from agl_testing.waiting import wait_until
 
@@ -190,10 +192,13 @@ def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.parametrize("takes_from_memory", [True, False])
 def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    takes_from_memory: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of the folder at some moment is what a kill at that moment would leave."""
+    if not takes_from_memory:
+        monkeypatch.delattr(TorchPolicy, "offer_weights")  # as with vLLM, every step then writes its weights
     dead = "agl_run.experiment.saving.worker_is_dead"
     monkeypatch.setattr(dead, lambda name: True)  # this process stands for the one that was killed
     small = Small(tmp_path / "small", model_dir)
@@ -209,7 +214,8 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     small.folder.rename(tmp_path / "whole")
     (tmp_path / "left").rename(small.folder)
     assert ["000003"] == small.states()
-    assert ["000003"] == sorted(path.name for path in small.folder.glob("**/grpo/weights/[0-9]*"))
+    written = ["000003"] if takes_from_memory else ["000003", "000004", "000005"]
+    assert written == sorted(path.name for path in small.folder.glob("**/grpo/weights/[0-9]*"))
 
     told = Told()
     small.calls = 100  # nothing is kept any more
@@ -218,6 +224,33 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     assert "grpo: continues after step 3" in told.lines
     assert small.calls - 100 < 3 * ROLLOUTS, "the rollouts that had finished are found again"
     check_same(undisturbed, small.outcome())
+
+
+@pytest.mark.parametrize("takes_from_memory", [True, False])
+def test_kill_between_a_checkpoint_and_the_state_that_names_it_leaves_the_weights_of_the_state_before(
+    takes_from_memory: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not takes_from_memory:
+        monkeypatch.delattr(TorchPolicy, "offer_weights")
+    monkeypatch.setattr("agl_run.experiment.saving.worker_is_dead", lambda name: True)
+    small, plain = Small(tmp_path / "small", model_dir), TunedPolicy.save
+
+    async def save(self: TunedPolicy, must: bool) -> bool:
+        is_saved = await plain(self, must)
+        if is_saved and "000004" in small.states() and not (tmp_path / "left").exists():
+            shutil.copytree(small.folder, tmp_path / "left")
+        return is_saved
+
+    monkeypatch.setattr(TunedPolicy, "save", save)
+    small.fit(steps=4, save_every=2, keep=1)
+    monkeypatch.setattr(TunedPolicy, "save", plain)
+    small.folder.rename(tmp_path / "whole")
+    (tmp_path / "left").rename(small.folder)
+
+    told = Told()
+    small.fit(told, resume=True, steps=4, save_every=2, keep=1)
+    assert "grpo: continues after step 2" in told.lines
+    assert dict.fromkeys(range(1, 5), ROLLOUTS) == Counter(small.outcome()["ledger"].values())
 
 
 def test_run_that_is_stopped_while_it_collects_saves_what_waits(model_dir: Path, tmp_path: Path) -> None:

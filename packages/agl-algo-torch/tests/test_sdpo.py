@@ -328,6 +328,8 @@ SETTINGS: list[tuple[Mapping[str, Any], str]] = [
     ({"divergence": "js"}, "divergence = 'js'.*jsd"),
     ({"teacher_start": 1.5}, "teacher_start"),
     ({"aggregation": "constant"}, "aggregation = 'constant'"),
+    ({"estimator": "rloo"}, "sdpo got estimator = 'rloo' without grpo_coef, so nothing uses it"),
+    ({"estimator": "remax"}, "sdpo got estimator = 'remax', which compares with greedy rollouts"),
     ({"sibling_words": "Right."}, r"sibling_words = 'Right.'.*\{sibling\}"),
 ]
 

@@ -252,6 +252,16 @@ def test_a_template_that_refuses_messages_is_a_400(make_loaded: Make, serve: Ser
         chat(connect(serve(loaded)), tools=[CALC])
 
 
+def test_a_template_that_writes_a_token_without_an_embedding_is_a_400(
+    make_loaded: Make, serve: Serve, connect: Connect
+) -> None:
+    loaded = make_loaded()
+    loaded.tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    loaded.tokenizer.chat_template = "<|new|>{{ messages[0].content }}"
+    with pytest.raises(openai.BadRequestError, match=r"token id \d+, but the model has ids from 0"):
+        chat(connect(serve(loaded)))
+
+
 def test_a_full_queue_is_a_429_that_the_client_may_retry(serve: Serve, connect: Connect) -> None:
     policy = serve(max_rows=1, max_waiting=1)
     client = connect(policy)

@@ -76,6 +76,18 @@ class TestConformance(AlgorithmConformance):
         return replace(scenario_of(model_dir, decay="constant"), make_longer=longer.make)
 
 
+class TestConformanceWithDropout(AlgorithmConformance):
+    """What dropout leaves out must be the same after a restart."""
+
+    collects = False
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        path = model_dir / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.3}))
+        return scenario_of(model_dir, decay="constant")
+
+
 def text_of(tokenizer: Any, sample: Any) -> list[str]:
     """The trained stretches of a row, as text."""
     stretches, current = [], []

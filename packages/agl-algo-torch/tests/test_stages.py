@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +27,6 @@ from .token_world import World, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 # peft 0.21 reads an attribute that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -70,6 +71,20 @@ def test_dpo_after_a_lora_stage_starts_at_log_two(adapter: Weights, tmp_path: Pa
     (report,) = asyncio.run(run(bench_of(DPO, adapter, tmp_path / "work", steps=1, **params)))
     assert report.metrics["pairs"] > 0
     assert math.log(2) == pytest.approx(report.metrics["loss"], abs=1e-6)
+
+
+def test_dropout_of_an_adapter_is_off_in_updates(adapter: Weights) -> None:
+    config = Path(adapter.uri) / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_dropout": 0.5}))
+    model = PolicyLearner(origin=adapter, settings=settings(LORA)).loaded.model
+    assert torch.equal(logits(model), logits(model))
+    assert not any(module.training for module in model.modules())
+
+
+def test_dropout_of_a_new_adapter_is_off_in_updates(model_dir: Path) -> None:
+    lora = LoraSettings(rank=4, dropout=0.5)
+    model = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings(lora)).loaded.model
+    assert not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("make", [GRPO, PPO])

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from agl.errors import ConfigError, RunError
 from agl.schemas import CallCredit, Episode, Rollout, Row, Segment, Transition, pack_floats, pack_ids
 from agl_objectives.answers import SoftOverlong
-from agl_objectives.groups import DROPPED, GroupSampler, SampledGroups, Silence
+from agl_objectives.groups import DROPPED, NO_BASELINE, GroupSampler, SampledGroups, Silence
 from agl_objectives.tasks import TaskDraws, draw_places
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
@@ -54,9 +54,9 @@ class Village:
         if tasks and all(task["n"] in self.broken for task in tasks):
             raise RunError(f"none of {len(tasks)} rollouts can be used")
         found = await self.bench.collect(tasks, **request)
-        assert [task for task in tasks for _ in range(request["n"])] == [e.rollout.task for e in found.episodes], (
-            "other tasks' ids"
-        )
+        assert [task for task in tasks for _ in range(request.get("n", 1))] == [
+            e.rollout.task for e in found.episodes
+        ], "other tasks' ids"
         return found
 
     def sampler(self) -> GroupSampler:
@@ -196,6 +196,29 @@ async def is_odd(group: Sequence[Episode]) -> bool:
     return group[0].rollout.task["n"] % 2 == 1
 
 
+class Shared(Village):
+    """Tasks that share one group (`group_key`); greedy rollouts earn a tenth of their task's number, task 3 nothing."""
+
+    def play(self, order: RolloutOrder) -> Episode:
+        played = super().play(order)
+        number = played.rollout.task["n"]
+        greedy = None if number == 3 else number / 10
+        reward = greedy if order.is_greedy else played.reward
+        return replace(played, rollout=replace(played.rollout, group_id="all"), reward=reward)
+
+
+def test_rollouts_that_share_a_group_are_compared_with_the_greedy_one_of_their_own_task(tmp_path: Path) -> None:
+    found = Shared(tmp_path, tasks=4, has_greedy=True).step()
+    rewards = {group[0].rollout.task["n"]: one.reward for group, one in zip(found.groups, found.baselines, strict=True)}
+    assert {0: 0.0, 1: 0.1, 2: 0.2} == rewards
+    assert all(e.rollout.task == group[0].rollout.task for group in found.groups for e in group)
+    assert [N] * 3 == [len(group) for group in found.groups]
+    left_out = [e.rollout.rollout_id for e in found.episodes if e.rollout.task["n"] == 3]
+    assert N == len(left_out)
+    assert {NO_BASELINE} == {use.note for rollout in left_out for use in found.uses[rollout]}
+    assert 1.0 == found.metrics["groups_without_baseline"]
+
+
 def test_an_algorithm_may_say_itself_which_groups_are_silent(tmp_path: Path) -> None:
     silence = Silence(of=is_odd, note="odd")
     found = Village(tmp_path, loud=lambda n: n % 3 == 0, n=1, refill=10, silence=silence).step()
@@ -313,6 +336,25 @@ class TestCurriculum:
         draws.begin(village.bench.context())
         draws.note([e for n in range(6) for e in self.group(n, float(n % 2))], range(6))
         assert set(range(6, 12)) == set(draws.further(1, taken=(), count=6))
+
+    @pytest.mark.parametrize(("low", "high"), [(0.1, 0.7), (-0.3, 0.1), (1e6, 1e6 + 0.01)])
+    def test_a_task_that_always_got_the_same_bound_has_no_preference_after_a_restart_either(
+        self, tmp_path: Path, low: float, high: float
+    ) -> None:
+        village = Village(tmp_path, tasks=12)
+        draws = TaskDraws("grpo", curriculum="frontier", uniform=0.25)
+        draws.begin(village.bench.context())
+        by_reward = {0: low, 1: high}
+        episodes = [replace(e, reward=by_reward[n % 2]) for n in range(6) for e in self.group(n, 1.0)[:3]]
+        for _ in range(2):
+            draws.note(episodes, range(6))
+        assert set(range(6, 12)) == set(draws.further(1, taken=(), count=6))
+        again = TaskDraws("grpo", curriculum="frontier", uniform=0.25)
+        again.begin(village.bench.context())
+        again.restore(
+            {**draws.state(), "low": low, "high": high}
+        )  # bounds in double precision, as they were saved once
+        assert draws.further(1, taken=(), count=12) == again.further(1, taken=(), count=12)
 
     def test_a_restored_curriculum_draws_what_the_saved_one_would(self, tmp_path: Path) -> None:
         village = Village(tmp_path, curriculum="frontier", refill=2)

@@ -49,6 +49,19 @@ def test_the_gradient_of_k2_is_that_of_the_kl(logits: list[tuple[float, float]])
     assert exact.tolist() == pytest.approx(torch.autograd.grad(expected_k2, policy)[0].tolist(), abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_k3_is_finite_and_still_pulls_however_far_the_policies_are_apart(dtype: torch.dtype) -> None:
+    policy = torch.tensor([-2000.0, -100.0, -30.0, -20.0, -1.0, -0.1], dtype=dtype, requires_grad=True)
+    reference = torch.tensor([-0.1, -0.1, -0.1, -0.1, -2.0, -60.0], dtype=dtype)
+    found = kl_estimate(policy, reference, kind="k3")
+    (slope,) = torch.autograd.grad(found.sum(), policy)
+    assert bool(found.isfinite().all() and slope.isfinite().all())
+    assert [True] * 4 + [False] * 2 == (slope < 0).tolist()  # towards the reference
+    near = (reference - policy.detach())[3:]
+    assert torch.equal(torch.exp(near) - near - 1.0, found[3:])
+    assert torch.equal(1.0 - torch.exp(near), slope[3:])
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.integers(1, 100))
 def test_weights_sum_to_what_their_name_says(tokens: list[int], constant: int) -> None:
     total = {

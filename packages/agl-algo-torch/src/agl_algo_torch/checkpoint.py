@@ -109,12 +109,15 @@ def read_origin(source: Path) -> Weights:
 def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
     """Restore model and optimizer in place from `save_training`; returns the number of updates done.
 
+    Nothing of the optimizer's own moments stays, nor of a gradient that no update has used.
     Raises ConfigError when the directory is absent, newer, or belongs to another model.
     """
     state = _read_state(source)
     load_trainable_state(model, read_tensors(source / "trainable.safetensors"))
     moments = read_tensors(source / "optimizer.safetensors")
     names = _parameter_names(model)
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.state.clear()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[parameter]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from agl_algo_torch.batch import micro_batches
 from agl_algo_torch.checkpoint import load_training, prune, save_training, step_directory
+from agl_algo_torch.model import checkpoint_gradients, computing
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
 from agl_algo_torch.packing import pack, packs_rows
 from agl_algo_torch.scoring import last_hidden_states
@@ -48,7 +49,8 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the value before each trained token of the batch, [M], float32."""
-        hidden_M_H = batch.run(last_hidden_states(self.trunk))
+        with computing(self.trunk):
+            hidden_M_H = batch.run(last_hidden_states(self.trunk))
         # [M, H] -> [M]: the position before a token has seen the tokens before it, and no more.
         return self.head(hidden_M_H.float())[:, 0]
 
@@ -57,7 +59,10 @@ class CriticLearner:
     """A value model, its AdamW and the number of updates done."""
 
     def __init__(self, learner: PolicyLearner, settings: OptimSettings, *, clip: float, token_budget: int) -> None:
-        """Copy the learner's network; `clip` bounds how far a value moves in one step, 0 turns that off."""
+        """Copy the learner's network; `clip` bounds how far a value moves in one step, 0 turns that off.
+
+        Layers are computed again in the backward pass where the learner's are.
+        """
         seed_everything(0)  # the new head draws from the global generator, which a resumed run must find alike
         loaded = serving_copy(learner.loaded)
         self._device = loaded.device
@@ -66,6 +71,8 @@ class CriticLearner:
         # float32 even beside a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
         # train, under LoRA too: adapters were merged into the copy.
         self.model = ValueModel(loaded.model.float()).to(loaded.device).requires_grad_(requires_grad=True)
+        if learner.settings.gradient_checkpointing:
+            checkpoint_gradients(self.model.trunk)
         self._optimizer = build_optimizer(self.model, settings)
         self._settings, self._clip, self._budget = settings, clip, token_budget
         self.updates = 0

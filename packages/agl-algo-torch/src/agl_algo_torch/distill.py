@@ -34,15 +34,21 @@ from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.preparation import prepare
+from agl_algo_torch.preparation import ESTIMATOR, estimator_of_samples, prepare
 from agl_algo_torch.teachers import LocalTeacher, ServedTeacher, Teacher, load_tokenizer
 from agl_algo_torch.token_numbers import TokenNumbers, mean_advantages
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative
+from agl_algo_torch.tuned_policy import (
+    TunedPolicy,
+    at_least_one,
+    check_tasks,
+    needed_by,
+    not_negative,
+    one_of,
+)
 from agl_algo_torch.typed_torch import backward
-from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance
-from agl_objectives.registry import find_estimator
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import call_uses
@@ -100,13 +106,13 @@ class Distill:
         curriculum: Curriculum = "",
         curriculum_uniform: float = 0.5,
         reward_coef: float = 0.0,
-        estimator: str = "grpo",
+        estimator: str = ESTIMATOR,
         teacher_wait_s: float = 600.0,
         updates_per_step: int = 1,
         epochs: int = 1,
         loss: str = "ppo-clip",
         loss_params: dict[str, Any] | None = None,
-        aggregation: Aggregation | None = None,
+        aggregation: MeanAggregation | None = None,
         tis_cap: float = 2.0,
         lr: float = 1e-6,
         warmup: int = 0,
@@ -134,6 +140,8 @@ class Distill:
         not_negative("distill", reward_coef=reward_coef, teacher_wait_s=teacher_wait_s, tis_cap=tis_cap)
         counts = {"tasks_per_step": tasks_per_step, "group_size": group_size, "token_budget": token_budget}
         at_least_one("distill", steps=steps, updates_per_step=updates_per_step, epochs=epochs, **counts, keep=keep)
+        if aggregation is not None:
+            one_of("distill", aggregation=(aggregation, MEANS))
         if reward_coef and group_size == 1:
             raise ConfigError(
                 "distill with reward_coef compares the rewards of a task's rollouts, but group_size is 1. Give at "
@@ -149,14 +157,15 @@ class Distill:
             loss=loss,
             loss_params=loss_params,
             aggregation=aggregation,
-            constant_tokens=1,
             importance=Importance(cap=tis_cap),
             kl="k3",
             kl_coef=0.0,
             entropy_coef=0.0,
             token_budget=token_budget,
         )
-        self._estimator = find_estimator(estimator, None)
+        self._objective.check_effect("distill", updates=updates_per_step * epochs)
+        self._estimator = estimator_of_samples("distill", estimator)
+        needed_by("distill", "reward_coef", reward_coef, estimator=(estimator, ESTIMATOR))
         self._name, self._wait_s = teacher, teacher_wait_s
         self._steps = steps
         self._reward_coef = reward_coef
@@ -273,8 +282,10 @@ class Distill:
         name = self._name
         if "/" in name:
             path = str(context.folder / name) if name.startswith(".") else name
-            settings = self._settings
-            return LocalTeacher(path, device=settings.device, dtype=settings.dtype, token_budget=self._token_budget)
+            settings, budget = self._settings, self._token_budget
+            return LocalTeacher(
+                path, device=settings.device, dtype=settings.dtype, token_budget=budget, say=context.say
+            )
         if name == self._tuned.name:
             raise ConfigError(f"distill got teacher = {name!r}, which is the policy that it tunes; give another model.")
         if Path(context.folder, name).is_dir():
@@ -309,9 +320,14 @@ class Distill:
         return averaged(reports) or {"updates_skipped": 1.0}
 
     def _with_old_logprobs(self, learner: PolicyLearner, samples: list[RowSample]) -> list[RowSample]:
-        """Return `samples` with log pi_old, the log-probabilities before the step's first update."""
+        """Return `samples` with log pi_old, the log-probabilities before the step's first update.
+
+        Every row has it, because the updates leave none out: one without would cost its whole micro-batch theirs.
+        """
         learner.use_threads()
-        return self._objective.with_old_logprobs(samples, model=learner.loaded.model, device=learner.loaded.device)
+        return self._objective.with_old_logprobs(
+            samples, model=learner.loaded.model, device=learner.loaded.device, skips_silent=False
+        )
 
     def _update(
         self, learner: PolicyLearner, samples: Sequence[RowSample], *, tokens: TokenNumbers | None = None

@@ -43,6 +43,7 @@ from agl_algo_torch.sequence import (
     Event,
     Flight,
     GenerationRequest,
+    PromptError,
     QueueFullError,
 )
 from agl_algo_torch.typed_torch import numbers
@@ -166,8 +167,11 @@ class Engine:
     ) -> list[Flight]:
         """Queue all requests or none, and return their flights in order.
 
-        Each listener is called in the engine's thread and must not block. Raises QueueFullError or EngineStoppedError.
+        Each listener is called in the engine's thread and must not block.
+        Raises PromptError, QueueFullError or EngineStoppedError.
         """
+        for ids in {id(request.prompt_ids): request.prompt_ids for request in requests}.values():  # siblings share one
+            self._check(ids)
         flights = [
             Flight(request=request, listener=listener, uniforms=self._uniforms(request.params.seed))
             for request, listener in zip(requests, listeners, strict=True)
@@ -184,6 +188,17 @@ class Engine:
             self._inbox.extend(flights)
             self._wake.notify()
         return flights
+
+    def _check(self, ids: Sequence[int]) -> None:
+        """Raise PromptError for a prompt that the model cannot read; on a GPU it would end the whole process's work."""
+        if not ids:
+            raise PromptError("The prompt has no tokens; give at least one.")
+        odd = next((i for i in (min(ids), max(ids)) if not 0 <= i < self.vocab_size), None)
+        if odd is not None:
+            raise PromptError(
+                f"The prompt has the token id {odd}, but the model has ids from 0 to {self.vocab_size - 1}. "
+                "Use the tokenizer that belongs to the model."
+            )
 
     def _uniforms(self, seed: int | None) -> random.Random:
         """Return the stream of a sequence's draws; without a seed, one by the order of the requests."""
@@ -218,8 +233,10 @@ class Engine:
     def score(self, ids: Sequence[int]) -> Future[list[float]]:
         """Return the log-probability at temperature 1 of each token after the first, in nats, by one forward pass.
 
-        The pass runs between two tokens of the running rows, one prompt at a time. Raises EngineStoppedError.
+        The pass runs between two tokens of the running rows, one prompt at a time.
+        Raises PromptError or EngineStoppedError.
         """
+        self._check(ids)
         scoring = _Scoring(ids, Future())
         with self._wake:
             if self._is_stopping:
@@ -325,23 +342,25 @@ class Engine:
 
     def _prefill(self, admissions: list[Admission]) -> None:
         """Compute the prompts in one pass, add their flights to the batch and draw their first tokens."""
+        # They count as running before the pass, so that one that fails is told to them too.
+        first = len(self._running)
+        self._running += [flight for admission in admissions for flight in admission.flights]
         width = max(admission.new for admission in admissions)
         cache = self._scratch
         cache.begin([admission.prefix for admission in admissions], new_tokens=width)
         new = [admission.new for admission in admissions]
         logits = self._forward(cache, *padded(admissions, width), new=new)
-        # `source` is the row of the logits for each flight that joins: siblings share one prompt, and one row.
-        first, source = len(self._running), list[int]()
         for row, admission in enumerate(admissions):
             computed = cache.row(row, tokens=admission.new)
             parts = [computed] if admission.prefix is None else [admission.prefix, computed]
-            for flight in admission.flights:
+            for _ in admission.flights:
                 self._cache.add(parts)
-                self._running.append(flight)
-                source.append(row)
-            self._prefixes.add(admission.tokens, self._cache.row(len(self._running) - 1, tokens=len(admission.tokens)))
+            last = len(self._cache.lengths) - 1
+            self._prefixes.add(admission.tokens, self._cache.row(last, tokens=len(admission.tokens)))
             self.stats.prefilled_tokens += admission.new
             self.stats.cached_tokens += admission.shared
+        # The row of the logits for each flight that joins: siblings share one prompt, and one row.
+        source = [row for row, admission in enumerate(admissions) for _ in admission.flights]
         self._draw(logits[source], first=first)
 
     def _step(self) -> None:

@@ -22,6 +22,7 @@ from agl_algo_torch.sequence import (
     Flight,
     Generation,
     GenerationRequest,
+    PromptError,
     QueueFullError,
 )
 from agl_algo_torch.wire import ChatBody, CompletionBody, WireError
@@ -170,6 +171,8 @@ def json_response(body: dict[str, Any], *, status: int = 200, headers: dict[str,
 
 def wire_error(error: EngineError) -> WireError:
     """Return the HTTP error for a request that the engine refused or failed."""
+    if isinstance(error, PromptError):
+        return WireError(str(error))
     if isinstance(error, QueueFullError):
         return WireError(str(error), status=429, code="queue_full")
     if isinstance(error, EngineStoppedError):

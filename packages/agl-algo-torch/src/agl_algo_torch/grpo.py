@@ -39,7 +39,7 @@ from agl_algo_torch.anchor import Anchor
 from agl_algo_torch.batch import MicroBatch, RowSample, micro_batches_apart, split_updates
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
 from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.objective import Objective, Tally
+from agl_algo_torch.objective import CONSTANT_TOKENS, Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong, prepare
@@ -127,7 +127,7 @@ class GRPO:
         loss: str = "ppo-clip",
         loss_params: dict[str, Any] | None = None,
         aggregation: Aggregation | None = None,
-        constant_tokens: int = 1024,
+        constant_tokens: int = CONSTANT_TOKENS,
         updates_per_step: int = 1,
         epochs: int = 1,  # mu, the iterations of the paper's algorithm 1
         kl: KL = "k3",  # the estimator of the paper's equation 4
@@ -187,6 +187,7 @@ class GRPO:
             token_budget=token_budget,
             keep=keep,
         )
+        self._objective.check_effect("grpo", updates=updates_per_step * epochs, replays=replay > 0)
         # One rollout is its own mean, so every advantage of a group of one is 0 and nothing would ever be learned.
         if group_size == 1 and found.entry.compares == "group" and not found.entry.needs_baseline:
             raise ConfigError(

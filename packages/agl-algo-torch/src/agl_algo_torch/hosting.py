@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -244,15 +245,25 @@ class Trainee:
     def run(self, rows: Sequence[TargetRow], loss: TokenLoss, *, has_gradient: bool) -> tuple[float, list[list[float]]]:
         """Return the sum of the loss over all tokens, and the log-probabilities of every row's targets in nats.
 
-        With `has_gradient` the gradient of the sum is added to what earlier calls have left. Raises AglError when the
-        loss is not finite; the whole gradient since the last update is then discarded.
+        With `has_gradient` the gradient of the sum is added to what earlier calls have left, and an error discards the
+        whole gradient since the last update. Raises AglError when the loss is not finite.
         """
+        try:
+            return self._passes(rows, loss, has_gradient=has_gradient)
+        except BaseException:
+            if has_gradient:  # that of the passes before the error is a part of a gradient, and no use
+                self._optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _passes(
+        self, rows: Sequence[TargetRow], loss: TokenLoss, *, has_gradient: bool
+    ) -> tuple[float, list[list[float]]]:
         total, found = 0.0, dict[int, list[float]]()
         with torch.set_grad_enabled(has_gradient):
             for places in self._chunks(rows):
                 batch = self._batch(rows, places)
                 logp_N, value = self._loss(batch, rows, loss)
-                total += self._finite(float(value.detach()))
+                total += _finite(float(value.detach()), has_gradient=has_gradient)
                 if has_gradient:
                     backward(value)
                 parts = split_sizes(logp_N.detach().cpu(), batch.lengths)
@@ -293,7 +304,7 @@ class Trainee:
         write_directory(folder, fill)
 
     def load(self, folder: Path, *, moments: bool) -> None:
-        """Continue from `save`; without `moments` the optimizer begins anew."""
+        """Continue from `save`; without `moments` the optimizer begins anew. The pending gradient is discarded."""
         self.updates = load_training(folder / _TRAINING, model=self._model, optimizer=self._optimizer)
         if not moments:
             self._optimizer.state.clear()
@@ -317,15 +328,6 @@ class Trainee:
             for name in chosen[0].inputs
         }
         return logp_N, loss(logp_N, inputs, batch.row_M).sum()
-
-    def _finite(self, value: float) -> float:
-        if not math.isfinite(value):
-            self._optimizer.zero_grad(set_to_none=True)
-            raise AglError(
-                f"The loss is {value}; the gradient since the last update is discarded. Look for weights, advantages "
-                "or log-probabilities that are not finite, or lower the learning rate."
-            )
-        return value
 
     def _chunks(self, rows: Sequence[TargetRow]) -> list[tuple[int, ...]]:
         """Return the places of rows that one pass may compute together, long rows first."""
@@ -432,13 +434,14 @@ class _Gathered:
         def take(event: Event) -> None:
             if self.done.done():  # withdrawn, or failed with another one
                 return
-            if isinstance(event, EngineError):
-                self.done.set_exception(event)
-            elif isinstance(event, Generation):
-                self._found[place] = _sample(event)
-                self._left -= 1
-                if not self._left:
-                    self.done.set_result([one for one in self._found if one is not None])
+            with suppress(InvalidStateError):  # withdrawn just now, by another thread
+                if isinstance(event, EngineError):
+                    self.done.set_exception(event)
+                elif isinstance(event, Generation):
+                    self._found[place] = _sample(event)
+                    self._left -= 1
+                    if not self._left:
+                        self.done.set_result([one for one in self._found if one is not None])
 
         return take
 
@@ -449,6 +452,15 @@ def read_adapter(folder: Path) -> Adapter:
     if not path.is_file():
         raise ConfigError(f"There are no adapters in {folder}: {_ADAPTER} is missing. Name a folder that was saved.")
     return Adapter(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def _finite(value: float, *, has_gradient: bool) -> float:
+    if not math.isfinite(value):
+        raise AglError(
+            f"The loss is {value}{'; the gradient since the last update is discarded' if has_gradient else ''}. Look "
+            "for weights, advantages or log-probabilities that are not finite, or lower the learning rate."
+        )
+    return value
 
 
 def _write_adapter(folder: Path, adapter: Adapter) -> None:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 _HEADROOM = 256
 """Spare columns after a re-allocation, so that it happens about once per 256 decoding steps."""
 
+_SPARE = 4
+"""The most cells (row, column) of the buffers for each cell that a batch needed; it bounds what cannot be used."""
+
 KeyValues = list["Tensor"]
 """Keys and values of one row: one tensor per store, [tensors of the store, heads, tokens, head_dim]."""
 
@@ -184,6 +187,7 @@ class BatchCache(Cache):
         super().__init__(layers=list(self._views))
         self.lengths: list[int] = []
         self._capacity = (0, 0)
+        self._most_cells = 0  # that one `begin` needed
         self._stores: list[Tensor] = self._allocate((0, 0))
 
     def _allocate(self, capacity: tuple[int, int]) -> list[Tensor]:
@@ -210,10 +214,13 @@ class BatchCache(Cache):
         Rows that were held before are dropped. Their memory is used again, because fresh pages cost more than the pass.
         """
         longest = max((row[0].shape[2] for row in rows if row is not None), default=0)
-        n_rows, columns = self._capacity
+        need = (len(rows), longest + new_tokens)
+        self._most_cells = max(self._most_cells, need[0] * need[1])
         self.lengths, self._window.rows = [], 0
-        if len(rows) > n_rows or longest + new_tokens > columns:
-            self._stores = self._allocate((max(n_rows, len(rows)), max(columns, longest + new_tokens)))
+        if need[0] > self._capacity[0] or need[1] > self._capacity[1]:
+            grown = (max(need[0], self._capacity[0]), max(need[1], self._capacity[1]))
+            # Many short rows and one long row would otherwise leave room for as many long rows.
+            self._stores = self._allocate(grown if grown[0] * grown[1] <= _SPARE * self._most_cells else need)
         self._window.start = self._window.end = longest
         for row in rows:
             self.add([] if row is None else [row])
@@ -222,11 +229,9 @@ class BatchCache(Cache):
         """Append a row made of the concatenated `parts`; the caller's tensors are copied."""
         length = sum(part[0].shape[2] for part in parts)
         window, row = self._window, len(self.lengths)
-        # A row longer than the window's end has no columns to its left. Rows at least double, so that joining n rows
-        # one by one copies about 2 n rows in all.
+        # A row longer than the window's end has no columns to its left.
         if length > window.end or row >= self._capacity[0]:
-            rows = self._capacity[0] if row < self._capacity[0] else max(8, 2 * row)
-            self._resize(rows=rows, longest=max(length, window.width))
+            self._resize(rows=row + 1, longest=max(length, window.width))
         window.rows = row + 1
         self.lengths.append(length)
         column = window.end - length
@@ -240,14 +245,21 @@ class BatchCache(Cache):
     def reserve(self, new_tokens: int) -> None:
         """Make room for `new_tokens` columns of the next forward pass."""
         if self._window.end + new_tokens > self._capacity[1]:
-            self._resize(rows=self._capacity[0], longest=self.width, extra=new_tokens)
+            self._resize(rows=len(self.lengths), longest=self.width, extra=new_tokens)
 
     def _resize(self, *, rows: int, longest: int, extra: int = 0) -> None:
-        """Move the window into new buffers so that it ends at column `longest`; `extra` and spare columns follow."""
-        window, old = self._window, self._stores
+        """Move the window into new buffers for `rows` so that it ends at column `longest`; spare columns follow.
+
+        `extra` columns are needed at once.
+        """
+        window, old, capacity = self._window, self._stores, self._capacity[0]
+        # Rows double at least, so that joining n rows one by one copies about 2 n rows in all; they shrink by a half at
+        # least, so that a number of rows that goes up and down copies no more.
+        if not rows <= capacity <= _SPARE * rows:
+            capacity = max(8, 2 * (rows - 1))
         source = slice(window.start, window.end)
         target = slice(longest - window.width, longest)
-        self._stores = self._allocate((rows, longest + extra + _HEADROOM))
+        self._stores = self._allocate((capacity, longest + extra + _HEADROOM))
         for new, store in zip(self._stores, old, strict=True):
             new[:, : window.rows, :, target] = store[:, : window.rows, :, source]
         window.start, window.end = target.start, target.stop

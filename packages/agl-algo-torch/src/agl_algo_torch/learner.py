@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from agl.schemas import Resource
 
 
+_COUNTS = frozenset({"updates_skipped", "updates_nonfinite", "value_updates_nonfinite"})
+"""Metrics that count a step's updates."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
     """Device, precision and optimizer of a model in training.
@@ -135,7 +139,7 @@ class PolicyLearner:
     def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
         """Write the weights to serve and return the resource that names them; prunes like `save`."""
         weights = save_served(self.loaded, step_directory(workdir.absolute() / "weights", step))
-        prune(workdir / "weights", step=step, keep=keep, kept=kept)
+        prune(workdir / "weights", step=step, keep=max(2, keep), kept=kept)
         return weights
 
 
@@ -170,9 +174,13 @@ def mean(values: Sequence[float]) -> float:
 
 
 def averaged(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of every number over the updates that report it; one that was skipped reports less."""
+    """Return the mean of every number over the updates that report it, and how many updates were skipped.
+
+    One that was skipped reports less.
+    """
     names = dict.fromkeys(name for report in reports for name in report)
-    return {name: mean([report[name] for report in reports if name in report]) for name in names}
+    found = {name: [report[name] for report in reports if name in report] for name in names}
+    return {name: sum(values) if name in _COUNTS else mean(values) for name, values in found.items()}
 
 
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:

@@ -191,7 +191,7 @@ def _is_absent(model: str) -> bool:
 
 
 def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
-    """Return `model` with trainable adapters and frozen base weights (needs the extra `lora`)."""
+    """Return `model` with trainable adapters and frozen base weights, in evaluation mode (needs the extra `lora`)."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -206,12 +206,13 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
         target_modules="all-linear" if every else list(settings.targets),
         task_type="CAUSAL_LM",
     )
-    return cast("nn.Module", get_peft_model(cast("Any", model), config))
+    return cast("nn.Module", get_peft_model(cast("Any", model), config)).eval()  # peft makes dropout that is on
 
 
 def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) -> nn.Module:
     """Return `model` with the adapter in `path`, to train on; without settings merged, with all weights to train.
 
+    It is in evaluation mode, whatever dropout the adapter was made with.
     Raises ConfigError when the adapter is not the one that the settings describe, or peft is missing.
     """
     try:
@@ -226,7 +227,7 @@ def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) 
         return cast("nn.Module", adapted.merge_and_unload()).eval().requires_grad_(requires_grad=True)
     found = adapted.peft_config["default"]
     _check_adapter(adapted, found, settings, path)
-    return cast("nn.Module", adapted)
+    return cast("nn.Module", adapted).eval()
 
 
 def _check_adapter(adapted: Any, found: Any, settings: LoraSettings, path: str) -> None:

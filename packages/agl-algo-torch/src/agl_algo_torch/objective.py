@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from agl_objectives.importance import Importance
 
 
+CONSTANT_TOKENS = 1024
+"""The divisor of `constant`, unless another one is asked for."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Tally:
     """Numbers of an update's micro-batches, to log: sums over tokens, and peaks.
@@ -92,7 +96,7 @@ class Objective:
         loss: str,
         loss_params: Mapping[str, Any] | None,
         aggregation: Aggregation | None,
-        constant_tokens: int,
+        constant_tokens: int = CONSTANT_TOKENS,
         importance: Importance,
         kl: KL,
         kl_coef: float,
@@ -111,6 +115,20 @@ class Objective:
         self._importance = importance
         self._kl: KL = kl
         self._kl_coef, self._entropy_coef = kl_coef, entropy_coef
+
+    def check_effect(self, algorithm: str, *, updates: int, replays: bool = False) -> None:
+        """Raise ConfigError for a setting without an effect, in steps of `updates` updates each."""
+        if self._constant_tokens != CONSTANT_TOKENS and self._aggregation != "constant":
+            raise ConfigError(
+                f"{algorithm} got constant_tokens = {self._constant_tokens}, by which only the aggregation "
+                f'"constant" divides, and the aggregation is "{self._aggregation}". Remove it, or give aggregation = '
+                '"constant".'
+            )
+        if self._entry.needs_updates and updates == 1 and not replays:
+            raise ConfigError(
+                f'{algorithm} got loss = "{self._entry.name}", whose penalty has no gradient in the first update of a '
+                "step, and a step has one update. Give updates_per_step or epochs above 1, or another loss."
+            )
 
     @property
     def needs_rollouts(self) -> bool:

@@ -40,7 +40,7 @@ from agl_algo_torch.batch import RowSample, from_row, micro_batches_apart, split
 from agl_algo_torch.critic import CriticLearner
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged, mean
 from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.objective import Objective, Tally
+from agl_algo_torch.objective import CONSTANT_TOKENS, Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.preparation import overlong
@@ -150,7 +150,7 @@ class PPO:
         loss: str = "ppo-clip",
         loss_params: dict[str, Any] | None = None,
         aggregation: Aggregation | None = None,
-        constant_tokens: int = 1024,
+        constant_tokens: int = CONSTANT_TOKENS,
         updates_per_step: int = 1,
         epochs: int = 1,  # K
         value_clip: float = 0.5,  # in the unit of the returns
@@ -216,6 +216,7 @@ class PPO:
             token_budget=token_budget,
             keep=keep,
         )
+        self._objective.check_effect("ppo", updates=updates_per_step * epochs, replays=replay > 0)
         if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0) or value_clip < 0 or critic_warmup < 0:
             raise ConfigError(
                 f"ppo got {gamma=}, {lam=}, {value_clip=} and {critic_warmup=}; "
@@ -269,6 +270,7 @@ class PPO:
             has_reference=bool(kl_coef or anchor_coef),
         )
         self._critic: CriticLearner | None = None
+        self._critic_updates: int | None = None  # done so far, those that training went back from included
         self._step, self._updates = 0, 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -316,7 +318,7 @@ class PPO:
 
         # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
         published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
-        self._step, self._updates = step, learner.updates
+        self._step, self._updates, self._critic_updates = step, learner.updates, critic.updates
         is_finished = step >= self._steps
         return StepReport(
             step=step,
@@ -330,12 +332,14 @@ class PPO:
 
     def state(self) -> Mapping[str, Json]:
         """Counts, what the curriculum knows, the newest checkpoint and the version that training started from."""
-        own: dict[str, Json] = {"step": self._step, "updates": self._updates, "groups": self._groups.state()}
-        return own | self._tuned.state(step=self._step)
+        own: dict[str, Json] = {"step": self._step, "updates": self._updates, "critic_updates": self._critic_updates}
+        return own | {"groups": self._groups.state()} | self._tuned.state(step=self._step)
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint of policy and critic, optimizer moments and the KL reference included."""
         self._step, self._updates = int(state["step"]), int(state["updates"])
+        done = state.get("critic_updates")
+        self._critic_updates = None if done is None else int(done)
         self._groups.restore(state.get("groups", {}))
         self._replay.load(self._context.workdir, step=self._step)
         await self._tuned.restore(state)
@@ -380,12 +384,22 @@ class PPO:
         checkpoint = str(state.get("checkpoint", ""))
         if checkpoint and Path(checkpoint).is_dir():
             learner = await self._tuned.learner(updates=self._updates)
-            self._critic = await asyncio.to_thread(self._make_critic, learner)
-            await asyncio.to_thread(self._critic.load, self._context.workdir, step=int(Path(checkpoint).name))
+            step = int(Path(checkpoint).name)
+            self._critic = await asyncio.to_thread(self._make_critic, learner, step=step)
 
-    def _make_critic(self, learner: PolicyLearner) -> CriticLearner:
+    def _make_critic(self, learner: PolicyLearner, *, step: int = 0) -> CriticLearner:
+        """Return a critic that goes on from the checkpoint of a step; a new one for 0.
+
+        After going back its learning rate is scaled as the policy's is, and its curve goes on where it was.
+        """
+        optim = replace(self._critic_optim, lr=self._critic_optim.lr * self._tuned.rate)
         # A copy of the policy's network as it is now: it already knows the language and has only the head to learn.
-        return CriticLearner(learner, self._critic_optim, clip=self._value_clip, token_budget=self._token_budget)
+        critic = CriticLearner(learner, optim, clip=self._value_clip, token_budget=self._token_budget)
+        if step:
+            critic.load(self._context.workdir, step=step)
+        if self._critic_updates is not None:
+            critic.updates = self._critic_updates
+        return critic
 
     def _returns(self, group: Sequence[Episode]) -> list[dict[str, float]]:
         """Return G_k of every call k of each episode, by span id."""

@@ -16,6 +16,7 @@ from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, from_row
 from agl_objectives.answers import SoftOverlong, without_truncated
 from agl_objectives.estimating import call_advantages, trained_tokens
+from agl_objectives.registry import find_estimator
 from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     from agl.schemas import Episode
     from agl_objectives.contract import Estimator
     from agl_objectives.estimating import Baseline
+    from agl_objectives.registry import FoundEstimator
 
+
+ESTIMATOR = "grpo"
+"""The estimator of algorithms that learn from rewards beside something else, unless another one is asked for."""
 
 NO_PUNISHMENT = SoftOverlong()
 
@@ -44,6 +49,20 @@ class PreparedBatch:
     final: int
     loud: set[str]
     uses: dict[str, tuple[CallUse, ...]]
+
+
+def estimator_of_samples(algorithm: str, name: str) -> FoundEstimator:
+    """Return an estimator for an algorithm whose rollouts are all sampled.
+
+    Raises ConfigError for one that compares with greedy rollouts, and as `find_estimator` does.
+    """
+    found = find_estimator(name)
+    if found.entry.needs_baseline:
+        raise ConfigError(
+            f"{algorithm} got estimator = {name!r}, which compares with greedy rollouts, and {algorithm} makes none. "
+            'Use another one, such as "rloo", or the algorithm grpo.'
+        )
+    return found
 
 
 def prepare(

@@ -39,7 +39,7 @@ from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
-from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import Silence
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
@@ -100,7 +100,7 @@ class RFT:
         max_age: int = -1,
         epochs: int = 1,
         rollouts_per_update: int = 16,
-        aggregation: Aggregation = "token",
+        aggregation: MeanAggregation = "token",
         lr: float = 1e-5,
         warmup: int = 0,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -118,14 +118,14 @@ class RFT:
         keep: int = 2,
         save_every: int | str = SAVE_EVERY,
     ) -> None:
-        one_of("rft", aggregation=(aggregation, AGGREGATIONS))
+        one_of("rft", aggregation=(aggregation, MEANS))
         counts = {"epochs": epochs, "rollouts_per_update": rollouts_per_update, "token_budget": token_budget}
         at_least_one("rft", **counts, keep=keep)
         if best < 0:
             raise ConfigError(f"rft got best = {best}; give how many rollouts of a group are kept, or 0 for all.")
         self._min_reward, self._best = min_reward, best
         self._epochs, self._rollouts_per_update = epochs, rollouts_per_update
-        self._aggregation: Aggregation = aggregation
+        self._aggregation: MeanAggregation = aggregation
         self._token_budget = token_budget
         settings = LearnerSettings(
             optim=OptimSettings(

@@ -54,22 +54,22 @@ from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.preparation import prepare
+from agl_algo_torch.preparation import ESTIMATOR, estimator_of_samples, prepare
 from agl_algo_torch.retelling import Retelling, Words
 from agl_algo_torch.token_numbers import TokenNumbers
 from agl_algo_torch.tuned_policy import (
     TunedPolicy,
     at_least_one,
     check_tasks,
+    needed_by,
     not_negative,
     one_of,
     shares,
 )
 from agl_algo_torch.typed_torch import backward
-from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import GroupSampler, Silence
 from agl_objectives.importance import Importance
-from agl_objectives.registry import find_estimator
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 
@@ -142,12 +142,12 @@ class SDPO:
         top_k: int = 100,  # K of the paper
         teacher_start: float = 0.9,
         grpo_coef: float = 0.0,
-        estimator: str = "grpo",
+        estimator: str = ESTIMATOR,
         sibling_words: str = SIBLING_WORDS,
         feedback_words: str = FEEDBACK_WORDS,
         closing_words: str = CLOSING_WORDS,
         max_tokens: int = 1024,
-        aggregation: Aggregation = "token",
+        aggregation: MeanAggregation = "token",
         lr: float = 1e-6,
         warmup: int = 0,
         decay: Decay = "constant",
@@ -170,7 +170,7 @@ class SDPO:
         at_least_one("sdpo", steps=steps, **counts, max_tokens=max_tokens, keep=keep)
         not_negative("sdpo", top_k=top_k, grpo_coef=grpo_coef)
         shares("sdpo", teacher_start=teacher_start)
-        one_of("sdpo", divergence=(divergence, DIVERGENCES), aggregation=(aggregation, AGGREGATIONS[:2]))
+        one_of("sdpo", divergence=(divergence, DIVERGENCES), aggregation=(aggregation, MEANS))
         one_of("sdpo", **{f"sources[{i}]": (source, SOURCES) for i, source in enumerate(sources)})
         _check_sources(sources, group_size=group_size, grpo_coef=grpo_coef)
         self._steps = steps
@@ -188,15 +188,15 @@ class SDPO:
         self._top_k, self._teacher_start = top_k, teacher_start
         self._words = Words(sibling=sibling_words, feedback=feedback_words, closing=closing_words)
         self._max_tokens, self._token_budget = max_tokens, token_budget
-        self._aggregation: Aggregation = aggregation
+        self._aggregation: MeanAggregation = aggregation
         self._grpo_coef = grpo_coef
-        self._estimator = find_estimator(estimator, None)
+        self._estimator = estimator_of_samples("sdpo", estimator)
+        needed_by("sdpo", "grpo_coef", grpo_coef, estimator=(estimator, ESTIMATOR))
         self._objective = Objective(
             "sdpo",
             loss="ppo-clip",
             loss_params=None,
             aggregation=aggregation,
-            constant_tokens=1,
             importance=Importance(cap=2.0),
             kl="k3",
             kl_coef=0.0,

@@ -23,6 +23,10 @@ class EngineError(PolicyError):
     """The engine cannot serve a request; the message says why and what to do."""
 
 
+class PromptError(EngineError):
+    """The prompt is empty, or has a token id that the model does not have."""
+
+
 class QueueFullError(EngineError):
     """The engine holds as many waiting requests as its settings allow."""
 

@@ -32,8 +32,8 @@ from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.tuned_policy import at_least_one, not_negative, one_of
-from agl_algo_torch.typed_torch import backward
-from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_algo_torch.typed_torch import backward, seeded
+from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class SFT:
         batch_size: int = 16,
         updates_per_step: int = 10,
         is_shuffled: bool = True,
-        aggregation: Aggregation = "token",
+        aggregation: MeanAggregation = "token",
         lr: float = 1e-5,
         warmup: int = 0,
         decay: Decay = "linear",  # to 0: a constant rate leaves the noise of the last batches in the weights
@@ -99,7 +99,7 @@ class SFT:
                 f"sft got {batch_size=}, {updates_per_step=}, {keep=} and {updates=}; "
                 "the first three must be at least 1, updates at least 0."
             )
-        one_of("sft", aggregation=(aggregation, AGGREGATIONS), decay=(decay, get_args(Decay)))
+        one_of("sft", aggregation=(aggregation, MEANS), decay=(decay, get_args(Decay)))
         at_least_one("sft", token_budget=token_budget)
         not_negative("sft", threads=threads)
         self._data = data
@@ -107,7 +107,7 @@ class SFT:
         self._batch_size = batch_size
         self._updates_per_step = updates_per_step
         self._is_shuffled = is_shuffled
-        self._aggregation: Aggregation = aggregation
+        self._aggregation: MeanAggregation = aggregation
         self._token_budget = token_budget
         self._keep = keep
         self._save_every = save_every
@@ -233,6 +233,8 @@ class SFT:
         """Do one optimizer update and return its loss, gradient norm and number of trained tokens."""
         learner.use_threads()
         loaded = learner.loaded
+        # Dropout draws by the update's number, as its dialogues are, so that a resumed run repeats it.
+        seed = random.Random(f"{self._context.seed}/{self._context.name}/update/{learner.updates}").getrandbits(62)
         samples: list[RowSample] = []
         for dialogue in self._batch(learner.updates):
             # Tokenised per update: kept as tensors, a large file would take several times the memory of its text.
@@ -241,19 +243,21 @@ class SFT:
         weight, total = loss_weights(samples, aggregation=self._aggregation)
         loaded.model.train()  # dropout, where the model has any; the policy algorithms leave it off
         summed, tokens = 0.0, 0
-        for batch in micro_batches(
+        batches = micro_batches(
             samples,
             weight,
             total=total,
             token_budget=self._token_budget,
             device=loaded.device,
             is_packed=packs_rows(loaded.model),
-        ):
-            logp_M = batch.logprobs(loaded.model)  # [M], log pi(y_t | y_<t) of the assistant's tokens
-            loss = -batch.mean(logp_M)  # -sum_t w_t logp_t / total, this batch's part
-            backward(loss)  # gradients of micro-batches add up in the parameters
-            summed += float(loss.detach())
-            tokens += len(logp_M)
+        )
+        with seeded(seed, device=loaded.device):
+            for batch in batches:
+                logp_M = batch.logprobs(loaded.model)  # [M], log pi(y_t | y_<t) of the assistant's tokens
+                loss = -batch.mean(logp_M)  # -sum_t w_t logp_t / total, this batch's part
+                backward(loss)  # gradients of micro-batches add up in the parameters
+                summed += float(loss.detach())
+                tokens += len(logp_M)
         return learner.apply({"loss": summed, "tokens": float(tokens)})
 
     def _batch(self, update: int) -> list[Dialogue]:

@@ -19,6 +19,8 @@ import torch
 from agl.errors import AglError, ConfigError
 from agl_algo_torch.forward import recompute_logprobs
 from agl_algo_torch.model import load_model, no_bars
+from agl_algo_torch.packing import pack
+from agl_algo_torch.scoring import find_head
 from agl_algo_torch.typed_torch import integers
 
 if TYPE_CHECKING:
@@ -61,12 +63,13 @@ class LocalTeacher:
     Args:
         path: A folder in Hugging Face's format, or a hub name.
         device: As that of the policy; `dtype` likewise.
-        token_budget: Padded tokens that one forward pass may take.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
+        say: Shows the user one line about what the model does not allow.
     """
 
-    def __init__(self, path: str, *, device: str, dtype: str, token_budget: int) -> None:
+    def __init__(self, path: str, *, device: str, dtype: str, token_budget: int, say: Callable[[str], None]) -> None:
         self._path, self._device, self._dtype = path, device, dtype
-        self._token_budget = token_budget
+        self._token_budget, self._say = token_budget, say
         self._loaded: LoadedModel | None = None
 
     async def start(self, tokenizer: Any) -> None:
@@ -85,14 +88,19 @@ class LocalTeacher:
 
     async def score(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the log-probabilities from forward passes without gradient."""
-        return await asyncio.to_thread(self._score, samples)
-
-    def _score(self, samples: Sequence[RowSample]) -> list[Tensor]:
         if self._loaded is None:
-            self._loaded = load_model(self._path, device=self._device, dtype=self._dtype)
+            self._loaded, notices = await asyncio.to_thread(self._open)
+            for notice in notices:
+                self._say(f"the teacher {self._path!r}: {notice}")
+        return await asyncio.to_thread(self._score, self._loaded, samples)
+
+    def _open(self) -> tuple[LoadedModel, list[str]]:
+        loaded = load_model(self._path, device=self._device, dtype=self._dtype)
+        return loaded, list(filter(None, [find_head(loaded.model), pack(loaded.model)]))
+
+    def _score(self, loaded: LoadedModel, samples: Sequence[RowSample]) -> list[Tensor]:
         plain = [replace(sample, temperature=torch.ones(len(sample.ids))) for sample in samples]
-        device, model = self._loaded.device, self._loaded.model
-        return recompute_logprobs(model, plain, token_budget=self._token_budget, device=device)
+        return recompute_logprobs(loaded.model, plain, token_budget=self._token_budget, device=loaded.device)
 
     async def close(self) -> None:
         """Drop the model."""
@@ -186,7 +194,7 @@ class ServedTeacher:
             if time.monotonic() - told > _TOLD_AFTER_S:
                 told = time.monotonic()
                 self._say(f"the teacher {self._name!r} is away ({problem}); asking again for {self._wait_s:g} s")
-            await asyncio.sleep(min(5.0, 0.1 * 2**attempt, self._wait_s))
+            await asyncio.sleep(min(0.1 * 2 ** min(attempt, 6), 5.0, self._wait_s))
         raise AssertionError("a teacher is not asked so often")
 
     async def _try(self, prompt: str | Sequence[int]) -> dict[str, Any] | str:

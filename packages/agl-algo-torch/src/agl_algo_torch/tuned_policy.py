@@ -52,7 +52,8 @@ class TunedPolicy:
     Args:
         settings: Optimizer, adapters, device.
         algorithm: Its registered name, for messages.
-        keep: Saved states and exported weights that stay on disk, besides those to which the experiment may go back.
+        keep: Saved states and exported weights that stay on disk, besides those to which the experiment may go back and
+            the weights that were live at the last two saves.
         save_every: The interval between two saves, see `agl_objectives.saving`.
         has_reference: Can give the policy as it was at this algorithm's start, a resumed run included. Its copy of the
             weights takes memory only from the first time that it is asked for.
@@ -73,6 +74,7 @@ class TunedPolicy:
         self._step = 0
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
+        self._live_at_saves: tuple[int, ...] = ()  # steps whose weights were live at the last two saves, newest first
         self._settings = settings
         self._keep = keep
         self._has_reference = has_reference
@@ -94,6 +96,11 @@ class TunedPolicy:
         self.name = tuned_name(context, algorithm=self._algorithm)
         tuned_weights(context.current(self.name).resource, name=self.name)
         begin_saving(context, self.save, algorithm=self._algorithm, save_every=self._save_every, serves=self.name)
+
+    @property
+    def rate(self) -> float:
+        """Factor of the learning rate, smaller after each time that training went back."""
+        return self._rate
 
     @property
     def reference(self) -> Reference:
@@ -144,6 +151,7 @@ class TunedPolicy:
         if self._is_moving or not (must or self._interval.is_due()):
             return False
         started = time.perf_counter()
+        self._note_live()
         await asyncio.to_thread(self._write, self.opened, self._context.kept())
         self._unwritten = None
         self._interval.saved(time.perf_counter() - started)
@@ -154,14 +162,14 @@ class TunedPolicy:
         learner.save(workdir, step=self._step, keep=self._keep, kept=kept)
         self._others(self._step, kept)
         if self._unwritten is not None:
-            learner.export(workdir, step=self._unwritten, keep=self._keep, kept=kept)
+            learner.export(workdir, step=self._unwritten, keep=self._keep, kept=self._with_live(kept))
 
     async def _publish(self, step: int) -> str:
         """Make the weights live, from memory where the policy can take them so; returns `name@version`."""
         learner, context = self.opened, self._context
         offer = offer_of(context, self.name)
         if offer is None:
-            export = partial(learner.export, keep=self._keep, kept=context.kept())
+            export = partial(learner.export, keep=self._keep, kept=self._with_live(context.kept()))
             resource = await asyncio.to_thread(export, context.workdir, step=step)
         else:
             resource = learner.served(context.workdir, step=step)
@@ -169,6 +177,19 @@ class TunedPolicy:
             self._unwritten = step
         version = await context.publish(self.name, resource, step=step)
         return f"{self.name}@{version.version}"
+
+    def _note_live(self) -> None:
+        """Remember the step whose weights are live, which the state names that the experiment stores next."""
+        version = self._context.current(self.name)
+        step = version.step if version.algorithm == self._context.name else 0
+        self._live_at_saves = (step, *self._live_at_saves[:1])
+
+    def _with_live(self, kept: Collection[int]) -> frozenset[int]:
+        """Return the steps whose weights stay however many were written since: a run that is killed serves them again.
+
+        The stored state is that of the last save, or of the one before until the experiment has stored the new one.
+        """
+        return frozenset((*kept, *self._live_at_saves))
 
     def state(self, *, step: int) -> dict[str, Json]:
         """Return the newest checkpoint, the version that it was opened from and the reference's weights."""
@@ -185,6 +206,7 @@ class TunedPolicy:
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the reference included."""
+        self._note_live()
         self._opened = str(state["opened"])
         start = state.get("start")
         self._start = None if start is None else msgspec.convert(start, Weights)
@@ -205,6 +227,7 @@ class TunedPolicy:
         if checkpoint and not Path(checkpoint).is_dir():
             self._context.say(f"the saved state {checkpoint} is gone; training goes on with new moments of AdamW")
             checkpoint = ""
+        self._note_live()
         self._learner, self._rate = None, rate  # free the old model before the new one is loaded
         self._reference = None if checkpoint else self._reference
         self._opened = str(state.get("opened", ""))
@@ -294,6 +317,15 @@ def one_of(algorithm: str, **choices: tuple[str, Sequence[str]]) -> None:
             raise ConfigError(
                 f"{algorithm} got {name} = {value!r}, which is unknown{f'; {near}' if near else '.'} "
                 f"Use one of: {', '.join(known)}."
+            )
+
+
+def needed_by(algorithm: str, switch: str, value: float, **settings: tuple[str, str]) -> None:
+    """Raise ConfigError for a setting, `name=(value, default)`, that has no effect because `switch` is 0."""
+    for name, (given, default) in settings.items():
+        if not value and given != default:
+            raise ConfigError(
+                f"{algorithm} got {name} = {given!r} without {switch}, so nothing uses it. Remove it, or give {switch}."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 import torch.utils.checkpoint as checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -71,6 +72,14 @@ def recomputed(function: Callable[..., T], *inputs: object) -> T:
 def seed_everything(seed: int) -> None:
     """Seed torch's global generator, which the initialisation of layers draws from."""
     _torch.manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int, *, device: torch.device) -> Generator[None]:
+    """Let torch's global generators draw by `seed` inside the block, and afterwards as if it had not been."""
+    with _torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        _torch.manual_seed(seed)
+        yield
 
 
 def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

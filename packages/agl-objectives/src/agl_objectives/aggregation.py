@@ -14,12 +14,17 @@ from typing import Literal, get_args
 
 from agl.errors import ConfigError
 
-__all__ = ["AGGREGATIONS", "Aggregation", "token_weight", "update_total"]
+__all__ = ["AGGREGATIONS", "MEANS", "Aggregation", "MeanAggregation", "token_weight", "update_total"]
 
 Aggregation = Literal["token", "sequence", "constant"]
 """The ways of weighing tokens."""
 
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+
+MeanAggregation = Literal["token", "sequence"]
+"""The ways that are means, for algorithms without a constant to divide by."""
+
+MEANS: tuple[str, ...] = get_args(MeanAggregation)
 
 
 def token_weight(aggregation: Aggregation, *, rollout_tokens: int, constant: int = 1) -> float:

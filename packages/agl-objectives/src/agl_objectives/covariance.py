@@ -86,7 +86,8 @@ class ClipCov:
 class KLCov:
     """`-A r`, plus `kl_coef |log r|` for the `ratio` of the update's tokens whose covariance is largest.
 
-    A token of advantage 0 may be among them.
+    A token of advantage 0 may be among them. In a step's first update r = 1, where `|log r|` has no gradient: a step
+    needs several.
 
     Args:
         ratio: Share of the update's tokens that are held near the old policy, at least one token.

@@ -17,11 +17,14 @@ class LossEntry(Entry, frozen=True, kw_only=True):
         trains_silent: Whether tokens whose advantage is 0 may have a gradient, so that they are computed too.
         surveys_ratios: Whether a survey reads log-probabilities only as differences to the old ones, so that it needs
             no forward pass where the policy is the old one.
+        needs_updates: Whether its penalty has no gradient while the policy is the old one, as it is in all of a step
+            with one update.
     """
 
     aggregation: Literal["token", "sequence"] = "token"
     trains_silent: bool = False
     surveys_ratios: bool = False
+    needs_updates: bool = False
 
 
 class EstimatorEntry(Entry, frozen=True, kw_only=True):

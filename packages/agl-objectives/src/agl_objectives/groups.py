@@ -248,13 +248,16 @@ class GroupSampler:
         return await self._context.collect(tasks, step=step, mode="test", key="greedy", greedy=True)
 
     def _compared(self, sampled: SampledGroups, greedy: Collected) -> SampledGroups:
-        """Return the groups whose greedy rollout has a reward, with what it got."""
+        """Return the groups whose greedy rollout has a reward, with what it got.
+
+        A group of several tasks is taken apart: each has a greedy rollout of its own.
+        """
         known: dict[str, Baseline] = {}
         for episode in greedy.episodes:
             baseline = baseline_of(episode, credit=self._context.credit)
             if baseline is not None:
                 known[canonical(episode.rollout.task)] = baseline
-        found = [(group, known.get(canonical(group[0].rollout.task))) for group in sampled.groups]
+        found = [(part, known.get(task)) for group in sampled.groups for task, part in _by_task(group).items()]
         uses = {e.rollout.rollout_id: call_uses(e, trained=(), left_out=GREEDY) for e in greedy.episodes}
         for episode in (episode for group, baseline in found if baseline is None for episode in group):
             uses[episode.rollout.rollout_id] = call_uses(episode, trained=(), left_out=NO_BASELINE)
@@ -307,6 +310,14 @@ class GroupSampler:
             episode.rollout.rollout_id: call_uses(episode, trained=(), credits=given, left_out=DROPPED)
             for episode, given in zip(group, credits, strict=True)
         }
+
+
+def _by_task(group: Sequence[Episode]) -> dict[str, list[Episode]]:
+    """Return the rollouts of a group by their task: with a `group_key` tasks that differ may share a group."""
+    found: dict[str, list[Episode]] = {}
+    for episode in group:
+        found.setdefault(canonical(episode.rollout.task), []).append(episode)
+    return found
 
 
 def _totals(episodes: Sequence[Episode]) -> dict[str, float]:

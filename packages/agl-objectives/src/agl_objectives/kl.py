@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from agl.errors import ConfigError
+from agl_objectives.ratios import LIMIT
 
 __all__ = ["KL", "KLS", "PENALTIES", "check_penalty", "kl_estimate"]
 
@@ -24,7 +25,7 @@ def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor
 
     Schulman 2020, "Approximating KL divergence": with d = reference - policy log-probability, k1 = -d (unbiased),
     k2 = d^2 / 2 (its gradient is the KL's in expectation), k3 = exp(d) - d - 1 (unbiased, never negative; GRPO's,
-    arXiv 2402.03300, equation 4).
+    arXiv 2402.03300, equation 4). Beyond d = 20 k3 goes on as its tangent, because exp(d) would overflow.
     As a loss, k1 has zero gradient in expectation: use it to watch, k2 or k3 to penalise (`check_penalty`).
     """
     d_M = reference_logp_M - logp_M  # [M], log of the paper's r = reference / policy
@@ -33,7 +34,9 @@ def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor
     if kind == "k2":
         return 0.5 * d_M**2  # grad is -d grad log pi = log(pi / ref) grad log pi, the KL's own score gradient
     if kind == "k3":
-        return torch.exp(d_M) - d_M - 1.0  # E_pi[exp(d)] = 1, so this is k1 plus a control variate of mean 0
+        near_M = d_M.clamp(max=LIMIT)
+        exp_M = torch.exp(near_M) * (1.0 + d_M - near_M)  # exp(d), its tangent beyond the limit
+        return exp_M - d_M - 1.0  # E_pi[exp(d)] = 1, so this is k1 plus a control variate of mean 0
     raise ConfigError(f"The KL estimator {kind!r} is unknown. Use one of: {', '.join(KLS)}.")
 
 

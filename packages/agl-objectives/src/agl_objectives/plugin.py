@@ -53,6 +53,7 @@ def agl_losses() -> Iterable[LossEntry]:
         factory="agl_objectives.covariance:KLCov",
         summary="a penalty on the tokens that cost most entropy (KL-Cov)",
         trains_silent=True,
+        needs_updates=True,
     )
     yield LossEntry(
         name="dppo", factory="agl_objectives.trust:DPPO", summary="a trust region by divergence of each token (DPPO)"

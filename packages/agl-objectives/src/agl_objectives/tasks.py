@@ -78,6 +78,7 @@ class TaskDraws:
             )
         self._curriculum: Curriculum = curriculum
         self._uniform = uniform
+        # Single precision for all three: a task that always got the lowest reward is then exactly there.
         self._low, self._high = inf, -inf  # of the rewards of all rollouts so far
         self._means = array("f")  # mean reward of each task, newer ones weighing more; NaN before the first
 
@@ -120,7 +121,7 @@ class TaskDraws:
         for place, found in rewards.items():
             mean, before = sum(found) / len(found), self._means[place]
             self._means[place] = mean if isnan(before) else (before + mean) / 2
-            self._low, self._high = min(self._low, *found), max(self._high, *found)
+            self._low, self._high = min(self._low, _single(min(found))), max(self._high, _single(max(found)))
 
     def metrics(self, places: Sequence[int]) -> dict[str, float]:
         """Return how many tasks were ever drawn, and the mean p of those of a step that were drawn before it."""
@@ -141,7 +142,7 @@ class TaskDraws:
         """Continue from `state`, also with more or fewer tasks at the end, and with a curriculum that was not set."""
         if not self._curriculum or not state:
             return
-        self._low, self._high = float(state["low"]), float(state["high"])
+        self._low, self._high = _single(state["low"]), _single(state["high"])
         self._means = array("f", zlib.decompress(base64.b64decode(str(state["means"]))))
         self._resize()
 
@@ -174,6 +175,11 @@ class TaskDraws:
         generator.shuffle(fresh)
         generator.shuffle(others)
         return chain((place for _, place in weighted), fresh, others)
+
+
+def _single(value: float) -> float:
+    """Return a number rounded to single precision."""
+    return array("f", [value])[0]
 
 
 def draw_places(context: AlgorithmContext, *, step: int, count: int) -> list[int]:
