@@ -11,7 +11,7 @@ import pytest
 
 from agl import emit_exception, emit_message, emit_object, emit_observation, emit_reward, operation, semconv
 from agl.errors import CaptureError
-from agl.schemas import Reward, Span
+from agl.schemas import Reward, Span, decode, encode
 from agl.tracing import ActiveAttempt, SpanRecorder, activate, current, make_reward_span
 
 ROOT = "1" * 16
@@ -89,6 +89,43 @@ def test_reward_span_made_by_hand_is_refused_where_it_enters(recorder: SpanRecor
     with pytest.raises(CaptureError, match="inf as 'goal'"):
         current().add(made)  # pyright: ignore[reportOptionalMemberAccess]  # the fixture opened one
     assert recorder.drain() == []
+
+
+@pytest.mark.parametrize("value", [10**400, {"goal": 10**400}], ids=["scalar", "dimension"])
+def test_emit_reward_refuses_a_number_beyond_floats(recorder: SpanRecorder, value: Any):
+    with pytest.raises(CaptureError, match="is no finite number"):
+        emit_reward(value)
+    assert recorder.drain() == []
+
+
+def test_emitted_values_that_no_store_carries_become_text(recorder: SpanRecorder):
+    emit_object({"n": 2**70, "least": -(2**63), "most": 2**64 - 1})
+    emit_message("half \ud83d", **{"\udcff": [2**70]})
+    emit_observation(role="planner", content=("\udcff", 2**20_000))
+    emit_exception(ValueError("bad \udcff path"))
+    emit_reward(1.0, name="\udcff", feedback="half \ud83d")
+    spans = recorder.drain()
+    assert spans == [decode(encode(span), Span) for span in spans]
+    thing, message, observation, exception, reward = spans
+    expected = {"n": "1180591620717411303424", "least": -(2**63), "most": 2**64 - 1}
+    assert expected == thing.attributes[semconv.OBJECT]
+    assert {semconv.MESSAGE: "half \\ud83d", "\\udcff": ["1180591620717411303424"]} == message.attributes
+    assert "\\udcff" == observation.attributes[semconv.OBSERVATION_CONTENT][0]
+    assert "bad \\udcff path" == exception.status_message
+    assert Reward(value=1.0, name="\\udcff", feedback="half \\ud83d") == reward.reward
+
+
+class Measured(float):
+    """A number of a class of its own, as NumPy has it."""
+
+
+def test_reward_span_carries_numbers_of_other_classes():
+    given = Reward(value=Measured(0.5), dimensions={"goal": Measured(1), "\udcff": None}, weights={"goal": Measured(2)})
+    span = make_reward_span("ro-1", "ro-1.1", given)
+    assert Reward(value=0.5, dimensions={"goal": 1.0, "\\udcff": None}, weights={"goal": 2.0}) == span.reward
+    assert span == decode(encode(span), Span)
+    with pytest.raises(CaptureError, match=r"the reward 'judge' of rollout 'ro-1' cannot be stored: .*; give finite"):
+        make_reward_span("ro-1", "ro-1.1", Reward(value=object(), name="judge"))  # pyright: ignore[reportArgumentType]
 
 
 def test_emit_observation_records_role_and_content(recorder: SpanRecorder):

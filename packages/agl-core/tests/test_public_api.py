@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -84,6 +85,16 @@ def test_trainer_says_what_to_install_where_agl_run_is_missing():
 def test_every_error_hangs_below_the_root():
     assert len(errors.__all__) >= 18
     assert all(issubclass(getattr(errors, name), agl.AglError) for name in errors.__all__)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_survives_the_way_to_another_process(name):
+    kind = getattr(errors, name)
+    parts = ("rollout", "r", "look again") if kind is errors.NotFoundError else ("what was found",)
+    error = kind(*parts, **({"is_passing": True, "retry_after_s": 2.0} if kind is errors.ExportError else {}))
+    error.add_note("a note")
+    arrived = pickle.loads(pickle.dumps(error))
+    assert (kind, str(error), vars(error)) == (type(arrived), str(arrived), vars(arrived))
 
 
 @pytest.mark.parametrize("name", ["VERL", "APO", "GEPA", "GRPO", "SFT", "PPO", "DPO"])

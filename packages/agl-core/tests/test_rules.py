@@ -1,5 +1,6 @@
 """The state machine that every store follows, as functions of values and a clock reading."""
 
+import asyncio
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from agl.schemas import (
     AttemptStatus,
     Claim,
     ErrorInfo,
+    JsonResource,
     Outcome,
     PromptTemplate,
     ResourceVersion,
@@ -21,6 +23,7 @@ from agl.schemas import (
     RolloutStatus,
     Span,
 )
+from agl.stores import MemoryStore
 from agl.stores import _rules as rules
 
 FAILED = ErrorInfo(type="ValueError", message="boom")
@@ -66,6 +69,40 @@ def test_value_that_cannot_be_stored_is_named(task: object) -> None:
     with pytest.raises(StoreError) as caught:
         rules.copied(Rollout(rollout_id="a" * 500, task=task))  # pyright: ignore[reportArgumentType]
     assert str(caught.value).endswith("(rollout_id='" + "a" * 180)
+
+
+def test_nan_is_no_change_of_a_repeated_record() -> None:
+    def rollout(value: float, **more: object) -> Rollout:
+        return queued(metadata={"seed": 1, "scores": [{"x": value}, None]}, **more)
+
+    assert rules.is_same(rollout(math.nan), rules.copied(rollout(float("nan"))))
+    assert not rules.is_same(rollout(math.nan), rollout(1.0))
+    assert not rules.is_same(rollout(math.nan), rollout(math.nan, experiment="x"))
+
+
+def test_nan_in_a_task_or_a_resource_may_be_sent_again() -> None:
+    async def body() -> None:
+        store = MemoryStore()
+        rollout = Rollout(rollout_id="a", task={"x": math.nan, 2: [1.0]})
+        version = ResourceVersion(name="n", version="1", resource=JsonResource(value={"x": [math.nan]}))
+        for _ in range(2):
+            assert ["a"] == [each.rollout_id for each in await store.enqueue([replace(rollout)])]
+            await store.publish([rules.copied(version)])
+        with pytest.raises(ConflictError, match="'a' is already stored with other content"):
+            await store.enqueue([replace(rollout, task={"x": math.nan, 2: [2.0]})])
+        with pytest.raises(ConflictError, match="'n@1' is already stored with other content"):
+            await store.publish([replace(version, resource=JsonResource(value={"x": [1.0]}))])
+
+    asyncio.run(body())
+
+
+def test_value_that_is_too_deep_or_too_long_to_show_is_refused_like_others() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    for task in (deep, 2**20_000):
+        with pytest.raises(StoreError, match=r"^Rollout cannot be stored: .*it was too large to show"):
+            rules.copied(Rollout(rollout_id="a", task=task))
 
 
 ALL = [

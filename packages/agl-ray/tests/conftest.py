@@ -49,11 +49,37 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 
 
+class OneWayError(Exception):
+    """Cannot be read again where it arrives, as errors of some clients."""
+
+    def __init__(self, *, code):
+        super().__init__(f"the client got {code}")
+
+
+class Trap:
+    """Tasks that cannot be read."""
+
+    def __iter__(self):
+        raise OneWayError(code=429)
+
+    __len__ = __getitem__ = __iter__
+
+
+class Unreadable:
+    """Cannot be made again where it arrives."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
 class Pacing:
     """Collects a task, publishes a prompt, and notes in a file which GPUs it saw and when."""
 
-    def __init__(self, *, steps: int = 2, work_s: float = 0.2, asks_policy: bool = False) -> None:
+    def __init__(
+        self, *, steps: int = 2, work_s: float = 0.2, asks_policy: bool = False, breaks: str = ""
+    ) -> None:
         self.steps, self.work_s, self.asks_policy, self.done = steps, work_s, asks_policy, 0
+        self.breaks = breaks
 
     async def setup(self, context):
         self.context = context
@@ -65,6 +91,15 @@ class Pacing:
         if self.asks_policy:
             context.policy("main_llm").engine
         assert getattr(context.policy("main_llm"), "offer_weights", None) is None
+        if self.breaks == "store":
+            await context.store.attempts("nobody")
+        if self.breaks == "step":
+            raise OneWayError(code=429)
+        if self.breaks == "answer":
+            await context.collect(Trap(), step=step, n=1)
+        if self.breaks == "words":
+            context.say(Unreadable())
+            await asyncio.sleep(3600)
         collected = await context.collect(context.train[:2], step=step, n=1)
         trained = tuple(episode.rollout.rollout_id for group in collected.groups() for episode in group)
         began = time.time()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agl.errors import AglError, ConfigError
+from agl.errors import AglError, ConfigError, NotFoundError
 from agl_run import FitResult, Quiet, Trainer, load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray's own sockets
@@ -83,6 +83,25 @@ def test_algorithm_that_needs_the_policy_itself_is_refused(ray: Any, experiment:
     given = experiment(tmp_path, more=more + RUNNER)
     with pytest.raises(ConfigError, match=r"uses 'engine' of the policy 'main_llm'.*remove \[algorithm.resources\]"):
         _fit(given)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "kind", "said"),
+    [
+        ("store", NotFoundError, "unknown rollout 'nobody'"),
+        ("step", AglError, "sent what cannot be read here: agl_pacing.OneWayError: the client got 429"),
+        ("answer", AglError, "the client got 429"),
+        ("words", AglError, "'pacing' cannot be heard or answered on the Ray cluster: .*no number"),
+    ],
+)
+def test_error_of_an_algorithm_ends_the_run_though_it_cannot_be_sent(
+    breaks: str, kind: type[AglError], said: str, ray: Any, experiment: Any, tmp_path: Path
+) -> None:
+    more = _algorithm("pacing", "style", "num_cpus = 0.5", f'steps = 1, breaks = "{breaks}"')
+    given = experiment(tmp_path, tasks=2, more=more + RUNNER)
+    with pytest.raises(kind, match=said) as caught:
+        _fit(given)
+    assert "process of the algorithm" not in str(caught.value)
 
 
 def test_algorithm_whose_process_dies_ends_the_run_and_is_continued(ray: Any, experiment: Any, tmp_path: Path) -> None:

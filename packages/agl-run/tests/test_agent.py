@@ -163,6 +163,14 @@ def test_return_value_is_read(value: Any, expected: AgentResult) -> None:
     assert expected == read_result(value)
 
 
+@pytest.mark.parametrize(
+    "value", [[2**70], {"path": "\udcff"}, 10**400, {"a": -(10**400)}], ids=["list", "half", "huge", "dimension"]
+)
+def test_return_value_that_no_store_carries_is_refused(value: Any) -> None:
+    with pytest.raises(RunError, match=r"^the agent returned (list that no store carries: .*64|dict, which|-?inf)"):
+        read_result(value)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, object()}])
 def test_wrong_return_value_says_what_is_accepted(value: Any) -> None:
     with pytest.raises(RunError, match="the agent returned"):

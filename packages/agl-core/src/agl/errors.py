@@ -26,6 +26,8 @@
 Every message says what was found, where, and what to do next, in one paragraph.
 """
 
+from typing import Any
+
 __all__ = [
     "AglError",
     "BrokenPluginError",
@@ -100,6 +102,11 @@ class NotFoundError(StoreError):
         super().__init__(f"unknown {kind} {key!r}" + (f"; {hint}" if hint else ""))
         self.kind = kind
         self.key = key
+        self._hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild it from its parts, not from its message, so that it survives the way to another process."""
+        return type(self), (self.kind, self.key, self._hint), vars(self)
 
 
 class ConflictError(StoreError):

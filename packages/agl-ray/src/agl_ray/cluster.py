@@ -332,7 +332,8 @@ async def answer_of(reference: Any) -> Any:
     """Wait for an actor's answer; what it raised is raised here.
 
     Raises:
-        AglError: The actor's process is gone, or raised something that cannot be sent.
+        ProcessGoneError: The actor's process is gone.
+        AglError: It answered or raised something that cannot be sent.
     """
     exceptions = ray().exceptions
     try:
@@ -343,7 +344,15 @@ async def answer_of(reference: Any) -> Any:
             raise cause from None
         raise AglError(f"a process on the Ray cluster failed: {last_line(error)}") from error
     except exceptions.RayError as error:
+        if _came_unreadable(error):
+            raise AglError(f"a process on the Ray cluster sent what cannot be read here: {last_line(error)}") from error
         raise ProcessGoneError(f"a process on the Ray cluster is gone: {last_line(error)}") from error
+
+
+def _came_unreadable(error: Exception) -> bool:
+    """Return true for an answer, or an error of the actor's own, that arrived and could not be unpickled."""
+    is_error = type(error).__name__ == "UnserializableException"  # a name that older releases lack
+    return is_error or isinstance(getattr(error, "client_exc", None), Exception)
 
 
 class ClusterGoneError(AglError):

@@ -6,8 +6,9 @@ actor that dies ends the run; the step in flight is repeated by ``--resume``.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import Algorithm, AlgorithmContext, ReversibleAlgorithm, StepReport
@@ -17,6 +18,10 @@ from agl_ray.cluster import Cluster, ProcessGoneError, answer_of, ray
 from agl_ray.host import ASKED, AlgorithmHost, Facts, Message, Snapshot
 from agl_ray.reservation import Place, options_of
 from agl_run.fleets import WorkerOrder
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger("agl_ray")
 
 _THREADS = 8
 """Calls that the actor answers at once: a step, and questions and answers beside it."""
@@ -48,12 +53,14 @@ class _Placed:
         self._state: Mapping[str, Json] = {}
         self._validated = 0
         self._pump: asyncio.Task[None] | None = None
+        self._broken: asyncio.Future[None] | None = None
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Start the actor, and set the algorithm up there."""
         self._context = context
         self._actor = await self._cluster.run(self._start)
+        self._broken = asyncio.get_running_loop().create_future()
         self._pump = asyncio.create_task(self._listen())
         facts = Facts(
             experiment=context.experiment,
@@ -94,6 +101,8 @@ class _Placed:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._pump = None
+        if self._broken is not None and not self._broken.cancel() and not self._broken.cancelled():
+            self._broken.exception()  # retrieved, so that asyncio does not log it again
 
     def _start(self) -> Any:
         kind = ray().remote(AlgorithmHost)
@@ -108,8 +117,9 @@ class _Placed:
         if self._actor is None:
             raise AglError(f"algorithm {self._config.name!r} is not set up")
         reference = self._actor.call.remote(method, args, named, self._now())
+        answer = self._cluster.unless_gone(answer_of(reference))
         try:
-            result, self._state = await self._cluster.unless_gone(answer_of(reference))
+            result, self._state = await (answer if method == "close" else self._unless_broken(answer))
         except asyncio.CancelledError:
             self._actor.cancel.remote()
             raise
@@ -119,6 +129,27 @@ class _Placed:
                 "step is kept; mend the cause unless it was an accident, and continue with --resume (resume=True)"
             ) from error
         return result
+
+    async def _unless_broken(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Wait for the answer to a call; raises the problem that keeps the algorithm's questions from an answer."""
+        assert self._broken is not None  # noqa: S101  # made with the actor
+        answering = asyncio.ensure_future(answer)
+        try:
+            await asyncio.wait((answering, self._broken), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                self._actor.cancel.remote()
+                self._broken.result()
+            return answering.result()
+        finally:
+            answering.cancel()
+
+    def _break(self, error: Exception) -> None:
+        """Fail the running call, and those to come."""
+        if self._broken is not None and not self._broken.done():
+            name = self._config.name
+            problem = AglError(f"algorithm {name!r} cannot be heard or answered on the Ray cluster: {error}")
+            problem.__cause__ = error
+            self._broken.set_exception(problem)
 
     def _now(self) -> Snapshot:
         context = self._given()
@@ -144,10 +175,14 @@ class _Placed:
 
     async def _listen(self) -> None:
         """Answer what the algorithm asks, and pass on what it tells, until its process is gone."""
-        with contextlib.suppress(ProcessGoneError):
+        try:
             while True:
                 for message in await answer_of(self._actor.receive.remote()):
                     self._take(message)
+        except ProcessGoneError:
+            return
+        except Exception as error:  # noqa: BLE001  # raised by the running call
+            self._break(error)
 
     def _take(self, message: Message) -> None:
         if message.name in ASKED:
@@ -167,8 +202,26 @@ class _Placed:
             value = await getattr(self._given(), message.name)(*message.args, **message.named)
         except Exception as error:  # noqa: BLE001  # raised where it was asked
             problem = error
-        with contextlib.suppress(ProcessGoneError):
-            await answer_of(self._actor.answer.remote(message.number, value, problem, self._now()))
+        try:
+            await self._send(message.number, value, problem)
+        except ProcessGoneError:
+            return
+        except Exception as error:  # noqa: BLE001  # raised where it was asked, or by the running call
+            _LOG.debug("the answer to %r cannot be sent as it is", message.name, exc_info=error)
+            self._validated = -1  # what went with it did not arrive
+            await self._send_instead(message.number, AglError(str(problem or error)))
+
+    async def _send_instead(self, number: int, problem: AglError) -> None:
+        """Send an error in place of an answer that cannot be sent."""
+        try:
+            await self._send(number, None, problem)
+        except ProcessGoneError:
+            return
+        except Exception as error:  # noqa: BLE001  # raised by the running call
+            self._break(error)
+
+    async def _send(self, number: int, value: Any, problem: Exception | None) -> None:
+        await answer_of(self._actor.answer.remote(number, value, problem, self._now()))
 
 
 class _ReversiblePlaced(_Placed):

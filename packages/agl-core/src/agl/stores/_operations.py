@@ -81,7 +81,7 @@ def enqueue(tables: Tables, rollouts: Sequence[Rollout]) -> list[Rollout]:
         known = new.get(rollout.rollout_id) or tables.rollout(rollout.rollout_id)
         if known is None:
             known = new[rollout.rollout_id] = rules.new_rollout(rollout, now=tables.now)
-        elif rules.definition(known) != rules.definition(rules.copied(rollout)):
+        elif not rules.is_same(rules.definition(known), rules.definition(rules.copied(rollout))):
             raise rules.conflict("rollout", rollout.rollout_id)
         stored.append(known)
     tables.add(list(new.values()))
@@ -267,7 +267,7 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     known = {recording.rollout.rollout_id: tables.rollout(recording.rollout.rollout_id) for recording in recordings}
     for recording in recordings:
         there, here = recording.rollout, known[recording.rollout.rollout_id]
-        if here is not None and rules.definition(here) != rules.definition(there):
+        if here is not None and not rules.is_same(rules.definition(here), rules.definition(there)):
             raise rules.conflict("rollout", there.rollout_id)
         if there.status == "running":
             raise ConflictError(f"rollout {there.rollout_id!r} is running; copy it once it has finished")
@@ -297,7 +297,7 @@ def publish(tables: Tables, versions: Sequence[ResourceVersion]) -> None:
         known = new.get(key) or tables.version(*key)
         if known is None:
             new[key] = version
-        elif known != version:
+        elif not rules.is_same(known, version):
             raise rules.conflict("resource version", f"{version.name}@{version.version}")
     for version in new.values():
         tables.add_version(version)

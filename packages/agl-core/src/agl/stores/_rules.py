@@ -40,6 +40,8 @@ MAX_SEQUENCE = (1 << 24) - 1
 
 MAX_COUNT = (1 << 63) - 1
 
+_NAN = object()
+
 _ID = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff/]{1,256}")
 
 _IDS: dict[type, Sequence[str]] = {
@@ -106,14 +108,32 @@ def encoded(value: object) -> bytes:
     """The value as bytes; raises :class:`StoreError` for what cannot be stored."""
     try:
         return codec.encode(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _unfit(value, error) from error
 
 
+def is_same(one: Struct, other: Struct) -> bool:
+    """True for two storable records with equal content; NaN equals itself here."""
+    return one == other or _comparable(codec.to_builtins(one)) == _comparable(codec.to_builtins(other))
+
+
+def _comparable(value: Any) -> Any:
+    """A JSON value with NaN replaced by an object that equals itself."""
+    if isinstance(value, dict):
+        return {key: _comparable(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [_comparable(item) for item in cast("list[Any]", value)]
+    return _NAN if isinstance(value, float) and math.isnan(value) else value
+
+
 def _unfit(value: object, error: Exception) -> StoreError:
+    try:
+        shown = str(value)[:200]
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists in lists
+        shown = "too large to show"
     return StoreError(
         f"{type(value).__name__} cannot be stored: {error}; values must be JSON: "
-        f"None, bool, int, float, str, list and dict with str keys; it was {str(value)[:200]}"
+        f"None, bool, int, float, str, list and dict with str keys; it was {shown}"
     )
 
 

@@ -1,8 +1,9 @@
 """Functions with which an agent reports rewards, observations, messages, objects and exceptions.
 
 Outside a rollout every emitter returns at once, whatever its arguments, so instrumented code runs unchanged in
-production. Inside, each records one span below the innermost one. Emitted text is scrubbed of credentials. Only
-invalid arguments raise; failures to record are logged.
+production. Inside, each records one span below the innermost one. Emitted text is scrubbed of credentials; halves of
+characters become escapes, and integers beyond 64 bits become text, because no store carries them. Only invalid
+arguments raise; failures to record are logged.
 """
 
 import math
@@ -134,7 +135,10 @@ def _finite(value: Any, *, what: str) -> float | None:
         return None
     if type(value) is not float and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
         raise CaptureError(f"{what} is {value!r} ({type(value).__name__}); pass a number, None, or a mapping of them.")
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CaptureError(f"{what} is no finite number ({error}); pass one, None, or a mapping of them.") from error
     if not math.isfinite(number):
         raise CaptureError(f"{what} is {number}; pass a finite number, or None when there is no reward.")
     return number

@@ -1,4 +1,4 @@
-"""Converts values and exceptions to JSON without credentials, as spans hold them."""
+"""Converts values and exceptions to what stores carry, without credentials, as spans hold them."""
 
 import time
 import traceback
@@ -8,12 +8,14 @@ from typing import Any, cast
 from agl._redact import redact
 from agl.schemas import SpanEvent
 
-_PLAIN = frozenset({str, int, float, bool, type(None)})
+_PLAIN = frozenset({float, bool, type(None)})
+_LEAST, _MOST = -(1 << 63), (1 << 64) - 1
+"""The integers that msgpack carries."""
 
 
 def error_fields(error: BaseException) -> dict[str, Any]:
     """The fields of a span that ended with ``error``: status, message, and an ``exception`` event."""
-    text, trace = redact(_text(error)), redact("".join(traceback.format_exception(error)))
+    text, trace = redact(_text(error)), redact(whole("".join(traceback.format_exception(error))))
     detail = {"exception.type": type(error).__qualname__, "exception.message": text, "exception.stacktrace": trace}
     event = SpanEvent(name="exception", time_ns=time.time_ns(), attributes=detail)
     return {"status": "error", "status_message": text, "events": (event,)}
@@ -21,16 +23,24 @@ def error_fields(error: BaseException) -> dict[str, Any]:
 
 def _text(value: object) -> str:
     try:
-        return str(value)
+        return whole(str(value))
     except Exception:  # noqa: BLE001  # isolation point: the agent's own class
         return f"<{type(value).__qualname__}: its __str__ raised>"
 
 
+def whole(text: str) -> str:
+    """``text`` with halves of characters, which no store carries, as escapes such as ``\\udcff``."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
 def plain(value: Any) -> Any:
-    """A copy of ``value`` that JSON can carry, without credentials; other types become their text."""
+    """A copy of ``value`` that stores carry, without credentials.
+
+    Other types become their text, and so do integers beyond 64 bits. Halves of characters become escapes.
+    """
     if type(value) is str:
-        return redact(value)
-    if type(value) in _PLAIN:
+        return redact(whole(value))
+    if type(value) in _PLAIN or (type(value) is int and _LEAST <= value <= _MOST):
         return value
     if isinstance(value, Mapping):
         return {_text(key): plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}

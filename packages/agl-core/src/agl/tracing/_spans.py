@@ -4,10 +4,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from agl import semconv
 from agl.errors import CaptureError
-from agl.schemas import Dialect, Json, ModelCall, Reward, Span
+from agl.schemas import Dialect, Json, ModelCall, Reward, Span, encode
 from agl.schemas._ids import new_span_id
+from agl.tracing._span_values import whole
 
 _OPERATIONS: dict[Dialect, str] = {"completions": semconv.OP_TEXT_COMPLETION, "embeddings": semconv.OP_EMBEDDINGS}
 
@@ -53,9 +56,12 @@ def make_reward_span(
 ) -> Span:
     """A reward as a span, by the GenAI conventions for evaluations.
 
+    Numbers of other types become floats, and halves of characters become escapes.
+
     Raises:
-        CaptureError: The reward is NaN or infinite.
+        CaptureError: The reward is NaN or infinite, or holds what is no number.
     """
+    reward = _carried(reward, rollout_id)
     check_reward(reward, rollout_id)
     now, name = time.time_ns(), reward.name or "reward"
     attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: name}
@@ -75,6 +81,32 @@ def make_reward_span(
         attributes=attributes,
         reward=reward,
     )
+
+
+def _carried(reward: Reward, rollout_id: str) -> Reward:
+    """The reward as stores carry it; the same object where they carry it as it is."""
+    try:
+        encode(reward)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    else:
+        return reward
+    try:
+        carried = replace(
+            reward,
+            value=None if reward.value is None else float(reward.value),
+            name=whole(reward.name),
+            dimensions={whole(key): None if part is None else float(part) for key, part in reward.dimensions.items()},
+            weights={whole(key): float(part) for key, part in reward.weights.items()},
+            feedback=whole(reward.feedback),
+        )
+        encode(carried)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise CaptureError(
+            f"the reward {reward.name!a} of rollout {rollout_id!r} cannot be stored: {error}; give finite numbers "
+            "with texts as names and feedback"
+        ) from error
+    return carried
 
 
 def check_reward(reward: Reward | None, rollout_id: str) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from agl import semconv
 from agl.contracts import Tracer, Upstream
-from agl.errors import RunError
+from agl.errors import CaptureError, RunError
 from agl.schemas import (
     LLM,
     Attempt,
@@ -39,6 +39,7 @@ from agl_run.replay.script import Script
 from agl_run.runners.agent import LoadedAgent
 from agl_run.runners.refusals import RefusedCalls
 from agl_run.runners.result import describe_error, read_result
+from agl_run.runners.storable import storable_span
 from agl_run.runners.threads import AgentThreads
 
 STOP_GRACE_S = 5.0
@@ -77,7 +78,7 @@ async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *,
 
     Never raises for an error of the agent. Cancelling this coroutine stops the agent, then re-raises.
     """
-    refused = RefusedCalls(scope.recorder.record, has_gateway=bool(scope.gateway_url))
+    refused = RefusedCalls(_recording(scope.recorder), has_gateway=bool(scope.gateway_url))
     active = _active(rollout, attempt, scope, record=refused.record)
     resources = bind_resources(scope.resources, token=scope.token)
     started = time.time_ns()
@@ -94,6 +95,11 @@ async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *,
         error=error,
         spans=(root, *scope.recorder.drain(), *extra.rewards),
     )
+
+
+def _recording(recorder: SpanRecorder) -> Callable[[Span], None]:
+    """Return what records spans as a store carries them."""
+    return lambda span: recorder.record(storable_span(span))
 
 
 def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
@@ -254,10 +260,10 @@ def _read(
         return status, error, _ResultSpans({}, ())
     try:
         result = read_result(value)
-    except RunError as wrong:
+        rewards = () if result.reward is None else (reward_span(active, result.reward),)
+    except (CaptureError, RunError) as wrong:
         return "failed", describe_error(wrong), _ResultSpans({}, ())
     attributes = {} if result.output is None else {semconv.OUTPUT: result.output}
-    rewards = () if result.reward is None else (reward_span(active, result.reward),)
     return status, error, _ResultSpans(attributes, rewards)
 
 

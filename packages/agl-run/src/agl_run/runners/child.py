@@ -9,9 +9,12 @@ import sys
 import threading
 from typing import BinaryIO
 
+import msgspec
+
 from agl import PluginManager
 from agl.contracts import Tracer
-from agl.errors import AglError
+from agl.errors import AglError, RunError
+from agl.schemas import Outcome
 from agl.tracing import SpanRecorder
 from agl_run.importing import install_tracers
 from agl_run.messages import value_for_agent
@@ -21,6 +24,7 @@ from agl_run.runners.connections import separate_loops
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_to_child
 from agl_run.runners.result import describe_error
 from agl_run.runners.setup import client_environment, environment
+from agl_run.runners.storable import fault_of, storable_outcome, storable_span
 
 FLUSH_S = 1.0
 
@@ -98,8 +102,7 @@ async def _serve(
         flusher = asyncio.create_task(_flush_loop(recorder, write))
         with environment(_credentials(start, message.token)):
             outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)
-        flusher.cancel()
-        write(frame(ChildDone(outcome=outcome)))
+        write(frame(ChildDone(outcome=_sendable(await _flushed(flusher, outcome)))))
 
 
 def _credentials(start: ChildStart, token: str) -> dict[str, str]:
@@ -110,9 +113,25 @@ def _credentials(start: ChildStart, token: str) -> dict[str, str]:
 async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:
     while True:
         await asyncio.sleep(FLUSH_S)
-        spans = recorder.drain()
+        spans = tuple(map(storable_span, recorder.drain()))
         if spans:
-            write(frame(ChildSpans(spans=tuple(spans))))
+            write(frame(ChildSpans(spans=spans)))
+
+
+async def _flushed(flusher: "asyncio.Task[None]", outcome: Outcome) -> Outcome:
+    """Stop a flusher and return the outcome; a failed one, without the spans that were lost, if the flusher broke."""
+    flusher.cancel()
+    (problem,) = await asyncio.gather(flusher, return_exceptions=True)
+    if not isinstance(problem, Exception):
+        return outcome
+    return msgspec.structs.replace(outcome, status="failed", error=describe_error(problem))
+
+
+def _sendable(outcome: Outcome) -> Outcome:
+    fault = fault_of(outcome)
+    if not fault:
+        return outcome
+    return storable_outcome(outcome, RunError(f"the attempt's outcome cannot be stored: {fault}")) or outcome
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 The program finds the model through ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (and Anthropic's two), its task as JSON
 on standard input and in the file that ``AGL_TASK_FILE`` names, and may print its answer. If the last line that it
-prints is a JSON object with a ``reward`` (a number or a dict of numbers), that is its reward.
+prints is a JSON object with a ``reward`` (a number or a dict of numbers, ``null`` for none), that is its reward. Any
+other ``reward`` there is an error, and so is a line with an object that is longer than 1 MiB.
 """
 
 import asyncio
@@ -10,11 +11,12 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
 from agl import semconv
-from agl.errors import ConfigError, RunError
+from agl.errors import CaptureError, ConfigError, RunError
 from agl.schemas import (
     AttemptStatus,
     Claim,
@@ -29,7 +31,7 @@ from agl.tracing import make_reward_span, redact
 from agl_run.runners.attempt import upstreams_of
 from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.kept import KeptProcess
-from agl_run.runners.printed import PrintedText
+from agl_run.runners.printed import LINE, PrintedText
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
 from agl_run.runners.spool import Spool
@@ -79,11 +81,11 @@ class CommandRunner:
             )
         self._running.add(kept)
         try:
-            status, error, output = await self._watch(kept.process, task, rollout.retry.timeout_s)
+            status, error, printed = await self._watch(kept.process, task, rollout.retry.timeout_s)
         finally:
             await kept.stop()
             self._running.discard(kept)
-        return _outcome(root, status, error, output, spool.read())
+        return _outcome(root, status, error, printed, spool.read())
 
     def _environment(self, claim: Claim, folder: Path, root: Span, spool: Spool) -> dict[str, str]:
         setup, rollout = self._setup, claim.rollout
@@ -107,21 +109,20 @@ class CommandRunner:
 
     async def _watch(
         self, process: asyncio.subprocess.Process, task: bytes, limit: float | None
-    ) -> tuple[AttemptStatus, ErrorInfo | None, str]:
+    ) -> tuple[AttemptStatus, ErrorInfo | None, PrintedText]:
         printed, complaints = PrintedText(), PrintedText()
         try:
             async with asyncio.timeout(limit):
                 await _converse(process, task, printed, complaints)
         except TimeoutError:
             text = f"the command ran longer than {limit:g} s and was stopped"
-            return "timeout", ErrorInfo(type="TimeoutError", message=text), redact(printed.text())
-        output = redact(printed.text())
+            return "timeout", ErrorInfo(type="TimeoutError", message=text), printed
         if process.returncode == 0:
-            return "succeeded", None, output
+            return "succeeded", None, printed
         tail = redact(complaints.text())
         last = tail.strip().splitlines()[-1] if tail.strip() else "it printed nothing on standard error"
         text = f"the command ended with exit code {process.returncode}: {last}"
-        return "failed", ErrorInfo(type="ProcessExit", message=text, traceback=tail), output
+        return "failed", ErrorInfo(type="ProcessExit", message=text, traceback=tail), printed
 
     async def stop(self) -> None:
         """Stop every running program."""
@@ -149,32 +150,45 @@ async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
     stdin.close()
 
 
-def _outcome(root: Span, status: AttemptStatus, error: ErrorInfo | None, output: str, spooled: list[Span]) -> Outcome:
+def _outcome(
+    root: Span, status: AttemptStatus, error: ErrorInfo | None, printed: PrintedText, spooled: list[Span]
+) -> Outcome:
     rewards: list[Span] = []
     if status == "succeeded":
         try:
-            rewards = _printed_rewards(root, output)
-        except RunError as wrong:
+            rewards = _printed_rewards(root, printed)
+        except (CaptureError, RunError) as wrong:
             status, error = "failed", describe_error(wrong)
     closed = msgspec.structs.replace(
         root,
         end_ns=time.time_ns(),
         status="ok" if status == "succeeded" else "error",
         status_message="" if error is None else error.message,
-        attributes={semconv.OUTPUT: output},
+        attributes={semconv.OUTPUT: redact(printed.text())},
     )
     return Outcome(attempt_id=root.attempt_id, status=status, error=error, spans=(closed, *spooled, *rewards))
 
 
-def _printed_rewards(root: Span, output: str) -> list[Span]:
-    lines = output.strip().splitlines()
+def _printed_rewards(root: Span, printed: PrintedText) -> list[Span]:
+    line = printed.last_line
+    if len(line) > LINE and line.startswith(b"{") and printed.text().rstrip().endswith("}"):
+        raise RunError(
+            f"the last line that the command printed is longer than {LINE} bytes, so that no reward in it is read; "
+            'print the reward on a line of its own behind it, as in {"reward": 1.0}'
+        )
     try:
-        last = json.loads(lines[-1]) if lines else None
-    except ValueError:
+        last: Any = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
         return []
-    if not isinstance(last, dict) or "reward" not in last:
+    if not isinstance(last, dict):
         return []
-    reward = read_result(last["reward"]).reward
+    given = cast("dict[str, Any]", last).get("reward")
+    if given is None:
+        return []
+    reward = read_result(given).reward
     if reward is None:
-        return []
+        raise RunError(
+            f"the command printed the reward {str(given)[:80]!a} ({type(given).__name__}); print a number, a dict of "
+            "numbers, or null for no reward"
+        )
     return [make_reward_span(root.rollout_id, root.attempt_id, reward, trace_id=root.trace_id, parent_id=root.span_id)]

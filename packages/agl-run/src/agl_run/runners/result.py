@@ -1,5 +1,6 @@
 """Interprets an agent's return value, and describes its failure."""
 
+import math
 import traceback
 from collections.abc import Mapping
 from numbers import Real
@@ -8,7 +9,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from agl.errors import RunError
-from agl.schemas import ErrorInfo, Json, Record, Reward, to_json
+from agl.schemas import ErrorInfo, Json, Record, Reward, encode, to_json
 
 MAX_TRACEBACK = 20_000
 """Characters kept of a traceback: its end, where the error is."""
@@ -27,7 +28,7 @@ def read_result(value: Any) -> AgentResult:
     A number is the reward, a dict of numbers its dimensions, ``None`` is neither; any other JSON value is the output.
 
     Raises:
-        RunError: The value is none of these, or a number that is not finite.
+        RunError: The value is none of these, a number that is not finite, or an output that no store carries.
     """
     if value is None:
         return AgentResult()
@@ -44,20 +45,32 @@ def read_reward(value: Any) -> Reward | None:
     if isinstance(value, Reward):
         return value
     if isinstance(value, Real):
-        return Reward(value=float(value), name="return")
+        return Reward(value=_float(value), name="return")
     if _is_dimensions(value):
-        return Reward(value=None, name="return", dimensions={str(key): float(part) for key, part in value.items()})
+        return Reward(value=None, name="return", dimensions={str(key): _float(part) for key, part in value.items()})
     return None
 
 
+def _float(value: Any) -> float:
+    """Return a number as a float; one beyond their range is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def describe_error(error: BaseException) -> ErrorInfo:
-    """Convert an exception to data, with secrets removed and long tracebacks cut at the front."""
-    from agl.tracing import redact
+    """Convert an exception to data that stores carry, with secrets removed and long tracebacks cut at the front."""
+    from agl.tracing import plain
 
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001  # the attempt boundary: the agent's own class
+        message = f"{name}, whose __str__ raised"
     text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
-    return ErrorInfo(type=name, message=redact(str(error)) or f"{name} without a message", traceback=redact(text))
+    return ErrorInfo(type=name, message=plain(message) or f"{name} without a message", traceback=plain(text))
 
 
 def _is_dimensions(value: Any) -> TypeGuard[Mapping[Any, Real]]:
@@ -79,9 +92,16 @@ def _json(value: Any) -> Json:
     try:
         plain = msgspec.to_builtins(value, enc_hook=_text)
         to_json(plain)
-    except (TypeError, ValueError, NotImplementedError, msgspec.MsgspecError):
+    except (TypeError, ValueError, NotImplementedError, RecursionError, msgspec.MsgspecError):
         raise RunError(
             f"the agent returned {type(value).__name__}, which is neither a number (the reward), a dict of numbers, "
             "None nor a JSON value (the output); return one of these"
+        ) from None
+    try:
+        encode(plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RunError(
+            f"the agent returned {type(value).__name__} that no store carries: {error}; return integers of at most 64 "
+            "bits, or text in their place"
         ) from None
     return plain

@@ -14,7 +14,7 @@ import msgspec
 
 from agl.contracts import RewardEmitter, Runner, Store
 from agl.episodes import find_disagreement
-from agl.errors import FencedError, GatewayLostError, NoModelCallsError, StoreError
+from agl.errors import FencedError, GatewayLostError, NoModelCallsError, NotFoundError, StoreError
 from agl.schemas import Claim, Outcome, Rollout, Span, decode, encode, new_trace_id
 from agl.stores import all_spans
 from agl.tracing import make_reward_span
@@ -25,6 +25,7 @@ from agl_run.runners.places import Places
 from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
 from agl_run.runners.setup import SettlingGateway
+from agl_run.runners.storable import storable_outcome
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -192,12 +193,21 @@ class Worker:
             held = list(self._running)
             if not held:
                 continue
-            kept = set(await self._setup.store.renew(held, lease_s=LEASE_S))
+            kept = set(await self._renew(held))
             for attempt_id in held:
                 task = self._running.get(attempt_id)
                 if attempt_id not in kept and task is not None:
                     _LOG.info("attempt %s was taken from this worker; stopping it", attempt_id)
                     task.cancel()
+
+    async def _renew(self, held: Sequence[str]) -> list[str]:
+        """Renew leases and return those that are held on; an attempt that was removed costs no other its lease."""
+        try:
+            return await self._setup.store.renew(held, lease_s=LEASE_S)
+        except NotFoundError:
+            if len(held) == 1:
+                return []
+        return [kept for own in await asyncio.gather(*(self._renew([each]) for each in held)) for kept in own]
 
     async def _run(self, claim: Claim) -> None:
         try:
@@ -248,13 +258,26 @@ class Worker:
 
     async def _finish(self, outcome: Outcome) -> None:
         try:
-            rollouts = await self._setup.store.finish([outcome])
-        except FencedError:
-            _LOG.info("attempt %s was decided elsewhere; its outcome here is dropped", outcome.attempt_id)
+            rollouts = await self._write(outcome)
+        except (FencedError, NotFoundError) as error:
+            _LOG.info("the outcome of attempt %s is dropped: %s", outcome.attempt_id, error)
             return
         for rollout in rollouts:
             if rollout.is_finished:
                 self._setup.finished(rollout)
+
+    async def _write(self, outcome: Outcome) -> list[Rollout]:
+        """Write an outcome; one with contents that the store refuses is written as a failure without them."""
+        try:
+            return await self._setup.store.finish([outcome])
+        except (FencedError, NotFoundError):
+            raise
+        except Exception as error:  # a store may raise anything for what it cannot encode
+            fitting = storable_outcome(outcome, error)
+            if fitting is None:
+                raise
+            self._warnings.add(outcome.attempt_id, error)
+        return await self._setup.store.finish([fitting])
 
     async def _give_back(self, claim: Claim, error: Exception | None = None) -> None:
         described = None if error is None else describe_error(error)

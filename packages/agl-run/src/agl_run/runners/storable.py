@@ -1,0 +1,86 @@
+"""Makes what an attempt recorded fit for a store, so that an odd value costs a part of one span and not a run.
+
+A store carries what msgpack carries: no integers beyond 64 bits, no halves of characters, no objects. These become
+text where :func:`agl.tracing.plain` can make it, the rest is left out, and the span says so.
+"""
+
+from typing import Any, cast
+
+import msgspec
+
+from agl.errors import ConflictError
+from agl.schemas import ErrorInfo, ModelCall, Outcome, Span, encode, rollout_id_of
+from agl.tracing import plain
+from agl_run.runners.result import describe_error
+
+NOT_STORED = "agl.not_stored"
+"""On a span of which a store carries a part only: the reason."""
+
+_ENDED_OTHERWISE = ("failed", "timeout", "lost", "cancelled")
+
+
+def storable_span(span: Span) -> Span:
+    """Return the span as it is if a store carries it; else what a store carries of it, with the reason."""
+    fault = fault_of(span)
+    if not fault:
+        return span
+    parts: dict[str, Any] = {name: getattr(span, name) for name in span.__struct_fields__}
+    parts |= {name: plain(parts[name]) for name in ("span_id", "name", "status_message")}
+    parts["attributes"] = _fitting(span.attributes) | {NOT_STORED: plain(fault)}
+    parts["call"] = None if span.call is None else _fitting_call(span.call)
+    return Span(**{name: value for name, value in parts.items() if not fault_of(value)})
+
+
+def storable_outcome(outcome: Outcome, refusal: Exception) -> Outcome | None:
+    """Return an outcome that a store takes in place of one that it refused; ``None`` if nothing in it is wrong.
+
+    A success becomes a failure with the refusal as its error. Spans of other attempts, and those with a reward that is
+    no finite number, are left out.
+    """
+    own = [span for span in outcome.spans if _is_own(span, outcome.attempt_id)]
+    spans = tuple(storable_span(span) for span in own)
+    if spans == outcome.spans and not fault_of(outcome.error) and not isinstance(refusal, ConflictError):
+        return None
+    if outcome.status not in _ENDED_OTHERWISE:
+        error = describe_error(refusal)
+        return Outcome(attempt_id=outcome.attempt_id, status="failed", error=error, spans=spans)
+    return msgspec.structs.replace(outcome, error=_storable_error(outcome.error), spans=spans)
+
+
+def fault_of(value: object) -> str:
+    """Return why a store cannot carry a value; ``""`` if it can."""
+    try:
+        encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _fitting(value: Any) -> Any:
+    """Return a JSON value as a store carries it; of one that is too deep, the entries that are not."""
+    try:
+        return plain(value)
+    except RecursionError:
+        entries = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+        return {key: item for key, item in entries.items() if not fault_of((key, item))}
+
+
+def _fitting_call(call: ModelCall) -> ModelCall:
+    """Return a call with bodies that a store carries; its tokens stay as they are."""
+    if not fault_of(call):
+        return call
+    return msgspec.structs.replace(call, request=_fitting(call.request), response=_fitting(call.response))
+
+
+def _is_own(span: Span, attempt_id: str) -> bool:
+    is_named = span.attempt_id == attempt_id and span.rollout_id == rollout_id_of(attempt_id)
+    try:
+        return is_named and not (span.reward is not None and span.reward.fault)
+    except TypeError:  # a value that is no number
+        return False
+
+
+def _storable_error(error: ErrorInfo | None) -> ErrorInfo | None:
+    if error is None:
+        return None
+    return ErrorInfo(type=plain(error.type), message=plain(error.message), traceback=plain(error.traceback))
