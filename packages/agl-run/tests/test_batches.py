@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agl.errors import StoreError
 from agl_run.sql import Batches
 
 
@@ -64,6 +65,38 @@ def test_work_is_reverted_if_its_caller_is_cancelled(turns: int, is_reverted: bo
     else:
         assert answer == "claim"
         assert ["claim", "next"] == book.done
+
+
+class BusyError(Exception):
+    """Raised by a book that somebody else is reading."""
+
+
+@pytest.mark.parametrize(
+    ("failure", "tries"),
+    [(ValueError, [["a", "b"], ["a"], ["b"]]), (BusyError, [["a", "b"]]), (StoreError, [["a", "b"]])],
+)
+def test_batch_is_done_again_one_by_one_unless_no_item_causes_the_failure(
+    failure: type[Exception], tries: list[list[str]]
+) -> None:
+    done: list[list[str]] = []
+    came, may = threading.Event(), threading.Event()
+
+    def act(names: Sequence[str]) -> list[Any]:
+        done.append(list(names))
+        if names == ["first"]:
+            came.set()
+            assert may.wait(timeout=10)
+            return ["first"]
+        raise failure
+
+    batches = Batches(act, shown_url="book://", is_shared=lambda error: isinstance(error, BusyError))
+    batches.submit("first")
+    assert came.wait(timeout=10)
+    answers = [batches.submit(name) for name in "ab"]
+    may.set()
+    assert [failure, failure] == [type(answer.exception(timeout=10)) for answer in answers]
+    assert [["first"], *tries] == done
+    batches.close()
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -57,6 +58,17 @@ async def main():
     await store.close()
 
 asyncio.run(main())
+"""
+
+FULL = """
+import resource, sys
+from agl_run import SQLiteStore
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+try:
+    SQLiteStore(sys.argv[1])
+except Exception as error:
+    print(error)
 """
 
 
@@ -196,6 +208,29 @@ def test_store_in_the_place_of_a_removed_one_lost_nothing(tmp_path: Path) -> Non
         assert (0, "") == await reopen(path)
 
     asyncio.run(body())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always on a full disk")
+def test_writes_are_answered_though_the_record_beside_the_file_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "runs.db-acknowledged").symlink_to("/dev/full")
+
+    async def body() -> None:
+        store = await write(tmp_path / "runs.db", rollouts=3)
+        claims = await asyncio.gather(*(store.claim(worker="w") for _ in range(3)))
+        assert ["ro-000.1", "ro-001.1", "ro-002.1"] == sorted(claim.attempt.attempt_id for (claim,) in claims)
+        await store.close()
+
+    asyncio.run(body())
+    assert 1 == caplog.text.count("would go unnoticed")
+    assert "No space left on device" in caplog.text
+
+
+def test_error_of_a_disk_that_is_full_at_the_first_opening_is_not_hidden(tmp_path: Path) -> None:
+    pytest.importorskip("resource", reason="bounds the size of files")
+    said, _ = spawn(FULL, url_of(tmp_path / "runs.db")).communicate(timeout=120)
+    assert "failed with 'disk I/O error'" in said  # what SQLite says where a file may grow no further
 
 
 def test_removed_rollouts_are_no_lost_changes(tmp_path: Path) -> None:
@@ -362,6 +397,20 @@ def test_unusable_files_are_refused_with_a_next_step(tmp_path: Path) -> None:
             SQLiteStore(url)
 
 
+@pytest.mark.parametrize("tail", ["?busy_s=60", "?key=/etc/key", "#old", "?"])
+def test_url_with_options_is_refused_and_makes_no_file(tmp_path: Path, tail: str) -> None:
+    path = tmp_path / "runs.db"
+    with pytest.raises(StoreError, match=f"has no options.*write {re.escape(url_of(path))}, or rename"):
+        SQLiteStore(url_of(path) + tail)
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_folder_may_have_the_characters_of_options_in_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "C# or not?" / "runs.db"
+    asyncio.run(SQLiteStore(url_of(path)).close())
+    assert path.exists()
+
+
 def test_locked_file_is_waited_for_then_named(tmp_path: Path) -> None:
     path = tmp_path / "runs.db"
 
@@ -374,6 +423,24 @@ def test_locked_file_is_waited_for_then_named(tmp_path: Path) -> None:
         other.execute("ROLLBACK")
         other.close()
         await store.enqueue([Rollout(rollout_id="a", task=None)])
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_calls_that_wait_together_wait_once_for_a_locked_file(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+
+    async def main() -> None:
+        store = SQLiteStore(url_of(path), busy_s=0.5)
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        begin = time.monotonic()
+        calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(60)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert time.monotonic() - begin < 15.0  # and not 60 times half a second
+        assert {(StoreError, True)} == {(type(each), "another process" in str(each)) for each in answers}
+        other.close()
         await store.close()
 
     asyncio.run(main())

@@ -11,8 +11,10 @@ from functools import partial
 import psycopg
 import pytest
 
+from agl.contracts import RolloutQuery
 from agl.errors import StoreError
 from agl.schemas import Rollout
+from agl_store_postgres import connections, writer
 from agl_store_postgres.store import PostgresStore
 from agl_testing.waiting import eventually
 
@@ -123,6 +125,58 @@ def test_locked_tables_are_waited_for_then_named(url: str) -> None:
             with pytest.raises(StoreError, match="canceling statement"):
                 await waiting
         await store.enqueue([Rollout(rollout_id="b", task=None)])
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_calls_that_wait_together_wait_once_for_locked_tables(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(connections._SETTINGS, "lock_timeout", "500ms")
+
+    async def body() -> None:
+        store = PostgresStore(url)
+        with psycopg.connect(url.partition("?")[0]) as other:
+            other.execute(f"LOCK TABLE {url.rpartition('=')[2]}.rollouts".encode())
+            begin = time.monotonic()
+            calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(60)]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert time.monotonic() - begin < 15.0, "and not 60 times half a second"
+        assert {(StoreError, True)} == {(type(each), "holds a lock" in str(each)) for each in answers}
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_calls_that_wait_together_are_not_tried_one_by_one_on_a_server_that_breaks_each_connection(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def breaking(db: connections.Connection, changes: object, **settings: object) -> None:
+        tries.append(db.info.backend_pid)
+        db.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    async def body() -> None:
+        store = PostgresStore(url)
+        monkeypatch.setattr(writer, "commit", breaking)
+        monkeypatch.setattr(writer, "RESTART_WAIT_S", 0.0)
+        calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(10)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert {(StoreError, True)} == {(type(each), "cannot be reached" in str(each)) for each in answers}
+        assert len(tries) <= 2, "one for the first call, and one for all that came meanwhile"
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_read_that_fails_before_it_reaches_the_server_leaves_no_old_snapshot_behind(url: str) -> None:
+    async def body() -> None:
+        store = PostgresStore(f"{url}&readers=1")
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        with pytest.raises(StoreError, match="surrogate"):
+            await store.spans("\ud800")
+        await store.enqueue([Rollout(rollout_id="b", task=None)])
+        assert ["a", "b"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
         await store.close()
 
     asyncio.run(body())

@@ -1,8 +1,11 @@
 """Many store objects at once, as on many machines: one order of changes, no collision that anybody hears of."""
 
 import asyncio
+import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psycopg
 import pytest
@@ -137,6 +140,44 @@ def test_lease_that_another_object_gave_lapses_for_whoever_waits(url: str, monke
         await two.close()
 
     asyncio.run(body())
+
+
+def test_commit_wakes_whoever_waits_with_more_open_files_than_select_takes(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener, "LOOK_S", 60.0)  # who is woken need not look
+
+    async def body() -> None:
+        one, two = PostgresStore(url), PostgresStore(url)
+        waiting = asyncio.create_task(two.claim(worker="two", wait_s=300))
+        await asyncio.sleep(0.5)
+        await one.enqueue([rollout("a")])
+        begin = time.monotonic()
+        assert ["a"] == [claim.rollout.rollout_id for claim in await waiting]
+        assert time.monotonic() - begin < 30
+        await one.close()
+        await two.close()
+
+    with many_open_files(1100):
+        asyncio.run(body())
+    assert "" == caplog.text
+
+
+@contextmanager
+def many_open_files(count: int) -> Iterator[None]:
+    """Hold so many files open that what is opened next has a greater number."""
+    resource = pytest.importorskip("resource", reason="files are numbered")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * count:
+        pytest.skip(f"this system lets a process open {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * count), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_rollout_that_was_locked_when_a_claim_looked_is_found_later(url: str) -> None:

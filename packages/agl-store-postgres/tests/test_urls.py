@@ -33,6 +33,11 @@ def test_defaults_are_filled_in_and_the_url_wins() -> None:
     assert ("agl", 4, "postgresql://db.example/runs") == (target.schema, target.readers, target.shown)
 
 
+def test_plus_stands_for_itself_as_for_libpq() -> None:
+    target = target_of("postgresql://db.example/runs?password=a+b%2Bc%20d&schema=team+a")
+    assert ("a+b+c d", "team+a") == (conninfo_to_dict(target.conninfo)["password"], target.schema)
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [

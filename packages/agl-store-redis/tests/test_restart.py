@@ -4,6 +4,8 @@ import asyncio
 import random
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -13,7 +15,7 @@ from agl.schemas import RetryPolicy, Rollout
 from agl_store_redis import connections, scripts, writing
 from agl_store_redis.store import RedisStore
 from agl_testing.stores.samples import make_span, outcome_of
-from agl_testing.waiting import eventually
+from agl_testing.waiting import eventually, wait_until
 
 from .conftest import Server
 
@@ -130,6 +132,100 @@ def test_answer_that_was_lost_with_the_connection_is_found_again(
         assert ["r1", "r2"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
         statuses = [change.status for change in await store.changes() if change.key == "r1"]
         assert ["queued", "running"] == statuses
+        await store.close()
+
+    asyncio.run(body())
+
+
+class Service:
+    """A port that stands for one server at a time, as a name does; connections stay with the server that they have."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._joined = 0
+
+    async def start(self) -> int:
+        self._listener = await asyncio.start_server(self._join, "127.0.0.1", 0)
+        return self._listener.sockets[0].getsockname()[1]
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self.server.port)
+        self._joined += 1
+        await asyncio.gather(self._pass_on(reader, there[1]), self._pass_on(there[0], writer))
+        self._joined -= 1
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def stop(self) -> None:
+        """Stop once everybody has closed their connections."""
+        self._listener.close()
+        await eventually(lambda: not self._joined)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Server, Server]]:
+    """A primary and its replica."""
+    with ExitStack() as started:
+        primary, replica = (Server(repl_diskless_sync_delay="0") for _ in range(2))
+        for each in (primary, replica):
+            started.callback(each.remove)
+        replica.run("REPLICAOF", "127.0.0.1", primary.port)
+        wait_until(lambda: replica.run("INFO", "replication")["master_link_status"] == "up")
+        yield primary, replica
+
+
+def test_store_goes_to_the_new_primary_when_its_own_becomes_a_replica(pair: tuple[Server, Server]) -> None:
+    primary, replica = pair
+
+    def exchange() -> None:
+        assert 1 == primary.run("WAIT", 1, 10_000)
+        replica.run("REPLICAOF", "NO", "ONE")
+        primary.run("REPLICAOF", "127.0.0.1", 1)  # so that what is read from it is old
+
+    async def body() -> None:
+        service = Service(primary)
+        port = await service.start()
+        store = await asyncio.to_thread(RedisStore, f"redis://127.0.0.1:{port}/0")
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        waiting = asyncio.create_task(store.changes(after=await store.cursor(), wait_s=300))
+        await asyncio.to_thread(exchange)
+        writing = asyncio.create_task(store.enqueue([Rollout(rollout_id="b", task=None)]))
+        await asyncio.sleep(0.3)
+        assert not writing.done()
+        service.server = replica
+        await writing
+        assert ["a", "b"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
+        begin = time.monotonic()
+        assert ["b"] == [change.key for change in await waiting]
+        assert time.monotonic() - begin < 60
+        assert ["a", "b"] == [claim.rollout.rollout_id for claim in await store.claim(worker="w", limit=2)]
+        await store.close()
+        await service.stop()
+
+    asyncio.run(body())
+    assert b"2" == replica.run("HGET", "{agl}:meta", "seq")
+
+
+def test_primary_that_stays_a_replica_is_named(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    primary, replica = pair
+    monkeypatch.setattr(connections, "RESTART_WAIT_S", 0.5)
+
+    async def body() -> None:
+        store = RedisStore(primary.url())
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        replica.run("REPLICAOF", "NO", "ONE")
+        primary.run("REPLICAOF", "127.0.0.1", replica.port)
+        calls = [store.enqueue([Rollout(rollout_id=f"r{at}", task=None)]) for at in range(60)]
+        begin = time.monotonic()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert time.monotonic() - begin < 15, "calls that wait together wait once"
+        assert {(StoreError, True)} == {(type(each), "is a replica; name the primary" in str(each)) for each in answers}
         await store.close()
 
     asyncio.run(body())

@@ -48,6 +48,9 @@ def test_files_of_tls_are_passed_on_and_need_tls() -> None:
         ("/0?readers=0", "from 1 to 64"),
         ("/x", "the database"),
         ("/0?schema=a", "unknown option 'schema'"),
+        ("/0?prefix=a&durability=none&prefix=b", "option prefix more than once"),
+        ("/0?prefix=a#b", "write %23"),
+        ("/0#b", "write %23"),
         (":port/0", "cannot be read"),
         ("/word/0", "the database"),
     ],
@@ -56,6 +59,19 @@ def test_refused_url_says_why_without_its_password(rest: str, says: str) -> None
     with pytest.raises(ConfigError, match=says) as raised:
         target_of(f"redis://me:word-of-honour@host{rest}")
     assert "honour" not in str(raised.value)
+
+
+def test_user_with_a_fragment_is_not_taken_for_the_host() -> None:
+    with pytest.raises(ConfigError, match="write %23") as raised:
+        target_of("redis://user#x@prod/0")
+    assert "user" not in str(raised.value)
+    assert ("prod", "user#x") == tuple(
+        target_of("redis://user%23x@prod/0").address[name] for name in ("host", "username")
+    )
+
+
+def test_plus_stands_for_itself() -> None:
+    assert "/c++/ca.pem" == target_of("rediss://h?ca=/c++/ca.pem").address["ssl_ca_certs"]
 
 
 def test_password_with_characters_that_should_be_quoted_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

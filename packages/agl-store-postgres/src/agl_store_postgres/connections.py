@@ -97,6 +97,15 @@ def connect(target: DatabaseTarget) -> Connection:
     return connection
 
 
+def rolled_back(db: Connection) -> bool:
+    """Roll back, which also drops psycopg's failed prepared statements; returns false if the connection is gone."""
+    try:
+        db.rollback()
+    except psycopg.Error:
+        return False
+    return True
+
+
 def _text_of(query: Query, connection: Connection) -> str:
     """Return the text of a statement."""
     if isinstance(query, sql.Composable):

@@ -76,6 +76,13 @@ def is_collision(error: psycopg.Error) -> bool:
     )
 
 
+def is_shared(error: Exception) -> bool:
+    """Return true if no single operation causes the error: a lock was not given in time, or the server went away."""
+    if not isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+        return False
+    return isinstance(error, errors.LockNotAvailable) or is_passing(error)
+
+
 def explain(error: Exception, shown: str) -> Exception:
     """Turn an error of psycopg, or of text that it cannot send, into one with a remedy; return others unchanged."""
     if not isinstance(error, psycopg.Error | UnicodeEncodeError):

@@ -2,7 +2,7 @@
 
 import logging
 import math
-import select
+import selectors
 import socket
 import threading
 import time
@@ -136,7 +136,10 @@ class ChangeListener:
     def _pause(self, db: Connection, limit_s: float) -> None:
         wait_s = max(0.0, min(limit_s, self._deadline - time.monotonic()))
         if not self._heard:
-            select.select([db.fileno(), self._woken], [], [], wait_s)
+            with selectors.DefaultSelector() as selector:  # select.select refuses descriptors from 1024 on
+                for each in (db.fileno(), self._woken):
+                    selector.register(each, selectors.EVENT_READ)
+                selector.select(wait_s)
 
     def _take_messages(self, db: Connection) -> None:
         """Read the messages that came while this thread slept; :meth:`_hear` gets those that come with an answer."""

@@ -5,12 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psycopg
-
 from agl.stores import Reads
 from agl_run.sql import Look, OverdueError, answer_to
 from agl_store_postgres._reads import PostgresReads
-from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
+from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection, rolled_back
 from agl_store_postgres.faults import is_lost
 from agl_store_postgres.loading import NOW
 from agl_store_postgres.urls import DatabaseTarget
@@ -63,13 +61,15 @@ class BatchReader:
             db = connection.open()
             try:
                 return self._read_all(db, looks)
-            except psycopg.Error as error:
-                if not is_lost(error, db):
-                    db.rollback()
-                    raise
-                connection.drop()
-                if time.monotonic() > end:
-                    raise
+            except BaseException as error:
+                if is_lost(error, db):
+                    connection.drop()
+                    if time.monotonic() > end:
+                        raise
+                    continue
+                if not rolled_back(db):
+                    connection.drop()
+                raise
 
     def _connection(self) -> ThreadConnection:
         connection: ThreadConnection | None = getattr(self._local, "connection", None)

@@ -21,7 +21,7 @@ from agl.stores import Reads, Tables, TableStore, WakeUp, Work
 from agl_run.sql import Batches, Compaction, OverdueError
 from agl_store_postgres._shard_reads import MissingSpansError, ThreadShards, unnamed
 from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
-from agl_store_postgres.faults import explain
+from agl_store_postgres.faults import explain, is_shared
 from agl_store_postgres.layout import prepare
 from agl_store_postgres.listener import ChangeListener
 from agl_store_postgres.maintenance import compact, row_bytes, table_bytes
@@ -121,7 +121,13 @@ class _Sharded:
         self._shards = ThreadShards(self.placing, stopping=self._stopping)
         self._readers = [BatchReader(target.control, stopping=self._stopping, reads=self._shards.reads) for _ in "ab"]
         self._plain_reads, self._span_reads = (
-            Batches(reader, shown_url=target.shown, explain=self._explain, threads=target.control.readers)
+            Batches(
+                reader,
+                shown_url=target.shown,
+                explain=self._explain,
+                is_shared=is_shared,
+                threads=target.control.readers,
+            )
             for reader in self._readers
         )
         self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
@@ -187,7 +193,7 @@ class _Sharded:
             is_partitioned=self.placing.is_partitioned,
         )
         self._writers.append(writer)
-        return Batches(writer, shown_url=self.shown_url, explain=self._explain)
+        return Batches(writer, shown_url=self.shown_url, explain=self._explain, is_shared=is_shared)
 
     def _own_lane(self, number: int) -> Lane:
         """Return the lane for spans of a shard that is away; it waits for that shard, and others need not."""

@@ -20,7 +20,7 @@ from agl.stores import Reads, Tables, TableStore, WakeUp, Work
 from agl_run.sql import Batches, Compaction, OverdueError
 from agl_store_postgres._reads import PartitionedReads, PostgresReads
 from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
-from agl_store_postgres.faults import explain
+from agl_store_postgres.faults import explain, is_shared
 from agl_store_postgres.layout import prepare
 from agl_store_postgres.listener import ChangeListener
 from agl_store_postgres.maintenance import compact, row_bytes
@@ -95,10 +95,12 @@ class _Postgres:
             on_change=self._on_change,
             is_partitioned=self._is_partitioned,
         )
-        self._writer = Batches(self._write, shown_url=target.shown, explain=told)
+        self._writer = Batches(self._write, shown_url=target.shown, explain=told, is_shared=is_shared)
         reads = partial(PartitionedReads, aim=Aim()) if self._is_partitioned else PostgresReads
         self._read = BatchReader(target, stopping=self._stopping, reads=reads)
-        self._reader = Batches(self._read, shown_url=target.shown, explain=told, threads=target.readers)
+        self._reader = Batches(
+            self._read, shown_url=target.shown, explain=told, is_shared=is_shared, threads=target.readers
+        )
         self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
         self._listener = ChangeListener(target, feed=feed, wake_ups=(self.queued, self.changed), expire=self._expire)
         self._sweeper = Sweeper(self.sweep, shown=target.shown, quiet_s=QUIET_S)

@@ -122,7 +122,7 @@ def target_of(url: str) -> DatabaseTarget:
         raise ConfigError(f"the store's URL begins with {scheme[:20]!r} and not with postgresql://; write {_EXAMPLE}")
     own = {"schema": DEFAULT_SCHEMA, "readers": str(READERS), "pool": "session", "partition": ""}
     passed: list[tuple[str, str]] = []
-    for key, value in parse_qsl(query, keep_blank_values=True):
+    for key, value in parse_qsl(query.replace("+", "%2B"), keep_blank_values=True):  # to libpq a + is no space
         if key in own:
             own[key] = value
         else:

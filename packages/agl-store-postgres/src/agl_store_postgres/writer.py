@@ -19,7 +19,7 @@ import psycopg
 
 from agl.stores import Work, expire
 from agl_run.sql import Changes, LoadedTables, Needs, Packer, needs_of, perform
-from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
+from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection, rolled_back
 from agl_store_postgres.faults import is_collision, is_lost
 from agl_store_postgres.loading import Begun, begin, begin_lapsed
 from agl_store_postgres.partitions import Partitions
@@ -97,7 +97,7 @@ class BatchWriter:
             except BaseException as error:
                 self._packer.clear()
                 self._forget()
-                if is_lost(error, db) or not _rolled_back(db):
+                if is_lost(error, db) or not rolled_back(db):
                     self._connection.drop()
                     if time.monotonic() > end:
                         raise
@@ -170,12 +170,3 @@ class BatchWriter:
                     raise
                 continue
             time.sleep(_PAUSE_S)
-
-
-def _rolled_back(db: Connection) -> bool:
-    """Roll back, which also drops psycopg's failed prepared statements; returns false if the connection is gone."""
-    try:
-        db.rollback()
-    except psycopg.Error:
-        return False
-    return True

@@ -104,16 +104,27 @@ def _place(moved: MovedError, target: ServerTarget) -> dict[str, Any]:
     return {"host": host or target.address["host"], "port": int(port)}
 
 
+class Moves:
+    """Counts how often the writer found another server in charge; the store's other connections follow it."""
+
+    count = 0
+
+
 class ThreadConnection:
     """The connection of one thread of an open store, opened on demand.
 
     Args:
         stopping: Set when the store is closed; ends every wait for the server.
+        moves: Those of the store; a connection from before the last one is made anew.
     """
 
-    def __init__(self, target: ServerTarget, *, stopping: threading.Event, server: Server | None = None) -> None:
+    def __init__(
+        self, target: ServerTarget, *, stopping: threading.Event, moves: Moves, server: Server | None = None
+    ) -> None:
         self._target = target
         self._stopping = stopping
+        self._moves = moves
+        self._made_after = moves.count
         self._server = server
 
     @property
@@ -121,9 +132,17 @@ class ThreadConnection:
         """The connection in its current state; ``None`` if there is none."""
         return self._server
 
+    @property
+    def is_outdated(self) -> bool:
+        """True if another server may be in charge since the connection was made."""
+        return self._made_after != self._moves.count
+
     def open(self) -> Server:
         """Return the connection, opened on demand; raises :class:`StoreError` if the server stays unreachable."""
+        if self.is_outdated:
+            self.drop()
         if self._server is None:
+            self._made_after = self._moves.count
             self._server = connect_in_time(
                 lambda: connect(self._target), self._target, self._stopping, limit_s=RESTART_WAIT_S
             )

@@ -13,6 +13,8 @@ _ELSEWHERE = (
 )
 """Answers of a node that is not, or not yet, in charge of the store's slot."""
 
+_REPLICA = "read only replica"
+
 _LASTING = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 
 _HINTS: tuple[tuple[str, str], ...] = (
@@ -34,7 +36,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "misconf|no space left",
         "the server cannot write to its disk: free some space and see its log; acknowledged writes are safe",
     ),
-    ("read only replica", "that server is a replica; name the primary"),
+    (_REPLICA, "that server is a replica; name the primary"),
     ("wrongtype", "keys of another program begin with this prefix; choose another prefix in the URL"),
     ("select is not allowed|db index is out of range", "the server has no such database; write /0 in the URL"),
     ("name or service not known|nodename nor servname|no address", "correct the host in the URL"),
@@ -49,7 +51,16 @@ def is_lost(error: BaseException) -> bool:
     if isinstance(error, _LASTING):
         return False
     is_busy = isinstance(error, exceptions.ResponseError) and str(error).startswith("BUSY ")
-    return is_busy or isinstance(error, (*_LOST, *_ELSEWHERE))
+    return is_busy or is_elsewhere(error) or isinstance(error, _LOST)
+
+
+def is_elsewhere(error: BaseException) -> bool:
+    """Return true if another server is, or soon will be, the one to write to: a new connection may lead to it.
+
+    A primary that became a replica keeps its connections, while its name leads to the new primary.
+    """
+    is_of_replica = isinstance(error, exceptions.ResponseError) and _REPLICA in str(error)
+    return is_of_replica or isinstance(error, _ELSEWHERE)
 
 
 def is_passing(error: BaseException) -> bool:

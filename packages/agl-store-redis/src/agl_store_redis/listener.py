@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from agl.stores import WakeUp
-from agl_store_redis.connections import Server, ThreadConnection
+from agl_store_redis.connections import Moves, Server, ThreadConnection
 from agl_store_redis.reader import read_clock
 from agl_store_redis.urls import ServerTarget
 from agl_store_redis.writing import read_message
@@ -33,11 +33,14 @@ class ChangeListener:
         expire: Submits the decision of overdue attempts; returns at once.
     """
 
-    def __init__(self, target: ServerTarget, *, wake_ups: tuple[WakeUp, WakeUp], expire: Callable[[], object]) -> None:
+    def __init__(
+        self, target: ServerTarget, *, wake_ups: tuple[WakeUp, WakeUp], expire: Callable[[], object], moves: Moves
+    ) -> None:
         self._target = target
         self._expire = expire
         self._queued, self._changed = wake_ups
         self._stopping = threading.Event()
+        self._connection = ThreadConnection(target, stopping=self._stopping, moves=moves)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._messages: Any = None
@@ -68,11 +71,10 @@ class ChangeListener:
                 connection.disconnect()
 
     def _run(self) -> None:
-        connection = ThreadConnection(self._target, stopping=self._stopping)
         has_warned = False
         while not self._stopping.is_set():
             try:
-                self._listen(connection.open())
+                self._listen(self._connection.open())
             except Exception:  # isolation: waiting callers depend on this thread
                 if not has_warned and not self._stopping.is_set():
                     _logger.warning(
@@ -83,7 +85,7 @@ class ChangeListener:
                 has_warned = True
                 self._stopping.wait(_RETRY_S)
                 self._wake_all()  # waiting callers find out by their own reads that the server is away
-            connection.drop()
+            self._connection.drop()
 
     def _listen(self, server: Server) -> None:
         with server.listen() as messages:
@@ -101,7 +103,7 @@ class ChangeListener:
         self._look(server)
         self._wake_all()
         looked_at = time.monotonic()
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and not self._connection.is_outdated:
             wait_s = min(LOOK_S - (time.monotonic() - looked_at), self._deadline - time.monotonic())
             self._take(messages.get_message(timeout=max(0.0, wait_s)))
             is_due = self._deadline <= time.monotonic()

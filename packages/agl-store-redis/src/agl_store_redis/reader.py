@@ -11,7 +11,7 @@ from agl.stores import Reads
 from agl_run.sql import Look, OverdueError, answer_to
 from agl_store_redis import connections
 from agl_store_redis._reads import RedisReads, VanishedError
-from agl_store_redis.connections import Server, ThreadConnection
+from agl_store_redis.connections import Moves, Server, ThreadConnection
 from agl_store_redis.faults import is_lost
 from agl_store_redis.scripts import call
 from agl_store_redis.urls import ServerTarget
@@ -31,9 +31,10 @@ class UncheckedRead:
 class BatchReader:
     """Runs batches of reads, on one connection of its own per calling thread."""
 
-    def __init__(self, target: ServerTarget, *, stopping: threading.Event) -> None:
+    def __init__(self, target: ServerTarget, *, stopping: threading.Event, moves: Moves) -> None:
         self._target = target
         self._stopping = stopping
+        self._moves = moves
         self._local = threading.local()
         self._connections: list[ThreadConnection] = []
 
@@ -60,7 +61,8 @@ class BatchReader:
     def _connection(self) -> ThreadConnection:
         connection: ThreadConnection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = ThreadConnection(self._target, stopping=self._stopping)
+            connection = ThreadConnection(self._target, stopping=self._stopping, moves=self._moves)
+            self._local.connection = connection
             self._connections.append(connection)
         return connection
 

@@ -20,8 +20,8 @@ from redis.exceptions import RedisError
 
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
 from agl_run.sql import Batches, OverdueError
-from agl_store_redis.connections import START_WAIT_S, Server, connect, connect_in_time, forked_error
-from agl_store_redis.faults import explain
+from agl_store_redis.connections import START_WAIT_S, Moves, Server, connect, connect_in_time, forked_error
+from agl_store_redis.faults import explain, is_lost
 from agl_store_redis.layout import CURRENT, prepare
 from agl_store_redis.listener import ChangeListener
 from agl_store_redis.migration import count_all
@@ -64,12 +64,16 @@ class _Redis:
         self._pid = os.getpid()
         self._stopping = threading.Event()
         told = partial(explain, shown=target.shown)
-        self._write = BatchWriter(target, server=_open(target), stopping=self._stopping)
-        self._writer = Batches(self._write, shown_url=target.shown, explain=told)
-        self._read = BatchReader(target, stopping=self._stopping)
-        self._reader = Batches(self._read, shown_url=target.shown, explain=told, threads=target.readers)
+        moves = Moves()
+        self._write = BatchWriter(target, server=_open(target), stopping=self._stopping, moves=moves)
+        self._writer = Batches(self._write, shown_url=target.shown, explain=told, is_shared=is_lost)
+        self._read = BatchReader(target, stopping=self._stopping, moves=moves)
+        self._reader = Batches(
+            self._read, shown_url=target.shown, explain=told, is_shared=is_lost, threads=target.readers
+        )
         self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
-        self._listener = ChangeListener(target, wake_ups=(self.queued, self.changed), expire=self._expire)
+        wake_ups = (self.queued, self.changed)
+        self._listener = ChangeListener(target, wake_ups=wake_ups, expire=self._expire, moves=moves)
 
     async def write(self, work: Work[T]) -> T:
         self._check_process()

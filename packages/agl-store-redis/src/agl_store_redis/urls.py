@@ -1,7 +1,7 @@
 """Parses the store's URL into the server's address and the store's options, and shows it without its password."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -49,16 +49,19 @@ def target_of(url: str) -> ServerTarget:
     scheme = url.partition("://")[0]
     if scheme not in _SCHEMES:
         raise ConfigError(f"the store's URL begins with {scheme[:20]!r} and not with redis://; write {_EXAMPLE}")
+    if "#" in url:
+        raise ConfigError("the URL of the Redis store has a #, which would end it there; write %23 for it")
     try:
         parts = urlsplit(url)
-        host, port, query = parts.hostname or "localhost", parts.port or PORT, parse_qsl(parts.query, True)
+        host, port = parts.hostname or "localhost", parts.port or PORT
+        query = parse_qsl(parts.query.replace("+", "%2B"), keep_blank_values=True)
     except ValueError:  # its text may repeat a password that holds a colon or a slash
         raise ConfigError(
             f"the URL of the Redis store cannot be read; write {_EXAMPLE}, with %40 for an @, %3A for a : and %2F for "
             "a / in user and password"
         ) from None
+    _check_options([name for name, _ in query])
     options = dict(query)
-    _check_options(options)
     database = _number("the database, the last part of the path,", parts.path.strip("/") or "0", 0, 1 << 20)
     prefix = _prefix(options.get("prefix", DEFAULT_PREFIX))
     durability = options.get("durability", "always")
@@ -78,13 +81,15 @@ def target_of(url: str) -> ServerTarget:
     )
 
 
-def _check_options(options: Mapping[str, str]) -> None:
-    for name in options:
+def _check_options(names: Sequence[str]) -> None:
+    for name in names:
         if name not in _OPTIONS:
             raise ConfigError(
                 f"the URL of the Redis store has the unknown option {name[:40]!r}; its options are "
                 f"{', '.join(_OPTIONS)}"
             )
+        if names.count(name) > 1:
+            raise ConfigError(f"the URL of the Redis store has the option {name} more than once; leave one of them")
 
 
 def _shown(scheme: str, host: str, port: int, database: int, *, prefix: str, durability: str) -> str:

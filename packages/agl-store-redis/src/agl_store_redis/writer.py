@@ -24,8 +24,8 @@ from agl.errors import StoreError
 from agl.stores import Work, expire
 from agl_run.sql import LoadedTables, Needs, Packer, needs_of, perform
 from agl_store_redis import connections
-from agl_store_redis.connections import Server, ThreadConnection
-from agl_store_redis.faults import is_lost
+from agl_store_redis.connections import Moves, Server, ThreadConnection
+from agl_store_redis.faults import is_elsewhere, is_lost
 from agl_store_redis.loading import Loaded, begin, begin_lapsed
 from agl_store_redis.urls import ServerTarget
 from agl_store_redis.writing import Commit
@@ -35,13 +35,18 @@ T = TypeVar("T")
 COLLISIONS_S = 30.0
 """Seconds for which a transaction is repeated after collisions with others; each collision means that one succeeded."""
 
+_PAUSE_S = 0.1
+"""Seconds before the search for the server that is in charge begins anew."""
+
 
 class BatchWriter:
     """Runs batches of work on one connection; used by one thread."""
 
-    def __init__(self, target: ServerTarget, *, server: Server, stopping: threading.Event) -> None:
+    def __init__(self, target: ServerTarget, *, server: Server, stopping: threading.Event, moves: Moves) -> None:
         self._target = target
-        self._connection = ThreadConnection(target, stopping=stopping, server=server)
+        self._stopping = stopping
+        self._moves = moves
+        self._connection = ThreadConnection(target, stopping=stopping, moves=moves, server=server)
         self._packer = Packer()
         self._name = uuid.uuid4().hex
         self._number = 0
@@ -107,14 +112,21 @@ class BatchWriter:
     def _repeated(self, act: Callable[[Server], T]) -> T:
         """Call ``act`` with the connection until an answer comes, for as long as a server may take to restart."""
         end = time.monotonic() + connections.RESTART_WAIT_S
+        has_moved = False
         while True:
             server = self._connection.open()
             try:
-                return act(server)
+                answer = act(server)
+                self._moves.count += has_moved  # only now, as others would find the old server until then
+                return answer
             except (RedisError, OSError) as error:
                 if not is_lost(error) or time.monotonic() > end:
                     raise
                 self._connection.drop()
+                if is_elsewhere(error):
+                    has_moved = True
+                    if self._stopping.wait(_PAUSE_S):
+                        raise
             except BaseException:
                 self._connection.drop()  # an answer may still be under way
                 raise

@@ -32,7 +32,7 @@ class _Job(Generic[W]):
 
 
 class Batches(Generic[W]):
-    """Does work in threads: waiting items form a batch, and run one by one if the batch fails.
+    """Does work in threads: waiting items form a batch, and run one by one if one of them may have made it fail.
 
     Args:
         act: Does a batch in a transaction; returns the answers, with an exception for each refused item. An exception
@@ -40,6 +40,8 @@ class Batches(Generic[W]):
         shown_url: Names the store in the error of calls after the close.
         threads: Batches done at once; a writer has one.
         explain: Converts an exception of ``act`` into the one that the caller gets.
+        is_shared: Returns true for an exception of ``act`` that no single item causes, such as a lock that was waited
+            for in vain. It is the answer of the whole batch, as a :class:`~agl.errors.StoreError` always is.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class Batches(Generic[W]):
         shown_url: str,
         threads: int = 1,
         explain: Callable[[Exception], Exception] = lambda error: error,
+        is_shared: Callable[[Exception], bool] = lambda error: False,
     ) -> None:
-        self._act, self._explain, self._shown_url = act, explain, shown_url
+        self._act, self._explain, self._is_shared, self._shown_url = act, explain, is_shared, shown_url
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="agl-store")
         self._waiting: deque[_Job[W]] = deque()
         self._lock = threading.Lock()
@@ -106,7 +109,7 @@ class Batches(Generic[W]):
         try:
             answers = self._act([job.work for job in jobs])
         except Exception as error:  # noqa: BLE001  # the threads outlive every failure, and each caller gets the error
-            if len(jobs) > 1 and not isinstance(error, StoreError):
+            if len(jobs) > 1 and not isinstance(error, StoreError) and not self._is_shared(error):
                 for job in jobs:
                     self._do([job])
                 return

@@ -26,6 +26,7 @@ class AcknowledgedCursor:
         self._store = path
         self._path = path.with_name(f"{path.name}-acknowledged")
         self._file: int | None = None
+        self._has_warned = False
         # Read before the store: other processes may go on to write both.
         self._is_new = not path.exists()
         self._read = 0 if self._is_new else self._load()
@@ -56,13 +57,27 @@ class AcknowledgedCursor:
             if self._is_new:
                 self.note(0)  # the record may be of a store that was removed
         except OSError as error:
-            _LOG.warning("lost changes of the store %s would go unnoticed: %s cannot be written", self._store, error)
+            self._warn(error)
 
     def note(self, cursor: int) -> None:
-        """Record a cursor whose commit took place."""
-        if self._file is not None:
+        """Record a cursor whose commit took place; logs a warning the first time that the disk refuses it."""
+        if self._file is None:
+            return
+        try:
             os.lseek(self._file, 0, os.SEEK_SET)
             os.write(self._file, b"%020d" % cursor)
+        except OSError as error:  # the commit stands, and its caller has to learn of it
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "lost changes of the store %s would go unnoticed: %s cannot be written: %s",
+                self._store,
+                self._path,
+                error.strerror or error,
+            )
 
     def close(self) -> None:
         """Close the file."""

@@ -20,7 +20,7 @@ from agl.stores import Reads, Tables, WakeUp, Work, expire
 from agl_run.sql import Batches, Compaction, Look, OverdueError, Packer, answer_to, perform
 from agl_run.sqlite._acknowledged import AcknowledgedCursor, last_cursor
 from agl_run.sqlite._reads import SQLiteReads
-from agl_run.sqlite._schema import connect, explain, open_file
+from agl_run.sqlite._schema import connect, explain, is_locked, open_file
 from agl_run.sqlite._tables import SQLiteTables, next_deadline
 
 READERS = 4
@@ -65,8 +65,8 @@ class SQLiteBackend:
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
         told = partial(explain, path=path)
-        self._writer = Batches(self._write, shown_url=self.shown_url, explain=told)
-        self._reader = Batches(self._read, shown_url=self.shown_url, explain=told, threads=READERS)
+        self._writer = Batches(self._write, shown_url=self.shown_url, explain=told, is_shared=is_locked)
+        self._reader = Batches(self._read, shown_url=self.shown_url, explain=told, is_shared=is_locked, threads=READERS)
         self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
         self._awaited, self._is_closed = threading.Event(), threading.Event()
         self._watch = threading.Thread(target=self._watch_file, name=f"agl-watch {path.name}", daemon=True)
@@ -183,7 +183,8 @@ class SQLiteBackend:
                 return [OverdueError()] * len(looks)
             return [answer_to(look, SQLiteReads(db)) for look in looks]
         finally:
-            db.execute("ROLLBACK")
+            if db.in_transaction:
+                db.execute("ROLLBACK")
 
     def _reading_connection(self) -> sqlite3.Connection:
         """Return this thread's own connection, opened on first use."""

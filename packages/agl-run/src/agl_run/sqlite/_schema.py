@@ -7,6 +7,7 @@ so that a claim does not touch that index. Running ones are found through their 
 """
 
 import logging
+import re
 import sqlite3
 import time
 from functools import partial
@@ -117,6 +118,9 @@ CURRENT = len(MIGRATIONS)
 
 _LOG = logging.getLogger("agl_run.sqlite")
 
+_TAIL = re.compile(r"[?#][^/\\]*$|\?\w+=")
+"""Options or a fragment, as other URLs have them; a folder may have both characters in its name."""
+
 _STATISTICS = 6
 """The last version without statistics and without the tallies of attempts."""
 
@@ -131,6 +135,12 @@ def path_of(url: str) -> Path:
         raise StoreError(
             f"{url!r} is no URL of a SQLite store; write sqlite:///runs.db for a file in this folder, "
             "sqlite:////data/runs.db for an absolute path, or memory:// for no file at all"
+        )
+    if tail := _TAIL.search(path):
+        front = path[: tail.start()] or "runs.db"
+        raise StoreError(
+            f"the URL of a SQLite store has no options, and nothing may stand behind a ? or a # in it; write "
+            f"sqlite:///{front}, or rename the file if its name has that character"
         )
     return Path(path)
 
@@ -172,6 +182,11 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
     return connection
 
 
+def is_locked(error: Exception) -> bool:
+    """Return true if another process's transaction was waited for in vain."""
+    return isinstance(error, sqlite3.Error) and ("locked" in str(error) or "busy" in str(error))
+
+
 def explain(error: Exception, path: Path) -> Exception:
     """Convert an error of SQLite, or of a text that it cannot store, into one with a remedy; keeps others."""
     text = str(error)
@@ -179,7 +194,7 @@ def explain(error: Exception, path: Path) -> Exception:
         return StoreError(f"the store {path} cannot keep a text: {text}; it contains half of a surrogate pair")
     if not isinstance(error, sqlite3.Error):
         return error
-    if "locked" in text or "busy" in text:
+    if is_locked(error):
         hint = "another process holds it in a long transaction: end that process, or wait and try again"
     elif "not a database" in text or "malformed" in text:
         hint = "it is no SQLite file, or a damaged one: choose another path, or move the file away"
@@ -227,7 +242,8 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("INSERT INTO agl_schema VALUES (?)", (CURRENT,))
         connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # a full disk ends it
+            connection.execute("ROLLBACK")
         raise
 
 
