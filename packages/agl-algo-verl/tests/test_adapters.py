@@ -92,6 +92,36 @@ def test_an_adapter_is_merged_once_and_exactly(model_dir: Path, tmp_path: Path) 
     assert whole_weights(plain := Weights(uri="m"), workdir=tmp_path) is plain
 
 
+def test_merged_weights_are_removed_once_nothing_names_them(model_dir: Path, tmp_path: Path) -> None:
+    """Another algorithm publishes an adapter before each step; of the third it publishes one on the merged weights."""
+    keys = {"trainer.total_training_steps": 5}
+    bench = AlgorithmBench(scenario(model_dir, **LORA, **keys), tmp_path)
+    starts = [adapter(model_dir, tmp_path / f"sft-{number}") for number in range(5)]
+
+    def merged() -> set[str]:
+        return {path.name for path in (tmp_path / "merged").iterdir()}
+
+    async def body() -> list[str]:
+        async with bench:
+            algorithm, found = bench.scenario.make(), list[str]()
+            await algorithm.setup(bench.context())
+            for number, start in enumerate(starts, start=1):
+                version = ResourceVersion(name="llm", version=f"sft-{number}", resource=start, algorithm="sft")
+                bench._live["llm"] = version
+                await algorithm.step()
+                base = bench.published[-1].resource.base_model
+                found.append(Path(base).name)
+                assert set(found[-2:]) <= merged()  # the two checkpoints that are kept continue from them
+                if number == 3:
+                    on_it = Weights(uri=str(tmp_path / "other"), base_model=base, format="lora")
+                    await bench.store.publish([ResourceVersion(name="llm", version="o", resource=on_it, algorithm="o")])
+            await algorithm.close()
+            return found
+
+    found = asyncio.run(body())
+    assert set(found[2:]) == merged()
+
+
 def test_an_adapter_whose_base_is_gone_is_refused_with_what_is_needed(tmp_path: Path) -> None:
     missing = Weights(uri=str(tmp_path / "a"), base_model=str(tmp_path / "b"), format="lora")
     with pytest.raises(ConfigError, match=r"cannot be merged into its base .*b'.*the model that it was trained on"):

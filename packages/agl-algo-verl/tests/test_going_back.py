@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 from agl.schemas import Weights
+from agl_algo_verl.critic import VerlCritic
 from agl_algo_verl.files import prune
-from agl_algo_verl.loss_worker import ClusterWorker
+from agl_algo_verl.loss_worker import ClusterCritic, ClusterWorker
+from agl_algo_verl.ray_schedule import schedule_after
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.worker import VerlWorker
 from agl_testing.conformance.bench import AlgorithmBench
@@ -95,20 +98,58 @@ def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_
     assert distance(served(tmp_path, 1), served(tmp_path, 3)) < 1e-5
 
 
-def test_worker_of_a_cluster_loads_a_checkpoint_with_the_configured_rate(
+def opened_on_a_cluster(model_dir: Path, **keys: Any) -> Any:
+    """The engines of a policy and its critic, as workers of a cluster open them for a run of four steps."""
+    settings = read_settings(config(**{"algorithm.adv_estimator": "gae", **keys}))[0]
+    policy = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=2, threads=1)
+    return policy._worker, VerlCritic(str(model_dir), settings=settings, steps=2, device=policy.device)._worker
+
+
+@pytest.fixture
+def _workers_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"language_model": ClusterWorker, "value_model": ClusterCritic}
+    monkeypatch.setattr("agl_algo_verl.loss_worker.LossWorker", lambda given: kinds[given.model_type](given))
+
+
+@pytest.mark.usefixtures("_workers_of_a_cluster")
+def test_workers_of_a_cluster_load_a_checkpoint_with_the_configured_settings(model_dir: Path, tmp_path: Path) -> None:
+    def configured(**changes: Any) -> dict[str, Any]:
+        return {f"{role}.optim.{name}": value for role in ("actor", "critic") for name, value in changes.items()}
+
+    for worker in opened_on_a_cluster(model_dir, **configured(lr=4e-3)):
+        worker.save_checkpoint(str(tmp_path / worker.config.model_type), global_step=1)
+    for worker in opened_on_a_cluster(model_dir, **configured(lr=1e-3, betas=[0.5, 0.6], weight_decay=0.3)):
+        worker.load_checkpoint(str(tmp_path / worker.config.model_type))
+        groups = worker.engine.optimizer.param_groups
+        found = [(group["lr"], tuple(group["betas"]), group["weight_decay"]) for group in groups]
+        assert ([(1e-3, (0.5, 0.6), 0.3)], [1e-3]) == (found, worker.engine.lr_scheduler.base_lrs)
+
+
+@pytest.mark.usefixtures("_workers_of_a_cluster")
+def test_schedules_of_a_cluster_are_those_of_the_run(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_algo_verl.loss_worker.LossWorker", ClusterWorker)
+    shape = {"lr": 8e-3, "lr_scheduler_type": "cosine"}
+    keys = {f"{role}.optim.{name}": value for role in ("actor", "critic") for name, value in shape.items()}
+    settings = read_settings(config(**keys, **{"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2}))[0]
+    rates = {place: 4e-3 * (1 + math.cos(math.pi * place / 4)) for place in range(4)}
 
-    def opened(rate: float) -> Any:
-        settings = read_settings(config(**{"actor.optim.lr": rate, "trainer.total_training_steps": 4}))[0]
-        return VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=4, threads=1)._worker
+    def start(done: int) -> list[Any]:
+        for name, value in schedule_after(done, settings=settings, steps=4).variables().items():
+            monkeypatch.setenv(name, value)
+        return [*opened_on_a_cluster(model_dir, **keys)]
 
-    opened(4e-3).save_checkpoint(str(tmp_path / "saved"), global_step=1)
-    worker = opened(1e-3)
-    worker.load_checkpoint(str(tmp_path / "saved"))
-    assert [1e-3] == [group["lr"] for group in worker.engine.optimizer.param_groups]
-    assert [1e-3] == worker.engine.lr_scheduler.base_lrs
+    def rates_of(workers: list[Any]) -> list[float]:
+        return [worker.engine.optimizer.param_groups[0]["lr"] for worker in workers]
+
+    began, later = start(0), start(3)
+    assert [pytest.approx(rates[0])] * 2 == rates_of(began)
+    # The policy waits for the critic in the first step, which its own schedule does not count.
+    assert [pytest.approx(rates[place]) for place in (2, 3)] == rates_of(later)
+    for old, new in zip(began, later, strict=True):
+        old.save_checkpoint(str(tmp_path / old.config.model_type), global_step=1)
+        new.load_checkpoint(str(tmp_path / old.config.model_type))
+    assert [pytest.approx(rates[place]) for place in (2, 3)] == rates_of(later)
 
 
 def test_pruning_leaves_the_kept_steps(tmp_path: Path) -> None:

@@ -72,6 +72,27 @@ async def replicas(count: int) -> AsyncGenerator[tuple[list[Replica], list[web.A
 
 
 @asynccontextmanager
+async def dying(head: str) -> AsyncGenerator[str]:
+    """The address of a server that dies behind the head of its first answer to a call."""
+    model = b'{"data": [{"id": "inside"}]}'
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n" + model)
+        else:
+            server.close()
+            writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+@asynccontextmanager
 async def serving(**params: Any) -> AsyncGenerator[tuple[VerlPolicy, LLM]]:
     policy = VerlPolicy(name="llm", **params)
     try:
@@ -316,5 +337,43 @@ def test_what_cannot_be_served_is_refused() -> None:
             with pytest.raises(PolicyError, match="does not say which model"):
                 await policy.attach(["127.0.0.1:1"])
             assert "absent" in (await call(llm, "hi"))["error"]["message"]
+
+    asyncio.run(body())
+
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("content-type: application/json\r\ncontent-length: 99", {}),
+    "streamed": ("content-type: text/event-stream\r\ntransfer-encoding: chunked", {"stream": True}),
+}
+"""The head of an answer, and what asks for it."""
+
+
+@pytest.mark.parametrize("version", ["", "global_step_1"])
+@pytest.mark.parametrize(("head", "fields"), HEADS.values(), ids=HEADS)
+def test_a_call_whose_replica_dies_behind_its_headers_goes_to_another(
+    head: str, fields: dict[str, Any], version: str
+) -> None:
+    async def body() -> None:
+        async with replicas(1) as (found, _), dying(head) as first, serving(model="m") as (policy, llm):
+            await policy.attach([first, found[0].address], version=version)
+            for number in range(4):
+                answer = await call(llm, f"task {number}", **fields)
+                assert "DONE" in answer if fields else found[0].address == answer["address"]
+            assert (4, 1) == (sum(found[0].seen.values()), (await policy.counts())["replica_failures"])
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("head", "fields"), HEADS.values(), ids=HEADS)
+def test_a_call_waits_where_the_only_replica_dies_behind_its_headers(head: str, fields: dict[str, Any]) -> None:
+    async def body() -> None:
+        async with replicas(1) as (found, _), dying(head) as first, serving(model="m") as (policy, llm):
+            await policy.attach([first])
+            waiting = asyncio.create_task(call(llm, "task", **fields))
+            await asyncio.wait_for(policy.lost(), 60)
+            await policy.attach([found[0].address])
+            answer = await waiting
+            assert "DONE" in answer if fields else found[0].address == answer["address"]
+            assert 1 == (await policy.counts())["replica_calls"]
 
     asyncio.run(body())

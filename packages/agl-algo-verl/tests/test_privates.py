@@ -27,6 +27,7 @@ ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 ROLLOUT = "verl.workers.rollout.base"
 WORKERS = "verl.workers.engine_workers"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
+QUEUE = "transfer_queue.interface"
 
 
 def other(local_path: str, torch_dtype: Any) -> None:
@@ -42,6 +43,8 @@ class Changed:
 
     def _compute_old_log_prob(self) -> None: ...
 
+    def _init_resource_pool_mgr(self) -> None: ...
+
     def fit(self) -> None: ...
 
 
@@ -55,8 +58,17 @@ GUARDS: list[tuple[str, str, Any, Callable[[], Any], str]] = [
     (ROLLOUT, "_ROLLOUT_REGISTRY", {"vllm": object}, privates.register_replica, r"a table from \(name, mode\)"),
     (ROLLOUT, "_ROLLOUT_REGISTRY", None, privates.register_replica, r"_ROLLOUT_REGISTRY, a table"),
     (WORKERS, "ActorRolloutRefWorker", Changed, privates.use_loss_worker, "actor_worker_cls.* in init_model"),
-    (TRAINER, "PPOTrainer", Changed, privates.report_gap, "calculate_debug_metrics.* in _compute_old_log_prob"),
-    (TRAINER, "calculate_debug_metrics", None, privates.report_gap, "calculate_debug_metrics in verl"),
+    (TRAINER, "PPOTrainer", Changed, privates.report_tokens, "calculate_debug_metrics.* in _compute_old_log_prob"),
+    (TRAINER, "calculate_debug_metrics", None, privates.report_tokens, "calculate_debug_metrics in verl"),
+    (
+        TRAINER,
+        "PPOTrainer",
+        Changed,
+        privates.use_loss_worker,
+        r"ray\.remote\(TrainingWorker\).* in _init_resource_pool",
+    ),
+    (TRAINER, "TrainingWorker", Changed, privates.use_loss_worker, "TrainingWorker of verl"),
+    (QUEUE, "init", other, lambda: privates.has_queue(None), "TransferQueueController.* in init"),
     (TRAINER, "PPOTrainer", Changed, privates.introduce_trainer, r"PPOTrainer\.fit\(agent_loop_manager\) in verl"),
     (TRAINER, "PPOTrainer", None, privates.introduce_trainer, r"PPOTrainer\.fit\(agent_loop_manager\) in verl"),
     (
@@ -181,6 +193,24 @@ def test_a_schedule_without_an_optimizer_is_refused() -> None:
         privates.use_rate_of_schedule(SimpleNamespace(lr_scheduler=schedule))
 
 
+class OptimizerParamScheduler:
+    """A schedule as Megatron has one, which is none of torch's."""
+
+    __module__ = "megatron.core.optimizer_param_scheduler"
+
+
+def test_megatrons_schedule_decides_by_itself_which_rate_a_continued_run_has() -> None:
+    engine = SimpleNamespace(
+        lr_scheduler=OptimizerParamScheduler(), optimizer=SimpleNamespace(param_groups=[{"lr": 1}])
+    )
+    with privates.with_own_settings(engine):
+        engine.optimizer.param_groups[0]["lr"] = 2
+    assert [{"lr": 2}] == engine.optimizer.param_groups
+    engine.lr_scheduler = SimpleNamespace()
+    with pytest.raises(ConfigError, match="base_lrs, lr_lambdas, last_epoch, step"):
+        privates.with_own_settings(engine).__enter__()
+
+
 def test_another_version_of_verl_is_refused_before_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_algo_verl.runtime.version", lambda _: "0.10.0")
     with pytest.raises(ConfigError, match=r"VERL 0\.10\.0 is installed, and agl-algo-verl works with verl>=0\.9\.1"):
@@ -193,6 +223,7 @@ def test_all_repairs_can_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         (MODEL, "load_valuehead_model"),
         (ENGINE, "CPUOffloadPolicy"),
         (TRAINER, "calculate_debug_metrics"),
+        (TRAINER, "TrainingWorker"),
     ]
     for module, name in places:
         place = importlib.import_module(module)
@@ -204,12 +235,13 @@ def test_all_repairs_can_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         for repair in (privates.repair_process_group, privates.repair_critic, privates.repair_pinned_memory):
             repair()
-        for repair in (privates.register_replica, privates.use_loss_worker, privates.report_gap):
+        for repair in (privates.register_replica, privates.use_loss_worker, privates.report_tokens):
             repair()
         privates.introduce_trainer()
     assert "introduced" == trainer.fit.__code__.co_name
     assert privates.SAVED in inspect.getsource(trainer._save_checkpoint)
     assert issubclass(worker.actor_worker_cls, LossWorker)
+    assert "ClusterCritic" == importlib.import_module(TRAINER).TrainingWorker.__name__
     assert "cuda" == importlib.import_module(GROUP).get_device_name()
     policy = importlib.import_module(ENGINE).CPUOffloadPolicy
     assert isinstance(policy, partial)
@@ -229,12 +261,16 @@ import verl.workers.engine_workers as workers
 from verl.utils.import_utils import import_external_libs
 import_external_libs(["agl_algo_verl.ray_model", "agl_algo_verl.ray_losses"])
 print(verl.utils.distributed.get_device_name(), workers.ActorRolloutRefWorker.actor_worker_cls.__name__)
+import verl.trainer.ppo.v1.trainer_base as trainers
+from agl_algo_verl.privates import use_loss_worker
+use_loss_worker()
+print(trainers.TrainingWorker.__name__)
 """
 
 
 def test_a_process_that_verl_starts_makes_the_repairs_by_the_names_of_modules() -> None:
     done = subprocess.run([sys.executable, "-c", IN_A_WORKER], capture_output=True, text=True, check=False)
-    assert "cuda ClusterWorker" == done.stdout.strip().splitlines()[-1], done.stderr
+    assert ["cuda ClusterWorker", "ClusterCritic"] == done.stdout.strip().splitlines()[-2:], done.stderr
 
 
 @pytest.fixture
@@ -255,14 +291,16 @@ def batch(mask: list[list[int]]) -> Any:
         "old_log_probs": recorded + torch.tensor([[0.5, 2.0], [-0.5, 7.0]]),
         "response_mask": torch.tensor(mask),
         "responses": torch.zeros(2, 2, dtype=torch.int64),
+        "entropy": torch.tensor([[1.0, 2.0], [6.0, 9.0]]),
     }
     return DataProto(batch=TensorDict(tensors, batch_size=2))
 
 
-def test_verls_report_has_the_gap_of_trained_tokens(trainer: Any) -> None:
-    privates.report_gap()
-    privates.report_gap()
+def test_verls_report_has_the_gap_and_the_entropy_of_trained_tokens(trainer: Any) -> None:
+    privates.report_tokens()
+    privates.report_tokens()
     found = trainer.calculate_debug_metrics(batch([[1, 1], [1, 0]]))
-    assert (2.0, 1.0) == (found[privates.LARGEST], found[privates.MEAN])
+    assert (2.0, 1.0, 3.0) == (found[privates.LARGEST], found[privates.MEAN], found[privates.ENTROPY])
     assert found["training/rollout_probs_diff_max"] < 0.5  # the unlikely token's gap does not show there
-    assert privates.LARGEST not in trainer.calculate_debug_metrics(batch([[0, 0], [0, 0]]))
+    silent = trainer.calculate_debug_metrics(batch([[0, 0], [0, 0]]))
+    assert not {privates.LARGEST, privates.MEAN, privates.ENTROPY} & silent.keys()

@@ -310,6 +310,8 @@ def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwh
         assert 5 == len(shares)
         for name in (*shares, "tis_truncated", "anchor_kl"):
             assert its[name] == pytest.approx(mine[name], abs=1e-6)
+        for name in ("entropy", "ratio_max"):
+            assert its[name] == pytest.approx(mine[name], rel=1e-4)
     assert 0 < there[1]["rejected_share"] < 1
     assert 0 < there[1]["anchor_kl"]
     assert difference(found, expected, start=model_dir) < 0.05
@@ -399,6 +401,26 @@ def test_a_critic_and_adapters_learn_on_ray_what_they_learn_in_one_process(model
         assert [step[name] for step in here] == pytest.approx([step[name] for step in there], rel=1e-3, abs=1e-5)
     assert difference(found, expected, start=model_dir) < 0.05
     assert (tmp_path / "ray/verl-000000/global_step_2/critic").is_dir()
+
+
+@FORGOTTEN
+@pytest.mark.soak
+def test_rollouts_that_are_trained_once_more_weigh_on_ray_what_they_weigh_in_one_process(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    keys = {
+        "replay": 0.5,
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_is_threshold": 1.01,
+        "actor.use_kl_loss": True,
+        "actor.optim.lr": 1e-2,
+    }
+    here, _ = train(tmp_path / "inproc", model_dir, engine="inproc", steps=2, **keys)
+    there, _ = train(tmp_path / "ray", model_dir, engine="ray", steps=2, **keys)
+    assert 0 < here[1]["replay_truncated"] < 1
+    for name in ("replay_weight", "replay_truncated", "kl", "ratio_max", "grad_norm"):
+        assert there[1][name] == pytest.approx(here[1][name], rel=1e-3, abs=1e-6)
+    assert not {"replay_weight", "replay_truncated"} & there[0].keys()
 
 
 @FORGOTTEN

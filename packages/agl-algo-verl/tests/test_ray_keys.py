@@ -19,7 +19,7 @@ from agl.errors import ConfigError
 from agl_algo_verl.engines import make
 from agl_algo_verl.keys import leaves, verl_keys
 from agl_algo_verl.loss_worker import loss_of
-from agl_algo_verl.ray_config import compose
+from agl_algo_verl.ray_config import LIBRARIES, compose
 from agl_algo_verl.ray_engine import RayVERL
 from agl_algo_verl.ray_keys import HERE, RaySettings, check_machine, classify, read_ray_settings
 from agl_algo_verl.ray_refused import ALLOWED, DECIDED, REFUSED, SAME_STRATEGY
@@ -95,17 +95,32 @@ def test_a_loss_of_ours_reaches_verls_workers_in_the_name_of_the_loss(rollout: s
     named = loss_of(found["actor_rollout_ref.actor.policy_loss.loss_mode"])
     assert named is not None
     assert ("cispo", 0.1) == (named.entry.name, named.call.clip_high)
-    assert [*others, "agl_algo_verl.ray_losses"] == found["actor_rollout_ref.model.external_lib"]
+    assert [*others, "agl_algo_verl.ray_losses"] == found[LIBRARIES]
     assert not set(LOSS_KEYS) & found.keys()
     own = composed(**{"rollout.name": rollout, "actor.policy_loss.loss_mode": "gspo"})
     assert "gspo" == own["actor_rollout_ref.actor.policy_loss.loss_mode"]
-    assert (others or [None])[0] == own["actor_rollout_ref.model.external_lib"]
 
 
 def test_a_loss_of_ours_takes_the_modes_in_which_verl_would_count_rows() -> None:
     keys = {"actor.loss_agg_mode": "seq-mean-token-mean", "actor.use_kl_loss": True, "actor.entropy_coeff": 0.1}
     assert "seq-mean-token-mean" == composed(**keys, loss="ppo-clip")["actor_rollout_ref.actor.loss_agg_mode"]
     assert "seq-mean-token-mean" == composed(loss="gmpo")["actor_rollout_ref.actor.loss_agg_mode"]
+
+
+RS = {"algorithm.rollout_correction.rollout_rs": "token_k1", "algorithm.rollout_correction.rollout_rs_threshold": "2.0"}
+
+
+@pytest.mark.parametrize("keys", [{}, RS, {"algorithm.adv_estimator": "gae"}], ids=["", "rejection", "critic"])
+def test_every_run_trains_by_the_workers_of_this_package(keys: dict[str, Any]) -> None:
+    assert ["agl_algo_verl.ray_model", "agl_algo_verl.ray_losses"] == composed(**keys)[LIBRARIES]
+
+
+@pytest.mark.parametrize("given", ["mine", ["mine", "yours"]])
+def test_libraries_of_the_person_are_imported_beside_those_of_this_package(given: str | list[str]) -> None:
+    theirs = [given] if isinstance(given, str) else given
+    keys: dict[str, Any] = {"model.external_lib": given}
+    assert ["agl_algo_verl.ray_model", *theirs, "agl_algo_verl.ray_losses"] == composed(**keys)[LIBRARIES]
+    assert [*theirs, "agl_algo_verl.ray_losses"] == composed(**keys, **{"rollout.name": "vllm"})[LIBRARIES]
 
 
 VERL = Path(next(iter(find_spec("verl").submodule_search_locations)))
@@ -165,7 +180,8 @@ def test_no_key_that_goes_to_verl_is_overwritten_on_the_way() -> None:
     read = replace(read_ray_settings(config()), given=given | {"actor_rollout_ref.rollout.name": "vllm"})
     options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": 1}
     whole: Any = compose(read, **options)
-    assert set() == {name for name in given if "as written" != OmegaConf.select(whole, name)}
+    assert {LIBRARIES} == {name for name in given if "as written" != OmegaConf.select(whole, name)}
+    assert ["as written", "agl_algo_verl.ray_losses"] == OmegaConf.select(whole, LIBRARIES)
 
 
 def test_every_key_that_goes_to_verl_is_read_by_a_part_of_it_that_runs() -> None:
@@ -233,7 +249,7 @@ def test_adapters_are_merged_where_a_server_would_serve_them_to_verl_alone() -> 
 def test_only_the_cpu_gets_what_the_cpu_needs() -> None:
     found = composed(**{"rollout.name": "vllm"})
     assert "cuda" == found["trainer.device"]
-    assert found["actor_rollout_ref.model.external_lib"] is None
+    assert ["agl_algo_verl.ray_losses"] == found[LIBRARIES]
     assert found["actor_rollout_ref.rollout.free_cache_engine"]
     assert "sdpa" == found["actor_rollout_ref.model.override_config.attn_implementation"]
 

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
-from agl.errors import AglError
+from agl.errors import AglError, ConfigError
 from agl.schemas import CallCredit
 from agl_algo_verl.batches import per_rollout, weighting
 from agl_algo_verl.bridge import Bridge, StepRequest
 from agl_algo_verl.correction import corrected, correction_metrics, correction_of
+from agl_algo_verl.loss_worker import LossWorker
 from agl_algo_verl.objectives import LossChoice
+from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.ray_cluster import check_alone
 from agl_algo_verl.ray_completion import Completion
-from agl_algo_verl.ray_files import count, forget_after, prune, steps_of
+from agl_algo_verl.ray_engine import REPORTED, RayVERL
+from agl_algo_verl.ray_files import count, forget_after, origins, prune, steps_of
 from agl_algo_verl.ray_rows import rows_for_verl
 from agl_algo_verl.ray_weights import merge_saved, say_precision
+from agl_algo_verl.replay import replay_weights
 from agl_algo_verl.rows import PreparedStep, RowSample
 from agl_algo_verl.settings import RolloutCorrectionKeys
+from agl_algo_verl.shaping import distance
 from agl_algo_verl.typed import ragged
+from agl_testing.conformance.bench import AlgorithmBench
+
+from .world import config, scenario
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from agl_algo_verl.bridge import StepRows
 
 
@@ -114,7 +124,7 @@ def test_rows_that_are_held_go_with_the_update_of_their_rollout() -> None:
     assert 1.0 == answer.temperature
 
 
-def evaluated(rows: list[RowSample]) -> TensorDict:
+def evaluated(rows: list[RowSample], *, replayed: tuple[str, ...] = ()) -> TensorDict:
     """Rows as VERL has them once it has recomputed log-probabilities."""
     numbers = {row.rollout: number for number, row in enumerate(rows)}
     fields = {
@@ -126,6 +136,7 @@ def evaluated(rows: list[RowSample]) -> TensorDict:
         "agl_rollout": torch.tensor([[numbers[row.rollout]] for row in rows]),
         "agl_held": torch.tensor([[0.0 if row.held is None else 0.25] for row in rows]),
         "agl_update": torch.tensor([[numbers[row.rollout]] for row in rows]),
+        "agl_replayed": torch.tensor([[float(row.rollout in replayed)] for row in rows]),
     }
     return TensorDict(fields, batch_size=len(rows))
 
@@ -208,6 +219,94 @@ def test_updates_that_the_correction_leaves_without_a_gradient_are_named() -> No
         assert bool(expected) == ("agl/updates_skipped" in found.metrics)
 
 
+def test_the_distance_to_the_reference_is_that_of_the_steps_own_rows() -> None:
+    rows = drawn(6)
+    completion = Completion(measures_kl=True)
+    assert completion.is_needed
+    assert set(completion.reads) <= set(evaluated(rows).keys())
+    found = completion.completed(evaluated(rows, replayed=("r2",)), padding=[False] * len(rows))
+    own = [replace(row, reference=row.behaviour - 1.0) for row in rows if row.rollout != "r2"]
+    assert {f"agl/{name}": pytest.approx(value) for name, value in distance(own).items()} == found.metrics
+    assert ({}, {}) == (found.fields, found.options)
+
+
+def test_weights_of_replayed_rows_are_reported_as_in_one_process() -> None:
+    rows, correction = drawn(6), correction_of(RolloutCorrectionKeys(rollout_is="token", rollout_is_threshold=1.1))
+    completion = Completion(correction=correction)
+    found = completion.completed(evaluated(rows, replayed=("r1", "r2")), padding=[False] * len(rows)).metrics
+    again = [row for row in corrected(rows, correction) if row.rollout in ("r1", "r2")]
+    expected = replay_weights(again, bound=1.1)
+    assert 0 < expected["replay_truncated"] < 1
+    assert expected == {name: found[f"agl/{name}"] for name in expected}
+    without = completion.completed(evaluated(rows), padding=[False] * len(rows)).metrics
+    assert not {"agl/replay_weight", "agl/replay_truncated"} & without.keys()
+
+
+def test_rows_say_which_of_them_are_replayed() -> None:
+    rows = prepared(sample("a"), sample("b", group=1), rollouts=[("a", 0), ("b", 1)])
+    answer: StepRows = rows_for_verl(rows, mode="token-mean", step=1, replayed={"b"})
+    assert [False, True] == [row.is_replayed for row in answer.rows]
+
+
+def test_what_workers_and_completion_report_is_logged() -> None:
+    named = {"actor/ratio_max", "agl/kl", "agl/entropy", "agl/replay_weight", "agl/replay_truncated"}
+    assert named <= REPORTED.keys()
+
+
+@pytest.mark.parametrize("is_anchored", [True, False])
+def test_a_rank_without_a_row_of_an_update_joins_it_with_one_that_has_no_token(is_anchored: bool) -> None:
+    fields: dict[str, Any] = {
+        "response_mask": ragged([torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int64)]),
+        "loss_mask": ragged([torch.ones(2, dtype=torch.int64), torch.ones(3, dtype=torch.int64)]),
+        "agl_update": torch.tensor([[0], [2]]),
+        "agl_rollouts": torch.tensor([[4], [5]]),
+    }
+    if is_anchored:
+        fields["agl_anchor"] = ragged([torch.full((2,), 0.5), torch.zeros(3)])
+    worker: Any = object.__new__(LossWorker)
+    worker.engine = SimpleNamespace(get_data_parallel_size=lambda: 2)
+    masks = [name for name in ("response_mask", "loss_mask", "agl_anchor") if name in fields]
+    for number, (rows, tokens) in enumerate([(1, 2), (1, 0), (1, 3)]):
+        part = worker._update(TensorDict(fields, batch_size=2), number)
+        assert rows == len(part)
+        assert tokens == int(part["response_mask"].values().sum()) == int(part["loss_mask"].values().sum())
+        assert set(masks) <= set(part.keys())
+        if is_anchored:
+            assert (1.0 if number == 0 else 0.0) == float(part["agl_anchor"].values().sum())
+
+
+class Alone(RayVERL):
+    """VERL's trainer that answers at once."""
+
+    async def _launch(self) -> Any:
+        self._request = StepRequest(step=1, addresses=())
+        return SimpleNamespace(ended=asyncio.Event().wait, stop=asyncio.Event().set)
+
+    async def _exchange(self, cluster: Any, answer: StepRows, *, after: StepRequest) -> StepRequest:
+        return StepRequest(step=after.step + 1, addresses=())
+
+    def _trained(self, step: int) -> dict[str, float]:
+        return {}
+
+
+def test_a_step_in_which_the_critic_learns_alone_publishes_nothing(model_dir: Path, tmp_path: Path) -> None:
+    keys = {"rollout.name": "agl_hf", "algorithm.adv_estimator": "gae", "trainer.critic_warmup": 3}
+    policies = {"llm": VerlPolicy(name="llm", model=str(model_dir), threads=1)}
+    bench = AlgorithmBench(replace(scenario(model_dir), policies=lambda _: policies), tmp_path)
+
+    async def body() -> list[Any]:
+        async with bench:
+            algorithm = Alone(**config(**keys))
+            await algorithm.setup(replace(bench.context(), defer=lambda save: None))
+            return [await algorithm.step() for _ in range(3)]
+
+    reports = asyncio.run(body())
+    assert [0, 0, 1] == [len(report.published) for report in reports]
+    assert ["verl-000000/global_step_3"] == [
+        str(Path(version.resource.uri).relative_to(tmp_path.absolute()).parents[1]) for version in bench.published
+    ]
+
+
 def test_with_a_critic_rows_bring_rewards_that_sum_to_what_credit_gave() -> None:
     row = replace(sample("a", tokens=3), calls=(("a/0", 0, 2), ("a/1", 2, 3)))
     credits = (
@@ -235,6 +334,12 @@ def test_saved_adapters_are_added_to_their_weights(tmp_path: Path) -> None:
     found = load_file(tmp_path / "model.safetensors")
     assert {"model.norm.weight", "model.q_proj.weight", "model.q_proj.bias"} == found.keys()
     assert [[3.0, 4.0], [0.0, 1.0]] == found["model.q_proj.weight"].tolist()
+    save_file(state, tmp_path / "model-00001-of-00001.safetensors")  # as after a stop before it was removed
+    merge_saved(tmp_path, scaling=2.0)
+    assert ["model.safetensors"] == [path.name for path in tmp_path.iterdir()]
+    again = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in again.items())
+    save_file(found, tmp_path / "model.safetensors")
     with pytest.raises(AglError, match="saved no adapters"):
         merge_saved(tmp_path, scaling=2.0)
 
@@ -283,9 +388,42 @@ def test_checkpoints_that_count_are_removed_except_the_newest_the_kept_and_those
         (tmp_path / place).mkdir(parents=True)
         count(tmp_path / place, step=step)
     count(tmp_path / places[3], step=4)  # which trained nothing
-    count(tmp_path / places[3], step=4)
+    count(tmp_path / places[3], step=4, origin="merged/one")
     (tmp_path / "verl-000004/global_step_4").mkdir()  # which no step counts yet
     assert [3, 4] == steps_of(tmp_path / places[3])
+    assert ["", "", "", "", "merged/one"] == sorted(origins(tmp_path) or [])
     prune(tmp_path, keep=2, kept={4}, used=("", str(tmp_path / places[1] / "actor/huggingface")))
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")}
     assert {places[step] for step in (1, 3, 5, 6)} | {"verl-000004/global_step_4"} == left
+
+
+def test_a_checkpoint_that_does_not_say_its_origin_leaves_it_open(tmp_path: Path) -> None:
+    place = tmp_path / "verl-000000/global_step_1"
+    place.mkdir(parents=True)
+    assert [] == origins(tmp_path)
+    (place / "steps.json").write_text("[1]")
+    assert origins(tmp_path) is None
+
+
+class Queues:
+    """Ray's module, connected to a cluster on which VERL's queue is found so many times."""
+
+    def __init__(self, *, times: float) -> None:
+        self.times = times
+
+    def get_actor(self, name: str, *, namespace: str) -> None:
+        assert ("TransferQueueController", "transfer_queue") == (name, namespace)
+        self.times -= 1
+        if self.times < 0:
+            raise ValueError(name)
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="here:6379")
+
+
+def test_a_cluster_on_which_another_run_trains_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_algo_verl.ray_cluster.QUEUE_POLL_S", 0.0)
+    check_alone(Queues(times=0))
+    check_alone(Queues(times=3))
+    with pytest.raises(ConfigError, match=r"Another run trains with VERL on the Ray cluster at here:6379"):
+        check_alone(Queues(times=math.inf), patience_s=0.05)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.torch import load_file
 
-from agl.schemas import Weights
+from agl.schemas import ResourceVersion, Weights
 from agl_algo_verl.engines import make
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.ray_files import steps_of
@@ -106,3 +106,56 @@ async def served_gap_of_published(bench: AlgorithmBench) -> float | None:
     resource = bench.published[-1].resource
     assert isinstance(resource, Weights)
     return await served_gap(bench) if Path(resource.uri).is_dir() else None
+
+
+@FORGOTTEN
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")
+def test_rates_of_a_run_on_ray_that_is_interrupted_and_continued_are_those_in_one_process(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """After its second step another algorithm has published, after its third it is continued with other rates."""
+    shape = {"lr": 4e-3, "lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
+    keys = {f"{role}.optim.{name}": value for role in ("actor", "critic") for name, value in shape.items()}
+    keys |= {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2, "trainer.total_training_steps": 6}
+
+    def rates(engine: str) -> list[tuple[float | None, float, int]]:
+        world, start = World(), Weights(uri=str(model_dir))
+        own = keys | ({"rollout.name": "agl_hf"} if engine == "ray" else {})
+        scenario = AlgorithmScenario(
+            make=lambda: make(engine=engine, threads=1, **config(**own)),
+            play=lambda order: world.play(replace(order, resources={"llm": start})),
+            tunes=("llm",),
+            policies=lambda _: {"llm": VerlPolicy(name="llm", model=str(model_dir), threads=1)},
+        )
+        bench = AlgorithmBench(scenario, tmp_path / engine)
+
+        async def body() -> list[tuple[float | None, float, int]]:
+            found, state = list[tuple[float | None, float, int]](), None
+            async with bench:
+                for steps in (3, 1):
+                    algorithm: Any = scenario.make()
+                    await algorithm.setup(bench.context())
+                    if state is not None:
+                        await algorithm.restore(state)
+                    try:
+                        for _ in range(steps):
+                            report = await algorithm.step()
+                            rate, critics = report.metrics.get("lr"), report.metrics["critic_lr"]
+                            found.append((rate, critics, len(report.published)))
+                            if report.step == 2:
+                                other = ResourceVersion(name="llm", version="o", resource=start, algorithm="other")
+                                bench._live["llm"] = other
+                        state = algorithm.state()
+                    finally:
+                        await algorithm.close()
+                    own.update({"actor.optim.lr": 1e-3, "critic.optim.lr": 2e-3})
+            return found
+
+        return asyncio.run(body())
+
+    here, there = rates("inproc"), rates("ray")
+    assert [0, 1, 1, 1] == [count for _, _, count in here]
+    assert here[0][0] is None
+    for mine, its in zip(here, there, strict=True):
+        assert mine == pytest.approx(its)

@@ -92,11 +92,17 @@ class Small:
             await store.close()
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(("lora_rank", "takes_from_memory"), [(0, True), (4, True), (0, False)])
 def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
-    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora_rank: int
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lora_rank: int,
+    takes_from_memory: bool,
 ) -> None:
     """A copy of the folder at some moment is what a kill at that moment would leave."""
+    if not takes_from_memory:
+        monkeypatch.setattr("agl_algo_verl.inproc.offer_of", lambda context, name: None)
     dead = "agl_run.experiment.saving.worker_is_dead"
     monkeypatch.setattr(dead, lambda name: True)  # this process stands for the one that was killed
     small = Small(tmp_path / "small", make_model(), lora_rank=lora_rank)
@@ -106,16 +112,17 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
             shutil.copytree(small.folder, tmp_path / "left")
 
     small.on_call = keep
-    small.fit()
+    small.fit(keep=1)
     undisturbed = small.outcome()
     assert small.largest("logprob_gap") < 1e-5  # what the policy takes from memory is what was trained
     assert dict.fromkeys(range(1, STEPS + 1), ROLLOUTS) == Counter(undisturbed["ledger"].values())
     small.folder.rename(tmp_path / "whole")
     (tmp_path / "left").rename(small.folder)
-    assert (["000002"], ["000002"]) == (small.steps("state"), small.steps("weights"))
+    weights = ["000002"] if takes_from_memory else ["000002", "000003"]  # a run that goes on serves the second step's
+    assert (["000002"], weights) == (small.steps("state"), small.steps("weights"))
 
     small.calls = 100  # nothing is kept any more
-    small.fit(resume=True)
+    small.fit(resume=True, keep=1)
 
     assert small.calls - 100 < ROLLOUTS, "the rollouts that had finished are found again"
     assert undisturbed == small.outcome()

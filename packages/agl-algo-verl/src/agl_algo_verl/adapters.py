@@ -5,8 +5,10 @@ W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, se
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,9 +23,15 @@ from agl_algo_verl.typed import verl_part
 from agl_objectives.adapters import HeldAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
+
+    from agl.contracts import AlgorithmContext
+
+
+MERGED = "merged"
+"""Directory of merged weights, below the work folder of an algorithm."""
 
 
 def adapter_of(module: Any, *, base: str, whole: Callable[[Any], Tensor]) -> HeldAdapter:
@@ -53,10 +61,36 @@ def whole_weights(weights: Weights, *, workdir: Path) -> Weights:
     if weights.format != "lora":
         return weights
     name = hashlib.sha256(f"{weights.uri}\n{weights.base_model}".encode()).hexdigest()[:16]
-    target = workdir.absolute() / "merged" / name
+    target = workdir.absolute() / MERGED / name
     if not target.is_dir():
         write_directory(target, partial(_merge, weights))
     return Weights(uri=str(target), format="hf")
+
+
+async def prune_merged(context: AlgorithmContext, *, name: str, used: Collection[str]) -> None:
+    """Remove merged weights that nothing can continue from: neither `used` names them nor a version.
+
+    Versions are all those of the resource and the newest of every other; of this algorithm's own only those whose files
+    are left.
+    """
+    parent = context.workdir.absolute() / MERGED
+    unused = {path.name: path for path in parent.glob("[0-9a-f]*")} if parent.is_dir() else {}
+    for each in used:
+        _spare(unused, each)
+    store = context.store
+    for version in [*await store.resources(name), *await store.resources()] if unused else ():
+        weights = version.resource
+        if isinstance(weights, Weights) and (version.algorithm != context.name or Path(weights.uri).is_dir()):
+            _spare(unused, weights.uri)
+            _spare(unused, weights.base_model)
+    for path in unused.values():
+        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+
+def _spare(unused: dict[str, Path], place: str) -> None:
+    """Take out the directories that `place` is or lies in; by their names, because the work folder may have several."""
+    for part in Path(place).parts:
+        unused.pop(part, None)
 
 
 def _described(module: Any, *, base: str) -> Any:

@@ -69,6 +69,7 @@ class BridgeRow:
         weight: w_t of the row's trained tokens, for a loss of agl-objectives.
         total: W of the row's update, which the weighted sum of that loss is divided by.
         update: Place of the row's update in the step.
+        is_replayed: Whether an earlier step has trained the row already.
         held: 1 / U at the row of a call that is held and not trained, U being such tokens of its update; 0 elsewhere.
     """
 
@@ -82,6 +83,7 @@ class BridgeRow:
     weight: float = 1.0
     total: float = 1.0
     update: int = 0
+    is_replayed: bool = False
     held: float = 0.0
 
 

@@ -12,7 +12,9 @@ k_t = pi_old(y_t) / pi_behaviour(y_t) of each trained token, `algorithm.rollout_
                    rollout_rs_threshold: an upper bound for each option, or one for all; for k1 "a_b", or b for "1/b_b"
     bypass_mode    takes the recorded log-probabilities for pi_old, so that k_t = 1 and nothing is left to correct
 
-A rejected token has no part in the loss, entropy and KL included, and stays in the denominators, as in VERL.
+A rejected token has no part in the loss, entropy and KL included, and stays in the denominators, as in VERL. Only the
+mean over the tokens of each rollout (`seq-mean-token-mean`) is one over those that are kept; a rollout that has none of
+them still counts as one.
 
 Deviations from VERL: a sequence is a rollout with all its rows, and `rollout_is_batch_normalize` divides by the mean
 over rollouts of the mean weight of their tokens; VERL counts rows, and for `token` takes the mean over tokens.

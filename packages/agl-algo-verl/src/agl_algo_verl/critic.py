@@ -25,7 +25,7 @@ from agl.errors import ConfigError
 from agl_algo_verl.batches import micro_batched, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.opening import engine_config, model_config, open_worker
-from agl_algo_verl.privates import use_rate_of_schedule
+from agl_algo_verl.privates import with_own_settings
 from agl_algo_verl.typed import verl_part
 from agl_algo_verl.worker_metrics import plain_metrics
 
@@ -85,15 +85,18 @@ class VerlCritic:
         prune(workdir / "critic", step=step, keep=max(2, keep), kept=kept)
 
     def load(self, workdir: Path, *, step: int) -> None:
-        """Continue from the checkpoint of a step; raises ConfigError where there is none."""
+        """Continue from the checkpoint of a step, with the learning rate of the settings.
+
+        Raises ConfigError where there is none.
+        """
         source = step_directory(workdir / "critic", step)
         if not source.is_dir():
             raise ConfigError(
                 f"There is no checkpoint of the critic in {source}. "
                 "Resume where the run's files are, or start the run under a new name."
             )
-        self._worker.load_checkpoint(str(source), del_local_after_load=False)
-        use_rate_of_schedule(self._worker.engine)
+        with with_own_settings(self._worker.engine):
+            self._worker.load_checkpoint(str(source), del_local_after_load=False)
 
     def _batch(self, samples: Sequence[RowSample], **options: Any) -> Any:
         critic = self._settings

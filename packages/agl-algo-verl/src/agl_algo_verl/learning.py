@@ -114,9 +114,10 @@ class VerlLearner:
         return self._opened if self._worker is not None else ""
 
     async def open(self, origin: Weights, *, version: str) -> None:
-        """Open a version of the policy in place of the one that was open; a critic stays."""
+        """Open a version of the policy in place of the one that was open; its schedule goes on, and a critic stays."""
+        place = None if self._worker is None else self._worker.place
         self._worker = None  # free the old model first: two of them may not fit
-        self._worker = await asyncio.to_thread(self._load, origin)
+        self._worker = await asyncio.to_thread(self._load, origin, place)
         self._opened = version
 
     async def train(
@@ -180,6 +181,12 @@ class VerlLearner:
         """Return the resource that names the weights to serve of a step, which need not be written yet."""
         return self._policy.served(self._workdir, step=step)
 
+    def origins(self) -> list[str]:
+        """Return the weights that the policy was opened from, and those of every checkpoint on disk."""
+        from agl_algo_verl.worker import origins
+
+        return [self._policy.origin.uri, *origins(self._workdir)]
+
     async def held(self) -> dict[str, Tensor] | HeldAdapter:
         """Return the weights to serve by their names, or the adapter."""
         return await asyncio.to_thread(self._policy.held)
@@ -237,11 +244,11 @@ class VerlLearner:
             raise AssertionError("the policy is opened before it is trained")
         return self._worker
 
-    def _load(self, origin: Weights) -> VerlWorker:
+    def _load(self, origin: Weights, place: int | None) -> VerlWorker:
         from agl_algo_verl.worker import VerlWorker
 
         worker = VerlWorker(origin=origin, settings=self._settings, steps=self._steps, threads=self._threads)
-        self._place(worker)
+        self._place(worker, place)
         if self._settings.has_critic and self._critic is None:
             self._critic = self._make_critic(worker)
         return worker
@@ -250,15 +257,16 @@ class VerlLearner:
         from agl_algo_verl.worker import VerlWorker
 
         self._worker = VerlWorker.resume(checkpoint, settings=self._settings, steps=self._steps, threads=self._threads)
-        self._place(self._worker)
+        self._place(self._worker, None)
         if self._settings.has_critic:
             self._critic = self._make_critic(self._worker)
             self._critic.load(self._workdir, step=int(checkpoint.name))
 
-    def _place(self, worker: VerlWorker) -> None:
-        """Give a policy that was just opened the learning rate of a run that went back."""
-        if self._behind is not None or self._rate != 1.0:
-            worker.use_rate(self._rate, place=None if self._behind is None else self._behind.place)
+    def _place(self, worker: VerlWorker, place: int | None) -> None:
+        """Give a policy that was just opened the learning rate at a place in its schedule, or where a run went back."""
+        place = place if self._behind is None else self._behind.place
+        if place is not None or self._rate != 1.0:
+            worker.use_rate(self._rate, place=place)
 
     def _make_critic(self, worker: VerlWorker) -> VerlCritic:
         from agl_algo_verl.critic import VerlCritic

@@ -20,7 +20,7 @@ pass, whose log-probabilities every rank sends to all others.
 
 VERL cuts a step into updates after a number of rows, through the middle of a rollout. Rows of a cluster name their
 update instead, as agl cut them, and a mean over sequences is one over the rollouts of the update. A rank without a row
-of an update joins it with one that has no trained token, because every rank takes part in each.
+of an update joins it with one that has no token, trained or held, because every rank takes part in each.
 An update that was left without a gradient (`ray_completion.py`) is not made, for momentum would still move the weights.
 
 Axes: B rows of a micro-batch, R tokens of the longest response, M trained tokens.
@@ -42,8 +42,9 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from agl_algo_verl.batches import per_row
 from agl_algo_verl.objectives import PREFIX
-from agl_algo_verl.privates import use_rate_of_schedule, without_update
+from agl_algo_verl.privates import use_rate_of_schedule, with_own_settings, without_update
 from agl_algo_verl.ray_completion import SILENT, UPDATE
+from agl_algo_verl.ray_schedule import found_schedule
 from agl_algo_verl.typed import integers, ragged, verl_part
 from agl_algo_verl.worker_metrics import COUNTS
 from agl_objectives.contract import SurveyedLoss, TokenBatch
@@ -127,8 +128,9 @@ class LossWorker(TrainingWorker):
         places = (per_row(data, UPDATE) == number).nonzero()[:, 0]
         select: Any = verl_part("verl.utils.tensordict_utils:index_select_tensor_dict")
         part: Any = select(data, places if len(places) else torch.tensor([0]))
-        for name in () if len(places) else ("response_mask", "loss_mask"):
-            part[name] = ragged([torch.zeros_like(mask_R) for mask_R in _field(part, name).unbind()])
+        for name in () if len(places) else ("response_mask", "loss_mask", ANCHOR):
+            if name in part:
+                part[name] = ragged([torch.zeros_like(values_R) for values_R in _field(part, name).unbind()])
         rows = part.shape[0] * cast("Any", self).engine.get_data_parallel_size()  # VERL divides by the ranks again
         verl_part("verl.utils.tensordict_utils:assign_non_tensor")(
             part, mini_batch_size=rows, epochs=1, global_batch_size=int(per_row(part, ROLLOUTS)[0])
@@ -165,13 +167,48 @@ class LossWorker(TrainingWorker):
         return surveyed
 
 
-class ClusterWorker(LossWorker):
-    """A `LossWorker` of a cluster: after a checkpoint was loaded it goes on with the configured learning rate."""
+on_every_rank: Any = verl_part("verl.single_controller.base.decorator:register")(
+    dispatch_mode=verl_part("verl.single_controller.base.decorator:Dispatch").ONE_TO_ALL
+)
+"""Makes a method of a worker one that VERL's trainer can call, on all ranks at once."""
 
+
+class _OfCluster:
+    """What a training worker of a cluster does besides: its schedule is that of the run, and so are its settings."""
+
+    _role = "policy"
+
+    @on_every_rank
+    def reset(self) -> None:
+        """Open the model, with a schedule over the steps of the whole run at the place where the run is."""
+        schedule = found_schedule()
+        if schedule is not None:
+            cast("Any", self).optimizer_config.total_training_steps = schedule.steps
+        cast("Any", super()).reset()
+        self._move()
+
+    @on_every_rank
     def load_checkpoint(self, local_path: Any, hdfs_path: Any = None, del_local_after_load: bool = False) -> None:
-        """Load weights, moments and schedule; the rate of a run that went back is smaller than the checkpoint's."""
-        cast("Any", super()).load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        use_rate_of_schedule(cast("Any", self).engine, peak=float(cast("Any", self).optimizer_config.lr))
+        """Load weights, moments and random state; rates and other settings stay those of the configuration."""
+        with with_own_settings(cast("Any", self).engine):
+            cast("Any", super()).load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        self._move()
+
+    def _move(self) -> None:
+        """Go to the place of the run in the schedule."""
+        schedule = found_schedule()
+        if schedule is not None:
+            use_rate_of_schedule(cast("Any", self).engine, place=getattr(schedule, self._role))
+
+
+class ClusterWorker(_OfCluster, LossWorker):
+    """A `LossWorker` of a cluster."""
+
+
+class ClusterCritic(_OfCluster, TrainingWorker):
+    """VERL's own worker for the critic of a cluster, which learns by one update in a step."""
+
+    _role = "critic"
 
 
 def policy_loss(

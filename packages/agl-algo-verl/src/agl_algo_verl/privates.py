@@ -11,16 +11,20 @@ what was expected where, and what to do, and nothing is changed.
                            critic gets the attention that its configuration names.
     repair_pinned_memory   the engine of a frozen reference keeps its weights in pinned memory, which needs a GPU
     register_replica       VERL has a public registry for the trainer's end of a replica, and a table for the worker's
-    use_loss_worker        VERL's worker of a cluster names the class of the model that it trains in a class attribute
-    report_gap             VERL reports the difference of probabilities, which says little about unlikely tokens,
-                           where a ratio of ten may be a difference of a thousandth
+    use_loss_worker        VERL's worker of a cluster names the class of the model that it trains in a class attribute,
+                           and its trainer the class of the critic in its module
+    report_tokens          VERL reports the difference of probabilities, which says little about unlikely tokens,
+                           where a ratio of ten may be a difference of a thousandth; and the entropy as its loss
+                           aggregates it, which is no mean over tokens where it adds them up
     introduce_trainer,     VERL saves a checkpoint after every so many steps, and has no way to ask for one when a
     save_checkpoint        validation or a stop needs it
     before_advantages      VERL corrects for other policies' tokens by rows, and has no hook before its advantages
     without_update         VERL's engine updates after each backward pass, also where no token has a gradient
     balancer_of            VERL's client has no public way to its servers
     schedule_of,           VERL's engine has no public way to its schedule and its optimizer
-    use_rate_of_schedule
+    use_rate_of_schedule,
+    with_own_settings
+    has_queue              VERL's queue has one name for a whole cluster, and a second run would read the first one's
     tensors_of             the engine's weights by name
     open_as_language_model VERL loads a value model with flash-attention alone; by its loader of language models it gets
                            the attention that its configuration names
@@ -43,7 +47,7 @@ from agl.errors import ConfigError
 from agl_algo_verl.runtime import INSTALL, check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from torch import Tensor
 
@@ -51,10 +55,15 @@ GROUP = 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"'
 ATTENTION = 'attn_implementation="flash_attention_2"'
 PINNED = "CPUOffloadPolicy(pin_memory=True)"
 OPENED = "self.actor = self.actor_worker_cls(config=actor_training_config)"
+CRITIC = "self.role_worker_mapping[Role.Critic] = ray.remote(TrainingWorker)"
 LOSS = "self.loss_fn = partial(ppo_loss, config=actor_config)"
 REPORT = "metrics.update(calculate_debug_metrics(data))"
+ENTROPIES = 'data["entropy"] = response_from_nested(data.pop("entropy"), data["response_mask"])'
 LOADER = 'if self.model_config.model_type == "language_model":'
 """Lines of VERL that the repairs replace, or that a repair depends on."""
+
+TRAINER = "verl.trainer.ppo.v1.trainer_base"
+"""The module of VERL's trainers."""
 
 READ = "data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)"
 """The line that reads rows from VERL's queue."""
@@ -62,11 +71,14 @@ READ = "data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id,
 UPDATED = "grad_norm = self.optimizer_step()"
 """The line in which VERL's engine updates, after a backward pass."""
 
+QUEUE = 'name="TransferQueueController", namespace="transfer_queue"'
+"""The name of the actor that keeps VERL's queue, as the queue's `init` gives it."""
+
 SAVED = 'f"global_step_{self.global_steps}"'
 """The line that names the directory of a checkpoint."""
 
-LARGEST, MEAN = "agl/logprob_gap", "agl/logprob_gap_mean"
-"""Names of the largest and the mean gap of log-probabilities among VERL's metrics."""
+LARGEST, MEAN, ENTROPY = "agl/logprob_gap", "agl/logprob_gap_mean", "agl/entropy"
+"""Names of the largest and the mean gap of log-probabilities and of the mean entropy among VERL's metrics."""
 
 ROLLOUT = ("agl_hf", "async"), "agl_algo_verl.replica.HFRollout"
 """Key and class of the training worker's end of the replica `agl_hf`."""
@@ -136,49 +148,62 @@ def _replica() -> type:
 
 
 def use_loss_worker() -> None:
-    """Let VERL's worker in this process train by `loss_worker.py`; one without it, such as a server's, is left."""
-    module = sys.modules.get("verl.workers.engine_workers")
-    if module is None:
+    """Let VERL's workers and trainers in this process train by `loss_worker.py`; one without them is left as it is."""
+    workers, trainers = sys.modules.get("verl.workers.engine_workers"), sys.modules.get(TRAINER)
+    if workers is None:
         return
-    worker = cast("Any", module).ActorRolloutRefWorker
-    _expect_attributes(worker, "actor_worker_cls", where=module.__name__)
+    worker = cast("Any", workers).ActorRolloutRefWorker
+    _expect_attributes(worker, "actor_worker_cls", where=workers.__name__)
     for line in (OPENED, LOSS):
         _expect_line(worker, "init_model", line)
-    loss_worker = _module("agl_algo_verl.loss_worker").ClusterWorker
+    ours = _module("agl_algo_verl.loss_worker")
     _expect(
-        worker.actor_worker_cls in loss_worker.__mro__,
+        worker.actor_worker_cls in ours.ClusterWorker.__mro__,
         f"{worker.__name__}.actor_worker_cls = TrainingWorker",
-        where=module.__name__,
+        where=workers.__name__,
     )
-    worker.actor_worker_cls = loss_worker
+    if trainers is not None:
+        _expect_attributes(trainers, "PPOTrainer TrainingWorker", where=TRAINER)
+        _expect_line(cast("Any", trainers).PPOTrainer, "_init_resource_pool_mgr", CRITIC)
+        is_verls = cast("Any", trainers).TrainingWorker in ours.ClusterCritic.__mro__
+        _expect(is_verls, "TrainingWorker of verl.workers.engine_workers", where=TRAINER)
+        cast("Any", trainers).TrainingWorker = ours.ClusterCritic
+    worker.actor_worker_cls = ours.ClusterWorker
 
 
-def report_gap() -> None:
-    """Make VERL's trainer in this process report the gap of log-probabilities."""
-    trainer = _module("verl.trainer.ppo.v1.trainer_base")
+def report_tokens() -> None:
+    """Make VERL's trainer in this process report the gap of log-probabilities and the entropy of tokens."""
+    trainer = _module(TRAINER)
     _expect_attributes(trainer, "calculate_debug_metrics", where=trainer.__name__)
     if not hasattr(trainer.calculate_debug_metrics, "__wrapped__"):
-        _expect_line(trainer.PPOTrainer, "_compute_old_log_prob", REPORT)
-        trainer.calculate_debug_metrics = with_gap(trainer.calculate_debug_metrics)
+        for line in (REPORT, ENTROPIES):
+            _expect_line(trainer.PPOTrainer, "_compute_old_log_prob", line)
+        trainer.calculate_debug_metrics = with_tokens(trainer.calculate_debug_metrics)
 
 
-def with_gap(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Return VERL's report with the gap |log pi_old - log pi_behaviour|, in nats, over the tokens that are trained."""
+def with_tokens(report: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Return VERL's report with means over the tokens that are trained, in nats; the gap's largest as well.
+
+    The gap of a token is |log pi_old - log pi_behaviour|.
+    """
 
     @wraps(report)
     def reported(data: Any) -> dict[str, Any]:
         tensors = data.batch
-        # [M]: the trained tokens of all rows; both inputs are [B, R] and padded
-        away_M = (tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs()[tensors["response_mask"].bool()]
-        gaps = {LARGEST: float(away_M.max()), MEAN: float(away_M.mean())} if len(away_M) else {}
-        return report(data) | gaps
+        # [M]: the trained tokens of all rows; the inputs are [B, R] and padded
+        mask_B_R = tensors["response_mask"].bool()
+        away_M = (tensors["old_log_probs"] - tensors["rollout_log_probs"]).abs()[mask_B_R]
+        if not len(away_M):
+            return report(data)
+        entropy = float(tensors["entropy"][mask_B_R].mean())
+        return report(data) | {LARGEST: float(away_M.max()), MEAN: float(away_M.mean()), ENTROPY: entropy}
 
     return reported
 
 
 def introduce_trainer() -> None:
     """Let VERL's trainers in this process set `trainer` of the agent loops that they are given to train with."""
-    module = _module("verl.trainer.ppo.v1.trainer_base")
+    module = _module(TRAINER)
     trainer: Any = getattr(module, "PPOTrainer", None)
     fit: Any = getattr(trainer, "fit", _absent)
     if not hasattr(fit, "__wrapped__"):
@@ -234,7 +259,7 @@ def before_advantages(trainer: Any, complete: Callable[[Any, dict[str, Any]], di
 
 
 @contextmanager
-def without_update(engine: Any) -> Iterator[None]:
+def without_update(engine: Any) -> Generator[None]:
     """Let VERL's engine do the passes of its updates and leave its weights and moments as they are."""
     _expect_line(type(engine), "train_batch", UPDATED)
     _expect_attributes(engine, "optimizer_step", where=_type_name(engine))
@@ -274,15 +299,53 @@ def use_rate_of_schedule(engine: Any, *, peak: float | None = None, place: int |
         peak: The highest rate of the schedule, for one that differs from the checkpoint's.
         place: Steps of the schedule that are done, where training goes on at another place than the checkpoint's.
     """
-    schedule, optimizer = schedule_of(engine), getattr(engine, "optimizer", None)
-    _expect_attributes(optimizer, "param_groups", where=f"{_type_name(engine)}.optimizer")
+    schedule, groups = schedule_of(engine), _groups_of(engine)
     if peak is not None:
         schedule.base_lrs = [peak for _ in schedule.base_lrs]
     if place is not None:
         schedule.last_epoch = place
-    places = zip(cast("Any", optimizer).param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    for group, rate, shape in places:
+    for group, rate, shape in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = rate * shape(schedule.last_epoch)  # `last_epoch` is torch's name for the updates so far
+
+
+@contextmanager
+def with_own_settings(engine: Any) -> Generator[None]:
+    """Let an engine load a checkpoint in the block, and keep the settings of its optimizer and the rate that it has.
+
+    A checkpoint brings those of the run that saved it, and a run may be continued with others. Megatron's schedule is
+    none of torch's and decides by itself which of the two holds.
+    """
+    if type(getattr(engine, "lr_scheduler", None)).__module__.partition(".")[0] == "megatron":
+        yield
+        return
+    schedule, groups = schedule_of(engine), _groups_of(engine)
+    rates, settings = schedule.base_lrs, [_settings_of(group) for group in groups]
+    yield
+    for group, own in zip(_groups_of(engine), settings, strict=True):  # loading makes new groups
+        group.update(own)
+    schedule.base_lrs = rates
+    use_rate_of_schedule(engine)
+
+
+def _groups_of(engine: Any) -> list[dict[str, Any]]:
+    """Return the groups of parameters of an engine's optimizer."""
+    optimizer: Any = getattr(engine, "optimizer", None)
+    _expect_attributes(optimizer, "param_groups", where=f"{_type_name(engine)}.optimizer")
+    return optimizer.param_groups
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def has_queue(ray: Any) -> bool:
+    """Return whether the cluster that Ray is connected to has a queue of VERL's."""
+    _expect_line(_module("transfer_queue.interface"), "init", QUEUE)
+    try:
+        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    except ValueError:
+        return False
+    return True
 
 
 def tensors_of(engine: Any) -> Iterable[tuple[str, Tensor]]:

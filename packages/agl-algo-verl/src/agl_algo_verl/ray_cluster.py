@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import psutil
 
 from agl.errors import AglError, ConfigError
 from agl_algo_verl.bridge import NAME, Bridge
+from agl_algo_verl.privates import has_queue
 from agl_algo_verl.ray_validation import checked, use_platform
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.typed import verl_part
@@ -37,6 +39,9 @@ STORE_MB = 256
 
 STARTS = 6
 """Attempts to start Ray, which gives its own processes 30 seconds: too few on a busy machine."""
+
+QUEUE_S, QUEUE_POLL_S = 60.0, 0.5
+"""Seconds in which Ray has removed what a run that ended, or was killed, has left on a cluster; and between looks."""
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +144,7 @@ class Cluster:
         else:
             self._init(ray, own)
         self._check_resources(ray)
+        check_alone(ray)
         self._bridge = ray.remote(Bridge).options(name=NAME, num_cpus=0, max_concurrency=8).remote()
         self._runner = runner.options(runtime_env=own).remote() if self._is_shared else runner.remote()
         return self._runner.run.remote(composed)
@@ -200,6 +206,22 @@ class Cluster:
         self._runner = self._bridge = None
         if not self._is_shared:
             ray.shutdown()
+
+
+def check_alone(ray: Any, *, patience_s: float = QUEUE_S) -> None:
+    """Raise ConfigError while another run has VERL's queue on the cluster, after waiting for one that has just ended.
+
+    Both would put their rows into the same queue. Blocks.
+    """
+    until = time.monotonic() + patience_s
+    while has_queue(ray):
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"Another run trains with VERL on the Ray cluster at {ray.get_runtime_context().gcs_address}, which "
+                "serves one at a time: VERL's queue has one name. Wait for its end, stop it (ray list actors), or let "
+                "this run start a cluster of its own, without an address."
+            )
+        time.sleep(QUEUE_POLL_S)  # Ray tells nobody but an actor's owner of its end
 
 
 def _kill(processes: set[psutil.Process]) -> None:

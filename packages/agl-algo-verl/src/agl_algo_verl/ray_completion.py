@@ -1,12 +1,14 @@
 """Completes a step's rows in VERL's trainer on Ray, after it has recomputed log-probabilities and before advantages.
 
-Three things can be known no earlier, of which VERL would make the first of rows:
+Four things can be known no earlier, of which VERL would make the first of rows:
 
     correction    importance weights and rejection over whole rollouts (`correction.py`), in place of VERL's own.
                   Rejected tokens change the weights of a mean over sequences, so these are made once more.
     anchor        what the loss reads of rows that are held (`loss_worker.anchored`). VERL fills a batch up with copies
                   of a row, which may be one that is held, and the copies are not.
     silence       updates that the correction has left without a gradient, which the workers then leave out
+    numbers       the distance to the reference, and the weights of rollouts that are trained once more, as they are
+                  logged in one process
 
 B is the number of rows, R the length of a row's response.
 """
@@ -21,11 +23,13 @@ import torch
 
 from agl_algo_verl.batches import per_rollout, per_row, weighting
 from agl_algo_verl.correction import Correction, corrected, correction_metrics
+from agl_algo_verl.replay import replay_weights
 from agl_algo_verl.rows import RowSample
+from agl_algo_verl.shaping import distance
 from agl_algo_verl.typed import floats, integers, ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -37,6 +41,9 @@ HELD = "agl_held"
 
 ROW_MEAN = "seq-mean-token-mean"
 """VERL's mean over the tokens of each row, which the advantages turn into one over those of each rollout."""
+
+REPLAYED = "agl_replayed"
+"""Field with 1 at rows that earlier steps have trained already, and 0 at others; [B, 1]."""
 
 UPDATE = "agl_update"
 """Field with the place of a row's update in the step; [B, 1]."""
@@ -62,6 +69,10 @@ class Completed:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add to what to log."""
+        self.metrics.update({METRIC + name: value for name, value in metrics.items()})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
@@ -70,6 +81,7 @@ class Completion:
     Attributes:
         correction: Importance weights and rejection.
         anchor_coef: The weight of the anchor, 0 for none.
+        measures_kl: Whether the distance to the reference is logged, for which the reference must run.
         choice: The run's loss of agl-objectives, None for one of VERL's.
         mode: `loss_agg_mode` of the run's loss.
         has_gradient: Tells whether an update of these rows can have a gradient; None where only VERL knows.
@@ -77,6 +89,7 @@ class Completion:
 
     correction: Correction = field(default_factory=Correction)
     anchor_coef: float = 0.0
+    measures_kl: bool = False
     choice: LossChoice | None = None
     mode: str = "token-mean"
     has_gradient: Callable[[Sequence[RowSample]], bool] | None = None
@@ -84,7 +97,7 @@ class Completion:
     @property
     def is_needed(self) -> bool:
         """True if there is anything to complete."""
-        return self.correction.is_on or self.anchor_coef > 0
+        return self.correction.is_on or self.anchor_coef > 0 or self.measures_kl
 
     @property
     def scales_later(self) -> bool:
@@ -94,8 +107,9 @@ class Completion:
     @property
     def reads(self) -> list[str]:
         """The names of the fields that it reads."""
-        names = ["response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "agl_rollout", UPDATE]
-        return [*names, "ref_log_prob", HELD] if self.anchor_coef else names
+        names = ["response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "agl_rollout", UPDATE, REPLAYED]
+        names += ["ref_log_prob"] if self.anchor_coef or self.measures_kl else []
+        return [*names, HELD] if self.anchor_coef else names
 
     def completed(self, data: TensorDict, *, padding: Sequence[bool]) -> Completed:
         """Return what VERL's workers read of all B rows, in their order.
@@ -104,15 +118,21 @@ class Completion:
             data: The fields of `reads`, ragged, one vector [R] per row, or [B, 1].
             padding: True for each row that only fills up the batch.
         """
-        found = Completed()
+        found, given = Completed(), _samples(data)
+        is_replayed = [bool(value) for value in floats(per_row(data, REPLAYED))]
+        if self.measures_kl:
+            own = [row for row, is_old in zip(given, is_replayed, strict=True) if not is_old]
+            found.log(distance(own))
         if self.correction.is_on:
-            rows = corrected(_samples(data), self.correction)
+            rows = corrected(given, self.correction)
             found.fields.update(self._corrected(rows))
-            shares = correction_metrics(rows, self.correction)
-            found.metrics.update({METRIC + name: value for name, value in shares.items()})
+            found.log(correction_metrics(rows, self.correction))
+            if self.correction.importance is not None:
+                again = [row for row, is_old in zip(rows, is_replayed, strict=True) if is_old]
+                found.log(replay_weights(again, bound=self.correction.importance.cap))
             if silent := self._silent(rows, updates=integers(per_row(data, UPDATE))):
                 found.options[SILENT] = silent
-                found.metrics[METRIC + "updates_skipped"] = 1.0
+                found.log({"updates_skipped": 1.0})
         if self.anchor_coef:
             found.fields.update(_anchored(data, padding=padding))
             found.options["agl_anchor_coef"] = self.anchor_coef
@@ -148,6 +168,7 @@ def _samples(data: TensorDict) -> list[RowSample]:
     """Return rows as the correction reads them, each with the number of its rollout for a name."""
     names = ("response_mask", "rm_scores", "rollout_log_probs", "old_log_probs")
     numbers = integers(per_row(data, "agl_rollout"))
+    start = _start(data) if "ref_log_prob" in cast("Any", data) else [None] * len(numbers)
     return [
         RowSample(
             rollout=str(number),
@@ -157,10 +178,11 @@ def _samples(data: TensorDict) -> list[RowSample]:
             advantages=scores_R,
             behaviour=behaviour_R,
             old=old_R,
+            reference=start_R,
             temperature=1.0,
         )
-        for number, mask_R, scores_R, behaviour_R, old_R in zip(
-            numbers, *(_rows(data, name) for name in names), strict=True
+        for number, start_R, mask_R, scores_R, behaviour_R, old_R in zip(
+            numbers, start, *(_rows(data, name) for name in names), strict=True
         )
     ]
 
@@ -169,11 +191,16 @@ def _anchored(data: TensorDict, *, padding: Sequence[bool]) -> dict[str, Tensor]
     """Return the fields that the anchor reads: 1 / U at the held tokens, and log pi_ref."""
     given = zip(floats(per_row(data, HELD)), padding, strict=True)
     shares = [0.0 if is_padding else share for share, is_padding in given]
-    start = [values_R.float() for values_R in _rows(data, "ref_log_prob")]
+    start = _start(data)
     return {
         "agl_anchor": ragged([torch.full_like(values_R, share) for share, values_R in zip(shares, start, strict=True)]),
         "agl_start": ragged(start),
     }
+
+
+def _start(data: TensorDict) -> list[Tensor]:
+    """Return log pi_ref of each row, [R]."""
+    return [values_R.float() for values_R in _rows(data, "ref_log_prob")]
 
 
 def _rows(data: TensorDict, name: str) -> Sequence[Tensor]:

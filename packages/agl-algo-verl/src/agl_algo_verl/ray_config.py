@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agl_algo_verl.ray_keys import RaySettings
+    from agl_algo_verl.ray_schedule import Schedule
 
 CHECKPOINTS = "global_step_{}"
 """VERL's name for the directory of a step."""
 
 METRICS = "metrics.jsonl"
 """File that VERL's file logger writes, in the directory of the checkpoints."""
+
+LIBRARIES = "actor_rollout_ref.model.external_lib"
+"""Key of the modules that VERL imports before it builds a model."""
 
 WEIGHTS = {"fsdp2": "actor/huggingface", "megatron": "actor/model/huggingface"}
 """Where each engine of VERL saves weights in Hugging Face's format, in the directory of a step."""
@@ -69,7 +73,7 @@ def compose(
         # A replica with adapters serves them to VERL's own client only; others would get the weights without them.
         needed["actor_rollout_ref.model.lora.merge"] = True
     here = _on_cpu(threads) if read.is_cpu else {}
-    needed |= _loss(read, before=here | read.given, rate=rate)
+    needed |= _worker(read, here=here, rate=rate)
     with open_dict(config):
         for name, value in {**_defaults(read), **here, **read.given, **needed}.items():
             omega.update(config, name, value, force_add=True)
@@ -96,15 +100,10 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
     }
 
 
-def _loss(read: RaySettings, *, before: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """Return the keys for workers of a loss of agl-objectives, of several updates, of a smaller rate or an anchor."""
-    choice, mini = chosen_loss(read.settings), read.settings.actor.ppo_mini_batch_size
-    has_one_update = mini in (None, read.settings.data.train_batch_size)
-    if choice is None and has_one_update and rate == 1.0 and not read.holds:
-        return {}
-    library = before.get("actor_rollout_ref.model.external_lib")
-    others = cast("list[str]", library if isinstance(library, list) else [library] if library else [])
-    worker: dict[str, Any] = {"actor_rollout_ref.model.external_lib": [*others, "agl_algo_verl.ray_losses"]}
+def _worker(read: RaySettings, *, here: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Return the keys of this package's training worker, of its loss, of a smaller rate and of an anchor."""
+    choice = chosen_loss(read.settings)
+    worker: dict[str, Any] = {LIBRARIES: [*_libraries(here), *_libraries(read.given), "agl_algo_verl.ray_losses"]}
     if read.holds and not read.settings.actor.use_kl_loss:
         # The anchor reads what VERL's reference says, which VERL has for a KL term alone; that one weighs nothing.
         worker |= {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.0}
@@ -116,6 +115,12 @@ def _loss(read: RaySettings, *, before: Mapping[str, Any], rate: float) -> dict[
         "actor_rollout_ref.actor.policy_loss.loss_mode": loss_mode(read.settings),
         "actor_rollout_ref.actor.loss_agg_mode": read.settings.actor.loss_agg_mode,
     }
+
+
+def _libraries(keys: Mapping[str, Any]) -> list[str]:
+    """Return the modules that keys ask VERL to import."""
+    named = keys.get(LIBRARIES)
+    return cast("list[str]", named if isinstance(named, list) else [named] if named else [])
 
 
 def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def _on_cpu(threads: int) -> dict[str, Any]:
     """Return the keys that have one possible value on the CPU, or one that is not slow."""
     return {
         "trainer.device": "cpu",
-        "actor_rollout_ref.model.external_lib": "agl_algo_verl.ray_model",
+        LIBRARIES: "agl_algo_verl.ray_model",
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.mixed_precision": FLOAT32,
@@ -200,14 +205,16 @@ def _needed(
     }
 
 
-def environment(read: RaySettings, *, folder: Path, threads: int) -> dict[str, str]:
-    """Return the environment variables of every process of the cluster."""
+def environment(read: RaySettings, *, folder: Path, threads: int, schedule: Schedule | None = None) -> dict[str, str]:
+    """Return the environment variables of every process of the cluster, `schedule` among them where VERL has FSDP2."""
     common = {
         "VERL_FILE_LOGGER_PATH": str(folder / METRICS),
         "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARNING"),
         "TOKENIZERS_PARALLELISM": "false",
         POLICY_KEY_ENV: policy_key(),
     }
+    if schedule is not None and read.strategy == "fsdp2":
+        common |= schedule.variables()
     if not read.is_cpu:
         return common
     return common | {

@@ -16,13 +16,14 @@ Deviations from VERL as it is usually run, and why:
 - Advantages come with the rows, because credit knows which call earned what; VERL sees only tokens.
 - Updates have whole rollouts: `ppo_mini_batch_size` counts tasks. VERL would cut after a number of rows.
 - A step without a gradient never reaches VERL, whose optimizer would move the weights all the same: VERL's request
-  waits for the next step's rows. VERL's schedules count the steps that it gets.
+  waits for the next step's rows. Schedules of learning rates count the steps that VERL gets (`ray_schedule.py`).
 - `save_every` says when a checkpoint is saved. VERL does it at the end of a step for which it is due by then, before
   its replicas wake; for a validation or a stop VERL is asked for one while it waits for rows (`ray_loops.py`).
 - Importance weights and rejection are over whole rollouts, and agents that share the weights and are not trained are
   held near the start (`ray_completion.py`, `anchor.py`). VERL's reference runs for that where agents are filtered.
-- Where a run goes back, VERL starts again from the checkpoint of then, and its schedule falls over what is left. With
-  Megatron it starts from the weights of then, with new moments, because no checkpoint there takes another rate.
+- Where a run goes back, VERL starts again from the checkpoint of then, and its schedule goes on where it is. With
+  Megatron it starts from the weights of then, with new moments, because no checkpoint there takes another rate, and its
+  schedule falls over what is left.
 - VERL's trainer runs in its mode `sync`, also where groups are collected ahead. In VERL's own asynchronous modes its
   replicas break off calls in the middle, and only VERL's own client would resume them.
 """
@@ -40,7 +41,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
-from agl_algo_verl.adapters import whole_weights
+from agl_algo_verl.adapters import prune_merged, whole_weights
 from agl_algo_verl.anchor import held_rows
 from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
@@ -49,8 +50,19 @@ from agl_algo_verl.objectives import chosen_loss
 from agl_algo_verl.packing import with_packing
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
-from agl_algo_verl.ray_files import STARTS, Unsaved, complete, count, forget_after, number, prune, weights_in
+from agl_algo_verl.ray_files import (
+    STARTS,
+    Unsaved,
+    complete,
+    count,
+    forget_after,
+    number,
+    origins,
+    prune,
+    weights_in,
+)
 from agl_algo_verl.ray_keys import check_machine, read_ray_settings
+from agl_algo_verl.ray_schedule import schedule_after
 from agl_algo_verl.ray_validation import check_composed
 from agl_algo_verl.replay import VerlReplay, beside
 from agl_algo_verl.runtime import check_version
@@ -61,7 +73,7 @@ from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Collection, Coroutine, Mapping, Sequence
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
@@ -76,11 +88,13 @@ REPORTED = {
     "actor/loss": "loss",
     "actor/pg_loss": "pg_loss",
     "actor/grad_norm": "grad_norm",
-    "actor/entropy": "entropy",
+    "agl/entropy": "entropy",
     "actor/lr": "lr",
     "actor/pg_clipfrac": "pg_clipfrac",
     "actor/ppo_kl": "ppo_kl",
     "actor/kl_loss": "kl_loss",
+    "actor/ratio_max": "ratio_max",
+    "agl/kl": "kl",
     "agl/logprob_gap": "logprob_gap",
     "agl/logprob_gap_mean": "logprob_gap_mean",
     "actor/anchor_kl": "anchor_kl",
@@ -88,6 +102,8 @@ REPORTED = {
     "agl/tis_truncated": "tis_truncated",
     "agl/tis_masked": "tis_masked",
     "agl/rejected_share": "rejected_share",
+    "agl/replay_weight": "replay_weight",
+    "agl/replay_truncated": "replay_truncated",
     "agl/updates_skipped": "updates_skipped",
     "training/rollout_probs_diff_max": "probability_gap",
     "training/rollout_probs_diff_mean": "probability_gap_mean",
@@ -231,7 +247,9 @@ class RayVERL:
         if is_trained:
             others = supplied.groups if self.read.holds else ()
             held, unheld = held_rows(others, policy=self._tuned, settings=self.settings)
-            metrics |= unheld | await self._train(cluster, every, held, step=step, request=request)
+            answer = self._answer(every, held, step=step, replayed={row.rollout for row in replayed.rows})
+            metrics |= unheld | await self._train(cluster, answer, request=request)
+            is_trained = self._trains_policy(request)
         else:
             metrics["updates_skipped"] = 1.0
             self._skipped += 1
@@ -258,6 +276,7 @@ class RayVERL:
         if waiting is not None:
             if not waiting.is_written:
                 await self._running().save()
+                self._unsaved = waiting = replace(waiting, is_written=True)
             # Reading and merging the weights would block the agents.
             await asyncio.to_thread(
                 complete, self._weights(waiting.folder), waiting.folder, read=self.read, probes=self._probes
@@ -265,9 +284,11 @@ class RayVERL:
             self._unsaved = None
         await asyncio.to_thread(self._replay.save, step=self._step, kept=kept)
         if self._checkpoint:
-            await asyncio.to_thread(count, Path(self._checkpoint), step=self._step)
+            await asyncio.to_thread(count, Path(self._checkpoint), step=self._step, origin=self._origin)
         used = (self._checkpoint, self._origin)
         await asyncio.to_thread(prune, self._workdir, keep=max(2, self._keep), kept=kept, used=used)
+        if (named := origins(self._workdir)) is not None:
+            await prune_merged(self._context, name=self._tuned, used=[self._origin, *named])
         self._interval.saved(time.perf_counter() - started + (0.0 if waiting is None else waiting.seconds))
         return True
 
@@ -375,8 +396,9 @@ class RayVERL:
 
         self._context.say("starts VERL's trainer on Ray")
         await asyncio.to_thread(forget_after, self._folder, step=self._done)
-        cluster = Cluster(self.read, environment=environment(self.read, folder=self._folder, threads=self._threads))
-        self._cluster = cluster
+        schedule = schedule_after(self._base + self._done, settings=self.settings, steps=self._steps)
+        variables = environment(self.read, folder=self._folder, threads=self._threads, schedule=schedule)
+        self._cluster = cluster = Cluster(self.read, environment=variables)
         await cluster.start(self._config)
         self._request = await cluster.request()
         if self._request is None:
@@ -391,13 +413,14 @@ class RayVERL:
         samples = prepared.samples
         return bool(samples) and (self.settings.has_critic or has_gradient(samples, self.settings))
 
-    async def _train(
-        self, cluster: Cluster, prepared: PreparedStep, held: Sequence[RowSample], *, step: int, request: StepRequest
-    ) -> dict[str, float]:
-        """Let VERL train a step's rows, beside those that are held; returns numbers to log."""
+    def _trains_policy(self, request: StepRequest) -> bool:
+        """Return whether VERL's step trains the policy, rather than a critic alone; see `ray_config.compose`."""
+        return not self.settings.has_critic or self.settings.trainer.critic_warmup - self._base <= request.step
+
+    async def _train(self, cluster: Cluster, answer: StepRows, *, request: StepRequest) -> dict[str, float]:
+        """Let VERL train a step's rows; returns numbers to log."""
         saves = self._context.defer is None or self._interval.is_due()
-        answer = replace(self._answer(prepared, held, step=step), saves=saves)
-        started = time.perf_counter()
+        answer, started = replace(answer, saves=saves), time.perf_counter()
         # VERL asks for the next step only when this one is trained and served, and saved where it is due.
         self._is_moving = True
         self._request = await self._exchange(cluster, answer, after=request)
@@ -484,7 +507,9 @@ class RayVERL:
             baselines=supplied.baselines,
         )
 
-    def _answer(self, prepared: PreparedStep, held: Sequence[RowSample], *, step: int) -> StepRows:
+    def _answer(
+        self, prepared: PreparedStep, held: Sequence[RowSample], *, step: int, replayed: Collection[str]
+    ) -> StepRows:
         from agl_algo_verl.batches import has_gradient
         from agl_algo_verl.ray_completion import Completion
         from agl_algo_verl.ray_rows import rows_for_verl
@@ -494,6 +519,7 @@ class RayVERL:
         completion = Completion(
             correction=settings.correction,
             anchor_coef=settings.anchor_coef if self.read.holds else 0.0,
+            measures_kl=settings.actor.use_kl_loss,
             choice=choice,
             mode=mode,
             has_gradient=None if settings.has_critic else can_learn,
@@ -507,6 +533,7 @@ class RayVERL:
             tasks=settings.actor.ppo_mini_batch_size,
             has_gradient=can_learn,
             held=held,
+            replayed=replayed,
             completion=completion if completion.is_needed else None,
         )
 

@@ -30,6 +30,9 @@ STARTS = "verl-{:06d}"
 
 STEPS = "steps.json"
 
+ORIGIN = "origin.json"
+"""File in a checkpoint that names the weights which VERL was started on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsaved:
@@ -52,7 +55,7 @@ def weights_in(folder: Path, read: RaySettings) -> Path:
 
 
 def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool) -> None:
-    """Make what VERL wrote load as what was trained, and put a probe beside it.
+    """Make what VERL wrote load as what was trained, and put a probe beside it; may be repeated after a failure.
 
     Raises AglError where VERL wrote nothing.
     """
@@ -70,17 +73,27 @@ def complete(weights: Weights, folder: Path, *, read: RaySettings, probes: bool)
         probe_files(weights)
 
 
-def count(folder: Path, *, step: int) -> None:
-    """Note that a step of the algorithm continues from a checkpoint."""
-    fresh, known = folder / f"{STEPS}.new", steps_of(folder)
-    fresh.write_text(json.dumps([*known, *([] if step in known else [step])]), encoding="utf-8")
-    fresh.rename(folder / STEPS)
+def count(folder: Path, *, step: int, origin: str = "") -> None:
+    """Note that a step of the algorithm continues from a checkpoint of training that began on `origin`."""
+    known = steps_of(folder)
+    for name, content in ((ORIGIN, {"uri": origin}), (STEPS, [*known, *([] if step in known else [step])])):
+        fresh = folder / f"{name}.new"
+        fresh.write_text(json.dumps(content), encoding="utf-8")
+        fresh.rename(folder / name)
 
 
 def steps_of(folder: Path) -> list[int]:
     """Return the steps of the algorithm that continue from a checkpoint; none where it does not count."""
     file = folder / STEPS
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+
+
+def origins(workdir: Path) -> list[str] | None:
+    """Return the weights on which VERL was started, of all checkpoints that count; None where one does not say."""
+    files = [path / ORIGIN for path in workdir.glob(f"verl-*/{CHECKPOINTS.format('*')}") if steps_of(path)]
+    if not all(file.is_file() for file in files):
+        return None
+    return [json.loads(file.read_text(encoding="utf-8"))["uri"] for file in files]
 
 
 def number(folder: Path) -> int:

@@ -38,10 +38,10 @@ from agl_algo_verl.privates import (
     balancer_of,
     before_advantages,
     introduce_trainer,
-    report_gap,
+    report_tokens,
     save_checkpoint,
 )
-from agl_algo_verl.ray_completion import HELD, UPDATE
+from agl_algo_verl.ray_completion import HELD, REPLAYED, UPDATE
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class AgentLoops:
     @classmethod
     def create(cls, *, config: Any, llm_client: Any, **_: Any) -> AgentLoops:
         """Build the manager; VERL calls this in its trainer's process."""
-        report_gap()
+        report_tokens()
         introduce_trainer()
         return cls(config=config, balancer=balancer_of(llm_client))
 
@@ -124,6 +124,7 @@ class AgentLoops:
                 "agl_updates": torch.tensor([max(1, len(answer.updates))]),
                 "agl_rollouts": torch.tensor([answer.updates[row.update] if answer.updates else 0]),
                 HELD: torch.tensor([row.held]),
+                REPLAYED: torch.tensor([float(row.is_replayed)]),
             }
             for place, row in enumerate(answer.rows)
         ]
@@ -140,8 +141,7 @@ class AgentLoops:
     def _complete_by(self, completion: Completion | None) -> None:
         """Complete the rows of this step and of later ones, in place of VERL's own correction."""
         if completion is not None and self._completion is None:
-            correction = self._config.algorithm.rollout_correction
-            correction.rollout_is = correction.rollout_rs = None
+            self._config.algorithm.rollout_correction = None  # whose statistics fail where every token is rejected
             before_advantages(self.trainer, self._complete)
         self._completion = completion
 
@@ -155,9 +155,10 @@ class AgentLoops:
         padding = [bool(tag.get("is_padding", False)) for tag in batch.tags]
         found = completion.completed(data, padding=padding)
         metrics.update(found.metrics)
-        fields = TensorDict(cast("Any", found.fields), batch_size=len(batch.keys))
-        put: Any = cast("Any", tq).kv_batch_put
-        put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        if found.fields:
+            fields = TensorDict(cast("Any", found.fields), batch_size=len(batch.keys))
+            put: Any = cast("Any", tq).kv_batch_put
+            put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         return found.options
 
     def _widen_mini_batch(self, answer: StepRows) -> int:

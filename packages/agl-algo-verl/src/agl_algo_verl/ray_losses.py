@@ -1,9 +1,9 @@
-"""Imported by VERL before it builds a model (`model.external_lib`): its training worker.
+"""Imported by VERL before it builds a model (`model.external_lib`): its training workers.
 
-It is needed for a loss of agl-objectives, for a step of several updates, for a smaller learning rate than a checkpoint
-has, and to hold agents that are not trained. No setting of VERL reaches the class of the model that a worker trains, so
-`privates.use_loss_worker` replaces it by `ClusterWorker`, which reads the loss from VERL's own configuration and the
-updates from the rows (`loss_worker.py`). A process without a training worker, such as a server's, stays as it is.
+No setting of VERL reaches the class of the model that a worker trains, so `privates.use_loss_worker` replaces it by
+`ClusterWorker`, which reads the loss from VERL's own configuration and the updates from the rows (`loss_worker.py`). In
+the process of VERL's trainer it replaces the critic's by `ClusterCritic`. A process with neither, such as a server's,
+stays as it is.
 """
 
 from __future__ import annotations

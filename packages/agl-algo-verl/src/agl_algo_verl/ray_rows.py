@@ -18,7 +18,7 @@ from agl_algo_verl.ray_completion import ROW_MEAN
 from agl_algo_verl.shaping import call_returns, call_rewards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agl_algo_verl.objectives import LossChoice
     from agl_algo_verl.ray_completion import Completion
@@ -35,6 +35,7 @@ def rows_for_verl(
     tasks: int | None = None,
     has_gradient: Callable[[Sequence[RowSample]], bool] = bool,
     held: Sequence[RowSample] = (),
+    replayed: Collection[str] = (),
     completion: Completion | None = None,
 ) -> StepRows:
     """Return the rows of a step.
@@ -49,6 +50,7 @@ def rows_for_verl(
         has_gradient: Tells whether an update of these rows can have a gradient. Where a step has several updates,
             those without one are left out, for momentum would still move the weights.
         held: The rows of calls that are held.
+        replayed: The rollouts that earlier steps have trained already.
         completion: What is done once VERL has the rows' log-probabilities.
 
     Raises AglError where rows have several temperatures, which VERL cannot train.
@@ -74,7 +76,9 @@ def rows_for_verl(
     rows = [
         row
         for number, (part, rollouts) in enumerate(parts)
-        for row in _rows(part, places, numbered, update=number, rollouts=rollouts, choice=choice, held=held)
+        for row in _rows(
+            part, places, numbered, update=number, rollouts=rollouts, choice=choice, held=held, replayed=replayed
+        )
     ]
     several = tuple(rollouts for _, rollouts in parts) if len(parts) > 1 else ()
     # What a mean over sequences has to divide by; a mean over tokens counts its tokens itself.
@@ -108,6 +112,7 @@ def _rows(
     rollouts: int,
     choice: LossChoice | None,
     held: Sequence[RowSample],
+    replayed: Collection[str],
 ) -> list[BridgeRow]:
     """Return the rows of one update, which has so many rollouts, and those of `held` of the same rollouts."""
     weights = None if choice is None else weighting(samples, rollouts=rollouts, choice=choice)
@@ -127,6 +132,7 @@ def _rows(
             weight=1.0 if weights is None else weights.weight[sample.rollout],
             total=1.0 if weights is None else weights.total,
             update=update,
+            is_replayed=sample.rollout in replayed,
             held=0.0 if sample.held is None else 1.0 / tokens,
         )
         numbered[sample.rollout] += 1

@@ -5,8 +5,8 @@ LoRA it saves base and adapters apart, under names of peft that nothing loads; h
 
     W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1)
 
-Both repairs are made in place before the weights are published. Training continues from VERL's own shards beside
-them, which stay as they are.
+Both repairs are made in place before the weights are published, and may be repeated where one was interrupted. Training
+continues from VERL's own shards beside them, which stay as they are.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ if TYPE_CHECKING:
 PREFIX, BASE = "base_model.model.", ".base_layer"
 """Parts of names that peft puts around those of the model."""
 
+WHOLE = "model.safetensors"
+"""File of the merged weights."""
+
+MERGED = {"format": "pt", "merged": "lora"}
+"""What that file says of itself; `format` is what transformers reads."""
+
 
 def say_precision(folder: Path) -> None:
     """Write into the configuration in `folder` the precision that its weights have."""
     # All tensors of a checkpoint have one precision, so the first of the first file tells it.
     with cast("Any", safe_open)(min(folder.glob("*.safetensors")), framework="pt") as file:
         precision = str(file.get_tensor(min(file.keys())).dtype).removeprefix("torch.")
-    path = folder / "config.json"
+    path, fresh = folder / "config.json", folder / "config.json.new"
     config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(config | {"dtype": precision}, indent=2), encoding="utf-8")
+    fresh.write_text(json.dumps(config | {"dtype": precision}, indent=2), encoding="utf-8")
+    fresh.rename(path)
 
 
 def merge_saved(folder: Path, *, scaling: float) -> None:
@@ -43,16 +50,26 @@ def merge_saved(folder: Path, *, scaling: float) -> None:
 
     All weights are read into memory, and one file is written. Raises AglError where there are no adapters.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    state = {name: tensor for file in files for name, tensor in cast("Any", safetensors).load_file(file).items()}
-    whole = merged(state, scaling=scaling)
-    if len(whole) == len(state):
-        raise AglError(f"VERL saved no adapters in {folder}, although lora_rank is set; is verl 0.9.1 installed?")
-    fresh = folder / "merged.new"  # written whole before anything is removed; its name is no *.safetensors
-    cast("Any", safetensors).save_file(whole, fresh, metadata={"format": "pt"})
+    whole, files = folder / WHOLE, sorted(folder.glob("*.safetensors"))
+    if not _is_merged(whole):
+        state = {name: tensor for file in files for name, tensor in cast("Any", safetensors).load_file(file).items()}
+        sums = merged(state, scaling=scaling)
+        if len(sums) == len(state):
+            raise AglError(f"VERL saved no adapters in {folder}, although lora_rank is set; is verl 0.9.1 installed?")
+        fresh = folder / "merged.new"  # written whole before anything is removed; its name is no *.safetensors
+        cast("Any", safetensors).save_file(sums, fresh, metadata=MERGED)
+        fresh.rename(whole)
     for path in (*files, folder / "model.safetensors.index.json"):
-        path.unlink(missing_ok=True)
-    fresh.rename(folder / "model.safetensors")
+        if path != whole:
+            path.unlink(missing_ok=True)
+
+
+def _is_merged(file: Path) -> bool:
+    """Return whether a file is there and has weights with their adapters added."""
+    if not file.is_file():
+        return False
+    with cast("Any", safe_open)(file, framework="pt") as opened:
+        return opened.metadata() == MERGED
 
 
 def merged(state: dict[str, Tensor], *, scaling: float) -> dict[str, Tensor]:

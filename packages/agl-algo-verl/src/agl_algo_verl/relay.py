@@ -50,6 +50,10 @@ CONNECTION_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding",
 """Headers that belong to one connection, or to a body that may be rewritten; they are not passed on."""
 
 
+HANG_UPS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
+"""Errors of a replica that cannot be reached, or that hangs up: before its headers, or behind them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """The servers that calls go to.
@@ -228,7 +232,7 @@ class ReplicaRelay:
             with self._balance.under_way(url):
                 try:
                     answer = await self._pass_on(request, f"{url}/{path}", body, backend=backend)
-                except (aiohttp.ClientConnectionError, TimeoutError):
+                except (*HANG_UPS, TimeoutError):
                     self.failures[url] += 1
                     self._balance.failed(url)
                     continue
@@ -249,17 +253,17 @@ class ReplicaRelay:
         return False
 
     async def _pass_on(self, request: web.Request, url: str, body: bytes, *, backend: Backend) -> web.StreamResponse:
-        """Pass a call on and return its answer; raises aiohttp.ClientConnectionError while nothing was answered."""
+        """Pass a call on and return its answer; raises one of `HANG_UPS` while nothing of it was passed on."""
         session, version = cast("aiohttp.ClientSession", self._session), backend.version
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         headers |= _authorization(backend.key)
         async with session.request(request.method, url, data=body or None, headers=headers) as reply:
-            self.calls[url] += 1
             passed = {name: value for name, value in reply.headers.items() if name.lower() not in CONNECTION_HEADERS}
             response = web.StreamResponse(status=reply.status, headers=passed)
             if self._is_leaving:
                 response.force_close()  # the next call of this connection goes to the relay that took over
             first = await _first_bytes(reply, version) if version else await reply.content.readany()
+            self.calls[url] += 1
             try:
                 await response.prepare(request)
                 await response.write(first)

@@ -72,14 +72,8 @@ class VerlReplay:
         return replayed.metrics() if self.is_on else {}
 
     def weights(self, rows: Sequence[RowSample]) -> dict[str, float]:
-        """Return the mean weight of the trained tokens of replayed rows, and the share of them at the bound."""
-        if not rows:
-            return {}
-        weight_M = torch.cat([row.importance[row.trained] for row in rows if row.importance is not None])
-        return {
-            "replay_weight": float(weight_M.mean()),
-            "replay_truncated": float((weight_M >= self._bound).float().mean()),
-        }
+        """Return numbers to log of the weights of replayed rows."""
+        return replay_weights(rows, bound=self._bound)
 
     def clear(self, *, step: int) -> None:
         """Forget everything as of a step: training goes on from other weights, to which these rollouts do not lead."""
@@ -123,6 +117,18 @@ class VerlReplay:
             for i, about in enumerate(state["rows"])
         ]
         self._pool.restore(state["pool"], rows)
+
+
+def replay_weights(rows: Sequence[RowSample], *, bound: float) -> dict[str, float]:
+    """Return the mean weight of the trained tokens of replayed rows, and the share of them at the bound."""
+    found = [row.importance[row.trained] for row in rows if row.importance is not None]
+    weight_M = torch.cat(found) if found else torch.empty(0)
+    if not len(weight_M):
+        return {}
+    return {
+        "replay_weight": float(weight_M.mean()),
+        "replay_truncated": float((weight_M >= bound).float().mean()),
+    }
 
 
 def beside(prepared: PreparedStep, replayed: Replayed[RowSample]) -> PreparedStep:

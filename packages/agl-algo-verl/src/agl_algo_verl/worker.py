@@ -27,7 +27,7 @@ from agl_algo_verl.batches import micro_batched, per_rollout, responses, weighti
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.objectives import chosen_loss
 from agl_algo_verl.opening import open_policy
-from agl_algo_verl.privates import schedule_of, tensors_of, use_rate_of_schedule
+from agl_algo_verl.privates import schedule_of, tensors_of, use_rate_of_schedule, with_own_settings
 from agl_algo_verl.probe import put_probe
 from agl_algo_verl.rows import RowSample
 from agl_algo_verl.runtime import prepare
@@ -70,16 +70,18 @@ class VerlWorker:
 
     @classmethod
     def resume(cls, source: Path, *, settings: VerlSettings, steps: int, threads: int) -> VerlWorker:
-        """Open the checkpoint that `save` wrote: weights, moments, schedule and random state."""
+        """Open the checkpoint that `save` wrote: weights, moments, place in the schedule and random state.
+
+        Learning rate, betas and weight decay are those of the settings.
+        """
         if not (source / ORIGIN).is_file():
             raise ConfigError(
                 f"There is no training checkpoint in {source}: {ORIGIN} is absent. "
                 "Resume where the run's files are, or start the run under a new name."
             )
-        origin = Weights(uri=json.loads((source / ORIGIN).read_text(encoding="utf-8"))["uri"])
-        worker = cls(origin=origin, settings=settings, steps=steps, threads=threads)
-        worker._worker.load_checkpoint(str(source), del_local_after_load=False)
-        use_rate_of_schedule(worker._worker.engine)
+        worker = cls(origin=Weights(uri=_origin_in(source)), settings=settings, steps=steps, threads=threads)
+        with with_own_settings(worker._worker.engine):
+            worker._worker.load_checkpoint(str(source), del_local_after_load=False)
         return worker
 
     def use_threads(self) -> None:
@@ -174,7 +176,7 @@ class VerlWorker:
         """
         weights = self.served(workdir, step=step)
         write_directory(Path(weights.uri), self._write_weights)
-        prune(workdir / "weights", step=step, keep=keep, kept=kept)
+        prune(workdir / "weights", step=step, keep=max(2, keep), kept=kept)
         return weights
 
     def served(self, workdir: Path, *, step: int) -> Weights:
@@ -236,6 +238,15 @@ class VerlWorker:
         actor = self._settings.actor
         rows, tokens = actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
         return micro_batched(samples, rows=rows, tokens=tokens, device=self.device, **options)
+
+
+def origins(workdir: Path) -> list[str]:
+    """Return the weights that the models of the checkpoints below `workdir` were opened from."""
+    return [_origin_in(file.parent) for file in (workdir / "state").glob(f"[0-9]*/{ORIGIN}")]
+
+
+def _origin_in(checkpoint: Path) -> str:
+    return json.loads((checkpoint / ORIGIN).read_text(encoding="utf-8"))["uri"]
 
 
 @contextmanager
