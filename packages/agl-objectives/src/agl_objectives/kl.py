@@ -35,7 +35,7 @@ def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor
         return 0.5 * d_M**2  # grad is -d grad log pi = log(pi / ref) grad log pi, the KL's own score gradient
     if kind == "k3":
         near_M = d_M.clamp(max=LIMIT)
-        exp_M = torch.exp(near_M) * (1.0 + d_M - near_M)  # exp(d), its tangent beyond the limit
+        exp_M = torch.exp(near_M) * (1.0 + (d_M - near_M))  # exp(d), its tangent beyond the limit
         return exp_M - d_M - 1.0  # E_pi[exp(d)] = 1, so this is k1 plus a control variate of mean 0
     raise ConfigError(f"The KL estimator {kind!r} is unknown. Use one of: {', '.join(KLS)}.")
 
