@@ -134,7 +134,7 @@ def test_finished_rollout_whose_deciding_attempt_lacks_a_span_is_missing() -> No
     assert found == asyncio.run(missing())
 
 
-@pytest.mark.parametrize(("on", "kills"), [("on_sqlite", 50), ("on_postgres", 50)])
+@pytest.mark.parametrize(("on", "kills"), [("on_sqlite", 20), ("on_postgres", 20)])
 def test_killed_installation_loses_nothing_and_trains_nothing_twice(
     on: str, kills: int, request: pytest.FixtureRequest
 ) -> None:
