@@ -41,6 +41,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.nonfinite",
         "agl_objectives.registry",
         "agl_objectives.replay",
+        "agl_objectives.reports",
         "agl_objectives.saving",
         "agl_objectives.tasks",
         "agl_objectives.testing",

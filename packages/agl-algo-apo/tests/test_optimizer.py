@@ -146,7 +146,7 @@ def test_endpoint_that_does_not_answer_is_down(tmp_path: Path, step: Step, reque
 
 
 def failed(base_url: str, folder: Path, **settings: Any) -> Spent:
-    """What a question costs that is not answered."""
+    """Return what the budget has spent after a question that got no answer."""
     budget = Budget(BudgetLimits(), prices=Prices(input=1.0, output=1.0))
 
     async def work() -> None:

@@ -17,9 +17,10 @@ import torch
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, write_directory
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.model import LoraSettings, load_model
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer, learning_rate
+from agl_objectives.reports import averaged
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -77,7 +77,7 @@ class TestConformance(AlgorithmConformance):
 
 
 class TestConformanceWithDropout(AlgorithmConformance):
-    """What dropout leaves out must be the same after a restart."""
+    """Check that dropout leaves out the same after a restart."""
 
     collects = False
 

@@ -31,7 +31,7 @@ tunes = "prompt"
 """
 
 TEXTS = ("0.95", "0.05", "0.05", "")
-"""What each step publishes: the reward is high, and collapses twice; the last step publishes nothing."""
+"""The text that each step publishes, `""` for none: the reward is high, and collapses twice."""
 
 
 class Writing:

@@ -32,7 +32,7 @@ from agl_run import AgentSpec, AsyncRunner, RunSetup, SQLiteStore, Worker, Worke
 from agl_run.runners import child
 from agl_run.runners import worker as workers
 from agl_run.runners.process import ProcessRunner
-from agl_run.runners.storable import NOT_STORED, storable_outcome, storable_span
+from agl_run.runners.storable import storable_outcome, storable_span
 
 HALF = "\udcff"
 
@@ -197,7 +197,7 @@ def test_span_keeps_what_a_store_carries() -> None:
     assert kept == decode(encode(kept), Span)
     assert ("\\udcff", 1, Reward(value=0.5)) == (kept.name, kept.attributes["a"], kept.reward)
     assert replace(call, request={"seed": str(2**70)}) == kept.call
-    assert kept.attributes[NOT_STORED]
+    assert kept.attributes[semconv.NOT_STORED]
 
 
 AGENT = """

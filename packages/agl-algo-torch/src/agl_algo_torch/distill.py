@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, from_row, micro_batches, split_updates
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged, mean, tuned_weights
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, tuned_weights
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
@@ -49,6 +49,7 @@ from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance
+from agl_objectives.reports import averaged
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import call_uses

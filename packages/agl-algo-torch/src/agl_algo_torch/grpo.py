@@ -37,7 +37,7 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.anchor import Anchor
 from agl_algo_torch.batch import MicroBatch, RowSample, micro_batches_apart, split_updates
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import CONSTANT_TOKENS, Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
@@ -54,6 +54,7 @@ from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.registry import find_estimator
+from agl_objectives.reports import averaged
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from agl.schemas import Resource
 
 
-_COUNTS = frozenset({"updates_skipped", "updates_nonfinite", "value_updates_nonfinite"})
-"""Metrics that count a step's updates."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
     """Device, precision and optimizer of a model in training.
@@ -171,16 +167,6 @@ def tuned_weights(resource: Resource, *, name: str) -> Weights:
 def mean(values: Sequence[float]) -> float:
     """Return the mean, or 0.0 without values."""
     return sum(values) / len(values) if values else 0.0
-
-
-def averaged(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of every number over the updates that report it, and how many updates were skipped.
-
-    One that was skipped reports less.
-    """
-    names = dict.fromkeys(name for report in reports for name in report)
-    found = {name: [report[name] for report in reports if name in report] for name in names}
-    return {name: sum(values) if name in _COUNTS else mean(values) for name, values in found.items()}
 
 
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:

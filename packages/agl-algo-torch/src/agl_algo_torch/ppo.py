@@ -38,7 +38,7 @@ from agl_algo_torch import gae
 from agl_algo_torch.anchor import Anchor
 from agl_algo_torch.batch import RowSample, from_row, micro_batches_apart, split_updates
 from agl_algo_torch.critic import CriticLearner
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged, mean
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import CONSTANT_TOKENS, Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
@@ -54,6 +54,7 @@ from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.replay import Replayed
+from agl_objectives.reports import averaged
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import group_uses

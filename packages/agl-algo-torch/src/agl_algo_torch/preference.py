@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, get_args
 from agl.contracts import StepReport
 from agl_algo_torch.batch import RowSample, from_row, micro_batches
 from agl_algo_torch.forward import recompute_logprobs
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
 from agl_algo_torch.packing import packs_rows
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
+from agl_objectives.reports import averaged
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import Episode, Json
+    from agl_algo_torch.learner import LearnerSettings, PolicyLearner
     from agl_algo_torch.supply import RolloutSupply
 
 ReferenceKind = Literal["start", "behaviour"]

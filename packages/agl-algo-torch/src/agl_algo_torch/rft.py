@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, averaged
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.packing import packs_rows
@@ -41,6 +41,7 @@ from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import Silence
+from agl_objectives.reports import averaged
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import call_uses

@@ -21,7 +21,7 @@ from agl.schemas import Weights, to_builtins
 from agl_algo_torch.checkpoint import keep_start, read_origin
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.model import Reference
-from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving, offer_of
+from agl_objectives.saving import SAVE_EVERY, LiveAtSaves, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -74,7 +74,6 @@ class TunedPolicy:
         self._step = 0
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
-        self._live_at_saves: tuple[int, ...] = ()  # steps whose weights were live at the last two saves, newest first
         self._settings = settings
         self._keep = keep
         self._has_reference = has_reference
@@ -94,6 +93,7 @@ class TunedPolicy:
         """
         self._context, self._others = context, others
         self.name = tuned_name(context, algorithm=self._algorithm)
+        self._live = LiveAtSaves(context, self.name)
         tuned_weights(context.current(self.name).resource, name=self.name)
         begin_saving(context, self.save, algorithm=self._algorithm, save_every=self._save_every, serves=self.name)
 
@@ -151,7 +151,7 @@ class TunedPolicy:
         if self._is_moving or not (must or self._interval.is_due()):
             return False
         started = time.perf_counter()
-        self._note_live()
+        self._live.note()
         await asyncio.to_thread(self._write, self.opened, self._context.kept())
         self._unwritten = None
         self._interval.saved(time.perf_counter() - started)
@@ -162,14 +162,14 @@ class TunedPolicy:
         learner.save(workdir, step=self._step, keep=self._keep, kept=kept)
         self._others(self._step, kept)
         if self._unwritten is not None:
-            learner.export(workdir, step=self._unwritten, keep=self._keep, kept=self._with_live(kept))
+            learner.export(workdir, step=self._unwritten, keep=self._keep, kept=self._live.beside(kept))
 
     async def _publish(self, step: int) -> str:
         """Make the weights live, from memory where the policy can take them so; returns `name@version`."""
         learner, context = self.opened, self._context
         offer = offer_of(context, self.name)
         if offer is None:
-            export = partial(learner.export, keep=self._keep, kept=self._with_live(context.kept()))
+            export = partial(learner.export, keep=self._keep, kept=self._live.beside(context.kept()))
             resource = await asyncio.to_thread(export, context.workdir, step=step)
         else:
             resource = learner.served(context.workdir, step=step)
@@ -177,19 +177,6 @@ class TunedPolicy:
             self._unwritten = step
         version = await context.publish(self.name, resource, step=step)
         return f"{self.name}@{version.version}"
-
-    def _note_live(self) -> None:
-        """Remember the step whose weights are live, which the state names that the experiment stores next."""
-        version = self._context.current(self.name)
-        step = version.step if version.algorithm == self._context.name else 0
-        self._live_at_saves = (step, *self._live_at_saves[:1])
-
-    def _with_live(self, kept: Collection[int]) -> frozenset[int]:
-        """Return the steps whose weights stay however many were written since: a run that is killed serves them again.
-
-        The stored state is that of the last save, or of the one before until the experiment has stored the new one.
-        """
-        return frozenset((*kept, *self._live_at_saves))
 
     def state(self, *, step: int) -> dict[str, Json]:
         """Return the newest checkpoint, the version that it was opened from and the reference's weights."""
@@ -206,7 +193,7 @@ class TunedPolicy:
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the reference included."""
-        self._note_live()
+        self._live.note()
         self._opened = str(state["opened"])
         start = state.get("start")
         self._start = None if start is None else msgspec.convert(start, Weights)
@@ -227,7 +214,7 @@ class TunedPolicy:
         if checkpoint and not Path(checkpoint).is_dir():
             self._context.say(f"the saved state {checkpoint} is gone; training goes on with new moments of AdamW")
             checkpoint = ""
-        self._note_live()
+        self._live.note()
         self._learner, self._rate = None, rate  # free the old model before the new one is loaded
         self._reference = None if checkpoint else self._reference
         self._opened = str(state.get("opened", ""))

@@ -41,10 +41,10 @@ from agl_algo_verl.token_numbers import with_tokens
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
 from agl_objectives.nonfinite import MAX_NONFINITE
 from agl_objectives.replay import Replayed
-from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving, offer_of
+from agl_objectives.saving import SAVE_EVERY, LiveAtSaves, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
@@ -116,7 +116,6 @@ class VERL:
         self._save_every, self._interval = save_every, SaveInterval("verl", save_every)
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
-        self._live_at_saves: tuple[int, ...] = ()  # steps whose weights were live at the last two saves, newest first
         self._step = 0
         self._live = ""  # the version whose weights a step began to train
 
@@ -127,6 +126,7 @@ class VERL:
         """
         self._tuned, _ = tuned_policy(context)
         self._context = context
+        self._live_at_saves = LiveAtSaves(context, self._tuned)
         self.settings, told = with_packing(self.settings, has_gpu=own_device().type == "cuda")
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
@@ -201,9 +201,9 @@ class VERL:
         started, kept = time.perf_counter(), self._context.kept()
         await self._learner.save(step=self._step, kept=kept)
         await asyncio.to_thread(self._replay.save, step=self._step, kept=kept)
-        self._note_live()
+        self._live_at_saves.note()
         if self._unwritten is not None:
-            await self._learner.export(step=self._unwritten, kept=self._with_live(kept))
+            await self._learner.export(step=self._unwritten, kept=self._live_at_saves.beside(kept))
         self._unwritten = None
         await prune_merged(self._context, name=self._tuned, used=self._learner.origins())
         self._interval.saved(time.perf_counter() - started)
@@ -218,12 +218,12 @@ class VERL:
         self._step = int(state["step"])
         self._supply.restore(state["supply"])
         self._replay.load(step=self._step)
-        self._note_live()
+        self._live_at_saves.note()
         await self._learner.restore(state)
 
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
-        self._note_live()
+        self._live_at_saves.note()
         await asyncio.to_thread(self._replay.clear, step=self._step)
         if missing := await self._learner.go_back(state, rate=rate):
             self._context.say(
@@ -247,26 +247,13 @@ class VERL:
         context, learner = self._context, self._learner
         offer = offer_of(context, self._tuned)
         if offer is None:
-            resource = await learner.export(step=step, kept=self._with_live(context.kept()))
+            resource = await learner.export(step=step, kept=self._live_at_saves.beside(context.kept()))
         else:
             resource = learner.served(step=step)
             offer(resource, await learner.held())
             self._unwritten = step
         version = await context.publish(self._tuned, resource, step=step)
         return f"{self._tuned}@{version.version}"
-
-    def _note_live(self) -> None:
-        """Remember the step whose weights are live, which the state names that the experiment stores next."""
-        version = self._context.current(self._tuned)
-        step = version.step if version.algorithm == self._context.name else 0
-        self._live_at_saves = (step, *self._live_at_saves[:1])
-
-    def _with_live(self, kept: Collection[int]) -> frozenset[int]:
-        """Return the steps whose weights stay however many were written since: a run that is killed serves them again.
-
-        The stored state is that of the last save, or of the one before until the experiment has stored the new one.
-        """
-        return frozenset((*kept, *self._live_at_saves))
 
     def _prepare(self, supplied: StepGroups) -> PreparedStep:
         from agl_algo_verl.rows import prepare

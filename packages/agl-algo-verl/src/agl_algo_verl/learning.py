@@ -19,7 +19,6 @@ What blocks runs in a thread, so that rollouts go on meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from agl_algo_verl.replay import beside
 from agl_algo_verl.token_numbers import mean_entropy
 from agl_algo_verl.worker_metrics import finite
 from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
+from agl_objectives.reports import averaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -129,7 +129,7 @@ class VerlLearner:
         replayed: Replayed[RowSample],
         held: Sequence[RowSample] = (),
     ) -> Trained:
-        """Do all updates of a step; a number that several of them report is averaged.
+        """Do all updates of a step; a number that several of them report is averaged, and what they skip is counted.
 
         On `replayed` rollouts the policy trains besides, with the advantages that they have, and the critic does not.
         The rows `held` keep agents that are not trained near the start (`anchor.py`).
@@ -155,12 +155,11 @@ class VerlLearner:
             jobs += self._jobs(partial(self._update_policy, held=held), every, tasks=mini, epochs=epochs)
         if not jobs and self.trains_policy(step):  # without a row, a step counts as one without a gradient does
             metrics |= self._update_policy([], rollouts=len(every.rollouts), is_last=True, held=())
-        values: defaultdict[str, list[float]] = defaultdict(list)
+        reports: list[dict[str, float]] = []
         for done, (update, (rows, count), is_last) in enumerate(jobs, start=1):
-            for name, value in (await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last)).items():
-                values[name].append(value)
+            reports.append(await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last))
             progress(done, len(jobs), "update")
-        metrics |= {name: sum(found) / len(found) for name, found in values.items()}
+        metrics |= averaged(reports)
         return Trained(own=samples, replayed=every.samples[len(samples) :], metrics=metrics)
 
     def trains_policy(self, step: int) -> bool:

@@ -174,7 +174,7 @@ on_every_rank: Any = verl_part("verl.single_controller.base.decorator:register")
 
 
 class _OfCluster:
-    """What a training worker of a cluster does besides: its schedule is that of the run, and so are its settings."""
+    """Gives a training worker of a cluster the schedule and the settings of the run, not those of a checkpoint."""
 
     _role = "policy"
 

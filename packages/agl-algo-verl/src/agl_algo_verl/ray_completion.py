@@ -57,7 +57,7 @@ METRIC = "agl/"
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What completes a step.
+    """The fields, options and numbers by which a step is completed.
 
     Attributes:
         fields: The fields to change or to add, by name.
@@ -85,6 +85,7 @@ class Completion:
         choice: The run's loss of agl-objectives, None for one of VERL's.
         mode: `loss_agg_mode` of the run's loss.
         has_gradient: Tells whether an update of these rows can have a gradient; None where only VERL knows.
+        epochs: How often each update of the step is made.
     """
 
     correction: Correction = field(default_factory=Correction)
@@ -93,6 +94,7 @@ class Completion:
     choice: LossChoice | None = None
     mode: str = "token-mean"
     has_gradient: Callable[[Sequence[RowSample]], bool] | None = None
+    epochs: int = 1
 
     @property
     def is_needed(self) -> bool:
@@ -132,7 +134,7 @@ class Completion:
                 found.log(replay_weights(again, bound=self.correction.importance.cap))
             if silent := self._silent(rows, updates=integers(per_row(data, UPDATE))):
                 found.options[SILENT] = silent
-                found.log({"updates_skipped": 1.0})
+                found.log({"updates_skipped": float(len(silent) * self.epochs)})
         if self.anchor_coef:
             found.fields.update(_anchored(data, padding=padding))
             found.options["agl_anchor_coef"] = self.anchor_coef

@@ -523,6 +523,7 @@ class RayVERL:
             choice=choice,
             mode=mode,
             has_gradient=None if settings.has_critic else can_learn,
+            epochs=settings.actor.ppo_epochs,
         )
         return rows_for_verl(
             prepared,

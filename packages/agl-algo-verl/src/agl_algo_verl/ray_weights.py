@@ -31,7 +31,7 @@ WHOLE = "model.safetensors"
 """File of the merged weights."""
 
 MERGED = {"format": "pt", "merged": "lora"}
-"""What that file says of itself; `format` is what transformers reads."""
+"""Metadata of that file, by which it is known as merged; transformers reads `format`."""
 
 
 def say_precision(folder: Path) -> None:

@@ -48,6 +48,9 @@ UNRECORDED = "agl.unrecorded"
 """On a span that stands for a model call of which only its client is known: ``policy``, or ``foreign`` for a call to a
 server that serves no policy."""
 
+NOT_STORED = "agl.not_stored"
+"""On a span of which a store carries a part only: the reason."""
+
 HELPER = "helper-call"
 """The role of a coding agent's call for a title, a summary or the like; such calls train only where they are selected
 by this name."""

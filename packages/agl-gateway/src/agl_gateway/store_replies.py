@@ -32,7 +32,7 @@ class StoreReply:
 
     @property
     def is_passing(self) -> bool:
-        """Whether the same request may well be answered soon."""
+        """True if no store answered, or one that is busy, so that the same request is worth another try."""
         return self.status in _NO_STORE or (self.status == _AWAY and (bool(self.retry_after) or self.fault() is None))
 
     @property

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from agl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection
 
     from agl.contracts import AlgorithmContext
 
-__all__ = ["SAVE_EVERY", "SaveInterval", "begin_saving", "offer_of"]
+__all__ = ["SAVE_EVERY", "LiveAtSaves", "SaveInterval", "begin_saving", "offer_of"]
 
 SAVE_EVERY = "5%"
 """The share of a run's time that goes into saving, unless another interval is asked for."""
@@ -67,6 +67,32 @@ class SaveInterval:
     def saved(self, seconds: float) -> None:
         """Note that everything is saved, and the seconds that this took."""
         self._waiting, self._saved_at, self._cost = 0, self._clock(), seconds
+
+
+class LiveAtSaves:
+    """Knows the steps whose weights were live at the last two saves, and which therefore stay on disk.
+
+    A run that is killed serves the weights that the stored state names: that of the last save, or of the one before
+    until the experiment has stored the new one.
+
+    Args:
+        context: The algorithm's.
+        policy: Name of the policy that it trains.
+    """
+
+    def __init__(self, context: AlgorithmContext, policy: str) -> None:
+        self._context, self._policy = context, policy
+        self._steps: tuple[int, ...] = ()  # newest first; 0 for weights of others
+
+    def note(self) -> None:
+        """Remember what is live; call it before each save, and where training continues from a state."""
+        version = self._context.current(self._policy)
+        step = version.step if version.algorithm == self._context.name else 0
+        self._steps = (step, *self._steps[:1])
+
+    def beside(self, kept: Collection[int]) -> frozenset[int]:
+        """Return the steps whose weights stay, those of `kept` among them."""
+        return frozenset((*kept, *self._steps))
 
 
 def begin_saving(

@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import msgspec
 
+from agl import semconv
 from agl.errors import ConflictError
 from agl.schemas import ErrorInfo, ModelCall, Outcome, Span, encode, rollout_id_of
 from agl.tracing import plain
 from agl_run.runners.result import describe_error
 
-NOT_STORED = "agl.not_stored"
-"""On a span of which a store carries a part only: the reason."""
+UNFIT = (TypeError, ValueError, OverflowError, RecursionError)
+"""Errors of encoding what no store carries."""
 
 _ENDED_OTHERWISE = ("failed", "timeout", "lost", "cancelled")
 
@@ -26,7 +27,7 @@ def storable_span(span: Span) -> Span:
         return span
     parts: dict[str, Any] = {name: getattr(span, name) for name in span.__struct_fields__}
     parts |= {name: plain(parts[name]) for name in ("span_id", "name", "status_message")}
-    parts["attributes"] = _fitting(span.attributes) | {NOT_STORED: plain(fault)}
+    parts["attributes"] = _fitting(span.attributes) | {semconv.NOT_STORED: plain(fault)}
     parts["call"] = None if span.call is None else _fitting_call(span.call)
     return Span(**{name: value for name, value in parts.items() if not fault_of(value)})
 
@@ -51,7 +52,7 @@ def fault_of(value: object) -> str:
     """Return why a store cannot carry a value; ``""`` if it can."""
     try:
         encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except UNFIT as error:
         return str(error) or type(error).__name__
     return ""
 

@@ -25,7 +25,7 @@ from agl_run.runners.places import Places
 from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
 from agl_run.runners.setup import SettlingGateway
-from agl_run.runners.storable import storable_outcome
+from agl_run.runners.storable import UNFIT, storable_outcome
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -272,7 +272,7 @@ class Worker:
             return await self._setup.store.finish([outcome])
         except (FencedError, NotFoundError):
             raise
-        except Exception as error:  # a store may raise anything for what it cannot encode
+        except (StoreError, *UNFIT) as error:
             fitting = storable_outcome(outcome, error)
             if fitting is None:
                 raise
