@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from agl.errors import ConfigError
+from agl.errors import ConfigError, StoreError
 from agl.stores import shown_url
 
 SQLITE = "sqlite:///"
@@ -17,12 +17,19 @@ def check_store_url(url: str, folder: Path) -> None:
         folder: Base of relative paths.
 
     Raises:
-        ConfigError: It is a path, a malformed URL of a SQLite file, or one of a directory.
+        ConfigError: It is a path, a malformed URL of a SQLite file, one with options, or one of a directory.
     """
     if "://" not in url or (url.startswith("sqlite:") and not url.startswith(SQLITE)) or url == SQLITE:
         path = url.removeprefix("sqlite:").lstrip("/") or "runs/agl.db"
         meant = "memory://" if path == "memory" else f"{SQLITE}{path}"
         raise ConfigError(f"experiment.store is {url!r}, which is no URL of a store; write {meant}")
+    if url.startswith(SQLITE):
+        from agl_run.sqlite import path_of
+
+        try:
+            path_of(url)
+        except StoreError as error:
+            raise ConfigError(f"experiment.store is {url!r}: {error}") from error
     refuse_directory(url, folder)
 
 
