@@ -31,9 +31,13 @@ class Environment:
     def run(
         self, session: nox.Session, *words: str, variables: Mapping[str, str] | None = None, may_fail: bool = False
     ) -> None:
-        """Run one of its programs; the session fails with it, unless it may fail."""
+        """Run one of its programs; the session fails with it, unless it may fail.
+
+        Bytecode is kept, even where a container asks for none: tests start hundreds of processes, and each would
+        compile what it imports.
+        """
         path = os.pathsep.join([str(self.folder / "bin"), os.environ.get("PATH", "")])
-        env = {"PATH": path, "VIRTUAL_ENV": str(self.folder), **(variables or {})}
+        env = {"PATH": path, "VIRTUAL_ENV": str(self.folder), "PYTHONDONTWRITEBYTECODE": "", **(variables or {})}
         codes = range(256) if may_fail else (0,)
         session.run(str(self.folder / "bin" / words[0]), *words[1:], env=env, external=True, success_codes=codes)
 

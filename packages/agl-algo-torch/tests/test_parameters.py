@@ -20,6 +20,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 SHARED: dict[str, list[Any]] = {
     "lora_rank": [-3],
+    "lora_alpha": [16.0],
+    "lora_targets": [["q_proj"]],
     "lr": [0.0, -1e-6, float("nan")],
     "warmup": [-1],
     "weight_decay": [-0.1],

@@ -193,7 +193,7 @@ class Distill:
                 max_grad_norm=max_grad_norm,
                 max_nonfinite=max_nonfinite,
             ),
-            lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
+            lora=LoraSettings.of(lora_rank, lora_alpha, lora_targets),
             device=device,
             dtype=dtype,
             threads=threads,

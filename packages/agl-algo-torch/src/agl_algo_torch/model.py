@@ -22,7 +22,7 @@ from agl.hints import pip_install
 from agl_algo_torch.typed_torch import modules
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
 
     from torch import Tensor
 
@@ -51,6 +51,26 @@ class LoraSettings:
                 f"lora_rank is {self.rank} and lora_alpha {self.alpha}; give a rank of at least 1, or 0 to train all "
                 "weights, and an alpha above 0."
             )
+
+    @classmethod
+    def of(cls, rank: int, alpha: float, targets: Sequence[str]) -> LoraSettings | None:
+        """Return the adapters that an algorithm's `lora_rank`, `lora_alpha` and `lora_targets` ask for.
+
+        They are `None` for rank 0, which trains all weights.
+
+        Raises:
+            ConfigError: alpha or targets are given without a rank, or a value is out of range.
+        """
+        if rank:
+            return cls(rank=rank, alpha=alpha, targets=tuple(targets))
+        given = {"lora_alpha": alpha != cls().alpha, "lora_targets": tuple(targets) != cls().targets}
+        if any(given.values()):
+            names = " and ".join(name for name, is_given in given.items() if is_given)
+            raise ConfigError(
+                f"{names} would do nothing: with lora_rank = 0, all weights are trained. Give a lora_rank of at least "
+                f"1 to train adapters, or leave {names} out."
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -256,7 +256,7 @@ class PPO:
         self._critic_optim = replace(optim, lr=critic_lr)
         settings = LearnerSettings(
             optim=optim,
-            lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
+            lora=LoraSettings.of(lora_rank, lora_alpha, lora_targets),
             device=device,
             dtype=dtype,
             threads=threads,

@@ -123,7 +123,7 @@ class SFT:
             max_nonfinite=max_nonfinite,
         )
         self._decay: Decay = decay
-        self._lora = LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None
+        self._lora = LoraSettings.of(lora_rank, lora_alpha, lora_targets)
         self._device, self._dtype, self._threads = device, dtype, threads
         self._gradient_checkpointing = gradient_checkpointing
         self._learner: PolicyLearner | None = None
