@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from agl_harness import examining, find
 from agl_testing.model_server import ScriptedModelServer
+from agl_testing.waiting import wait_until
 
 from .conftest import asks
 
@@ -44,3 +48,14 @@ def test_doctor_gives_a_harness_a_task_and_names_one_that_fails(project: Path) -
     assert "did not come back (exit status 3): no model" in done.stdout
     assert "sandbox: " in done.stdout
     assert 0 == agl(project, "doctor", "shell.toml").returncode
+
+
+def test_doctor_ends_a_harness_that_does_not_answer(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "slow.toml").write_text(
+        '[slow]\ncommand = ["sh", "-c", "echo $$$$ > $folder/pid; sleep 600", "$prompt"]\n'
+    )
+    monkeypatch.setattr(examining, "_TURN_S", 3.0)
+    monkeypatch.chdir(project)
+    found = examining.examine(find("slow.toml", folder=project), given="slow.toml")
+    assert "it did not answer a task within 3 s" == found.problem
+    wait_until(lambda: not Path("/proc", (project / "pid").read_text().strip()).exists())

@@ -140,6 +140,47 @@ def test_neither_tests_nor_solution_reach_the_harness_and_what_it_plants_does_no
     assert "" == model.calls[1].json["messages"][-1]["content"]
 
 
+PLANTS = (
+    "chmod 444 /logs/verifier/reward.json; chmod 555 /logs/verifier /logs",
+    "cd /tests; seq -f 'x%0150.0f' 20000 | xargs touch",
+    "mkdir -p /tests/a/b; touch /tests/a/b/c; chmod 555 /tests/a/b /tests/a",
+)
+"""What a harness does so that its own reward stays."""
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("plants", PLANTS)
+def test_reward_that_a_harness_wrote_never_counts(
+    task: Path, project: Path, model: ScriptedModelServer, plants: str
+) -> None:
+    model.enqueue(*asks(f"mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json; {plants}"))
+    (reward,) = only(dev(project, model, file=FILE)).rewards
+    assert (0.0, {}) == (reward.value, reward.dimensions), reward.feedback
+
+
+@needs_bubblewrap
+def test_path_of_an_image_comes_before_the_machine_s(task: Path, project: Path, model: ScriptedModelServer) -> None:
+    write(task, {"environment/Dockerfile": f'{DOCKERFILE}ENV PATH="/app/bin:$PATH" LIB=$LIB:/lib\nENV PATH=/x:$PATH\n'})
+    model.enqueue(*asks("echo $PATH $LIB; echo 'print(3)' > calc.py"))
+    episode = only(dev(project, model, file=FILE))
+    assert 1.0 == episode.reward, episode.attempt.error
+    assert seen(model).startswith("/x:/app/bin:")
+    assert ":/usr/bin" in seen(model)
+
+
+@needs_bubblewrap
+def test_tasks_outside_of_the_experiment_are_graded(
+    task: Path, project: Path, model: ScriptedModelServer, tmp_path: Path
+) -> None:
+    tasks = (project / "tasks").rename(tmp_path / "elsewhere")
+    file = FILE.replace("harbor:tasks", f"harbor:{tasks}").replace(
+        'harness = "shell.toml"', f'harness = "shell.toml"\nworkspace = "harbor:{tasks}/{{name}}"'
+    )
+    model.enqueue(*asks("echo 'print(3)' > calc.py"))
+    episode = only(dev(project, model, file=file))
+    assert 1.0 == episode.reward, episode.attempt.error
+
+
 WRITTEN = (
     ("echo 0.25 > reward.txt", 0.25, ""),
     ('echo \'{"reward": 0.5, "style": 1}\' > reward.json; echo 1 > reward.txt', 0.5, ""),
@@ -328,5 +369,8 @@ def test_solution_is_graded_by_a_command(task: Path, project: Path) -> None:
     (task / "solution" / "solve.sh").write_text("echo 'print(4)' > calc.py")
     done = oracle("tasks/add", "--json")
     assert (1, "0") == (done.returncode, json.loads(done.stdout)[0]["problem"])
+    (task / "solution" / "solve.sh").write_text("for i in $(seq 1500); do mkdir d; cd d; done")
+    done = oracle("tasks/add")
+    assert (1, True) == (done.returncode, "too deep to be copied" in done.stdout), done.stderr
     (task / "solution" / "solve.sh").unlink()
     assert "has no solution/solve.sh" in oracle("tasks/add").stdout

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agl.errors import ConfigError
-from agl_harness import SandboxError
+from agl_harness import PathError, SandboxError
 from agl_harness.conformance import SandboxConformance, sh
 from agl_harness.harbor_sandbox import HarborSandboxes
 from agl_harness.isolation import bubblewrap, find_isolation
@@ -116,6 +116,25 @@ def _programs(text: str) -> list[int]:
             if "harbor_server.py" in words and text in words:
                 found.append(int(path.parent.name))
     return found
+
+
+@needs_harbor
+def test_output_is_cut_and_no_link_leads_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        boxes = HarborSandboxes(base=tmp_path, **params(tmp_path / "environments"))
+        box = await boxes.create("one")
+        done = await sh(box, "head -c 67200000 /dev/zero | tr '\\0' x; seq 100000 >&2")
+        assert 0 == done.code
+        assert 80_000 < len(done.output) < 81_000
+        assert "characters left out" in done.output
+        assert done.errors.startswith("1\n2\n")
+        assert done.errors.endswith("100000\n")
+        await sh(box, "mkdir -p '/agl/a\nb'; echo x > '/agl/a\nb/file'; ln -s '/agl/a\nb' out")
+        with pytest.raises(PathError, match="leads out of the sandbox"):
+            await box.read("workspace/out/file")
+        await boxes.close()
+
+    asyncio.run(main())
 
 
 @needs_harbor

@@ -125,6 +125,120 @@ def test_hidden_tests_replace_what_the_harness_put_in_their_place(project: Path,
     assert [] == list(outside.iterdir())
 
 
+REPORT = "<testsuite><testcase/><testcase/></testsuite>"
+
+
+@pytest.mark.parametrize(
+    ("command", "reward"),
+    [
+        ("true", 0.0),
+        ("mkfifo report.xml", 0.0),
+        ("truncate -s 64M report.xml", 0.0),
+        ("ln -s /dev/zero report.xml", 0.0),
+        (f"sh -c 'echo \"{REPORT}\" > report.xml'", 1.0),
+    ],
+)
+def test_report_counts_only_if_the_tests_wrote_it(
+    project: Path, model: ScriptedModelServer, command: str, reward: float
+) -> None:
+    model.enqueue(*asks(f"echo '{REPORT}' > report.xml; chmod 444 report.xml; chmod 555 ."))
+    params = f"params = {{ command = {json.dumps(command)}, report = 'report.xml' }}"
+    episode = only(dev(project, model, file=FILE.replace(FILE.splitlines()[-1], params)))
+    assert reward == episode.reward, episode.attempt.error
+
+
+def test_hidden_tests_are_programs_where_they_are_files_to_run(project: Path, model: ScriptedModelServer) -> None:
+    check = project / "hidden" / "add" / "check.sh"
+    check.write_text("#!/bin/sh\ngrep -q 'a + b' calc.py\n")
+    check.chmod(0o755)
+    model.enqueue(*asks(f"{REPAIR}; echo exit 1 > check.sh; ln -s /tmp deep; chmod 555 ."))
+    (project / "hidden" / "add" / "deep").mkdir()
+    (project / "hidden" / "add" / "deep" / "file").write_text("")
+    file = FILE.replace('"python -m unittest"', '"./check.sh", score = "exit"')
+    episode = only(dev(project, model, file=file))
+    assert 1.0 == episode.reward, episode.attempt.error
+
+
+def test_name_of_a_hidden_file_is_one_line(project: Path, model: ScriptedModelServer) -> None:
+    task = {"name": "add", "prompt": "x", "tests": {"a\nfcalc.py": ""}}
+    (project / "tasks.jsonl").write_text(json.dumps(task) + "\n")
+    episode = only(dev(project, model, file=FILE.replace('hidden = "hidden/{name}"', 'hidden_files = "tests"')))
+    assert "has a line break in its name" in episode.attempt.error.message
+
+
+def test_tests_find_the_sandbox_of_another_backend(
+    project: Path, model: ScriptedModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "boxes").mkdir()
+    (tmp_path / "boxes" / "my_boxes.py").write_text(BACKEND)
+    monkeypatch.syspath_prepend(tmp_path / "boxes")
+    model.enqueue(*asks(REPAIR))
+    episode = only(dev(project, model, params='{ sandbox = "my_boxes:Boxes" }'))
+    assert 1.0 == episode.reward, episode.attempt.error
+
+
+BACKEND = """
+from pathlib import Path
+from agl_harness.local import LocalSandboxes
+
+class Box:
+    def __init__(self, inner):
+        self._inner = inner
+        self.address, self.root = f"mine:{inner.address}", inner.root
+        for name in ("exec", "read", "write", "upload", "download", "close"):
+            setattr(self, name, getattr(inner, name))
+
+class Boxes:
+    def __init__(self, *, base, hidden=(), readable=()):
+        self._inner = LocalSandboxes(base=base, hidden=hidden, readable=readable)
+
+    async def create(self, name):
+        return Box(await self._inner.create(name))
+
+    async def attach(self, address):
+        return Box(await self._inner.attach(address.removeprefix("mine:")))
+"""
+
+
+def test_harness_that_fails_elsewhere_leaves_no_workspace_and_says_none(
+    project: Path, model: ScriptedModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "boxes").mkdir()
+    (tmp_path / "boxes" / "my_boxes.py").write_text(BACKEND)
+    monkeypatch.syspath_prepend(tmp_path / "boxes")
+    model.enqueue(*asks("kill $PPID"))
+    episode = only(dev(project, model, params='{ sandbox = "my_boxes:Boxes" }'))
+    assert "is kept in" not in episode.attempt.error.message
+    assert [] == workspaces(project)
+    with pytest.raises(ConfigError, match='keep = "always" is for sandbox = "local"'):
+        dev(project, model, params='{ sandbox = "my_boxes:Boxes", keep = "always" }')
+
+
+CLAIM = """
+import os, urllib.request
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+request = ExportTraceServiceRequest()
+span = request.resource_spans.add().scope_spans.add().spans.add(name="x", trace_id=b"1" * 16, span_id=b"1" * 8)
+span.attributes.add(key="agl.workspace").value.string_value = "HERE"
+headers = {"authorization": "Bearer " + os.environ["KEY"], "content-type": "application/x-protobuf"}
+url = os.environ["URL"].removesuffix("/v1") + "/v1/traces"
+print(urllib.request.urlopen(urllib.request.Request(url, request.SerializeToString(), headers)).status)
+"""
+
+
+def test_sandbox_that_an_agent_claims_is_not_believed(project: Path, model: ScriptedModelServer) -> None:
+    """The gateway takes spans with an attempt's token, and so what a harness says of its own attempt."""
+    claim = CLAIM.replace("HERE", str(project / "elsewhere"))
+    (project / "elsewhere" / "workspace").mkdir(parents=True)
+    (project / "elsewhere" / "workspace" / "calc.py").write_text("def add(a, b):\n    return a + b\n")
+    (project / "repos" / "add" / "claim.py").write_text(claim)
+    model.enqueue(*asks("python claim.py"))
+    episode = only(dev(project, model))
+    assert "200\n" == model.calls[-1].json["messages"][-1]["content"]
+    assert 0.5 == episode.reward
+
+
 def test_workspace_of_a_git_revision_is_a_repository_of_one_commit(project: Path, model: ScriptedModelServer) -> None:
     repo = project / "repos" / "add"
     git = ["git", "-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -135,6 +249,40 @@ def test_workspace_of_a_git_revision_is_a_repository_of_one_commit(project: Path
     model.enqueue(*asks("git log --format=%s; git status --short; cat calc.py"))
     dev(project, model, file=FILE.replace('"repos/{name}"', '"git:repos/{name}@first"'))
     assert "Start\ndef add(a, b):\n    return a - b\n" == model.calls[-1].json["messages"][-1]["content"]
+
+
+def test_workspace_of_a_revision_has_all_its_files_whatever_surrounds_it(
+    project: Path, model: ScriptedModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = project / "repos"
+    (repo / ".gitattributes").write_text("tests export-ignore\nversion export-subst\n")
+    (repo / "add" / "tests").mkdir()
+    (repo / "add" / "tests" / "data").write_text("")
+    (repo / "add" / "version").write_text("$Format:%H$\n")
+    git = ["git", "-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True).stdout
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks" / "pre-commit").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "hooks" / "pre-commit").chmod(0o755)
+    (tmp_path / "config").write_text(f"[core]\nhooksPath = {tmp_path}/hooks\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
+    monkeypatch.setenv("GIT_DIR", str(repo / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(repo / ".git" / "index"))
+    model.enqueue(*asks("git log --format=%s; ls -A . tests; cat version"))
+    dev(project, model, file=FILE.replace('"repos/{name}"', '"git:repos/{name}@HEAD"'))
+    seen = model.calls[-1].json["messages"][-1]["content"]
+    assert "Start\n.:\n.git\ncalc.py\ntests\nversion\n\ntests:\ndata\n$Format:%H$\n" == seen
+    assert head == subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True).stdout
+
+
+def test_workspace_that_would_hold_its_own_copy_is_refused(project: Path, model: ScriptedModelServer) -> None:
+    with pytest.raises(ConfigError, match="its copy would hold itself; "):
+        dev(project, model, file=FILE.replace('"repos/{name}"', '"."'))
+    (project / "tasks.jsonl").write_text(json.dumps({"prompt": "x", "name": "add", "workspace": "runs"}) + "\n")
+    episode = only(dev(project, model))
+    assert "its copy would hold itself" in episode.attempt.error.message
 
 
 def test_task_brings_its_own_files_and_hidden_tests(project: Path, model: ScriptedModelServer) -> None:
@@ -165,6 +313,8 @@ def test_task_brings_its_own_files_and_hidden_tests(project: Path, model: Script
         ({"name": "add", "prompt": "x", "files": {"../x": ""}}, "leads out of the workspace"),
         ({"name": "add", "prompt": "x", "files": ["x"]}, "files of a task holds texts by path"),
         ({"name": "add", "prompt": "a\0b"}, "null character"),
+        ({"name": "add", "prompt": "x", "workspace": "git:repos/add@--output=mine"}, "'--output=mine' begins with"),
+        ({"name": "add", "prompt": "x", "workspace": "git:repos/add@"}, "names no revision"),
         ({"workspace": "repos/../../x", "prompt": "x", "name": "add"}, "leads out of the folder"),
     ],
 )

@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from agl.errors import ConfigError
+from agl.errors import ConfigError, RunError
 from agl_harness import Limits, PathError, SandboxError
 from agl_harness.conformance import SandboxConformance
 from agl_harness.isolation import bubblewrap, find_isolation
@@ -124,6 +125,89 @@ def test_bubblewrap_hides_and_protects_what_is_not_the_sandbox(tmp_path: Path) -
     assert "in" == done.output.split()[-1]
 
 
+@pytest.mark.skipif(not WORKS, reason=NO_BUBBLEWRAP)
+def test_command_cannot_make_its_sandbox_look_dead(tmp_path: Path) -> None:
+    boxes = LocalSandboxes(base=tmp_path / "boxes", isolation="bwrap")
+    done = run(boxes, "cd ..; rm -rf tmp/* tmp/.[!.]* .[!.]*; ls -l /proc/self/fd /proc/1/fd | grep -c boxes; true")
+    assert (0, "0\n") == (done.code, done.output)
+
+
+@pytest.mark.skipif(not WORKS, reason=NO_BUBBLEWRAP)
+def test_hidden_folder_is_hidden_when_it_is_named_by_a_link() -> None:
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        _check_hidden_by_link(Path(folder, "real"), Path(folder, "link"))
+
+
+def _check_hidden_by_link(real: Path, link: Path) -> None:
+    (real / "tools").mkdir(parents=True)
+    (real / "answer").write_text("42")
+    (real / "tools" / "tool").write_text("#!/bin/sh\necho tool\n")
+    (real / "tools" / "tool").chmod(0o755)
+    link.symlink_to(real)
+    boxes = LocalSandboxes(base=link / "boxes", hidden=[link, Path("/")], readable=[link / "tools"], isolation="bwrap")
+    done = run(boxes, f"cat {link}/answer {real}/answer; {link}/tools/tool; {real}/tools/tool; echo x > y; cat y")
+    assert "tool\ntool\nx\n" == done.output, done.errors
+    assert 2 == done.errors.count("No such file")
+
+
+@pytest.mark.skipif(not WORKS, reason=NO_BUBBLEWRAP)
+def test_sandbox_of_a_task_is_not_entered_without_bubblewrap(tmp_path: Path) -> None:
+    async def work() -> None:
+        boxes = LocalSandboxes(base=tmp_path / "boxes")
+        sandbox = await boxes.create_for("one", task=tmp_path / "task", places={"tests": "/tests"})
+        with pytest.raises(ConfigError, match='cannot make them, because isolation is "none"'):
+            await LocalSandboxes(base=tmp_path / "boxes", isolation="none").attach(sandbox.address)
+        await sandbox.close()
+
+    wait(work)
+
+
+@pytest.mark.skipif(not WORKS, reason=NO_BUBBLEWRAP)
+def test_sandboxes_do_not_see_each_other() -> None:
+    async def work(boxes: LocalSandboxes) -> None:
+        one, two = await boxes.create("one"), await boxes.create("two")
+        await one.write("workspace/file", b"x")
+        done = await two.exec(["ls", str(Path(one.address).parent), one.address], environment=ENVIRONMENT)
+        assert "two\n" in done.output
+        assert "No such file" in done.errors
+
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        wait(lambda: work(LocalSandboxes(base=Path(folder), isolation="bwrap")))
+
+
+@pytest.mark.skipif(not WORKS, reason=NO_BUBBLEWRAP)
+def test_programs_of_a_home_folder_are_seen_and_its_secrets_are_not() -> None:
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        _check_home(Path(folder))
+
+
+def _check_home(home: Path) -> None:
+    local = home / ".local"
+    programs = ("share/tools/tool", "state/agl/harnesses/mine/bin/mine", "bin/scripted")
+    secrets = (".local/share/keys/key", ".local/state/agl/secret", ".local/secret", "work/secret/answer")
+    for path, text in {
+        **{local / name: "#!/bin/sh\necho $0 | sed 's,.*/,,'\n" for name in programs},
+        **{home / name: "42" for name in secrets},
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (local / "bin" / "tool").symlink_to("../share/tools/tool")
+    (home / "work" / "bin").mkdir()
+    hidden = [home, local / "state" / "agl", home / "work" / "secret"]
+    boxes = LocalSandboxes(base=home / "boxes", hidden=hidden, isolation="bwrap")
+    entries = [local / "bin", local / "state" / "agl" / "harnesses" / "mine" / "bin", home / "work" / "bin"]
+    path = os.pathsep.join([*map(str, entries), os.environ["PATH"]])
+
+    async def work() -> Any:
+        sandbox = await boxes.create("one")
+        script = f"tool; scripted; mine; grep -rl 42 {home}; ls {home}/work"
+        return await sandbox.exec(["sh", "-c", script], environment={"PATH": path})
+
+    done = wait(work)
+    assert "tool\nscripted\nmine\nbin\nsecret\n" == done.output, done.errors
+
+
 def test_python_of_agl_is_found_though_its_folder_is_hidden(tmp_path: Path) -> None:
     boxes = LocalSandboxes(base=tmp_path / "boxes", hidden=[Path(sys.prefix).parent, Path.home()])
 
@@ -165,6 +249,14 @@ def test_command_is_stopped_beyond_its_limits(
     done = run(sandboxes, script, limits=limits)
     assert (exceeded, -9) == (done.exceeded, done.code)
     assert done.detail
+
+
+@pytest.mark.skipif(not WORKS, reason=NO_BUBBLEWRAP)
+@pytest.mark.parametrize("folder", ["/tmp", str(Path.home())])
+def test_files_in_memory_count_as_memory(tmp_path: Path, folder: str) -> None:
+    boxes = LocalSandboxes(base=tmp_path / "boxes", hidden=[Path.home()], isolation="bwrap")
+    done = run(boxes, f"head -c 200000000 /dev/zero > {folder}/file; sleep 60", limits=Limits(memory=128 << 20))
+    assert "memory" == done.exceeded
 
 
 def test_one_process_gets_no_more_memory_than_all_may_use(sandboxes: LocalSandboxes) -> None:
@@ -249,6 +341,54 @@ asyncio.run(main())
     boxes.prune(0)
     assert ["mine"] == [path.name for path in tmp_path.iterdir() if path.is_dir()]
     assert mine.address == str(tmp_path / "mine")
+
+
+def test_folder_that_is_deeper_than_python_goes_is_removed(sandboxes: LocalSandboxes, tmp_path: Path) -> None:
+    dig = "import os\nfor _ in range(1500):\n os.mkdir('d')\n os.chdir('d')"
+
+    async def work() -> None:
+        sandbox = await sandboxes.create("one")
+        done = await sandbox.exec([sys.executable, "-c", dig], environment=ENVIRONMENT)
+        assert 0 == done.code, done.errors
+        await sandbox.exec(["chmod", "a-rwx", "d/d/d"], environment=ENVIRONMENT)
+        with pytest.raises(RunError, match="is too deep to be copied"):
+            await sandbox.snapshot()
+        await sandbox.close()
+
+    wait(work)
+    assert [] == list((tmp_path / "boxes").iterdir())
+
+
+UNREADABLE = """
+import asyncio, concurrent.futures.thread, os, sys
+from pathlib import Path
+from agl_harness.local import LocalSandboxes
+
+async def main():
+    boxes = LocalSandboxes(base=Path(sys.argv[1]), isolation="none")
+    box = await boxes.create("one")
+    await box.write("workspace/deep/file", b"file")
+    workspace = Path(box.address, "workspace")
+    (workspace / "deep" / "file").chmod(0)
+    (workspace / "deep").chmod(0)
+    copy = await box.snapshot()
+    print(await copy.read("workspace/deep/file"))
+    await copy.close()
+    await box.close()
+
+if os.getuid() == 0:
+    os.setuid(65534)
+asyncio.run(main())
+"""
+
+
+def test_workspace_that_a_harness_made_unreadable_is_copied() -> None:
+    with TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o777)
+        words = [sys.executable, "-c", UNREADABLE, f"{folder}/boxes"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert "b'file'\n" == done.stdout, done.stderr
+        assert [] == list(Path(folder, "boxes").iterdir())
 
 
 def test_cancelled_command_is_stopped(sandboxes: LocalSandboxes, tmp_path: Path) -> None:

@@ -11,9 +11,15 @@ from agl.hints import did_you_mean
 from agl_harness.isolation import Kind
 from agl_harness.local import LocalSandboxes
 from agl_harness.sandbox import Sandboxes
+from agl_run import state_dir
 
 GROUP = "agl_sandboxes"
 """The entry-point group of packages that bring a backend."""
+
+
+def private_folders() -> list[Path]:
+    """Return the folders of this user that no sandbox sees: the home folder, and that of agl's signing key."""
+    return [Path.home(), state_dir()]
 
 
 def build_sandboxes(

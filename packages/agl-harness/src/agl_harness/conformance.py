@@ -117,6 +117,11 @@ class SandboxConformance:
                 await sandbox.read("workspace/nothing")
             with pytest.raises(FileNotFoundError):
                 await sandbox.download("workspace/nothing", tmp_path / "nothing")
+            await sh(sandbox, "mkfifo pipe")
+            with pytest.raises(FileNotFoundError):
+                await sandbox.read("workspace/pipe")
+            with pytest.raises(FileNotFoundError):
+                await sandbox.download("workspace/pipe", tmp_path / "pipe")
             with pytest.raises(FileNotFoundError, match="no program 'no-such-program'"):
                 await sandbox.exec(["no-such-program"], environment=_ENVIRONMENT)
 

@@ -1,17 +1,19 @@
 """Examines an installed harness: its version, and one task that a scripted model answers."""
 
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from agl.errors import AglError
 from agl.hints import pip_install
 from agl.schemas import Record
 from agl_harness.installing import require, version_of
 from agl_harness.table import Harness
+from agl_run.programs import KeptProcess, PrintedText
 
 _TURN_S = 120.0
 _WORD = "agl-harness-works"
@@ -66,20 +68,28 @@ def _turn(given: str) -> str:
             assert model.stdout is not None  # noqa: S101  # started with a pipe
             environment = {**os.environ, "OPENAI_BASE_URL": model.stdout.readline().strip(), "OPENAI_API_KEY": "none"}
             options = ["--harness", given, "--folder", folder, "--model", "scripted", "--task", "Say a word."]
-            done = subprocess.run(
-                [sys.executable, "-m", "agl_harness.launch", *options],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=_TURN_S,
-                check=False,
-                cwd=Path.cwd(),
-            )
-        except subprocess.TimeoutExpired:
+            words = [sys.executable, "-m", "agl_harness.launch", *options]
+            code, output, errors = asyncio.run(_run(words, environment))
+        except TimeoutError:
             return f"it did not answer a task within {_TURN_S:g} s"
         finally:
             model.terminate()
-    if _WORD in done.stdout:
+    if _WORD in output:
         return ""
-    said = (done.stderr or done.stdout).strip()[-400:]
-    return f"the model's answer did not come back (exit status {done.returncode}): {said}"
+    return f"the model's answer did not come back (exit status {code}): {(errors or output).strip()[-400:]}"
+
+
+async def _run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Run a program and end all that it started; returns its exit status and what it printed."""
+    pipe = asyncio.subprocess.PIPE
+    kept = await KeptProcess.start(
+        words, environment=environment, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+    )
+    output, errors = PrintedText(), PrintedText()
+    try:
+        assert kept.process.stdout is not None and kept.process.stderr is not None  # noqa: S101, PT018  # with pipes
+        async with asyncio.timeout(_TURN_S):
+            await asyncio.gather(output.read(kept.process.stdout), errors.read(kept.process.stderr))
+            return await kept.wait(), output.text(), errors.text()
+    finally:
+        await kept.kill()

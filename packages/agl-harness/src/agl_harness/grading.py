@@ -17,17 +17,23 @@ from typing import Any, cast
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span, new_span_id
-from agl_harness.backends import build_sandboxes
 from agl_harness.isolation import Kind
 from agl_harness.placing import LOGS, TESTS, Layout, fill, layout_of, layout_of_tests
-from agl_harness.runner import SANDBOX_ATTRIBUTE, WORKSPACE_ATTRIBUTE, base_environment
+from agl_harness.recorded import TASK_ATTRIBUTE, WORKSPACE_ATTRIBUTE, check_named, record_of, sandboxes_of
+from agl_harness.runner import base_environment, with_image
 from agl_harness.sandbox import CopyableSandbox, Finished, Limits, PathError, Sandbox, Sandboxes, TaskSandboxes
 from agl_harness.settings import bytes_of
 from agl_harness.task_folder import TaskFolder, filled_variables, load_task
 from agl_harness.workspace import task_folder_of
 
 _PROGRAM = "chmod +x /tests/test.sh && exec /tests/test.sh"
-_CLEAR = "rm -rf -- /logs/verifier /tests/* /tests/.[!.]* /tests/..?*; mkdir -p /logs/verifier /tests"
+_CLEAR = (
+    "for place in /logs /tests; do [ -L $place ] || chmod -R u+rwX $place; done 2>/dev/null; "
+    "rm -rf -- /logs/verifier; rm -rf -- /tests 2>/dev/null; "  # which may be a mount, so that it stays
+    'mkdir -p /logs/verifier /tests && [ -z "$(ls -A /logs/verifier)$(ls -A /tests)" ]'
+)
+"""Removes what the agent left where the tests and their reward belong, or fails."""
+
 _FILES = ("reward.json", "reward.txt")
 _MOST = 16_000
 """Characters of a file with a reward at most."""
@@ -70,6 +76,7 @@ class HarborTests:
         self._named = sandbox
         self._isolation: Kind = isolation
         self._params = dict(params or {})
+        check_named(sandbox, folder=self._folder, isolation=isolation, params=self._params)
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Run the tests.
@@ -78,22 +85,19 @@ class HarborTests:
             SandboxError: The sandbox went away.
             ConfigError: The task is no Harbor task.
         """
-        folder = task_folder_of("", rollout.task, folder=self._folder)
+        record = record_of(spans, reward="harbor")
+        folder = task_folder_of("", rollout.task, folder=self._folder) or record.get(TASK_ATTRIBUTE)
         if folder is None:
             raise ConfigError(
                 'the reward "harbor" found no Harbor task; name a folder of them, as in train = "harbor:tasks"'
             )
-        address, backend = _address(spans)
-        sandboxes = build_sandboxes(
-            self._named or backend,
-            base=self._folder / "runs" / "workspaces",
-            hidden=[self._folder, Path.home()],
-            isolation=self._isolation,
-            params=self._params,
+        sandboxes = sandboxes_of(
+            record, named=self._named, folder=self._folder, isolation=self._isolation, params=self._params
         )
-        sandbox = await sandboxes.attach(address)
+        sandbox = await sandboxes.attach(record[WORKSPACE_ATTRIBUTE])
         given = {name: os.environ[name] for name in self._variables if name in os.environ}
-        return await grade(load_task(folder), sandbox, sandboxes=sandboxes, limits=self._limits, variables=given)
+        task = load_task(Path(folder))
+        return await grade(task, sandbox, sandboxes=sandboxes, limits=self._limits, variables=given)
 
 
 async def grade(
@@ -162,8 +166,11 @@ async def _take(sandbox: Sandbox, path: str, target: Path) -> bool:
 async def _test(
     task: TaskFolder, sandbox: Sandbox, layout: Layout, *, limits: Limits, variables: Mapping[str, str]
 ) -> Reward:
-    environment = {**base_environment(sandbox), **(task.test_image or task.image).variables}
-    await _run(sandbox, ["/bin/sh", "-c", _CLEAR], environment)
+    environment = with_image(base_environment(sandbox), task.test_image or task.image)
+    cleared = await _run(sandbox, ["/bin/sh", "-c", _CLEAR], {"PATH": os.defpath})
+    if cleared.code != 0:
+        stuck = "what the agent left in /tests or /logs/verifier could not be removed"
+        return Reward(value=0.0, name="harbor", feedback=f"{stuck}\n{cleared.errors}".strip())
     await sandbox.upload(task.folder / "tests", TESTS)
     done = await sandbox.exec(
         ["/bin/sh", "-c", _PROGRAM],
@@ -231,15 +238,3 @@ def _parts(text: str) -> dict[str, float] | None:
     except OverflowError:
         return None
     return values if all(map(math.isfinite, values.values())) else None
-
-
-def _address(spans: Sequence[Span]) -> tuple[str, str]:
-    """Return the address of the sandbox that an attempt ran in, and the name of its backend."""
-    for span in spans:
-        found = span.attributes.get(WORKSPACE_ATTRIBUTE)
-        if isinstance(found, str):
-            return found, str(span.attributes.get(SANDBOX_ATTRIBUTE) or "local")
-    raise ConfigError(
-        'the reward "harbor" found no sandbox, because no coding harness ran; it is for experiments with [experiment] '
-        'harness = "NAME"'
-    )

@@ -228,7 +228,7 @@ class HarborSandbox:
         script = 'readlink -m -- "$1" "$2" 2>/dev/null || { readlink -f -- "$1"; readlink -f -- "$2"; }'
         done = await self.exec(["sh", "-c", script, "sh", top, place], environment={}, folder=TEMPORARY)
         real = [PurePosixPath(line) for line in done.output.splitlines()]
-        if len(real) == 2 and not real[1].is_relative_to(real[0]):  # the folder and the path
+        if len(real) > 2 or (len(real) == 2 and not real[1].is_relative_to(real[0])):  # the folder and the path
             raise PathError(f"the path {path!r} leads out of the sandbox by a link; remove that link")
         return place
 

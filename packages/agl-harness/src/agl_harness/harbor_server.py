@@ -23,6 +23,9 @@ MARK = "AGL_COMMAND"
 NO_PROGRAM = "agl-no-program"
 
 _LIMIT = 64 << 20
+_HEAD, _TAIL = 16_000, 64_000
+"""Characters that are kept of the beginning and of the end of what a command prints."""
+
 _SHORT_S = 60
 
 _KILL = (
@@ -141,7 +144,7 @@ class Server:
             await asyncio.shield(environment.exec(f"sh -c {shlex.quote(kill)}", timeout_sec=_SHORT_S))
         if f"{NO_PROGRAM}-{mark}" in f"{done.stderr}{done.stdout}":
             raise Missing(f"there is no program {words[0]!r}")
-        return {"code": done.return_code, "output": done.stdout or "", "errors": done.stderr or ""}
+        return {"code": done.return_code, "output": _cut(done.stdout or ""), "errors": _cut(done.stderr or "")}
 
     async def _transfer(self, environment: Any, do: str, *, source: str, target: str) -> dict[str, Any]:
         if do == "upload":
@@ -161,6 +164,13 @@ class Server:
         else:
             raise Missing(f"there is no file {source!r}")
         return {}
+
+
+def _cut(text: str) -> str:
+    left_out = len(text) - _HEAD - _TAIL
+    if left_out <= 0:
+        return text
+    return f"{text[:_HEAD]}\n[{left_out} characters left out]\n{text[-_TAIL:]}"
 
 
 async def _serve(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -30,7 +30,10 @@ _LINKED = ("python", "python3", "node", "git")
 _TMP = Path("/tmp")
 _TRY_S = 20.0
 
-_STARTED = 'if [ -n "$1" ]; then : > "$1"; fi; shift; ulimit -c 0; '
+_OPEN = 'exec 3> "$1"; shift; exec "$@"'
+"""Opens the mark outside of bubblewrap, in a place that the command does not reach."""
+
+_STARTED = "echo >&3; exec 3>&-; "
 """Marks a command as started: without the mark it was bubblewrap that failed."""
 
 
@@ -76,22 +79,25 @@ class Isolation:
             folder: Its working directory.
             writable: The folders that it may write to.
             hidden: The folders that it finds empty.
-            readable: Folders within these that it may read nevertheless.
-            mark: A file that exists once the command runs.
+            readable: Folders within these that it may read nevertheless, but for hidden ones within them.
+            mark: A file that holds something once the command runs.
             limits: Shell commands that set its limits.
             places: Writable files and folders by the absolute path at which it finds them.
         """
-        script = f'{_STARTED}{limits}exec "$@"'
+        script = f'ulimit -c 0; {limits}exec "$@"'
         if not self.program:
-            return ["/bin/sh", "-c", script, "sh", "", *words]
-        binds = [option for path in hidden if path.is_dir() for option in ("--tmpfs", str(path))]
-        binds += [option for path in readable if path.exists() for option in ("--ro-bind", str(path), str(path))]
+            return ["/bin/sh", "-c", script, "sh", *words]
+        shown = [(path, ("--tmpfs", str(path))) for path in hidden if path.is_dir()]
+        shown += [(path, ("--ro-bind", str(path), str(path))) for path in readable if path.exists()]
+        by_depth = sorted(shown, key=lambda item: len(item[0].parts))  # of two folders, the inner one counts within it
+        binds = [option for _, options in by_depth for option in options]
         binds += [option for path in writable for option in ("--bind", str(path), str(path))]
         root, closing = _opened(places, hidden) if places else ([*_WHOLE, *_PLAIN], [])
         inner = sorted((places or {}).items(), key=lambda item: item[0].count("/"))
         binds += [option for path, source in inner for option in ("--bind", str(source), path)]
         apart = [*_APART, "--cap-drop", "ALL", *root, *binds, *closing, "--chdir", str(folder)]
-        return [self.program, *apart, "--", "/bin/sh", "-c", script, "sh", str(mark), *words]
+        inside = ["/bin/sh", "-c", f"{_STARTED}{script}", "sh", *words]
+        return ["/bin/sh", "-c", _OPEN, "sh", str(mark), self.program, *apart, "--", *inside]
 
 
 def _opened(places: Mapping[str, Path], hidden: Sequence[Path]) -> tuple[list[str], list[str]]:
@@ -177,30 +183,60 @@ class View:
     """The part of this machine's files that a sandbox sees.
 
     Attributes:
-        hidden: Folders that it finds empty; ``/tmp`` is another one.
+        hidden: Folders that it finds empty, without links in their paths; ``/tmp`` is another one.
         readable: Files and folders within these that it may read.
     """
 
     hidden: tuple[Path, ...] = ()
     readable: tuple[Path, ...] = ()
 
+    @classmethod
+    def of(cls, hidden: Sequence[Path], readable: Sequence[Path]) -> "View":
+        """Return the view without folders that lie elsewhere by a link; the root, a home without a user, is none."""
+        real = dict.fromkeys(path.resolve() for path in hidden)
+        return cls(
+            hidden=tuple(path for path in real if path != path.parent),
+            readable=tuple(path.absolute() for path in readable),
+        )
+
     def programs(self, search_path: str) -> list[Path]:
         """Return what it may read within hidden folders, those from which programs of a ``PATH`` run included.
 
-        Neither a hidden folder nor one above it is among them.
+        No hidden folder is among them, nor one above all of these.
         """
         covered = [*self.hidden, _TMP]
         entries = [Path(entry) for entry in search_path.split(os.pathsep) if entry]
         links = [(entry / name).resolve().parent for entry in entries for name in _LINKED]
         found: list[Path] = []
-        for place in (*map(_whole, [*entries, *links]), Path(sys.prefix), *self.readable):
+        installed = [place for folder in (*entries, *links) for place in _installation(folder)]
+        wanted = (*installed, Path(sys.prefix), *self.readable)
+        for place in (_behind_links(path, covered) for path in wanted):
             is_covered = any(place.is_relative_to(path) for path in covered)
-            is_whole = any(path.is_relative_to(place) for path in covered)
-            if is_covered and not is_whole and place.exists() and place not in found:
+            if is_covered and place not in covered and place.exists() and place not in found:
                 found.append(place)
         return found
 
 
-def _whole(folder: Path) -> Path:
-    """Return the folder of an installation, given that of its programs."""
-    return folder.parent if folder.name in _PROGRAM_FOLDERS else folder
+def _behind_links(path: Path, covered: Sequence[Path]) -> Path:
+    """Return a path without the links that lead into a covered folder; those within that folder stay in it."""
+    for parent in reversed((path, *path.parents)):
+        real = parent.resolve()
+        if any(real.is_relative_to(place) for place in covered):
+            return real / path.relative_to(parent)
+    return path
+
+
+def _installation(folder: Path) -> list[Path]:
+    """Return the folders of an installation, given that of its programs.
+
+    Those of ``~/.local/bin`` are in several, and others there hold secrets.
+    """
+    if folder.name not in _PROGRAM_FOLDERS:
+        return [folder]
+    whole = folder.parent
+    if whole.name != ".local" or not folder.is_dir():
+        return [whole]
+    targets = [path.resolve() for path in folder.iterdir() if path.is_symlink()]
+    inside = [path.relative_to(whole.resolve()) for path in targets if path.is_relative_to(whole.resolve())]
+    parts = {Path(*path.parts[: 2 if path.parts[0] == "share" else 1]) for path in inside}
+    return [folder, whole / "lib", *(whole / part for part in sorted(parts))]

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from filelock import FileLock, Timeout
 
-from agl.errors import ConfigError
+from agl.errors import ConfigError, RunError
 from agl.hints import pip_install
 from agl.schemas import new_span_id
 from agl_harness.isolation import Isolation, Kind, View, find_isolation
@@ -35,7 +36,7 @@ from agl_harness.sandbox import (
     SandboxError,
     checked_path,
 )
-from agl_harness.usage import IS_KNOWN, exact_memory, usage_below
+from agl_harness.usage import IS_KNOWN, exact_memory, file_memory, usage_below
 from agl_run.programs import KeptProcess, PrintedText
 
 _LOG = logging.getLogger("agl_harness")
@@ -49,7 +50,6 @@ _LOOK_S = 0.25
 _THREADS = 16
 """Threads per process that the system's own limit, a backstop to ours, allows for."""
 
-_MARK = ".agl-started"
 _PLACES = "places.json"
 
 
@@ -66,7 +66,7 @@ class LocalSandboxes:
 
     Args:
         base: The folder that theirs are made in.
-        hidden: Folders that nothing in a sandbox sees, where bubblewrap works.
+        hidden: Folders that nothing in a sandbox sees, where bubblewrap works, besides other sandboxes.
         readable: Files and folders within those that it may read nevertheless.
         isolation: ``bwrap``, ``none`` for plain processes, or ``auto`` for bubblewrap where it works.
     """
@@ -76,10 +76,8 @@ class LocalSandboxes:
     def __init__(
         self, *, base: Path, hidden: Sequence[Path] = (), readable: Sequence[Path] = (), isolation: Kind = "auto"
     ) -> None:
-        self._base = base.absolute()
-        self._view = View(
-            hidden=tuple(path.absolute() for path in hidden), readable=tuple(path.absolute() for path in readable)
-        )
+        self._base = base.resolve()
+        self._view = View.of([*hidden, self._base], readable)
         self._kind: Kind = isolation
         self._isolation: Isolation | None = None
 
@@ -110,16 +108,18 @@ class LocalSandboxes:
         if not isolation.program:
             raise ConfigError(no_places(isolation.reason))
         sandbox = await self.create(name)
-        return await sandbox.placed(places, hidden=(task.absolute(), task.resolve()))
+        return await sandbox.placed(places, hidden=(task.resolve(),))
 
     async def attach(self, address: str) -> "LocalSandbox":
         """Return the sandbox in a folder."""
         isolation = await asyncio.to_thread(lambda: self.isolation)
-        root = Path(address)
+        root = Path(address).resolve()
         if not (root / WORKSPACE).is_dir():
             raise SandboxError(f"the sandbox {address} is gone")
-        sandbox = LocalSandbox(root, isolation=isolation, view=self._view, lock=None)
-        return sandbox.with_places()
+        sandbox = LocalSandbox(root, isolation=isolation, view=self._view, lock=None).with_places()
+        if sandbox.has_places and not isolation.program:
+            raise ConfigError(no_places(isolation.reason))
+        return sandbox
 
     def remove_abandoned(self) -> None:
         """Remove the sandboxes whose owners were killed."""
@@ -164,6 +164,11 @@ class LocalSandbox:
         """Its folder, which programs in it see at the same place."""
         return PurePosixPath(self._root)
 
+    @property
+    def has_places(self) -> bool:
+        """True if programs find its folders at absolute paths, for which bubblewrap is needed."""
+        return bool(self._places)
+
     async def exec(
         self,
         words: Sequence[str],
@@ -180,8 +185,7 @@ class LocalSandbox:
         program = shutil.which(words[0], path=environment.get("PATH", os.defpath))
         if program is None and not (place / words[0]).is_file():
             raise FileNotFoundError(f"there is no program {words[0]!r}")
-        mark = self._root / TEMPORARY / _MARK
-        mark.unlink(missing_ok=True)
+        mark = self._root / f".{new_span_id()}"
         command = self._isolation.wrap(
             [*_on_cpus(limits.cpus), program or words[0], *words[1:]],
             folder=Path(self._seen(folder)),
@@ -192,9 +196,12 @@ class LocalSandbox:
             mark=mark,
             limits=_system_limits(limits, is_apart=bool(self._isolation.program)),
         )
-        finished = await self._run(command, environment, place, stdin, limits)
-        if self._isolation.program and not mark.exists() and not finished.exceeded:
-            raise SandboxError(f"bubblewrap could not start {words[0]!r}: {finished.errors.strip()[:500]}")
+        try:
+            finished = await self._run(command, environment, place, stdin, limits)
+            if self._isolation.program and not finished.exceeded and not (mark.exists() and mark.stat().st_size):
+                raise SandboxError(f"bubblewrap could not start {words[0]!r}: {finished.errors.strip()[:500]}")
+        finally:
+            mark.unlink(missing_ok=True)
         return finished
 
     async def _run(
@@ -207,14 +214,15 @@ class LocalSandbox:
             raise SandboxError(f"the sandbox {self._root} cannot start programs: {error}") from error
         self._running.add(kept)
         try:
-            return await _watch(kept, stdin, limits)
+            in_memory = (Path("/tmp"), *self._view.hidden) if self._isolation.program else ()
+            return await _watch(kept, stdin, limits, in_memory)
         finally:
             await kept.stop()
             self._running.discard(kept)
 
     async def read(self, path: str) -> bytes:
         """Return a file's content."""
-        return await asyncio.to_thread(self._inside(path).read_bytes)
+        return await asyncio.to_thread(self._content(path).read_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file and the folders above it."""
@@ -226,7 +234,9 @@ class LocalSandbox:
 
     async def download(self, path: str, target: Path) -> None:
         """Copy a file or the contents of a folder out of the sandbox."""
-        await self._disk(_copy, self._inside(path), target)
+        source = self._content(path)
+        await asyncio.to_thread(_make_readable, source)
+        await self._disk(_copy, source, target)
 
     async def snapshot(self) -> Sandbox:
         """Return a sandbox with a copy of the workspace, in a folder beside this one's."""
@@ -235,6 +245,7 @@ class LocalSandbox:
         copy = LocalSandbox(root, isolation=self._isolation, view=self._view, lock=lock)
         copied = [WORKSPACE, *([HOME, *self._places, _PLACES] if self._places else ())]
         try:
+            await asyncio.to_thread(_make_readable, self._root)
             for name in dict.fromkeys(copied):
                 if (self._root / name).exists():
                     await copy.upload(self._root / name, name)
@@ -292,11 +303,20 @@ class LocalSandbox:
             return await asyncio.to_thread(work, *arguments)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError):
             raise
+        except RecursionError:
+            raise RunError(f"a folder in the sandbox {self._root} is too deep to be copied") from None
         except OSError as error:
             raise SandboxError(f"the disk of the sandbox {self._root} failed: {error}") from error
 
     def _place(self, path: str) -> Path:
         return self._root / checked_path(path)
+
+    def _content(self, path: str) -> Path:
+        """Return the place of what is read, which is no pipe: those may block for ever."""
+        place = self._inside(path)
+        if place.exists() and not place.is_file() and not place.is_dir():
+            raise FileNotFoundError(f"there is no file {path!r}, but a pipe, a socket or a device")
+        return place
 
     def _inside(self, path: str) -> Path:
         """Return the place of a path in which no link leads out of the sandbox."""
@@ -317,11 +337,11 @@ def _on_cpus(number: float) -> list[str]:
     return [program, "-c", ",".join(map(str, random.sample(known, math.ceil(number))))]
 
 
-async def _watch(kept: KeptProcess, stdin: bytes, limits: Limits) -> Finished:
+async def _watch(kept: KeptProcess, stdin: bytes, limits: Limits, in_memory: Sequence[Path]) -> Finished:
     """Feed a command, read what it prints, and stop it beyond its limits."""
     printed, complaints = PrintedText(), PrintedText()
     talking = asyncio.create_task(_converse(kept.process, stdin, printed, complaints))
-    watching = asyncio.create_task(_watch_usage(kept.process.pid, limits))
+    watching = asyncio.create_task(_watch_usage(kept.process.pid, limits, in_memory))
     try:
         done, _ = await asyncio.wait((talking, watching), timeout=limits.seconds, return_when=asyncio.FIRST_COMPLETED)
         if talking in done:
@@ -336,15 +356,19 @@ async def _watch(kept: KeptProcess, stdin: bytes, limits: Limits) -> Finished:
         await asyncio.gather(talking, watching, return_exceptions=True)
 
 
-async def _watch_usage(keeper: int, limits: Limits) -> tuple[Any, str]:
-    """Return the limit of memory or processes that what is below the keeper exceeds, and by how much."""
+async def _watch_usage(keeper: int, limits: Limits, in_memory: Sequence[Path]) -> tuple[Any, str]:
+    """Return the limit of memory or processes that what is below the keeper exceeds, and by how much.
+
+    Files in folders that are in memory count as memory.
+    """
     while True:
         await asyncio.sleep(_LOOK_S if limits.memory or limits.processes else 3600)
         usage = await asyncio.to_thread(usage_below, keeper)
         if limits.processes and len(usage.processes) > limits.processes:
             return "processes", f"{len(usage.processes)} processes of {limits.processes}"
-        if limits.memory and usage.memory > limits.memory:
-            exact = await asyncio.to_thread(exact_memory, usage.processes)
+        files = await asyncio.to_thread(file_memory, usage.processes, in_memory) if limits.memory else 0
+        if limits.memory and usage.memory + files > limits.memory:
+            exact = files + await asyncio.to_thread(exact_memory, usage.processes)
             if exact > limits.memory:
                 return "memory", f"{exact >> 20:,} MiB of {limits.memory >> 20:,} MiB"
 
@@ -427,14 +451,18 @@ def _is_plain(path: Path) -> bool:
     return path.is_symlink() or path.is_file() or path.is_dir()
 
 
+def _make_readable(path: Path) -> None:
+    """Let this user read what a harness made unreadable, so that it can be copied."""
+    unreadable = ["(", "-type", "d", "!", "-perm", "-500", "-o", "-type", "f", "!", "-perm", "-400", ")"]
+    words = ["find", str(path), *unreadable, "-exec", "chmod", "u+rX", "{}", ";"]
+    with suppress(FileNotFoundError):  # a small system may have no find
+        subprocess.run(words, env={"PATH": os.defpath}, capture_output=True, check=False)
+
+
 def _remove(path: Path) -> None:
-    """Remove a folder, also one with parts that were made read-only."""
-    if not path.exists() and not path.is_symlink():
-        return
-    for folder, names, _ in os.walk(path):
-        for name in names:
-            place = Path(folder, name)
-            if not place.is_symlink():
-                with suppress(OSError):
-                    place.chmod(0o700)
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a folder, also one with parts that were made read-only, or that is deeper than Python goes."""
+    with suppress(RecursionError):
+        shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir() and not path.is_symlink():
+        for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*words, "--", str(path)], env={"PATH": os.defpath}, capture_output=True, check=False)

@@ -4,12 +4,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from agl.errors import ConfigError
+from agl.errors import AglError
 from agl.schemas import Record
+from agl_harness.backends import private_folders
 from agl_harness.grading import grade
 from agl_harness.local import LocalSandboxes
 from agl_harness.placing import SOLUTION, fill, layout_of
-from agl_harness.runner import base_environment
+from agl_harness.runner import base_environment, with_image
 from agl_harness.sandbox import Limits
 from agl_harness.settings import HarnessSettings, bytes_of
 from agl_harness.task_checks import check_tasks, task_folders
@@ -44,7 +45,7 @@ async def solve_all(name: str, *, without: Sequence[Lack] = ()) -> list[Verdict]
     check_tasks(folders, settings=settings)
     with tempfile.TemporaryDirectory(prefix="agl-oracle-") as base:
         above = {folder.absolute().parent for folder in folders}
-        sandboxes = LocalSandboxes(base=Path(base), hidden=[*sorted(above), Path.home()])
+        sandboxes = LocalSandboxes(base=Path(base), hidden=[*sorted(above), *private_folders()])
         return [await _solve(load_task(folder), sandboxes, settings) for folder in folders]
 
 
@@ -62,8 +63,7 @@ async def _solve(task: TaskFolder, sandboxes: LocalSandboxes, settings: HarnessS
             done = await sandbox.exec(
                 ["/bin/sh", "-c", _PROGRAM],
                 environment={
-                    **base_environment(sandbox),
-                    **task.image.variables,
+                    **with_image(base_environment(sandbox), task.image),
                     **filled_variables(task.environment, {}),
                     **filled_variables(task.solution_environment, {}),
                 },
@@ -73,7 +73,7 @@ async def _solve(task: TaskFolder, sandboxes: LocalSandboxes, settings: HarnessS
             reward = await grade(task, sandbox, sandboxes=sandboxes, limits=limits, variables={})
         finally:
             await sandbox.close()
-    except ConfigError as error:
+    except AglError as error:
         return Verdict(name=name, problem=str(error))
     value = reward.value or 0.0
     if value >= 1:

@@ -33,10 +33,12 @@ from agl.schemas import (
     to_json,
 )
 from agl.tracing import redact
-from agl_harness.backends import build_sandboxes
+from agl_harness.backends import build_sandboxes, private_folders
+from agl_harness.dockerfile import Image
 from agl_harness.installing import Program, require
 from agl_harness.local import LocalSandbox, LocalSandboxes
 from agl_harness.placing import Layout, fill, layout_of
+from agl_harness.recorded import HARNESS_ATTRIBUTE, SANDBOX_ATTRIBUTE, TASK_ATTRIBUTE, WORKSPACE_ATTRIBUTE
 from agl_harness.sandbox import (
     HOME,
     TEMPORARY,
@@ -53,18 +55,9 @@ from agl_harness.table import Launch, Model, find, own_files
 from agl_harness.table import fill as fill_launch
 from agl_harness.task_checks import check_tasks
 from agl_harness.task_folder import PREFIX, TaskFolder, filled_variables, load_task
-from agl_harness.workspace import fields_of, files_of, fill_workspace, source_of, task_folder_of
+from agl_harness.workspace import check_apart, fields_of, files_of, fill_workspace, source_of, task_folder_of
 from agl_run import AgentSpec, RunSetup
 from agl_run.programs import describe_error
-
-WORKSPACE_ATTRIBUTE = "agl.workspace"
-"""Attribute of an attempt's root span: the address of its sandbox, by which rewards find it."""
-
-SANDBOX_ATTRIBUTE = "agl.sandbox"
-"""Attribute of an attempt's root span: the name of its sandbox's backend."""
-
-HARNESS_ATTRIBUTE = "agl.harness"
-"""Attribute of an attempt's root span: the harness's name and the version in the table."""
 
 _PASSED_ON = (
     "PATH",
@@ -101,14 +94,27 @@ class HarnessRunner:
         self._harness = find(agent.harness, folder=self._folder)
         self._limits = Limits(memory=bytes_of(self._settings.memory), processes=self._settings.processes)
         self._open: dict[str, Sandbox] = {}
+        self._base = (setup.workdir or self._folder / "runs").resolve() / "workspaces"
+        if agent.workspace and "{" not in agent.workspace:
+            check_apart(source_of(agent.workspace, None, folder=self._folder), base=self._base)
         self._sandboxes = build_sandboxes(
             self._settings.sandbox,
-            base=(setup.workdir or self._folder / "runs").absolute() / "workspaces",
-            hidden=[self._folder, Path.home(), *(self._folder / name for name in self._hidden())],
+            base=self._base,
+            hidden=[
+                self._folder,
+                self._base.parent,
+                *private_folders(),
+                *(self._folder / name for name in self._hidden()),
+            ],
             readable=[*own_files(self._harness), *(self._folder / name for name in self._settings.readable)],
             isolation=self._settings.isolation,
             params=self._settings.sandbox_params,
         )
+        if self._settings.keep == "always" and not isinstance(self._sandboxes, LocalSandboxes):
+            raise ConfigError(
+                f'keep = "always" is for sandbox = "local", and it is {self._settings.sandbox!r}, whose workspaces do '
+                "not stay; remove keep"
+            )
         has_own = isinstance(self._sandboxes, TaskSandboxes) and self._sandboxes.has_images
         self._program = None if has_own else require(self._harness)
 
@@ -147,6 +153,8 @@ class HarnessRunner:
         sandbox: Sandbox | None = None
         try:
             place = self._place(claim)
+            if place is not None:
+                root = msgspec.structs.replace(root, attributes={TASK_ATTRIBUTE: str(place.task.folder)})
             sandbox = await self._create(claim, place)
             self._open[claim.attempt.attempt_id] = sandbox
             launch = await self._prepare(claim, sandbox, place)
@@ -198,6 +206,7 @@ class HarnessRunner:
         workspace = Path(sandbox.root / WORKSPACE)
         if place is None:
             source = source_of(self._setup.agent.workspace, rollout.task, folder=self._folder)
+            check_apart(source, base=self._base)
             await fill_workspace(sandbox, source, files_of(rollout.visible_task))
         else:
             workspace = Path(place.task.workdir)
@@ -234,9 +243,9 @@ class HarnessRunner:
 
     def _environment(self, sandbox: Sandbox, launch: Launch, root: Span, place: "Place | None") -> dict[str, str]:
         task = place.task if place else None
+        base = base_environment(sandbox, self._program)
         return {
-            **base_environment(sandbox, self._program),
-            **(task.image.variables if task else {}),
+            **(with_image(base, task.image) if task else base),
             **(filled_variables(task.environment, self._settings.environment) if task else {}),
             "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",
             **launch.environment,
@@ -261,7 +270,7 @@ class HarnessRunner:
     def _outcome(
         self, root: Span, sandbox: Sandbox | None, status: AttemptStatus, error: ErrorInfo | None, output: str
     ) -> Outcome:
-        if error is not None and sandbox is not None and self._settings.keep != "never":
+        if error is not None and isinstance(sandbox, LocalSandbox) and self._settings.keep != "never":
             kept = f"{error.message}. Its workspace is kept in {sandbox.address}"
             error = msgspec.structs.replace(error, message=kept)
         closed = msgspec.structs.replace(
@@ -270,6 +279,7 @@ class HarnessRunner:
             status="ok" if status == "succeeded" else "error",
             status_message="" if error is None else error.message,
             attributes={
+                **root.attributes,
                 semconv.OUTPUT: output,
                 **({WORKSPACE_ATTRIBUTE: sandbox.address} if sandbox is not None else {}),
                 SANDBOX_ATTRIBUTE: self._settings.sandbox,
@@ -324,6 +334,13 @@ def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[s
         "NO_COLOR": "1",
         "CI": "1",
     }
+
+
+def with_image(environment: Mapping[str, str], image: Image) -> dict[str, str]:
+    """Return variables with those of an image added; its ``PATH`` comes before the machine's own."""
+    added = image.variables.get("PATH", "").split(os.pathsep)
+    path = os.pathsep.join([*filter(None, added), environment["PATH"]])
+    return {**environment, **image.variables, "PATH": path}
 
 
 def prompt_of(task: Json, resources: Mapping[str, object], *, key: str) -> str:

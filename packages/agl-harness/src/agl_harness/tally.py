@@ -36,46 +36,51 @@ def tally_of_report(data: bytes) -> Tally | None:
 
 
 def tally_of_output(text: str) -> Tally | None:
-    """Count the tests in the output of pytest, unittest, TAP and node, cargo, or go; ``None`` if it is of none."""
+    """Count the tests in the output of pytest, unittest, node, cargo, or ``go test -v``; ``None`` if it is of none."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return next((found for count in _COUNTS if (found := count(plain)) is not None), None)
 
 
 def _unittest(text: str) -> Tally | None:
-    ran = re.findall(r"^Ran (\d+) tests? in ", text, flags=re.MULTILINE)
+    ran = re.findall(r"^Ran (\d{1,9}) tests? in ", text, flags=re.MULTILINE)
     if not ran:
         return None
     last = text[text.rindex(f"Ran {ran[-1]} test") :]
-    skipped, bad = (sum(map(int, re.findall(rf"(?:{names})=(\d+)", last))) for names in ("skipped", "failures|errors"))
-    total = int(ran[-1]) - skipped
+    counts = {word: int(number) for word, number in re.findall(r"\b([a-z]+(?: [a-z]+)?)=(\d{1,9})", last)}
+    bad = sum(counts.get(word, 0) for word in ("failures", "errors", "unexpected successes"))
+    headings = re.findall(r"^(?:FAIL|ERROR|UNEXPECTED SUCCESS): (\S+ \(\S+\))", text, flags=re.MULTILINE)
+    if len(headings) == bad:  # one test may fail in several subtests
+        bad = len(set(headings))
+    total = int(ran[-1]) - counts.get("skipped", 0)
     return Tally(passed=max(0, total - bad), total=max(total, bad))
 
 
 def _pytest(text: str) -> Tally | None:
-    lines = re.findall(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s.*$", text, flags=re.MULTILINE)
+    lines = re.findall(r"^=* ?((?:\d{1,9} [a-z]+(?: [a-z]+)?(?:, )?)+) in [\d.]+s.*$", text, flags=re.MULTILINE)
     if not lines:
         return None
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", lines[-1])}
+    counts = {word: int(number) for number, word in re.findall(r"(\d{1,9}) ([a-z]+(?: [a-z]+)?)", lines[-1])}
     passed = counts.get("passed", 0) + counts.get("xpassed", 0)
     bad = sum(counts.get(word, 0) for word in ("failed", "error", "errors"))
     return Tally(passed=passed, total=passed + bad)
 
 
 def _node(text: str) -> Tally | None:
-    found = {
-        word: int(number) for word, number in re.findall(r"^[#\u2139] (pass|fail) (\d+)$", text, flags=re.MULTILINE)
-    }
-    return Tally(passed=found["pass"], total=found["pass"] + found["fail"]) if len(found) == 2 else None
+    lines = re.findall(r"^[#\u2139] (pass|fail|cancelled) (\d{1,9})$", text, flags=re.MULTILINE)
+    found = {word: int(number) for word, number in lines}
+    if not {"pass", "fail"} <= set(found):
+        return None
+    return Tally(passed=found["pass"], total=sum(found.values()))
 
 
 def _cargo(text: str) -> Tally | None:
-    found = re.findall(r"^test result: \w+\. (\d+) passed; (\d+) failed", text, flags=re.MULTILINE)
+    found = re.findall(r"^test result: \w+\. (\d{1,9}) passed; (\d{1,9}) failed", text, flags=re.MULTILINE)
     passed, failed = (sum(int(pair[place]) for pair in found) for place in (0, 1))
     return Tally(passed=passed, total=passed + failed) if found else None
 
 
 def _go(text: str) -> Tally | None:
-    found = re.findall(r"^\s*--- (PASS|FAIL): ", text, flags=re.MULTILINE)
+    found = re.findall(r"^ *--- (PASS|FAIL): ", text, flags=re.MULTILINE)
     return Tally(passed=found.count("PASS"), total=len(found)) if found else None
 
 

@@ -6,26 +6,31 @@ the harness left it, so that a kept one can be scored again.
 
 import os
 import shlex
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span
-from agl_harness.backends import build_sandboxes
 from agl_harness.isolation import Kind
-from agl_harness.runner import WORKSPACE_ATTRIBUTE, base_environment
+from agl_harness.recorded import WORKSPACE_ATTRIBUTE, check_named, record_of, sandboxes_of
+from agl_harness.runner import base_environment
 from agl_harness.sandbox import WORKSPACE, CopyableSandbox, Finished, Limits, PathError, Sandbox
 from agl_harness.settings import bytes_of
-from agl_harness.tally import Tally, tally_of_output, tally_of_report
+from agl_harness.tally import MAX_REPORT, Tally, tally_of_output, tally_of_report
 from agl_harness.workspace import checked_file, files_of, filled
 
 _CLEAR = (
-    "while IFS= read -r line; do path=${line#?}; case $line in "
-    'd*) if [ -L "$path" ] || { [ -e "$path" ] && [ ! -d "$path" ]; }; then rm -rf -- "$path"; fi ;; '
-    'f*) rm -rf -- "$path" ;; esac; done'
+    'while IFS= read -r line; do path=${line#?}; [ -e "$path" ] || [ -L "$path" ] || continue; case $line in '
+    'd*) if [ -L "$path" ] || [ ! -d "$path" ]; then rm -rf -- "$path" || exit; else chmod u+rwx "$path"; fi ;; '
+    'f*) [ -L "$path" ] || chmod -R u+rwX "$path"; rm -rf -- "$path" || exit ;; esac; done'
 )
-"""Removes what is in the way of hidden files: links and files where a folder (d) belongs, anything for a file (f)."""
+"""Removes what is in the way of files: links and files where a folder (d) belongs, anything for a file (f)."""
+
+_CHECK = f'[ -f "$1" ] && [ ! -L "$1" ] && [ "$(wc -c < "$1")" -le {MAX_REPORT} ]'
+"""Succeeds for a plain file that is not too large for a report."""
 
 _FEEDBACK = 2_000
 """Characters of the tests' output in a reward's feedback: its end."""
@@ -49,8 +54,9 @@ class WorkspaceTests:
         timeout_s: Seconds that the tests may take; those that take longer get 0.0.
         memory: Memory that they may use.
         processes: Number of processes that they may start.
-        sandbox: The backend of the harness's sandbox.
+        sandbox: The backend of the harness's sandbox; by default the one that it ran in.
         isolation: As for the harness.
+        params: Parameters of the backend.
 
     Raises:
         ConfigError: A parameter is wrong.
@@ -70,8 +76,9 @@ class WorkspaceTests:
         timeout_s: float = 120.0,
         memory: str = "8GB",
         processes: int = 512,
-        sandbox: str = "local",
+        sandbox: str = "",
         isolation: Kind = "auto",
+        params: Mapping[str, Any] | None = None,
     ) -> None:
         self._words = shlex.split(command) if isinstance(command, str) else list(command)
         if not self._words:
@@ -86,9 +93,10 @@ class WorkspaceTests:
         self._report = checked_file(report) if report else ""
         self._expected = expected
         self._limits = Limits(seconds=timeout_s, memory=bytes_of(memory), processes=processes)
-        self._sandboxes = build_sandboxes(
-            sandbox, base=self._folder, hidden=[self._folder, Path.home()], isolation=isolation
-        )
+        self._named = sandbox
+        self._isolation: Kind = isolation
+        self._params = dict(params or {})
+        check_named(sandbox, folder=self._folder, isolation=isolation, params=self._params)
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Run the tests.
@@ -97,7 +105,11 @@ class WorkspaceTests:
             SandboxError: The sandbox went away.
             ConfigError: The hidden tests are missing, or the tests' program is.
         """
-        sandbox = await self._sandboxes.attach(_address(spans))
+        record = record_of(spans, reward="tests")
+        sandboxes = sandboxes_of(
+            record, named=self._named, folder=self._folder, isolation=self._isolation, params=self._params
+        )
+        sandbox = await sandboxes.attach(record[WORKSPACE_ATTRIBUTE])
         if not isinstance(sandbox, CopyableSandbox):
             return await self._test(sandbox, rollout)
         copy = await sandbox.snapshot()
@@ -107,7 +119,9 @@ class WorkspaceTests:
             await copy.close()
 
     async def _test(self, sandbox: Sandbox, rollout: Rollout) -> Reward:
-        await self._bring(sandbox, rollout)
+        if not await self._bring(sandbox, rollout):
+            stuck = "what the harness left in the place of the hidden tests or of the report could not be removed"
+            return Reward(value=0.0, name="tests", feedback=stuck)
         try:
             done = await sandbox.exec(self._words, environment=base_environment(sandbox), limits=self._limits)
         except FileNotFoundError as error:
@@ -119,38 +133,60 @@ class WorkspaceTests:
             shown = f"the tests were stopped at {done.detail}\n{shown}"
         return Reward(value=value, name="tests", feedback=shown)
 
-    async def _bring(self, sandbox: Sandbox, rollout: Rollout) -> None:
-        """Copy the hidden tests into a workspace, in the place of what the harness left there."""
-        files = {PurePosixPath(WORKSPACE, self._into, name): data for name, data in self._tests_of(rollout).items()}
+    async def _bring(self, sandbox: Sandbox, rollout: Rollout) -> bool:
+        """Copy the hidden tests into a workspace, in the place of what the harness left there, and of a report.
+
+        Returns false where that could not be removed.
+        """
+        with tempfile.TemporaryDirectory(prefix="agl-tests-") as folder:
+            files = self._tests_of(rollout, Path(folder))
+            in_the_way = [*files, *([PurePosixPath(WORKSPACE, self._report)] if self._report else [])]
+            if not await self._clear(sandbox, in_the_way):
+                return False
+            for path, source in files.items():
+                await sandbox.upload(source, str(path))
+        return True
+
+    async def _clear(self, sandbox: Sandbox, files: Sequence[PurePosixPath]) -> bool:
         if not files:
-            return
-        above = {parent for path in files for parent in path.parents if len(parent.parts) > 1}
+            return True
+        above = {parent for path in files for parent in path.parents if len(parent.parts) > 0}
         lines = [f"d{sandbox.root / path}" for path in sorted(above)] + [f"f{sandbox.root / path}" for path in files]
-        await sandbox.exec(
+        done = await sandbox.exec(
             ["/bin/sh", "-c", _CLEAR],
             environment={"PATH": os.defpath},
             stdin="".join(f"{line}\n" for line in lines).encode(),
             limits=self._limits,
         )
-        for path, data in files.items():
-            await sandbox.write(str(path), data)
+        return done.code == 0
 
-    def _tests_of(self, rollout: Rollout) -> dict[str, bytes]:
-        """Return the hidden files by path."""
-        found: dict[str, bytes] = {}
+    def _tests_of(self, rollout: Rollout, folder: Path) -> dict[PurePosixPath, Path]:
+        """Return the hidden files by path; ``folder`` is for those that the task holds."""
+        found: dict[str, Path] = {}
         if self._hidden:
             source = self._folder / filled(self._hidden, rollout.task)
             if not source.exists():
                 raise ConfigError(
                     f'the hidden tests {str(source)!r} do not exist; correct hidden of the reward "tests"'
                 )
-            found = _contents(source)
+            found = _files(source)
         texts = files_of(rollout.task, key=self._hidden_files) if self._hidden_files else {}
-        return found | {checked_file(name): text.encode() for name, text in texts.items()}
+        for number, (name, text) in enumerate(texts.items()):
+            found[checked_file(name)] = folder / str(number)
+            found[name].write_text(text, encoding="utf-8", newline="")
+        for name in found:
+            if "\n" in name:
+                raise ConfigError(f"the hidden test {name!r} has a line break in its name; name it without")
+        return {PurePosixPath(WORKSPACE, self._into, name): path for name, path in found.items()}
 
     async def _tally(self, sandbox: Sandbox, done: Finished) -> Tally | None:
         if not self._report:
             return tally_of_output(f"{done.output}\n{done.errors}")
+        checked = await sandbox.exec(
+            ["/bin/sh", "-c", _CHECK, "sh", self._report], environment={"PATH": os.defpath}, limits=self._limits
+        )
+        if checked.code != 0:
+            return None
         try:
             return tally_of_report(await sandbox.read(f"{WORKSPACE}/{self._report}"))
         except (OSError, PathError):
@@ -170,20 +206,8 @@ class WorkspaceTests:
         return min(share, 1.0)
 
 
-def _contents(source: Path) -> dict[str, bytes]:
-    """Return the content of a file, or of those in a folder, by path relative to the folder."""
+def _files(source: Path) -> dict[str, Path]:
+    """Return a file, or those in a folder, by path relative to the folder; links are followed."""
     if source.is_file():
-        return {source.name: source.read_bytes()}
-    return {str(path.relative_to(source)): path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()}
-
-
-def _address(spans: Sequence[Span]) -> str:
-    """Return the address of the sandbox that an attempt ran in."""
-    for span in spans:
-        found = span.attributes.get(WORKSPACE_ATTRIBUTE)
-        if isinstance(found, str):
-            return found
-    raise ConfigError(
-        'the reward "tests" found no workspace, because no coding harness ran; it is for experiments with [experiment] '
-        'harness = "NAME"'
-    )
+        return {source.name: source.resolve()}
+    return {str(path.relative_to(source)): path.resolve() for path in sorted(source.rglob("*")) if path.is_file()}

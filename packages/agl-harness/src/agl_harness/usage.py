@@ -1,6 +1,7 @@
 """Memory and processes in use below a process, read from Linux's ``/proc``."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,22 @@ def exact_memory(processes: tuple[int, ...]) -> int:
             lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines()
             total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * _KILOBYTE
     return total
+
+
+def file_memory(processes: Sequence[int], folders: Sequence[Path]) -> int:
+    """Return the bytes of files in folders that a sandbox has of its own, in memory, given processes of it."""
+    found: dict[int, int] = {}
+    for pid in processes:
+        for folder in folders:
+            own = f"{_PROC}/{pid}/root{folder}"
+            with suppress(OSError):
+                device = os.stat(own).st_dev
+                if device != folder.stat().st_dev:
+                    size = os.statvfs(own)
+                    found[device] = (size.f_blocks - size.f_bfree) * size.f_frsize
+        if found:
+            break
+    return sum(found.values())
 
 
 def _rows() -> dict[int, tuple[int, int]]:

@@ -4,10 +4,10 @@ A name such as ``repos/{name}`` gets its fields from the task, whose values may 
 """
 
 import asyncio
+import os
 import re
 import shutil
 import subprocess
-import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -22,6 +22,20 @@ _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 _GIT = "git:"
 _GIT_S = 300.0
 _AUTHOR = ("-c", "user.name=agl", "-c", "user.email=agl@localhost", "-c", "commit.gpgsign=false")
+_NO_HOOKS = ("-c", "core.hooksPath=/dev/null")
+_REPOSITORY = frozenset(
+    f"GIT_{name}"
+    for name in (
+        "DIR",
+        "WORK_TREE",
+        "INDEX_FILE",
+        "OBJECT_DIRECTORY",
+        "ALTERNATE_OBJECT_DIRECTORIES",
+        "COMMON_DIR",
+        "PREFIX",
+    )
+)
+"""Variables that name a repository, which git sets for its hooks, and which would come before the folder's own."""
 
 
 class Source(Record, frozen=True, kw_only=True):
@@ -79,7 +93,7 @@ def source_of(template: str, task: Json, *, folder: Path) -> Source | None:
         folder: Base of relative paths.
 
     Raises:
-        ConfigError: There is no such folder.
+        ConfigError: There is no such folder, or no revision is named.
     """
     name = _name(template, task)
     if not name:
@@ -89,6 +103,12 @@ def source_of(template: str, task: Json, *, folder: Path) -> Source | None:
     path, _, revision = name.removeprefix(_GIT).rpartition("@") if name.startswith(_GIT) else (name, "", "")
     if name.startswith(_GIT) and not path:
         path, revision = name.removeprefix(_GIT), "HEAD"
+    if name.startswith(_GIT) and not revision:
+        raise ConfigError(f"the workspace {name!r} names no revision after its '@'; write one, such as @HEAD")
+    if revision.startswith("-"):
+        raise ConfigError(
+            f"the revision {revision!r} begins with '-', which none does; name a commit, a tag or a branch"
+        )
     return Source(folder=str(_folder(folder / path).resolve()), revision=revision)
 
 
@@ -111,6 +131,15 @@ def _folder(place: Path) -> Path:
     if not place.is_dir():
         raise ConfigError(f"the workspace {str(place)!r} is no folder; name one relative to the experiment file")
     return place
+
+
+def check_apart(source: Source | None, *, base: Path) -> None:
+    """Raise :class:`ConfigError` for a folder to copy that holds the folder of the copies."""
+    if source is not None and not source.revision and not source.is_task and base.is_relative_to(source.folder):
+        raise ConfigError(
+            f"the workspace {source.folder!r} holds {str(base)!r}, in which sandboxes are made, so that its copy would "
+            "hold itself; name a folder within it, or git:FOLDER@REVISION for what is committed there"
+        )
 
 
 async def fill_workspace(sandbox: Sandbox, source: Source | None, files: Mapping[str, str]) -> None:
@@ -157,26 +186,43 @@ def _check_out(source: Source, target: Path) -> None:
     git = shutil.which("git")
     if git is None:
         raise ConfigError(f"the workspace is a git tree of {source.folder!r}, and git is not installed; install git")
-    with tempfile.TemporaryFile() as archive:
-        command = [git, "-C", source.folder, "archive", "--format=tar", source.revision]
-        done = subprocess.run(command, stdout=archive, stderr=subprocess.PIPE, timeout=_GIT_S, check=False)
-        if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip()[:300]
+    with tempfile.TemporaryDirectory(prefix="agl-index-") as folder:
+        index = {"GIT_INDEX_FILE": str(Path(folder, "index"))}
+        inside = _git(git, "rev-parse", "--show-prefix", folder=source.folder)
+        prefix = inside.stdout.decode(errors="surrogateescape").strip("\n")
+        tree = f"{source.revision}:{prefix}" if prefix else source.revision
+        read = _git(git, "read-tree", tree, folder=source.folder, variables=index)
+        if read.returncode != 0:
+            said = (inside.stderr or read.stderr).decode(errors="replace").strip()[:300]
             raise ConfigError(
                 f"the revision {source.revision!r} of {source.folder!r} cannot be read: {said}; name a commit, a tag "
                 "or a branch of that repository"
             )
-        archive.seek(0)
-        try:
-            with tarfile.open(fileobj=archive) as tar:
-                tar.extractall(target, filter="tar")
-        except (OSError, tarfile.TarError) as error:
-            raise SandboxError(f"the git tree of {source.folder!r} cannot be written: {error}") from error
+        written = _git(git, f"--work-tree={target}", "checkout-index", "--all", folder=source.folder, variables=index)
+        if written.returncode != 0:
+            said = written.stderr.decode(errors="replace").strip()[:300]
+            raise SandboxError(f"the git tree of {source.folder!r} cannot be written: {said}")
     for words in (
-        ["init", "--quiet"],
+        ["init", "--quiet", "--template="],
         ["add", "--all", "--force"],
         ["commit", "--quiet", "--allow-empty", "-m", "Start"],
     ):
-        made = subprocess.run([git, *_AUTHOR, *words], cwd=target, capture_output=True, timeout=_GIT_S, check=False)
+        made = _git(git, *_AUTHOR, *words, folder=str(target))
         if made.returncode != 0:
             raise RunError(f"git {words[0]} failed: {made.stderr.decode(errors='replace').strip()[:300]}")
+
+
+def _git(
+    git: str, *words: str, folder: str, variables: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run git in a folder, without hooks."""
+    passed = {name: value for name, value in os.environ.items() if name not in _REPOSITORY}
+    return subprocess.run(
+        [git, *_NO_HOOKS, *words],
+        cwd=folder,
+        env={**passed, **(variables or {})},
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=_GIT_S,
+        check=False,
+    )
