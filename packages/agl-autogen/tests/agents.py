@@ -10,9 +10,17 @@ import openai
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.base import Handoff, TaskResult
 from autogen_agentchat.conditions import TextMentionTermination
+from autogen_agentchat.messages import TextMessage
 from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat, Swarm
 from autogen_agentchat.tools import AgentTool
-from autogen_core import AgentId, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, message_handler
+from autogen_core import (
+    AgentId,
+    CancellationToken,
+    MessageContext,
+    RoutedAgent,
+    SingleThreadedAgentRuntime,
+    message_handler,
+)
 from autogen_core.models import ModelInfo, UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
@@ -74,6 +82,26 @@ async def streaming(task: Any, llm: LLM) -> str:
             if isinstance(item, TaskResult):
                 last = text_of(item)
         return last
+
+
+async def asked_directly(task: Any, llm: LLM) -> str:
+    """Turns without a run around them, one of them streamed."""
+    async with model_of(llm) as model:
+        calc, check = (AssistantAgent(name, model_client=model) for name in ("calc", "check"))
+        question = TextMessage(content=task["marker"], source="user")
+        await calc.on_messages([question], CancellationToken())
+        return "".join([str(item) async for item in check.on_messages_stream([question], CancellationToken())])
+
+
+async def read_in_between(task: Any, llm: LLM) -> str:
+    """An agent whose reader asks another one before it reads on."""
+    async with model_of(llm) as model:
+        calc, check = (AssistantAgent(name, model_client=model) for name in ("calc", "check"))
+        said = ""
+        async for item in calc.run_stream(task=task["marker"]):
+            if isinstance(item, TextMessage) and item.source == "calc":
+                said = text_of(await check.run(task=f"{task['marker']} {item.content}"))
+        return said
 
 
 async def handing_off(task: Any, llm: LLM) -> str:

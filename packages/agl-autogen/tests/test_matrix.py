@@ -6,6 +6,7 @@ cell                 test
 sync                 ``test_agent_that_blocks_a_thread``; AutoGen itself is async, a sync agent runs its own loop
 async                ``test_one_agent``
 stream               ``test_streamed_answers``
+no run, read apart   ``test_agents_apart_from_each_other_are_not_within_each_other``
 tool                 ``test_tools_of_an_agent``, ``test_failed_tool_is_an_error_and_the_agent_goes_on``
 parallel tools       ``test_parallel_tools``
 hand-off             ``test_handoff_in_a_swarm``
@@ -57,6 +58,8 @@ CASES: dict[str, tuple[Any, Callable[[ModelRequest], Step], list[str]]] = {
     "plain": (agents.plain, tools_then("hi"), ["calc"]),
     "blocking": (agents.blocking, tools_then("hi"), ["calc"]),
     "streaming": (agents.streaming, tools_then("3", ToolCall("add", {"a": 1, "b": 2})), ["calc"] * 2),
+    "direct": (agents.asked_directly, tools_then("hi"), ["calc", "check"]),
+    "between": (agents.read_in_between, tools_then("hi"), ["calc", "check"]),
     "tool": (agents.with_tools, tools_then("3", ToolCall("add", {"a": 1, "b": 2})), ["calc"] * 2),
     "handoff": (agents.handing_off, tools_then("DONE", ToolCall("go_on")), ["triage", "writer"]),
     "sub-agent": (
@@ -77,6 +80,17 @@ def test_one_agent(run: Play, model_server: ScriptedModelServer) -> None:
     check_rollouts([item], model_server)
     (call,) = item.calls
     assert ["invoke_agent calc", "chat scripted"] == item.path_of(call)
+
+
+@pytest.mark.parametrize("agent", [agents.asked_directly, agents.read_in_between])
+def test_agents_apart_from_each_other_are_not_within_each_other(
+    run: Play, model_server: ScriptedModelServer, agent: Any
+) -> None:
+    (item,) = run(agent, ONE)
+    assert "succeeded" == item.outcome.status
+    check_rollouts([item], model_server)
+    paths = [item.path_of(call) for call in item.calls]
+    assert [["invoke_agent calc", "chat scripted"], ["invoke_agent check", "chat scripted"]] == paths
 
 
 def test_agent_that_blocks_a_thread(run: Play, model_server: ScriptedModelServer) -> None:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_core import BaseAgent, CancellationToken
 from autogen_core._telemetry import TraceHelper
@@ -20,6 +20,9 @@ from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScena
 PATCHED: tuple[tuple[object, str], ...] = (
     (TraceHelper, "trace_block"),
     (BaseGroupChat, "run_stream"),
+    (BaseChatAgent, "run_stream"),
+    (AssistantAgent, "on_messages"),
+    (AssistantAgent, "on_messages_stream"),
     (BaseAgent, "on_message"),
     (BaseAgent, "publish_message"),
     (BaseTool, "run_json"),

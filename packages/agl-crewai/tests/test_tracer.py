@@ -1,5 +1,7 @@
 """The tracer passes the tests that every tracer passes, and leaves CrewAI as it found it."""
 
+import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -8,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crewai import Agent, BaseLLM, Crew, Task
 from crewai.events import crewai_event_bus
 from crewai.events.types.tool_usage_events import ToolUsageFinishedEvent, ToolUsageStartedEvent
 from crewai.flow.flow import Flow, start
+from crewai.tools import tool
 
 from agl import operation
-from agl.tracing import ActiveAttempt, SpanRecorder, activate
+from agl.tracing import ActiveAttempt, SpanRecorder, Who, activate, who
 from agl_crewai.tracer import CrewAITracer
 from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScenario
 
@@ -42,10 +46,13 @@ def fail(error: Exception) -> None:
     Looking(work).kickoff()
 
 
+PATCHED = ((Crew, "kickoff"), (Crew, "akickoff"), (Agent, "kickoff_async"), (Flow, "kickoff_async"))
+
+
 class TestCrewAITracer(TracerConformance):
     @pytest.fixture
     def scenario(self) -> TracerScenario:
-        return TracerScenario(tracer=CrewAITracer(), run=look, fail=fail)
+        return TracerScenario(tracer=CrewAITracer(), run=look, fail=fail, patched=PATCHED)
 
 
 @pytest.fixture
@@ -146,6 +153,64 @@ def test_tool_that_reports_a_failure_is_an_error(recorder: SpanRecorder) -> None
     tracer.uninstall()
     (span,) = recorder.drain()
     assert ("error", "no index", "ToolFailure") == (span.status, span.status_message, span.attributes["error.type"])
+
+
+class Saying(BaseLLM):
+    """A model that says what it is given, without calls of tools in its API."""
+
+    texts: list[str] = []
+    wait_s: float = 0.0
+
+    def call(self, *args: Any, **options: Any) -> str:
+        return self.texts.pop(0)
+
+    async def acall(self, *args: Any, **options: Any) -> str:
+        await asyncio.sleep(self.wait_s)
+        return self.texts.pop(0)
+
+    def supports_function_calling(self) -> bool:
+        return False
+
+
+def crew_of(model: Saying, *tools: Any) -> Crew:
+    writer = Agent(role="writer", goal="write", backstory="none", llm=model, tools=list(tools))
+    letter = Task(name="letter", description="write", expected_output="text", agent=writer)
+    return Crew(name="office", agents=[writer], tasks=[letter])
+
+
+def test_tool_called_in_text_ends_whatever_its_name_looks_like(recorder: SpanRecorder) -> None:
+    @tool("Search the Web")
+    def search(question: str) -> str:
+        """Search."""
+        return f"nothing on {question}"
+
+    action = 'Thought: look\nAction: Search the Web\nAction Input: {"question": "tides"}'
+    model = Saying(model="saying", texts=[action, "Thought: done\nFinal Answer: none"])
+    tracer = CrewAITracer()
+    tracer.install()
+    with activate(attempt(recorder, tracer)):
+        crew_of(model, search).kickoff()
+    tracer.uninstall()
+    (span,) = [span for span in recorder.drain() if span.name.startswith("execute_tool")]
+    assert ("execute_tool Search the Web", "ok") == (span.name, span.status)
+    assert "nothing on tides" == span.attributes["gen_ai.tool.call.result"]
+
+
+@pytest.mark.parametrize("texts", [["too late"], []], ids=["cancelled", "failed"])
+def test_what_follows_a_crew_that_broke_off_is_not_within_it(recorder: SpanRecorder, texts: list[str]) -> None:
+    async def work() -> list[Who]:
+        inside = who()
+        with contextlib.suppress(TimeoutError, IndexError):
+            async with asyncio.timeout(1.0):
+                await crew_of(Saying(model="saying", texts=texts, wait_s=60.0 if texts else 0.0)).akickoff()
+        return [inside, who()]
+
+    tracer = CrewAITracer()
+    tracer.install()
+    with activate(attempt(recorder, tracer)):
+        assert [Who(), Who()] == asyncio.run(work())
+    tracer.uninstall()
+    assert "invoke_agent writer" in {span.name for span in recorder.drain()}
 
 
 def test_end_that_arrives_before_its_start_is_kept(recorder: SpanRecorder) -> None:

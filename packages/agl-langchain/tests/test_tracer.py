@@ -21,7 +21,7 @@ from langsmith import utils
 import agl
 from agl import semconv
 from agl.episodes import build_episode
-from agl.tracing import ActiveAttempt, activate
+from agl.tracing import ActiveAttempt, activate, current_span_id
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import ScriptedModelServer
 
@@ -211,6 +211,27 @@ def test_the_handler_given_by_hand_records_nothing_twice(tracer: LangChainTracer
         chain.invoke("go", {"callbacks": [tracer.get_langchain_handler()]})
 
     assert ["invoke_workflow step"] == [span.name for span in observe(work, tracer)]
+
+
+def test_tracers_installed_at_once_know_their_spans_and_leave_when_the_last_one_does():
+    tracers = [LangChainTracer(), LangChainTracer()]
+    seen: list[str | None] = []
+    chain = RunnableLambda(lambda _: seen.append(current_span_id())).with_config(run_name="step")
+
+    def run(tracer: LangChainTracer) -> list[agl.Span]:
+        spans: list[agl.Span] = []
+        with activate(attempt_into(spans, tracer)):
+            chain.invoke("go")
+        return spans
+
+    for tracer in tracers:
+        tracer.install()
+    spans = [*run(tracers[0]), *run(tracers[1])]
+    tracers[0].uninstall()
+    spans += run(tracers[1])
+    tracers[1].uninstall()
+    assert seen == [span.span_id for span in spans]
+    assert [] == run(tracers[1])
 
 
 def test_a_lit_agent_finds_the_handler(server: ScriptedModelServer, tracer: LangChainTracer):

@@ -1,5 +1,6 @@
 """The tracer reports hand-offs and tools, and leaves the rest alone."""
 
+import asyncio
 import importlib
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from agents import (
 from agents.tracing import get_trace_provider
 
 import agl
-from agl.tracing import ActiveAttempt, activate
+from agl.tracing import ActiveAttempt, activate, current_span_id
 from agl_openai_agents.tracer import OpenAIAgentsTracer
 from agl_testing.model_server import ScriptedModelServer
 
@@ -111,6 +112,47 @@ def test_the_programs_processors_see_what_happens_outside_rollouts_only(watching
     finally:
         tracer.uninstall()
     assert (watching,) == there()
+
+
+def test_tracers_installed_at_once_know_their_spans_and_leave_when_the_last_one_does(watching: Watching):
+    tracers = [OpenAIAgentsTracer(), OpenAIAgentsTracer()]
+    seen: list[str | None] = []
+
+    def look() -> None:
+        with trace("workflow"), function_span("tool"):
+            seen.append(current_span_id())
+
+    for tracer in tracers:
+        tracer.install()
+    spans = [observe(look, tracer)[0] for tracer in (*tracers, tracers[0])]
+    tracers[0].uninstall()
+    spans += observe(look, tracers[1])[:1]
+    work()
+    tracers[1].uninstall()
+    assert seen == [span.span_id for span in spans]
+    assert ["start workflow", "start function", "end function", "end workflow"] == watching.events
+    assert (watching,) == there()
+
+
+def test_workflows_at_once_that_share_the_id_of_a_trace_keep_apart(tracer: OpenAIAgentsTracer):
+    async def run(name: str) -> None:
+        with trace(name, trace_id=f"trace_{'1' * 32}"), function_span(name):
+            await asyncio.sleep(0.01)
+
+    async def work() -> None:
+        await asyncio.gather(run("one"), run("two"), run("three"))
+
+    tracer.install()
+    try:
+        spans = observe(lambda: asyncio.run(work()), tracer)
+    finally:
+        tracer.uninstall()
+    names = {span.span_id: span.name for span in spans}
+    tools = [span for span in spans if span.name.startswith("execute_tool")]
+    assert 3 == len(tools)
+    for span in tools:
+        assert span.name.removeprefix("execute_tool") == names[str(span.parent_id)].removeprefix("invoke_workflow")
+    assert {"ok"} == {span.status for span in spans}
 
 
 def test_processors_that_the_program_adds_or_sets_later_do_not_take_the_tracers_place(

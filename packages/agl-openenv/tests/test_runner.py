@@ -10,7 +10,11 @@ import pytest
 from aiohttp import web
 
 from agl.errors import ConfigError, RunError
-from agl_run import Trainer
+from agl.schemas import Attempt, Claim, Rollout
+from agl.stores import MemoryStore
+from agl_openenv import ServerLostError
+from agl_openenv.runner import OpenEnvRunner
+from agl_run import AgentSpec, RunSetup, Trainer
 
 from .conftest import ASYNC_AGENT, SYNC_AGENT, guessing, observed, playing, serving, spans_of
 
@@ -43,6 +47,22 @@ class Tried:
 
             return types.SimpleNamespace(done=True)
 """
+
+
+def setup_of(agent: Callable[..., Any]) -> RunSetup:
+    """Return the settings of a runner for an agent without resources."""
+
+    async def resources(_: Rollout) -> dict[str, Any]:
+        return {}
+
+    return RunSetup(agent=AgentSpec.of(agent), store=MemoryStore(), secret=b"0" * 32, resources=resources)
+
+
+def claim(number: int) -> Claim:
+    """Return the claim of an attempt at one rollout."""
+    rollout = Rollout(rollout_id="ro-1", task={"word": "red"})
+    attempt = Attempt(rollout_id="ro-1", attempt_id=f"ro-1.{number}", number=number, worker="one")
+    return Claim(rollout=rollout, attempt=attempt)
 
 
 def only(trainer: Trainer) -> Any:
@@ -146,6 +166,73 @@ def test_session_that_breaks_off_repeats_the_attempt_even_if_the_agent_goes_on(t
     with serving(broken) as url:
         episode = only(trainer(f'{{ url = "{url}" }}', agent=agent))
     assert (3, "succeeded", 1.0) == (episode.attempt.number, episode.rollout.status, episode.reward)
+
+
+def test_second_attempt_at_a_rollout_has_a_session_of_its_own_while_the_first_one_stops() -> None:
+    """As after a lost lease, when the worker that stops the old attempt claims the new one."""
+    has_second_begun = asyncio.Event()
+    sessions: list[Any] = []
+
+    async def agent(task: Any, env: Any) -> None:
+        sessions.append(env)
+        if len(sessions) == 1:
+            await has_second_begun.wait()
+            return
+        await env.reset()
+        has_second_begun.set()
+        await asyncio.wait_for(first, 10)
+        await env.step({})
+
+    async def play(url: str) -> list[str]:
+        nonlocal first
+        runner = OpenEnvRunner(setup_of(agent), url=url)
+        await runner.start()
+        first = asyncio.create_task(runner.execute(claim(1)))
+        outcomes = await asyncio.gather(first, runner.execute(claim(2)))
+        await runner.stop()
+        return [outcome.status for outcome in outcomes]
+
+    first: Any = None
+    with serving(playing(guessing)) as url:
+        assert ["succeeded", "succeeded"] == asyncio.run(play(url))
+    assert sessions[0] is not sessions[1]
+
+
+@pytest.mark.parametrize("is_in_thread", [True, False])
+def test_function_that_returns_a_coroutine_is_rewarded_or_told_why_it_cannot_wait(is_in_thread: bool) -> None:
+    def agent(task: Any, env: Any) -> Any:
+        async def work() -> None:
+            await asyncio.to_thread(env.step, {}) if is_in_thread else env.step({})
+
+        return work()
+
+    async def play(url: str) -> Any:
+        runner = OpenEnvRunner(setup_of(agent), url=url)
+        await runner.start()
+        outcome = await asyncio.wait_for(runner.execute(claim(1)), 10)
+        await runner.stop()
+        return outcome
+
+    with serving(playing(guessing)) as url:
+        outcome = asyncio.run(play(url))
+    assert ("succeeded" if is_in_thread else "failed") == outcome.status
+    if is_in_thread:
+        assert {"span", "rollout"} == {span.reward.scope for span in outcome.spans if span.reward}
+    else:
+        assert "write it as async def" in outcome.error.message
+
+
+def test_server_that_is_away_for_the_whole_wait_is_not_called_full() -> None:
+    async def play() -> None:
+        runner = OpenEnvRunner(setup_of(lambda task, env: None), url="http://127.0.0.1:9", wait_s=0.2)
+        await runner.start()
+        try:
+            await runner.execute(claim(1))
+        finally:
+            await runner.stop()
+
+    with pytest.raises(ServerLostError, match="cannot be reached"):
+        asyncio.run(play())
 
 
 def test_full_server_is_waited_for(trainer: Make) -> None:

@@ -88,7 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for key, value in {"Content-Type": "application/x-protobuf", **headers}.items():
             self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
+        if "Transfer-Encoding" not in headers:
+            self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 

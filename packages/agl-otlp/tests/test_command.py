@@ -58,3 +58,13 @@ def test_a_backend_that_refuses_is_named_with_the_next_step(recorded: Path, back
     assert f"{backend.url}/v1/traces answered 404 Not Found: no; check the path of the endpoint" in text
     assert "0 rollouts were sent before, and sending them again adds nothing" in text
     assert "Traceback" not in text
+
+
+def test_a_file_needs_no_backend_and_takes_no_settings_of_one(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317")
+
+    said = run_agl("otlp", "--output", "traces.jsonl", folder=recorded)
+
+    assert "3 rollouts written to traces.jsonl\n" == said
+    with pytest.raises(AssertionError, match="leave out --endpoint and --headers-env"):
+        run_agl("otlp", "--output", "traces.jsonl", "--endpoint", "http://127.0.0.1:4318", folder=recorded)

@@ -1,6 +1,7 @@
 """Delivery while an experiment runs: a backend that is slow, away or unwilling never changes the experiment."""
 
 import logging
+import re
 import socket
 import threading
 import time
@@ -125,6 +126,18 @@ def test_passing_errors_are_told_once_and_the_rollouts_sent_again(
     assert f"{backend.url}/v1/traces answered 503 Service Unavailable: no" in told
 
 
+def test_a_refusal_that_breaks_off_is_a_passing_error_all_the_same(
+    tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.faults.append((503, {"Transfer-Encoding": "chunked"}))
+
+    run(tmp_path, backend.url)
+
+    assert ids(1) == sorted(backend.rollouts)
+    (told,) = warnings_of(caplog)
+    assert f"{backend.url}/v1/traces answered 503 Service Unavailable" in told
+
+
 def test_a_refused_key_is_told_once_counted_and_never_fails_the_run(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,9 +223,14 @@ def test_the_endpoint_is_that_of_the_standard_variables(
     ("params", "variable", "says"),
     [
         ({"endpoint": "localhost:4318"}, "", "the endpoint 'localhost:4318' is no URL of a tracing backend"),
+        ({"endpoint": "http://[::1"}, "", "the endpoint 'http://[::1' is no URL of a tracing backend"),
+        ({"endpoint": "http://host:otlp"}, "", "the endpoint 'http://host:otlp' is no URL of a tracing backend"),
+        ({"endpoint": "http://host/a b"}, "", "the endpoint 'http://host/a b' is no URL of a tracing backend"),
         ({"endpoint": "http://me:pw@host"}, "", "the endpoint 'http://host' has a user or a password in it"),
+        ({"endpoint": "http://:pw@host"}, "", "the endpoint 'http://host' has a user or a password in it"),
         ({"headers_env": "BACKEND_KEY"}, "", "the environment variable BACKEND_KEY, which is not set"),
         ({"headers_env": "BACKEND_KEY"}, "just-a-key", "BACKEND_KEY is not of the form name=value"),
+        ({"headers_env": "BACKEND_KEY"}, "key=%E2%82%AC", "BACKEND_KEY is not of the form name=value"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_the_first_rollout(
@@ -220,7 +238,7 @@ def test_a_wrong_setting_is_refused_before_the_first_rollout(
 ) -> None:
     monkeypatch.setenv("BACKEND_KEY", variable)
 
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
         run(tmp_path, **{"endpoint": "http://localhost:4318", **params})
 
 

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import agl
 from agl.algorithms import component
 from agl.schemas import LLM
 from agl_run import Quiet, runner
-from agl_testing.model_server import ScriptedModelServer
+from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, ToolCall
 
 from .agents import QUESTIONS, team
 from .backends import Backend, ReceivedSpan
@@ -178,3 +179,19 @@ def test_an_agent_that_was_tried_again_has_a_span_for_each_attempt(
         first.status.code,
     )
     assert ("not yet" if is_whole else "") == first.status.message
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "[" * 989 + "]" * 989, '{"a": NaN}', '{"a": "\\ud800"}'])
+def test_a_model_that_writes_odd_arguments_does_not_stop_the_export(
+    tmp_path: Path, model: ScriptedModelServer, backend: Backend, arguments: str
+) -> None:
+    def odd(request: ModelRequest) -> Reply:
+        return Reply(tool_calls=(ToolCall("look_up", arguments),))
+
+    with ScriptedModelServer(respond=odd) as server:
+        spans = run_team(tmp_path, server, backend, contents=True)
+
+    assert [7, 7, 7] == [len(spans[colour]) for colour in QUESTIONS]
+    for span in (span for own in spans.values() for span in own):
+        for name in ("gen_ai.input.messages", "gen_ai.output.messages"):
+            msgspec.json.decode(span.attributes.get(name, "null"))

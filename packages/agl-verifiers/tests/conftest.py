@@ -18,6 +18,7 @@ IS_CLASSIC = version("verifiers").startswith("0.3.")
 
 CLASSIC = """
 import asyncio
+from pathlib import Path
 import verifiers as vf
 from datasets import Dataset
 
@@ -41,6 +42,9 @@ def broken(completion, **kwargs):
 def nothing(completion, **kwargs):
     return float("nan")
 
+def wordless(completion, **kwargs):
+    return None
+
 def together(completions, **kwargs):
     return [0.0 for _ in completions]
 
@@ -54,6 +58,11 @@ def remember(word: str, notes: list) -> str:
     '''Note a word.'''
     notes.append(word)
     return f"noted {len(notes)}"
+
+class Cleaned(vf.Rubric):
+    @vf.cleanup
+    async def forget(self, state):
+        Path(__file__).with_name("cleaned").touch()
 
 class Notes(vf.StatefulToolEnv):
     def __init__(self, **kwargs):
@@ -87,7 +96,7 @@ def load_environment(kind="single", rows=2, reward=""):
     data = Dataset.from_list(ROWS[:rows]) if rows else Dataset.from_dict({"question": [], "answer": []})
     rubric = vf.Rubric(funcs=[exact, short], weights=[1.0, 0.25])
     if reward:
-        rubric = vf.Rubric(funcs=[globals()[reward]])
+        rubric = Cleaned(funcs=[globals()[reward]])
     common = dict(dataset=data, eval_dataset=data, rubric=rubric, system_prompt="Be brief.")
     if kind == "tool":
         return vf.ToolEnv(tools=[add], max_turns=4, **common)

@@ -97,6 +97,14 @@ def test_sandbox_that_went_away_repeats_the_attempt_and_other_errors_fail_it(wor
     assert f"the environment '{words}' failed: ToolError: no such tool" == episode.attempt.error.message
 
 
+@pytest.mark.parametrize(
+    "args", ['{ reward = "exact" }', '{ reward = "broken" }', '{ reward = "exact", kind = "gone" }']
+)
+def test_rubric_cleans_up_after_every_rollout(tmp_path: Path, words: str, trainer: Make, args: str) -> None:
+    only(trainer(words, args=args))
+    assert (tmp_path / "cleaned").exists()
+
+
 def test_time_limit_reaches_the_environment(words: str, trainer: Make) -> None:
     episode = only(trainer(words, args='{ kind = "slow" }', timeout_s=1))
     assert "timeout" == episode.attempt.status
@@ -107,6 +115,7 @@ def test_time_limit_reaches_the_environment(words: str, trainer: Make) -> None:
     ("reward", "cause"),
     [
         ("broken", "the reward function 'broken' of the environment '{}' raised KeyError: 'missing'"),
+        ("wordless", "the reward function 'wordless' of the environment '{}' raised TypeError: float() argument"),
         ("nothing", "the environment '{}' scored this rollout with nan as 'nothing'"),
     ],
 )

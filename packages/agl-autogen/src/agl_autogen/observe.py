@@ -5,18 +5,19 @@ installed has already read the environment.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, nullcontext
 from functools import wraps
 from typing import Any
 
+from autogen_agentchat.agents import BaseChatAgent
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_core import BaseAgent
 from autogen_core._telemetry import TraceHelper
 from autogen_core.tools import BaseStreamTool, BaseTool
-from opentelemetry import trace
+from opentelemetry import context, trace
 
-from agl.tracing import Undo, current, current_span, open_span, patch, stepped, who
+from agl.tracing import Undo, current, current_span, open_span, patch, patch_subclasses, stepped, who
 from agl_autogen import _convert
 
 _log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ def install() -> list[Undo]:
     return [
         patch(TraceHelper, "trace_block", _without_runtime_spans),
         patch(BaseGroupChat, "run_stream", _as_workflow),
+        patch(BaseChatAgent, "run_stream", _apart),
+        patch_subclasses(BaseChatAgent, {"on_messages": _as_turn, "on_messages_stream": _as_streamed_turn}),
         patch(BaseAgent, "on_message", _as_agent),
         patch(BaseTool, "run_json", _with_values),
         patch(BaseStreamTool, "run_json_stream", _with_streamed_values),
@@ -52,6 +55,62 @@ def _as_workflow(original: Callable[..., Any]) -> Callable[..., Any]:
         return stepped(lambda: open_span(workflow=str(self.name), is_current=False), original(self, *args, **options))
 
     return run_stream
+
+
+def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an agent's span from its reader, in whose context AutoGen leaves it open between two messages."""
+
+    @wraps(original)
+    def run_stream(self: Any, *args: Any, **options: Any) -> Any:
+        items = original(self, *args, **options)
+        return items if current() is None else _kept_apart(items)
+
+    return run_stream
+
+
+async def _kept_apart(items: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield ``items``, each made in OpenTelemetry's context that they left themselves; the reader keeps its own."""
+    inside: context.Context | None = None
+    async with aclosing(items):
+        while True:
+            outside = context.get_current()
+            if inside is not None:
+                context.attach(inside)
+            try:
+                item = await anext(items)
+            except StopAsyncIteration:
+                return
+            finally:
+                inside = context.get_current()
+                context.attach(outside)
+            yield item
+
+
+def _as_turn(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Open a span around a turn that is asked for directly, for which AutoGen makes none."""
+
+    @wraps(original)
+    async def on_messages(self: Any, *args: Any, **options: Any) -> Any:
+        with nullcontext() if _is_within(self) else open_span(agent=str(self.name)):
+            return await original(self, *args, **options)
+
+    return on_messages
+
+
+def _as_streamed_turn(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def on_messages_stream(self: Any, *args: Any, **options: Any) -> Any:
+        items: AsyncIterator[Any] = original(self, *args, **options)
+        if _is_within(self):
+            return items
+        return stepped(lambda: open_span(agent=str(self.name), is_current=False), items)
+
+    return on_messages_stream
+
+
+def _is_within(agent: Any) -> bool:
+    """True outside a rollout, and where the innermost agent is this one."""
+    return current() is None or who().agent == str(agent.name)
 
 
 def _as_agent(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from crewai.events.event_context import VALID_EVENT_PAIRS
+from crewai.utilities.string_utils import sanitize_tool_name
 
 from agl import semconv
 
@@ -30,8 +31,15 @@ def is_pair(start: Any, end: Any) -> bool:
     """True if ``end`` can be the end of ``start``: CrewAI pairs them wrongly after some failures."""
     if VALID_EVENT_PAIRS.get(end.type, start.type) != start.type:
         return False
-    before, after = _fields(start), _fields(end)
+    before, after = _identity(start), _identity(end)
     return all(before.get(name) == after.get(name) for name in _IDENTITY)
+
+
+def _identity(event: Any) -> dict[str, Any]:
+    """The event's fields, with a tool's name as models are given it: CrewAI begins some calls by one and ends by it."""
+    found = _fields(event)
+    name = found.get("tool_name")
+    return found if name is None else {**found, "tool_name": sanitize_tool_name(str(name))}
 
 
 def _fields(event: Any) -> dict[str, Any]:

@@ -149,12 +149,26 @@ def _open_span(source: Any, event: BaseEvent) -> OpenSpan:
 @contextmanager
 def within_scope(event_id: str | None) -> Generator[None]:
     """Make the scope of this event CrewAI's current one; ``None`` for no scope."""
-    from crewai.events import event_context
-
-    stack = cast("Any", event_context)._event_id_stack
-    before = stack.get()
+    before = _scopes()
     restore_event_scope(() if event_id is None else ((event_id, ""),))
     try:
         yield
     finally:
         restore_event_scope(before)
+
+
+@contextmanager
+def left_with_exception() -> Generator[None]:
+    """Make the scopes that are open now CrewAI's current ones again if an exception leaves the block."""
+    before = _scopes()
+    try:
+        yield
+    except BaseException:
+        restore_event_scope(before)
+        raise
+
+
+def _scopes() -> tuple[tuple[str, str], ...]:
+    from crewai.events import event_context
+
+    return cast("Any", event_context)._event_id_stack.get()

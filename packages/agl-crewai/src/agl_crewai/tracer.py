@@ -40,12 +40,12 @@ class CrewAITracer(Tracer):
         """Import CrewAI and observe it from now on; idempotent."""
         if not self._installed:
             self._undo.append(_set_environment())  # before the import, at which CrewAI reads some of it
-            from agl_crewai import models
+            from agl_crewai import models, scopes
             from agl_crewai.listener import Listener
 
             listener = CrewAITracer._listener = Listener()
             self._undo.append(listener.listen())
-            self._undo.extend([around_attempts(_observe), *models.install()])
+            self._undo.extend([around_attempts(_observe), *models.install(), *scopes.install()])
         self._installed.add(self)
 
     def uninstall(self) -> None:

@@ -8,7 +8,8 @@ model calls themselves; the ``chat`` spans made here give their place.
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from agl.contracts import Tracer
 from agl.tracing import ActiveAttempt, Undo, around_attempts
@@ -21,38 +22,39 @@ _HANDLER: ContextVar["RunHandler | None"] = ContextVar("agl_langchain_handler", 
 
 
 class LangChainTracer(Tracer):
-    """Observes LangChain and LangGraph; see the module."""
+    """Observes LangChain and LangGraph; see the module. Several may be installed at once; they share one handler."""
 
-    def __init__(self) -> None:
-        self._handler: RunHandler | None = None
-        self._undo: Undo | None = None
+    _installed: ClassVar[set["LangChainTracer"]] = set()
+    _undo: ClassVar[list[Undo]] = []
+    _handler: ClassVar["RunHandler | None"] = None
 
     def get_langchain_handler(self) -> "RunHandler":
         """The callback handler, for agents that pass it themselves: ``config={"callbacks": [handler]}``.
 
         No run is recorded twice where the tracer is installed as well.
         """
-        if self._handler is None:
+        handler = self._handler
+        if handler is None:
             from agl_langchain._handler import RunHandler  # loads LangChain
 
-            self._handler = RunHandler()
-        return self._handler
+            handler = LangChainTracer._handler = RunHandler()
+        return handler
 
     def install(self) -> None:
         """Let LangChain find the handler in attempts that start from now on; idempotent."""
         from langchain_core.tracers.context import register_configure_hook
 
-        self.get_langchain_handler()
-        if self._undo is None:
+        if not self._installed:
+            handler = self.get_langchain_handler()
             register_configure_hook(_HANDLER, inheritable=True)
-            self._undo = around_attempts(self._observe)
+            self._undo.extend([partial(_unregister, _HANDLER), around_attempts(partial(_observe, handler))])
+        self._installed.add(self)
 
     def uninstall(self) -> None:
-        """Remove the hook; running attempts are no longer observed."""
-        if self._undo is not None:
-            self._undo()
-            _unregister(_HANDLER)
-            self._undo = None
+        """Remove the hook when the last tracer is uninstalled; running attempts are no longer observed."""
+        self._installed.discard(self)
+        while self._undo and not self._installed:
+            self._undo.pop()()
 
     def current_span_id(self) -> str | None:
         """Id of the innermost run's span in this context."""
@@ -63,19 +65,19 @@ class LangChainTracer(Tracer):
         """The variables, old and new, that turn LangSmith's uploads off."""
         return {"LANGSMITH_TRACING": "false", "LANGCHAIN_TRACING_V2": "false"}
 
-    @contextmanager
-    def _observe(self, attempt: ActiveAttempt) -> Generator[None]:
-        """Let LangChain find the handler within one attempt, and upload nothing."""
-        from langsmith.run_helpers import tracing_context  # pyright: ignore[reportUnknownVariableType]  # open types
 
-        token = _HANDLER.set(self._handler)
-        try:
-            with tracing_context(enabled=False):
-                yield
-        finally:
-            _HANDLER.reset(token)
-            if self._handler is not None:
-                self._handler.forget(attempt)
+@contextmanager
+def _observe(handler: "RunHandler", attempt: ActiveAttempt) -> Generator[None]:
+    """Let LangChain find the handler within one attempt, and upload nothing."""
+    from langsmith.run_helpers import tracing_context  # pyright: ignore[reportUnknownVariableType]  # open types
+
+    token = _HANDLER.set(handler)
+    try:
+        with tracing_context(enabled=False):
+            yield
+    finally:
+        _HANDLER.reset(token)
+        handler.forget(attempt)
 
 
 def _unregister(variable: ContextVar[Any]) -> None:

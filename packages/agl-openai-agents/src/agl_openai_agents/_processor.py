@@ -24,12 +24,14 @@ class _StartedSpan:
         span: The span that records it, ``None`` for one that is not recorded.
         span_id: Id of the span that its calls belong to: its own, or the enclosing one.
         raised: The exception that was already being handled when it started, and so is not its own.
+        trace_id: The id of a trace, which several may share; ``""`` for a span.
     """
 
     attempt: ActiveAttempt
     span: OpenSpan | None
     span_id: str
     raised: BaseException | None
+    trace_id: str = ""
 
 
 class AgentsProcessor(TracingProcessor):
@@ -55,11 +57,10 @@ class AgentsProcessor(TracingProcessor):
         if attempt is None:
             return None
         span, trace = get_current_span(), get_current_trace()
-        for key in (span.span_id if span else "", trace.trace_id if trace else ""):
-            opened = self._open.get(key)
-            if opened is not None and opened.attempt is attempt:
-                return opened
-        return None
+        opened = self._open.get(span.span_id) if span else None
+        if (opened is None or opened.attempt is not attempt) and trace is not None:
+            opened = self._trace_of(trace.trace_id, attempt)
+        return opened if opened is not None and opened.attempt is attempt else None
 
     def on_trace_start(self, trace: Trace) -> None:
         """A workflow began."""
@@ -67,11 +68,11 @@ class AgentsProcessor(TracingProcessor):
         if attempt is None or not self.is_on:
             self._forward("on_trace_start", trace)
         else:
-            self._start(trace.trace_id, trace, attempt)
+            self._start(_key_of(trace), trace, attempt, trace_id=trace.trace_id)
 
     def on_trace_end(self, trace: Trace) -> None:
         """A workflow ended."""
-        if not self._end(trace.trace_id, trace):
+        if not self._end(_key_of(trace), trace):
             self._forward("on_trace_end", trace)
 
     def on_span_start(self, span: Span[Any]) -> None:
@@ -105,7 +106,7 @@ class AgentsProcessor(TracingProcessor):
             if opened.attempt is attempt:
                 self._open.pop(key, None)
 
-    def _start(self, key: str, source: Any, attempt: ActiveAttempt) -> None:
+    def _start(self, key: str, source: Any, attempt: ActiveAttempt, *, trace_id: str = "") -> None:
         try:
             parent = self._parent_of(source, attempt)
             if is_model_call(source):
@@ -115,17 +116,29 @@ class AgentsProcessor(TracingProcessor):
             else:
                 span = open_from(source, attempt, parent)
                 span_id = span.span_id
-            self._open[key] = _StartedSpan(attempt=attempt, span=span, span_id=span_id, raised=sys.exception())
+            self._open[key] = _StartedSpan(
+                attempt=attempt, span=span, span_id=span_id, raised=sys.exception(), trace_id=trace_id
+            )
         except Exception:  # noqa: BLE001  # isolation point
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
     def _parent_of(self, source: Any, attempt: ActiveAttempt) -> str | None:
         """The SDK's parent; ``None`` where the context may know a nearer one, such as an operation."""
-        above = getattr(source, "parent_id", None) or (source.trace_id if hasattr(source, "span_data") else "")
-        parent, here = self._open.get(above), self.current_started()
+        above = getattr(source, "parent_id", None)
+        parent = self._open.get(above) if above else None
+        if not above and hasattr(source, "span_data"):
+            parent = self._trace_of(source.trace_id, attempt)
+        here = self.current_started()
         if parent is None or parent.attempt is not attempt or (here is not None and here.span_id == parent.span_id):
             return None
         return parent.span_id
+
+    def _trace_of(self, trace_id: str, attempt: ActiveAttempt) -> _StartedSpan | None:
+        """The trace of that id: the current one of this context, or else one of the attempt."""
+        here = get_current_trace()
+        found = self._open.get(_key_of(here)) if here is not None and here.trace_id == trace_id else None
+        own = (each for each in self._open.values() if each.attempt is attempt and each.trace_id == trace_id)
+        return found or next(own, None)
 
     def _end(self, key: str, source: Any) -> bool:
         """Close the span; returns False if it did not start in a rollout."""
@@ -139,3 +152,8 @@ class AgentsProcessor(TracingProcessor):
         except Exception:  # noqa: BLE001  # isolation point
             _log.exception("The end of a span of the Agents SDK could not be observed.")
         return True
+
+
+def _key_of(trace: Trace) -> str:
+    """A key of the object itself, as programs may give one id to several traces at once."""
+    return f"trace {id(trace)}"

@@ -9,6 +9,7 @@ bypasses the wire, and that no span of the SDK reports, gets a span here.
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from agl.contracts import Tracer
@@ -20,15 +21,11 @@ if TYPE_CHECKING:
 
 
 class OpenAIAgentsTracer(Tracer):
-    """Observes the OpenAI Agents SDK; see the module. Several may be installed at once; they watch models together."""
+    """Observes the OpenAI Agents SDK; see the module. Several may be installed at once; they share one processor."""
 
-    _watching: ClassVar[set["OpenAIAgentsTracer"]] = set()
-    _unwatch: ClassVar[list[Undo]] = []
-
-    def __init__(self) -> None:
-        self._processor: AgentsProcessor | None = None
-        self._settings: SdkSettings | None = None
-        self._undo: Undo | None = None
+    _installed: ClassVar[set["OpenAIAgentsTracer"]] = set()
+    _undo: ClassVar[list[Undo]] = []
+    _processor: ClassVar["AgentsProcessor | None"] = None
 
     def install(self) -> None:
         """Replace the SDK's processors; idempotent."""
@@ -36,39 +33,33 @@ class OpenAIAgentsTracer(Tracer):
         from agl_openai_agents._processor import AgentsProcessor
         from agl_openai_agents._sdk_settings import SdkSettings  # loads the SDK
 
-        if self._settings is None:
-            self._processor = AgentsProcessor()
-            self._settings = SdkSettings(self._processor)
-            self._settings.apply()
-            self._undo = around_attempts(self._observe)
-            if not self._watching:
-                self._unwatch.append(watch_models())
-            self._watching.add(self)
+        if not self._installed:
+            processor = OpenAIAgentsTracer._processor = AgentsProcessor()
+            settings = SdkSettings(processor)
+            settings.apply()
+            observe = partial(_observe, processor, settings)
+            self._undo.extend([settings.restore, around_attempts(observe), watch_models()])
+        self._installed.add(self)
 
     def uninstall(self) -> None:
-        """Restore the earlier processors; those that the program added since stay."""
-        if self._settings is not None and self._undo is not None:
-            self._undo()
-            self._settings.restore()
-            self._settings = self._undo = None
-        self._watching.discard(self)
-        while self._unwatch and not self._watching:
-            self._unwatch.pop()()
+        """Restore the earlier processors when the last tracer is uninstalled; those that were added since stay."""
+        self._installed.discard(self)
+        while self._undo and not self._installed:
+            self._undo.pop()()
 
     def current_span_id(self) -> str | None:
         """Id of the span that a model call of this context belongs to."""
         opened = None if self._processor is None else self._processor.current_started()
         return None if opened is None else opened.span_id
 
-    @contextmanager
-    def _observe(self, attempt: ActiveAttempt) -> Generator[None]:
-        """Apply the settings again for one attempt: a program imported since may have set its own processors."""
-        if self._settings is not None:
-            self._settings.apply()
-            if any(upstream.is_trained for upstream in attempt.upstreams):
-                self._settings.prefer_chat_completions()
-        try:
-            yield
-        finally:
-            if self._processor is not None:
-                self._processor.forget(attempt)
+
+@contextmanager
+def _observe(processor: "AgentsProcessor", settings: "SdkSettings", attempt: ActiveAttempt) -> Generator[None]:
+    """Apply the settings again for one attempt: a program imported since may have set its own processors."""
+    settings.apply()
+    if any(upstream.is_trained for upstream in attempt.upstreams):
+        settings.prefer_chat_completions()
+    try:
+        yield
+    finally:
+        processor.forget(attempt)

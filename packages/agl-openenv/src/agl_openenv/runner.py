@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import inspect
 import time
+from collections.abc import Awaitable
 from typing import Any, Literal
 
 import aiohttp
@@ -16,6 +17,7 @@ import msgspec
 import agl
 from agl.errors import ConfigError
 from agl.schemas import Claim, NamedResources, Outcome, Record, Rollout
+from agl.tracing import current
 from agl_openenv.servers import RemoteServer, Server, StartedServer
 from agl_openenv.session import BlockingSession, CapacityError, OpenEnvError, ServerLostError, Session
 from agl_run import AgentSpec, AsyncRunner, LoadedAgent, RunSetup
@@ -100,12 +102,12 @@ class OpenEnvRunner:
             OpenEnvError: It gave no session.
         """
         session = await self._open()
-        rollout_id = claim.rollout.rollout_id
-        self._sessions[rollout_id] = session
+        attempt_id = claim.attempt.attempt_id
+        self._sessions[attempt_id] = session
         try:
             outcome = await self._runner.execute(claim)
         finally:
-            del self._sessions[rollout_id]
+            del self._sessions[attempt_id]
             await session.close()
             async with self._changed:
                 self._changed.notify_all()
@@ -121,6 +123,7 @@ class OpenEnvRunner:
         assert self._client is not None  # noqa: S101  # started
         assert self._server is not None  # noqa: S101  # likewise
         settings, since = self._settings, time.monotonic()
+        lost: ServerLostError | None = None
         try:
             async with asyncio.timeout(settings.wait_s):
                 while True:
@@ -132,13 +135,16 @@ class OpenEnvRunner:
                             max_message=int(settings.max_message_mb * 2**20),
                         )
                     except CapacityError as error:
-                        self._limit = error.limit
+                        self._limit, lost = error.limit, None
                         await self._until_closed()
-                    except ServerLostError:
+                    except ServerLostError as error:
+                        lost = error
                         if time.monotonic() - since > settings.start_s:
                             raise
                         await asyncio.sleep(_RETRY_S)
         except TimeoutError:
+            if lost is not None:
+                raise lost from None
             limit = "" if self._limit is None else f" of its {self._limit}"
             raise OpenEnvError(
                 f"the OpenEnv server had no free session{limit} for {settings.wait_s:g} s; start it with a higher "
@@ -158,7 +164,7 @@ class OpenEnvRunner:
         if agent.is_async:
 
             async def play(resources: NamedResources, rollout: Rollout) -> Any:
-                session = self._sessions[rollout.rollout_id]
+                session = self._session()
                 value = await agent.call(rollout, {**resources, "env": session})  # pyright: ignore[reportArgumentType]  # a resource of this runner's own
                 self._reward(session)
                 return value
@@ -166,13 +172,25 @@ class OpenEnvRunner:
             return play
 
         def play_in_thread(resources: NamedResources, rollout: Rollout) -> Any:
-            session = self._sessions[rollout.rollout_id]
+            session = self._session()
             value = agent.call(rollout, {**resources, "env": BlockingSession(session)})  # pyright: ignore[reportArgumentType]  # likewise
-            if not inspect.isawaitable(value):
-                self._reward(session)
+            if inspect.isawaitable(value):
+                return self._awaited(value, session)
+            self._reward(session)
             return value
 
         return play_in_thread
+
+    def _session(self) -> Session:
+        """Return the session of the attempt whose agent runs here; a rollout may have two at once, one of them lost."""
+        attempt = current()
+        assert attempt is not None  # noqa: S101  # agents run inside their attempts
+        return self._sessions[attempt.attempt_id]
+
+    async def _awaited(self, value: Awaitable[Any], session: Session) -> Any:
+        found = await value
+        self._reward(session)
+        return found
 
     def _reward(self, session: Session) -> None:
         if session.rewards:

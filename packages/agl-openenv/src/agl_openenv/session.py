@@ -273,6 +273,13 @@ class BlockingSession:
         return self._run(self._session.state())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if _running_loop() is self._session.loop:
+            work.close()
+            raise OpenEnvError(
+                "the agent waits for its OpenEnv session on the event loop that serves it, because it returns a "
+                "coroutine and is no coroutine function; write it as async def, all of its methods for rollouts if it "
+                "is a class, and await the methods of env"
+            )
         running = asyncio.run_coroutine_threadsafe(work, self._session.loop)
         try:
             while True:
@@ -284,6 +291,13 @@ class BlockingSession:
         except BaseException:
             running.cancel()
             raise
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def socket_url(url: str) -> str:

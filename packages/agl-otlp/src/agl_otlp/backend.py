@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 import agl
 from agl.errors import ConfigError, ExportError
-from agl.stores import without_credentials
+from agl.stores import shown_url
 from agl_otlp.background import in_background
 
 PATH = "/v1/traces"
@@ -36,6 +36,10 @@ _ADVICE = {
     405: f"check the path of the endpoint, to which {PATH} is added",
     413: "leave out the contents, or raise the backend's limit on the size of a request",
 }
+_URL = re.compile(r"[!-~]+")
+_VALUE = re.compile(r"[\t -~\x80-\xff]*")
+"""What the value of a header may hold."""
+
 _PROTOBUF = "application/x-protobuf"
 _MAX_ANSWER = 1 << 20
 
@@ -71,7 +75,7 @@ class Backend:
     @property
     def shown(self) -> str:
         """The URL for messages, without a password in it."""
-        return without_credentials(self.url)
+        return shown_url(self.url)
 
     async def send(self, request: ExportTraceServiceRequest) -> None:
         """Send one request.
@@ -110,7 +114,7 @@ class Backend:
             ) from None
 
     def _refused(self, error: urllib.error.HTTPError) -> ExportError:
-        text = " ".join(error.read(2000).decode("utf-8", "replace").split())[:200]
+        text = " ".join(_beginning(error).decode("utf-8", "replace").split())[:200]
         advice = _ADVICE.get(error.code, "")
         if 300 <= error.code < 400:
             advice = f"it sends elsewhere; name that URL as the endpoint: {error.headers.get('Location', '')}"
@@ -133,21 +137,39 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
+def _beginning(error: urllib.error.HTTPError) -> bytes:
+    """Return the beginning of a refusal's text; nothing where it breaks off, as the status says enough."""
+    try:
+        return error.read(2000)
+    except (OSError, HTTPException):
+        return b""
+
+
 def _url(endpoint: str) -> str:
     whole = "" if endpoint else os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
     url = whole or endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "") or DEFAULT
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    parts = _parts(url)
+    if parts is None:
         raise ConfigError(
-            f"the endpoint {without_credentials(url)!r} is no URL of a tracing backend; write http://HOST:PORT, and "
-            "name the port for OTLP over HTTP, which is 4318 for most collectors"
+            f"the endpoint {shown_url(url)!r} is no URL of a tracing backend; write http://HOST:PORT, and name the "
+            "port for OTLP over HTTP, which is 4318 for most collectors"
         )
-    if parts.username:
+    if "@" in parts.netloc:
         raise ConfigError(
-            f"the endpoint {without_credentials(url)!r} has a user or a password in it; send them as a header: "
+            f"the endpoint {shown_url(url)!r} has a user or a password in it; send them as a header: "
             "Authorization=Basic%20..., in the variable that headers_env names"
         )
     return url if whole or parts.path.endswith(PATH) else f"{url.rstrip('/')}{PATH}"
+
+
+def _parts(url: str) -> SplitResult | None:
+    """Return the parts of a URL of HTTP, ``None`` for any other text."""
+    try:
+        parts = urlsplit(url)
+        is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of brackets or a port that are none
+        return None
+    return parts if is_web and _URL.fullmatch(url) else None
 
 
 def _headers(variable: str) -> dict[str, str]:
@@ -157,7 +179,7 @@ def _headers(variable: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in filter(str.strip, os.environ.get(name, "").split(",")):
         key, equals, value = (unquote(word.strip()) for word in part.partition("="))
-        if not equals or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", key) or re.search(r"[\r\n]", value):
+        if not equals or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", key) or not _VALUE.fullmatch(value):
             raise ConfigError(
                 f"the environment variable {name} is not of the form name=value,name=value; write a header such as "
                 "Authorization=Bearer%20KEY, with %20 for a space"

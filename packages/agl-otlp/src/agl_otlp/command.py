@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -50,18 +51,20 @@ def otlp(
 
     Sending a rollout again adds nothing: its trace has the same ids.
     """
+    if output is not None and (endpoint or headers_env):
+        raise ConfigError("--output writes a file and sends nothing; leave out --endpoint and --headers-env")
     query = make_query(experiment, status, mode)
-    settings = OtlpExporter(endpoint=endpoint, headers_env=headers_env, contents=contents, service=service)
+    if output is None:
+        exporter = OtlpExporter(endpoint=endpoint, headers_env=headers_env, contents=contents, service=service)
+        done, handle = f"sent to {exporter.destination}", partial(_send, exporter=exporter)
+    else:
+        done, handle = f"written to {output}", partial(_write, path=output, has_contents=contents, service=service)
 
     async def work(store: Store) -> int:
         chosen = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
-        batches = _batches(store, chosen)
-        if output is not None:
-            return await _write(batches, output, has_contents=contents, service=service)
-        return await _send(batches, settings)
+        return await handle(_batches(store, chosen))
 
-    count = with_store(manager, store_url, work)
-    click.echo(f"{count} rollouts {'written' if output else 'sent'} to {output or settings.destination}")
+    click.echo(f"{with_store(manager, store_url, work)} rollouts {done}")
 
 
 async def _batches(store: Store, query: RolloutQuery) -> AsyncIterator[list[Recording]]:

@@ -13,7 +13,10 @@ INPUT, OUTPUT, TOOLS = "gen_ai.input.messages", "gen_ai.output.messages", "gen_a
 
 
 def message_attributes(call: ModelCall) -> dict[str, Json]:
-    """Return a call's messages and tools as attributes that hold JSON, which is how span attributes carry them."""
+    """Return a call's messages and tools as attributes that hold JSON, which is how span attributes carry them.
+
+    Leaves out those that are nested too deeply for JSON to be written.
+    """
     asked = call_messages(msgspec.structs.replace(call, response=None))
     whole = call_messages(call)
     answered = whole[len(asked) :] or (whole[-1:] if whole != asked else [])
@@ -21,7 +24,15 @@ def message_attributes(call: ModelCall) -> dict[str, Json]:
     request: Any = call.request
     tools = cast("dict[str, Json]", request).get("tools") if isinstance(request, dict) else None
     found = {INPUT: [_message(message) for message in asked], OUTPUT: outputs, TOOLS: tools}
-    return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value}
+    texts: dict[str, Json] = {name: _text(value) for name, value in found.items() if value}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _text(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return ""
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Json]:
@@ -54,10 +65,10 @@ def _tool_calls(calls: Any) -> Iterator[dict[str, Json]]:
 
 
 def _parsed(arguments: Any) -> Json:
-    """Return the arguments as a JSON value, or as their text where they are no JSON."""
+    """Return the arguments as a JSON value, or as their text where they are no JSON or too deep."""
     try:
-        return json.loads(arguments)
-    except (TypeError, ValueError):
+        return msgspec.json.decode(arguments)
+    except (TypeError, ValueError, RecursionError, msgspec.DecodeError):
         return arguments
 
 

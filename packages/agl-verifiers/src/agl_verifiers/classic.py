@@ -17,7 +17,7 @@ from agl_run.programs import TaskSets
 from agl_verifiers.environment import Model, checked_reward, failure, json_tasks, module
 
 _RAISED: ContextVar[list[tuple[str, Exception]] | None] = ContextVar("raised", default=None)
-"""Reward functions of the rollout that is being scored which raised, with their errors."""
+"""Reward functions of the rollout that is being scored which raised or returned no number, with their errors."""
 
 
 class ClassicEnvironment:
@@ -85,21 +85,23 @@ class ClassicEnvironment:
         state = await self._environment.rollout(
             {"example_id": 0, **row}, client, model.name, {"n": 1, "extra_body": {}, **model.sampling}
         )
-        error = state.get("error")
-        if error is not None:
-            cause = error.__cause__ or error
-            raise failure(self._name, type(error).__name__, f"{_of(cause, error)}{error}") from error
-        return await self._scored(state)
+        try:
+            error = state.get("error")
+            if error is not None:
+                cause = error.__cause__ or error
+                raise failure(self._name, type(error).__name__, f"{_of(cause, error)}{error}") from error
+            return await self._scored(state)
+        finally:
+            await self._environment.rubric.cleanup(state)
 
     async def _scored(self, state: Any) -> Reward | None:
+        if not getattr(self._environment, "score_rollouts", True):
+            return None
         rubric = self._environment.rubric
         raised: list[tuple[str, Exception]] = []
         token = _RAISED.set(raised)
         try:
-            if not getattr(self._environment, "score_rollouts", True):
-                return None
             await rubric.score_rollout(state)
-            await rubric.cleanup(state)
         finally:
             _RAISED.reset(token)
         if raised:
@@ -142,7 +144,7 @@ def _weights(rubric: Any) -> dict[str, float]:
 
 
 def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that notes its own error; the rubric logs it and takes 0 for the reward."""
+    """Return a reward function that notes an error, or a value that is no number; the rubric logs it and takes 0."""
     if not hasattr(function, "__name__"):
         return function
 
@@ -155,7 +157,7 @@ def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
     async def noticed(*args: Any, **kwargs: Any) -> Any:
         try:
             value = function(*args, **kwargs)
-            return await value if inspect.isawaitable(value) else value
+            return float(await value if inspect.isawaitable(value) else value)
         except Exception as error:
             note(error)
             raise

@@ -12,6 +12,7 @@ import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas import LLM, Claim, Json, NamedResources, Outcome, Record, Reward, Rollout
+from agl.tracing import current
 from agl_run import AgentSpec, AsyncRunner, RunSetup
 from agl_run.programs import LostError, TaskSets
 from agl_verifiers.environment import Model
@@ -77,18 +78,20 @@ class VerifiersRunner:
             LostError: The environment's infrastructure went away.
         """
         attempt_id = claim.attempt.attempt_id
-        self._claims[claim.rollout.rollout_id] = claim
+        self._claims[attempt_id] = claim
         try:
             outcome = await self._runner.execute(claim)
         finally:
-            self._claims.pop(claim.rollout.rollout_id, None)
+            del self._claims[attempt_id]
             lost = self._lost.pop(attempt_id, None)
         if lost is not None:
             raise lost
         return outcome
 
     async def _play(self, task: Json, resources: NamedResources, rollout: Rollout) -> Reward | None:
-        claim = self._claims[rollout.rollout_id]
+        attempt = current()
+        assert attempt is not None  # noqa: S101  # agents run inside their attempts
+        claim = self._claims[attempt.attempt_id]  # a rollout may have two at once, one of them lost
         model = _model(self._settings, resources, claim)
         try:
             return await self._environment.play(claim.rollout.task, model)
