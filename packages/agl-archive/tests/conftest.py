@@ -119,7 +119,7 @@ async def contents(store: Store) -> Any:
 async def archive(
     store: Store, url: str, *, is_removing: bool = False, is_dry_run: bool = False, **choice: Any
 ) -> Archived:
-    work = Archiving(store, Place(url), store_url=f"memory:{id(store)}", choice=Choice(**choice))
+    work = Archiving(store, Place(url), choice=Choice(**choice))
     await work.survey()
     return await work.run(tell=lambda _: None, is_removing=is_removing, is_dry_run=is_dry_run)
 

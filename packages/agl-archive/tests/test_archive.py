@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from agl.errors import ConfigError, ConflictError, StoreError
 from agl.schemas import Outcome, PromptTemplate, ResourceVersion, Reward, Rollout
 from agl.stores import MemoryStore
 from agl_archive import archiving, parts
+from agl_archive.archiving import Archived
 from agl_archive.layout import TABLES, folder_of
 from agl_archive.places import Place
 
@@ -186,6 +188,58 @@ def test_a_part_that_another_store_is_writing_is_left_alone(url):
         await archive(store, url)
         assert path.with_name("part-begun.json").exists()
         assert 1 == (await restore(MemoryStore(), url)).rollouts
+
+    asyncio.run(work())
+
+
+def test_a_part_that_was_begun_on_another_machine_is_removed(url, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    async def work() -> None:
+        store = MemoryStore()
+        await record(store, ids=[0])
+        with monkeypatch.context() as broken:
+            broken.setattr(Place, "put", stop)
+            broken.setattr(socket, "gethostname", lambda: "pod-1")
+            with pytest.raises(KeyboardInterrupt):
+                await archive(store, url)
+        await record(store, ids=[1])
+        monkeypatch.setattr(socket, "gethostname", lambda: "pod-2")
+        await archive(store, url)
+        assert 1 == len(files(url, "rollouts")) == len(files(url, "manifests"))
+
+    asyncio.run(work())
+
+
+def test_rollouts_of_another_run_with_ids_of_the_archive_are_named_and_stay(url):
+    async def work() -> None:
+        now = 1_000.0
+        first, other = MemoryStore(clock=lambda: now), MemoryStore(clock=lambda: now + 1)
+        await record(first, ids=[0, 1])
+        names = await record(other, ids=[1, 2])
+        await archive(first, url)
+        assert (1, 0, names[:1]) == _found(await archive(other, url, is_dry_run=True))
+        assert (1, 0, names[:1]) == _found(await archive(other, url))
+        done = await archive(other, url, is_removing=True)
+        assert ((0, 1, names[:1]), 1, []) == (_found(done), done.removed, done.changed)
+        assert names[:1] == await ids(other)
+
+    def _found(done: Archived) -> tuple[int, int, list[str]]:
+        return done.rollouts, done.known, done.others
+
+    asyncio.run(work())
+
+
+def test_a_version_with_a_number_that_is_none_is_archived_again_and_restored(url):
+    async def work() -> None:
+        store = MemoryStore()
+        await record(store)
+        version = {"name": "prompt", "version": "v2", "resource": PromptTemplate(template="x")}
+        await store.publish([ResourceVersion(**version, metadata={"reward": float("nan")})])
+        await archive(store, url)
+        await archive(store, url)
+        assert 4 == (await restore(store, url)).known
 
     asyncio.run(work())
 

@@ -67,6 +67,21 @@ def test_archive_names_the_rollouts_that_changed(folder):
     assert "kept 1 rollout that changed after the archiving, such as by a late reward: sums-002; archive them" in done
 
 
+def test_archive_names_the_rollouts_of_another_run_and_no_password(folder):
+    url = f"memory://me:secret@kept{folder}"
+
+    async def again() -> None:
+        store = SQLiteStore("sqlite:///runs/agl.db")
+        await store.delete(["sums-002"])
+        await record(store, ids=[2])
+        await store.close()
+
+    first = run(archive, url).stdout
+    asyncio.run(again())
+    assert "secret" not in first
+    assert "1 rollout of another run, whose id the archive has already: sums-002; archive" in run(archive, url).stdout
+
+
 def test_results_are_json_for_programs(folder):
     done = json.loads(run(archive, "kept", "--remove", "--json").stdout)
     assert (4, 4, [], False) == (done["rollouts"], done["removed"], done["changed"], done["is_dry_run"])

@@ -110,6 +110,16 @@ def test_message_of_another_branch_is_copied_context() -> None:
     assert [True, None, None] == [step.is_copied_context for step in steps]
 
 
+def test_tool_calls_and_costs_of_any_form_end_no_export() -> None:
+    said = {"role": "assistant", "content": "yes", "tool_calls": [None, "x", {"id": 1, "function": 2}]}
+    found = call([1], [2], [{"role": "user", "content": "go on"}], said)
+    span = call_span("0" * 15 + "1", found, parent="", at_ns=START_NS)
+    (line,) = lines_of("atif", recording_of([replaced(span, attributes={"agl.cost_usd": "0.25"})]))
+    (step,) = [step for step in Trajectory.model_validate(line).steps if step.source == "agent"]
+
+    assert (["1"], None) == ([each.tool_call_id for each in step.tool_calls], step.metrics.cost_usd)
+
+
 def test_losses_name_what_a_format_leaves_behind() -> None:
     spans = list(team().spans)
     broken = call([1], [2], [], None, response=None, error="refused", status_code=500)

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from agl.errors import AglError, ConfigError, DatasetError
+from agl.schemas import Json
 from agl_import.importer import find_files, import_files
 from agl_import.runs import Target
 from agl_testing.commands import run_agl
 from agl_testing.waiting import wait_until
 
 from .conftest import Imports
-from .logs import chat, write_lines
+from .logs import ClaudeLog, chat, trajectory, write_lines
 
 
 def test_file_of_no_known_format_is_refused_with_those_that_are_read(tmp_path: Path, imports: Imports) -> None:
@@ -41,11 +42,12 @@ def test_file_of_no_known_format_is_refused_with_those_that_are_read(tmp_path: P
         (b"PK\x03\x04rest", "is an archive, of which only gzip and zstd are read"),
         (b"\x1f\x8brest", "is cut or damaged|cannot read"),
         (b'{"messages": [{"role": "wizard", "content": "a"}]}', "message 1 has the role 'wizard'; use one of"),
+        (b'{"messages": [{"role": ["user"], "content": "a"}]}', "message 1 has the role .'user'.; use one of"),
         (b'{"messages": ["a"]}', "line 1 has no list of messages"),
         (b'{"messages": [{"role": "user", "content": 3}]}', "the content of message 1 is no text"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "has no message of the assistant"),
     ],
-    ids=["empty", "blank", "binary", "nan", "deep", "zip", "gzip", "role", "messages", "content", "question"],
+    ids=["empty", "blank", "binary", "nan", "deep", "zip", "gzip", "role", "roles", "messages", "content", "question"],
 )
 def test_damaged_file_is_refused_in_one_paragraph(data: bytes, says: str, tmp_path: Path, imports: Imports) -> None:
     path = tmp_path / "a.jsonl"
@@ -54,6 +56,89 @@ def test_damaged_file_is_refused_in_one_paragraph(data: bytes, says: str, tmp_pa
     with pytest.raises(AglError, match=says) as refused:
         imports(path)
     assert "\n" not in str(refused.value)
+
+
+HALF, LARGE = '[{"role": "user", "content": "a\\ud83d"}]', f'[{{"role": "user", "content": {10**30}}}]'
+LLM = {"id": "a", "run_type": "llm", "trace_id": "a", "outputs": {"output": "b"}}
+
+
+def spans(attributes: dict[str, Json], **fields: Json) -> dict[str, Json]:
+    """A batch with one model call, whose attributes are values of OTLP."""
+    about = {"gen_ai.operation.name": {"stringValue": "chat"}, **attributes}
+    span = {"traceId": "a" * 32, "spanId": "b" * 16, "attributes": [{"key": k, "value": v} for k, v in about.items()]}
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [{**span, **fields}]}]}]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        spans({"gen_ai.input.messages": {"stringValue": HALF}}),
+        spans({"gen_ai.input.messages": {"stringValue": LARGE}}),
+        spans({"number": {"intValue": "9" * 30}}),
+        {**LLM, "inputs": HALF},
+        {**LLM, "inputs": LARGE},
+        {"id": "a", "observations": [{"id": "b", "type": "GENERATION", "input": HALF}]},
+        {
+            "info": {"trace_id": "a"},
+            "data": {
+                "spans": [{"span_id": "b", "attributes": {"mlflow.spanType": '"LLM"', "mlflow.spanInputs": HALF}}]
+            },
+        },
+    ],
+    ids=["otlp half", "otlp large", "otlp number", "langsmith half", "langsmith large", "langfuse", "mlflow"],
+)
+def test_value_within_a_text_of_json_that_no_store_takes_is_replaced_and_counted(
+    record: Json, tmp_path: Path, imports: Imports
+) -> None:
+    done = imports(write_lines(tmp_path / "a.jsonl", [record]))
+
+    assert (1, 1) == (done.rollouts, done.calls)
+    assert 1 == sum(count for text, count in done.lost.items() if "halves of characters" in text)
+
+
+def test_lines_of_a_session_may_have_fields_of_any_type(tmp_path: Path, imports: Imports) -> None:
+    log = ClaudeLog()
+    log.ask([{"type": "text", "text": "Mend it", "tool_use_id": ["a"]}])
+    log.answer(1, [{"type": "text", "text": "Done"}])
+
+    assert 1 == imports(write_lines(tmp_path / "log.jsonl", log.lines)).calls
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        spans({"gen_ai.request.seed": {"doubleValue": 1e300}, "a": {"intValue": "--5"}, "b": {"intValue": "9" * 5000}}),
+        spans({}, startTimeUnixNano=float("inf"), status={"code": [1]}, kind={}),
+        spans({"a": {"stringValue": ""}, "gen_ai.operation.name": {"arrayValue": {"values": []}}}),
+        spans(
+            {
+                "openinference.span.kind": {"stringValue": "LLM"},
+                "llm.invocation_parameters": {"stringValue": f'{{"temperature": {10**400}}}'},
+            }
+        ),
+        {**LLM, "inputs": [], "extra": f'{{"invocation_params": {{"temperature": {10**400}}}}}'},
+        {
+            "id": "a",
+            "observations": [{"id": "b", "type": "GENERATION", "metadata": {"agl": {"kind": {}, "status": []}}}],
+        },
+        {"info": {"trace_id": "a"}, "data": {"spans": [{"span_id": "b", "start_time_unix_nano": True}]}},
+    ],
+    ids=["numbers", "types", "operation", "settings", "langsmith", "langfuse", "mlflow"],
+)
+def test_field_of_another_type_is_passed_over(record: Json, tmp_path: Path, imports: Imports) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record).replace("Infinity", "1e999"))
+    done = imports(path)
+
+    assert 1 == done.rollouts + done.lost.get("traces without a model call: left out", 0)
+
+
+def test_path_that_no_system_takes_is_refused(tmp_path: Path, imports: Imports) -> None:
+    given = trajectory()
+    given["steps"][3]["observation"]["results"][0]["subagent_trajectory_ref"] = [{"trajectory_path": "a\0b"}]
+
+    with pytest.raises(DatasetError, match="outside of its folder; nothing was imported"):
+        imports(write_lines(tmp_path / "a.json", [given]))
 
 
 def test_damage_in_the_last_file_leaves_the_first_one_out_too(tmp_path: Path, imports: Imports) -> None:

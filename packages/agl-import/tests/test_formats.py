@@ -63,6 +63,23 @@ def test_importing_again_adds_only_the_rewards_that_were_missing(tmp_path: Path,
     assert [0.0, 1.0] == sorted(episode.reward or 0.0 for episode in imports.episodes())
 
 
+def test_reward_that_is_other_than_in_the_store_stays_and_is_counted(tmp_path: Path, imports: Imports) -> None:
+    imports(write_lines(tmp_path / "a.jsonl", [chat("a", "b", score=0), chat("c", "d", score=1)]), reward_from="score")
+    path = write_lines(tmp_path / "a.jsonl", [chat("a", "b", score=1), chat("c", "d", score=1)])
+    done = imports(path, reward_from="score")
+
+    assert (0, 2, 0) == (done.rollouts, done.known, done.rewards)
+    assert 1 == done.lost["rewards that the store has with another value: they stay as they are"]
+    assert [0.0, 1.0] == sorted(episode.reward or 0.0 for episode in imports.episodes())
+
+
+def test_same_chat_in_two_files_is_one_run_with_one_reward(tmp_path: Path, imports: Imports) -> None:
+    paths = [write_lines(tmp_path / f"{name}.jsonl", [chat("a", "b", score=1)]) for name in "xy"]
+    done = imports(*paths, reward_from="score")
+
+    assert (1, 1, 0, 1) == (done.rollouts, done.known, done.changed, done.rewards)
+
+
 def test_reward_and_task_come_from_fields_of_the_record(tmp_path: Path, imports: Imports) -> None:
     record = chat("Hello", "Hi", meta={"task": {"question": "Hello", "answer": "Hi"}, "score": 0.75})
     done = imports(write_lines(tmp_path / "a.jsonl", [record]), task_from="meta.task", reward_from="meta.score")
@@ -177,6 +194,26 @@ def test_sub_agent_outside_of_the_folder_is_refused(place: str, tmp_path: Path, 
     with pytest.raises(DatasetError, match="outside of its folder; nothing was imported"):
         imports(write_lines(folder / "a.json", [given]))
     assert [] == imports.recordings()
+
+
+def test_file_of_a_sub_agent_comes_with_the_trajectory_that_names_it(tmp_path: Path, imports: Imports) -> None:
+    below, given = trajectory()["subagent_trajectories"][0], trajectory(subagent_trajectories=[])
+    results = given["steps"][3]["observation"]["results"]
+    results[0]["subagent_trajectory_ref"] = [{"trajectory_path": "logs/below.json"}] * 2
+    write_lines(tmp_path / "runs" / "main.json", [given])
+    named = write_lines(tmp_path / "runs" / "logs" / "below.json", [below])
+    done = imports(tmp_path / "runs")
+
+    assert ({"atif": 1}, 1, 3) == (done.files, done.rollouts, done.calls)
+    assert 2 == imports(tmp_path / "runs", named, is_dry=True).files["atif"]
+
+
+def test_reward_about_no_call_is_about_the_run(tmp_path: Path, imports: Imports) -> None:
+    record = {"value": 0.5, "source": "evaluator"}
+    imports(write_lines(tmp_path / "a.json", [trajectory(extra={"agl": {"rewards": [record]}})]))
+
+    (reward,) = imports.episodes()[0].rewards
+    assert (0.5, None) == (reward.value, reward.span_id)
 
 
 def test_sub_agent_that_names_itself_is_refused(tmp_path: Path, imports: Imports) -> None:

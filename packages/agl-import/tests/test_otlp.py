@@ -100,6 +100,27 @@ def test_trace_of_genai_spans_becomes_a_rollout(tmp_path: Path, imports: Imports
     assert recording.rollout.created_at == pytest.approx(first_span.start_time / SECOND)
 
 
+def test_every_answer_of_a_call_is_kept(tmp_path: Path, imports: Imports, recorded: Recorded) -> None:
+    answers = [message("assistant", {"type": "text", "content": words}) for words in ("Yes", "No")]
+    about = {"gen_ai.operation.name": "chat", "gen_ai.output.messages": json.dumps(answers)}
+    with recorded.tracer.start_as_current_span("chat", attributes=about):
+        pass
+    imports(recorded.write(tmp_path / "traces.jsonl"))
+    (call,) = [span.call for span in imports.recordings()[0].spans if span.call]
+
+    choices = [(choice["index"], choice["message"]["content"]) for choice in call.response["choices"]]
+    assert [(0, "Yes"), (1, "No")] == choices
+
+
+def test_span_that_an_exporter_sent_twice_is_one_call(tmp_path: Path, imports: Imports, recorded: Recorded) -> None:
+    record_genai(recorded)
+    path = recorded.write(tmp_path / "traces.jsonl")
+    path.write_text(path.read_text() * 2)
+    done = imports(path)
+
+    assert (1, 2, 1) == (done.rollouts, done.calls, done.rewards)
+
+
 def test_trace_with_openinference_attributes_becomes_a_rollout(
     tmp_path: Path, imports: Imports, recorded: Recorded
 ) -> None:

@@ -99,6 +99,28 @@ def test_mean_of_feedback_stands_in_for_feedback(tmp_path: Path, imports: Import
     assert 0.5 == imports.episodes()[0].reward
 
 
+def test_feedback_of_one_name_is_kept_for_each_run_and_each_person(tmp_path: Path, imports: Imports) -> None:
+    lines = [json.loads(line) for line in (RECORDED / "langsmith.jsonl").read_text().splitlines()]
+    runs, feedback = lines[:-1], lines[-1]
+    calls = [run["id"] for run in runs if run["run_type"] == "llm"]
+    runs[0]["feedback_stats"] = {"helpful": {"n": 2, "avg": 0.5}}
+    given = [(runs[0]["id"], 0.75), (runs[0]["id"], 0.25), *((call, 1.0) for call in calls)]
+    told = [{**feedback, "id": str(n), "run_id": own, "score": score} for n, (own, score) in enumerate(given)]
+    done = imports(write_lines(tmp_path / "runs.jsonl", [*runs, *told]))
+
+    assert 2 + len(calls) == done.rewards
+    found = [(reward.scope, reward.value) for reward in imports.episodes()[0].rewards]
+    assert sorted([("rollout", 0.75), ("rollout", 0.25), *[("turn", 1.0)] * len(calls)]) == sorted(found)
+
+
+def test_run_that_a_file_has_twice_is_counted_once(tmp_path: Path, imports: Imports) -> None:
+    lines = [json.loads(line) for line in (RECORDED / "langsmith.jsonl").read_text().splitlines()]
+    done = imports(write_lines(tmp_path / "runs.jsonl", [*lines, *lines]))
+
+    assert (1, 2, 1) == (done.rollouts, done.calls, done.rewards)
+    assert 2 == sum(count for text, count in done.lost.items() if text.startswith("calls without token ids"))
+
+
 def test_runs_of_langchain_have_its_messages_in_the_form_of_chat(tmp_path: Path, imports: Imports) -> None:
     def said(kind: str, **fields: Any) -> dict[str, Any]:
         return {"lc": 1, "type": "constructor", "id": ["langchain", "schema", "messages", kind], "kwargs": fields}
@@ -158,6 +180,7 @@ def test_rows_of_langfuse_exports_become_one_run_a_trace(tmp_path: Path, imports
     assert ({"langfuse": 1}, 1, 2) == (done.files, done.rollouts, done.rewards)
     assert 1 == done.lost["scores that are no number: their words are kept as feedback, without a value"]
     assert 1 == done.lost["scores of sessions or of data sets, which are about no trace: left out"]
+    assert "traces without a model call: left out" not in done.lost
     assert ("gpt-6", 3) == (span.call and span.call.model, span.attributes["gen_ai.usage.input_tokens"])
     tone, right = sorted(imports.episodes()[0].rewards, key=lambda reward: reward.value or 0)
     assert ("kind", "human") == (tone.feedback, tone.source)

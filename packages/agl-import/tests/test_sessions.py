@@ -1,5 +1,6 @@
 """Session logs of Claude Code and Codex: calls, tools, sub-agents, times and what the logs leave out."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_claude_side_chains_of_one_file_are_named_by_the_prompt_that_started_the
     assert {"claude-code", "reviewer"} == {call.agent for call in episode.transitions}
 
 
+def test_claude_side_chain_that_no_tool_started_belongs_to_the_main_agent(tmp_path: Path, imports: Imports) -> None:
+    log = ClaudeLog()
+    log.ask("Mend it")
+    log.answer(1, [use("toolu_1", "Bash", command="ls")], "tool_use")
+    log.ask([result("toolu_1", "a.py")])
+    side = ClaudeLog(agent="x", first=10)
+    side.ask("Warm up")
+    side.answer(1, [use("toolu_2", "Read", path="a.py")], "tool_use")
+    side.ask([result("toolu_2", "text")])
+    side.answer(2, [text("Done")])
+    imports(write_lines(tmp_path / "log.jsonl", [*log.lines, *side.lines]))
+
+    (episode,) = imports.episodes()
+    paths = {call.path for call in episode.transitions}
+    assert {("claude-code",), ("claude-code", "sub-agent")} == paths
+
+
 def test_claude_session_that_ends_in_an_error_of_the_api_failed(tmp_path: Path, imports: Imports) -> None:
     log = ClaudeLog()
     log.ask("Hello")
@@ -122,6 +140,26 @@ def test_claude_session_that_went_on_stays_as_it_was_and_is_named(tmp_path: Path
 
     assert (0, 1, 1) == (done.rollouts, done.known, done.changed)
     assert 1 == len(calls_of(imports.recordings()[0]))
+
+
+@pytest.mark.parametrize("between", [0, 201])
+def test_session_in_two_files_is_imported_from_the_first_and_named(
+    between: int, tmp_path: Path, imports: Imports
+) -> None:
+    log = ClaudeLog()
+    log.ask("Hello")
+    log.answer(1, [text("Hi")])
+    first = write_lines(tmp_path / "a.jsonl", log.lines)
+    others = [
+        write_lines(tmp_path / f"b{n}.jsonl", [{**line, "sessionId": f"other-{n}"} for line in log.lines])
+        for n in range(between)
+    ]
+    log.ask("More")
+    log.answer(2, [text("Yes")])
+    done = imports(first, *others, write_lines(tmp_path / "c.jsonl", log.lines))
+
+    assert (1 + between, 1, 1) == (done.rollouts, done.known, done.changed)
+    assert {1} == {len(calls_of(recording)) for recording in imports.recordings()}
 
 
 def test_log_of_a_sub_agent_that_links_out_of_the_session_is_left_out(tmp_path: Path, imports: Imports) -> None:
@@ -168,6 +206,19 @@ def test_codex_compaction_begins_a_new_conversation(tmp_path: Path, imports: Imp
     assert last is not None
     said = [message["content"] for message in call_messages(last)]
     assert ["You are Codex.", "The Dockerfile is written.", "Thanks", "You are welcome."] == said
+
+
+def test_codex_call_starts_where_it_was_asked_for_whatever_is_counted_before_its_answer(
+    tmp_path: Path, imports: Imports
+) -> None:
+    path = codex_session(tmp_path / "rollout-2026.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    asked = next(n for n, line in enumerate(lines) if line["timestamp"][17:19] == "10")
+    again = next(line for line in lines if line["payload"].get("type") == "token_count")
+    imports(write_lines(path, [*lines[: asked + 1], again, *lines[asked + 1 :]]))
+
+    last = calls_of(imports.recordings()[0])[-1]
+    assert 1_000_000_000 == last.end_ns - last.start_ns
 
 
 @pytest.mark.parametrize("write", [claude_session, codex_session], ids=["claude-code", "codex"])

@@ -5,8 +5,7 @@ was stopped is continued by the next one.
 """
 
 import asyncio
-import hashlib
-import socket
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -21,6 +20,7 @@ from agl_archive.layout import Folder, Manifest, folder_of, make_archive, open_a
 from agl_archive.parts import PartReader, PartWriter, content_of
 from agl_archive.places import Place
 from agl_archive.stored import CHUNK, chunks, read_known, rollouts_there
+from agl_archive.values import micros
 from agl_run.commands import FINISHED, check_experiment, delete_finished, needed_experiments, pages, taking_turns
 from agl_run.sql import Compaction
 
@@ -28,6 +28,7 @@ _PAGE = 500
 """Rollouts that are listed at once."""
 
 _TURN = ".archive"
+_WRITER = f"experiment/{_TURN}/writer"
 
 
 class Choice(Record, frozen=True, kw_only=True):
@@ -50,6 +51,8 @@ class Archived(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         rollouts: Rollouts that were archived, or would be.
         known: Rollouts that the archive had already.
+        others: Ids by which the archive has rollouts that finished at another time, such as of a store of the same
+            experiment; they are not archived, and stay in the store.
         removed: Rollouts that were removed from the store.
         changed: Ids of rollouts that changed in the store after they were archived, which stay there.
         needed: Rollouts that stay because their experiments run or can be resumed.
@@ -60,6 +63,7 @@ class Archived(Record, frozen=True, kw_only=True, omit_defaults=False):
     experiments: list[str]
     rollouts: int = 0
     known: int = 0
+    others: list[str] = []
     removed: int = 0
     changed: list[str] = []
     needed: int = 0
@@ -74,16 +78,15 @@ class Archiving:
     Args:
         store: The store.
         place: The archive; made if it is new.
-        store_url: The store's URL, by which it finds the parts that it began.
         choice: The rollouts.
     """
 
-    def __init__(self, store: Store, place: Place, *, store_url: str, choice: Choice) -> None:
+    def __init__(self, store: Store, place: Place, *, choice: Choice) -> None:
         self._store, self._place, self._choice = store, place, choice
-        self._writer = hashlib.sha256(f"{socket.gethostname()} {store_url}".encode()).hexdigest()[:16]
+        self._writer = ""
         self._before = time.time() - choice.older_than_s
         self._names: dict[str, set[str]] = {}
-        self._parts: dict[str, set[str]] = {}
+        self._parts: dict[str, dict[str, int | None]] = {}
         self._done = Archived(experiments=[])
         self._tell: Callable[[int], None] = lambda _: None
 
@@ -131,6 +134,7 @@ class Archiving:
             if own is None:
                 raise ConflictError("another process archives this store; wait until it has ended")
             self._store = own
+            self._writer = await _writer_of(own)
             if self._names:
                 await asyncio.to_thread(make_archive, self._place)
             for experiment, names in sorted(self._names.items()):
@@ -186,12 +190,15 @@ class Archiving:
 
     async def _new(self, folder: Folder, manifests: Sequence[Manifest], rollouts: Sequence[Rollout]) -> list[str]:
         """Return the ids of a page's chosen rollouts that the archive lacks, and count the others."""
-        ids = [rollout.rollout_id for rollout in rollouts if self._is_chosen(rollout)]
+        ends = {each.rollout_id: micros(each.finished_at) for each in rollouts if self._is_chosen(each)}
+        ids = list(ends)
         near = [each for each in manifests if ids and each.first <= ids[-1] and each.last >= ids[0]]
-        self._parts = {each.part: self._parts.get(each.part) or await self._ids(folder, each) for each in near}
-        known = set[str]().union(*self._parts.values())
+        self._parts = {each.part: self._parts.get(each.part) or await self._ends(folder, each) for each in near}
+        known = {own: end for part in self._parts.values() for own, end in part.items()}
         new = [each for each in ids if each not in known]
-        self._count(known=len(ids) - len(new))
+        others = [each for each in ids if known.get(each, ends[each]) != ends[each]]
+        self._done = replace(self._done, others=[*self._done.others, *others])
+        self._count(known=len(ids) - len(new) - len(others))
         self._tell(len(rollouts) - len(new))
         return new
 
@@ -219,12 +226,14 @@ class Archiving:
             is_same = content_of(recording) == contents[recording.rollout.rollout_id]
             (same if is_same else changed).append(recording.rollout.rollout_id)
         removed = await delete_finished(self._store, same)
+        others = set(self._done.others)
+        changed = [each for each in changed if each not in others]
         self._done = replace(self._done, changed=[*self._done.changed, *changed])
         self._count(removed=len(removed))
 
-    async def _ids(self, folder: Folder, manifest: Manifest) -> set[str]:
+    async def _ends(self, folder: Folder, manifest: Manifest) -> dict[str, int | None]:
         with await asyncio.to_thread(PartReader, folder, manifest, tables=("rollouts",)) as part:
-            return set(part.ids())
+            return part.ends()
 
     def _count(self, **more: int) -> None:
         self._done = replace(self._done, **{name: getattr(self._done, name) + each for name, each in more.items()})
@@ -237,3 +246,12 @@ class Archiving:
 
     def _is_chosen(self, rollout: Rollout) -> bool:
         return rollout.finished_at <= self._before and rollout.status in self._choice.status
+
+
+async def _writer_of(store: Store) -> str:
+    """Return the name by which a store finds the parts that it began, from whichever machine; made at its first use."""
+    found = (await store.load_state(_WRITER)).get(_WRITER)
+    if found is None:
+        found = secrets.token_hex(8).encode()
+        await store.save_state({_WRITER: found})
+    return found.decode()

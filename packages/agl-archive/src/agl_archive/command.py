@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl.schemas import RolloutStatus
-from agl.stores import MemoryStore, TableStore
+from agl.stores import MemoryStore, TableStore, shown_url
 from agl_run.commands import (
     FINISHED,
     as_url,
@@ -135,7 +135,7 @@ async def _archive(
     place = Place(url)
     store = build_store(manager, store_url)
     try:
-        work = Archiving(store, place, store_url=_absolute(store_url), choice=choice)
+        work = Archiving(store, place, choice=choice)
         with click.progressbar(length=await work.survey(), label="archiving rollouts", file=sys.stderr) as bar:
             done = await work.run(is_removing=is_removing, is_dry_run=is_dry_run, tell=bar.update)
         if done.removed and isinstance(store, Compactable):
@@ -170,6 +170,12 @@ def _archive_report(done: "Archived", url: str) -> Iterator[str]:
     yield f"{'would archive' if done.is_dry_run else 'archived'} {_counted(done.rollouts, 'rollout')}{of}{size}"
     if done.known:
         yield f"{_counted(done.known, 'rollout')} in the archive already: not written again"
+    if done.others:
+        whose = "whose id" if len(done.others) == 1 else "whose ids"
+        yield (
+            f"left out {_counted(len(done.others), 'rollout')} of another run, {whose} the archive has already: "
+            f"{_listed(done.others)}; archive into another folder"
+        )
     if done.removed:
         yield f"read back and compared, and removed from the store: {_counted(done.removed, 'rollout')}"
     if done.compaction is not None:
@@ -178,13 +184,12 @@ def _archive_report(done: "Archived", url: str) -> Iterator[str]:
     if done.needed:
         yield f"kept {_counted(done.needed, 'rollout')} of experiments that are not finished"
     if done.changed:
-        listed = ", ".join(done.changed[:_NAMED]) + (" and more" if len(done.changed) > _NAMED else "")
         yield (
             f"kept {_counted(len(done.changed), 'rollout')} that changed after the archiving, such as by a late "
-            f"reward: {listed}; archive them into another folder, or remove them with agl runs rm"
+            f"reward: {_listed(done.changed)}; archive them into another folder, or remove them with agl runs rm"
         )
     if done.rollouts and not done.is_dry_run:
-        yield f"bring them back with: {command('runs', 'restore', url)}"
+        yield f"bring them back with: {command('runs', 'restore', shown_url(url))}"
 
 
 def _restore_report(done: "Restored", store_url: str, *, is_dry_run: bool) -> Iterator[str]:
@@ -196,8 +201,8 @@ def _restore_report(done: "Restored", store_url: str, *, is_dry_run: bool) -> It
         yield f"look with: {command('runs', store_url=store_url)}"
 
 
-def _absolute(store_url: str) -> str:
-    return f"{_FILE}{Path(store_url.removeprefix(_FILE)).resolve()}" if store_url.startswith(_FILE) else store_url
+def _listed(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:_NAMED]) + (" and more" if len(ids) > _NAMED else "")
 
 
 def _counted(count: int, noun: str) -> str:

@@ -168,7 +168,7 @@ async def archive_context(store: Store, folder: Folder, *, experiment: str, name
         for newest in await store.labels(name):
             moves += await store.label_moves(name, newest.label)
     for version in versions:
-        if archived.get(VERSIONS.key_of(version), version) != version:
+        if not _is_same(archived.get(VERSIONS.key_of(version), version), version):
             raise ConflictError(
                 f"the archive {folder.place.shown} has {version.name}@{version.version} of another run of the "
                 f"experiment {experiment!r}, with other contents; archive into another folder"
@@ -207,7 +207,7 @@ async def _lacking_versions(store: Store, versions: Sequence[ResourceVersion]) -
         archived = [version for version in versions if version.name == name]
         there = {version.version: version for version in await store.resources(name)}
         missing = [version for version in archived if version.version not in there]
-        same = [version for version in archived if there.get(version.version) == version]
+        same = [each for each in archived if each.version in there and _is_same(there[each.version], each)]
         if len(missing) + len(same) < len(archived) or (missing and len(there) > len(same)):
             raise ConflictError(
                 f"the store has other versions of the resource {name!r} than the archive, and a restored one would "
@@ -215,6 +215,11 @@ async def _lacking_versions(store: Store, versions: Sequence[ResourceVersion]) -
             )
         lacking += missing
     return lacking
+
+
+def _is_same(one: ResourceVersion, other: ResourceVersion) -> bool:
+    """Return true for versions with equal contents, in which NaN equals itself."""
+    return one == other or encode(one) == encode(other)
 
 
 async def _lacking_moves(store: Store, moves: Sequence[LabelMove]) -> list[LabelMove]:

@@ -27,7 +27,7 @@ class PartWriter:
     Args:
         folder: The experiment's folder.
         experiment: The experiment.
-        writer: The digest of the store; see :class:`~agl_archive.layout.Manifest`.
+        writer: The name of the store; see :class:`~agl_archive.layout.Manifest`.
     """
 
     def __init__(self, folder: Folder, experiment: str, *, writer: str) -> None:
@@ -97,7 +97,7 @@ class PartReader:
     Args:
         folder: The experiment's folder.
         manifest: The part.
-        tables: The tables to copy; :meth:`ids` needs only the rollouts.
+        tables: The tables to copy; :meth:`ids` and :meth:`ends` need only the rollouts.
 
     Raises:
         StoreError: A file is missing or damaged.
@@ -122,6 +122,11 @@ class PartReader:
     def ids(self) -> list[str]:
         """Return the ids of the rollouts, in order."""
         return [row["rollout_id"] for row in self._rows("rollouts", {"rollout_id": "text"})]
+
+    def ends(self) -> dict[str, int | None]:
+        """Return the ids of the rollouts, in order, each with the microseconds at which it finished."""
+        rows = self._rows("rollouts", {"rollout_id": "text", "finished_at": "time"})
+        return {row["rollout_id"]: row["finished_at"] for row in rows}
 
     def recordings(self) -> Iterator[Recording]:
         """Read the recordings, in order of id."""

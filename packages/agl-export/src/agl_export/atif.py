@@ -4,7 +4,7 @@ A conversation is a trajectory of its own, whose agent is the one that made the 
 call is referred to by that tool's result. Fields without a place in ATIF are in ``extra`` as ``agl``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -13,7 +13,15 @@ from agl import semconv
 from agl.contracts import Recording
 from agl.schemas import Json, ModelCall, Span, unpack_floats, unpack_ids
 from agl_export.about import call_about, rewards_about, rollout_about
-from agl_export.conversations import Conversation, Message, Turn, arguments_of, conversations_of, function_of
+from agl_export.conversations import (
+    Conversation,
+    Message,
+    Turn,
+    arguments_of,
+    conversations_of,
+    function_of,
+    objects_in,
+)
 from agl_export.lines import NO_NUMBERS, LineFile, are_numbers, without_empty
 from agl_run.exports import Exported, ExportSetup, Losses, chat_tools
 
@@ -150,7 +158,7 @@ class _Steps:
     def _answer(self, message: Message) -> dict[str, Any]:
         """Return reasoning and tool calls of an assistant's message."""
         reasoning = message.get("reasoning_content") or message.get("reasoning")
-        calls = [self._tool_call(call) for call in _objects(message.get("tool_calls"))]
+        calls = [self._tool_call(call) for call in objects_in(message.get("tool_calls"))]
         return without_empty(
             {"reasoning_content": reasoning if isinstance(reasoning, str) else "", "tool_calls": calls}
         )
@@ -183,7 +191,7 @@ class _Steps:
     def _content(self, content: Any) -> Json:
         if not isinstance(content, list):
             return content if isinstance(content, str) else ""
-        parts = [self._part(part) for part in _objects(cast("Any", content))]
+        parts = [self._part(part) for part in objects_in(cast("Any", content))]
         self._lose(_MEDIA, parts.count(None))
         kept = [part for part in parts if part is not None]
         return kept if kept else ""
@@ -198,7 +206,8 @@ class _Steps:
 
     def _metrics(self, turn: Turn) -> dict[str, Json]:
         call = turn.call
-        metrics = {**_counts(call), **without_empty({"cost_usd": turn.span.attributes.get(_COST)})}
+        cost = turn.span.attributes.get(_COST)
+        metrics = {**_counts(call), **({"cost_usd": cost} if isinstance(cost, int | float) else {})}
         if turn.seen.reject not in _WITH_IDS:
             self._lose(_NOT_TRAINED)
             return metrics
@@ -246,7 +255,7 @@ def _counts(call: ModelCall) -> dict[str, Json]:
     asked = given.get("prompt_tokens", given.get("input_tokens", call.prompt_len or None))
     answered = given.get("completion_tokens", given.get("output_tokens", call.response_len or None))
     none: Message = {}
-    details = next(_objects([given.get("prompt_tokens_details"), given.get("input_tokens_details")]), none)
+    details = next(objects_in([given.get("prompt_tokens_details"), given.get("input_tokens_details")]), none)
     counts = {"prompt_tokens": asked, "completion_tokens": answered, "cached_tokens": details.get("cached_tokens")}
     return {name: count for name, count in counts.items() if isinstance(count, int)}
 
@@ -268,8 +277,3 @@ def _image_type(url: str) -> str:
 def _iso(unix_ns: int) -> str:
     seconds, rest = divmod(unix_ns, 1_000_000_000)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z"
-
-
-def _objects(values: Any) -> Iterator[Message]:
-    items = cast("list[Any]", values) if isinstance(values, list) else []
-    return (cast("Message", item) for item in items if isinstance(item, dict))

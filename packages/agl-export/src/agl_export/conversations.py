@@ -7,7 +7,7 @@ so a conversation may hold calls of several branches of the call forest, and the
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -98,11 +98,16 @@ def _keys(agent: str, messages: Sequence[Message]) -> list[bytes]:
 
 def _comparable(message: Message) -> list[Any]:
     """Return a message in a form that is equal for an answer and for what a client sends back of it."""
-    calls = message.get("tool_calls")
-    listed = cast("list[Message]", calls) if isinstance(calls, list) else []
-    asked = [[call.get("id"), function_of(call).get("name"), arguments_of(call)] for call in listed]
+    calls = objects_in(message.get("tool_calls"))
+    asked = [[call.get("id"), function_of(call).get("name"), arguments_of(call)] for call in calls]
     content = message.get("content")
     return [message.get("role"), "" if content is None else content, asked, message.get("tool_call_id")]
+
+
+def objects_in(values: Any) -> Iterator[Message]:
+    """Return the objects of a list; none for another value."""
+    items = cast("list[Any]", values) if isinstance(values, list) else []
+    return (cast("Message", item) for item in items if isinstance(item, dict))
 
 
 def function_of(call: Message) -> Message:

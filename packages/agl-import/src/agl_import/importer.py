@@ -8,7 +8,7 @@ killed is therefore completed by repeating it.
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from agl.errors import ConfigError, ConflictError, DatasetError
 from agl.schemas import Json, Record, Reward, Rollout, Span
 from agl.semconv import AGENT_NAME
 from agl.stores import TableStore, all_spans
-from agl_import.readers import FORMATS, Format, format_of
+from agl_import.readers import FORMATS, Format, atif, format_of
 from agl_import.runs import Run, Target
 from agl_import.values import as_dict, digest, field_of, number_of, text_of
 
@@ -32,6 +32,7 @@ _NO_REWARD = "runs whose field for the reward is missing or null: without a rewa
 _NO_PROMPT = "runs without a message of a user: they share one empty task"
 _SKIPPED = "files of a folder that are in no known format: left out"
 _LINKS = "files of a folder that are links out of it: left out"
+_OTHER_REWARDS = "rewards that the store has with another value: they stay as they are"
 
 
 class Imported(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -76,7 +77,8 @@ def find_files(paths: Sequence[Path], name: str) -> tuple[list[File], Counter[st
     """Find the files below paths with their formats, and count those that are left out.
 
     Args:
-        paths: Files, and folders whose files with a suffix of JSON are taken.
+        paths: Files, and folders whose files with a suffix of JSON are taken, but for those of sub-agents, which come
+            with the run that names them.
         name: The format's name, ``auto`` to recognise it.
 
     Raises:
@@ -85,6 +87,7 @@ def find_files(paths: Sequence[Path], name: str) -> tuple[list[File], Counter[st
     """
     lost: Counter[str] = Counter()
     found: dict[Path, File] = {}
+    below: set[Path] = set()
     for path in paths:
         for file in [path] if not path.is_dir() else _files_in(path, lost):
             try:
@@ -95,6 +98,10 @@ def find_files(paths: Sequence[Path], name: str) -> tuple[list[File], Counter[st
                 lost[_SKIPPED] += 1
                 continue
             found.setdefault(file.resolve(), File(file, form, _stamp(file)))
+            if form.name == "atif" and file is not path:
+                below.update(atif.named_in(file))
+    below.difference_update(path.resolve() for path in paths)
+    found = {own: file for own, file in found.items() if own not in below}
     if not found:
         raise ConfigError(
             f"no file to import in {', '.join(map(str, paths))}; name files of {', '.join(FORMATS)}, or a folder that "
@@ -104,7 +111,7 @@ def find_files(paths: Sequence[Path], name: str) -> tuple[list[File], Counter[st
 
 
 def _files_in(folder: Path, lost: Counter[str]) -> Iterator[Path]:
-    """Return the files of JSON below a folder, but logs of sub-agents, which come with their session."""
+    """Return the files of JSON below a folder, but Claude Code's logs of sub-agents, which come with their session."""
     inside = folder.resolve()
     for path in sorted(folder.rglob("*")):
         if not path.name.endswith(_SUFFIXES) or not path.is_file() or path.parent.name == "subagents":
@@ -147,7 +154,7 @@ async def import_files(
         with click.progressbar(length=survey.runs, label="importing runs", file=sys.stderr) as bar:
             for batch in _batches(files, target):
                 recordings = [item.recording for item in batch if item.recording]
-                await _write(store, recordings, there)
+                await _write(store, recordings, there, survey.first)
                 bar.update(len(recordings))
     return survey.result(files, is_dry=is_dry)
 
@@ -226,15 +233,20 @@ def _add_reward(run: Run, target: Target) -> None:
 
 
 class _Survey:
-    """Counts what the files hold, and what of it the store has."""
+    """Counts what the files hold, and what of it the store has.
+
+    Attributes:
+        first: The runs that the store lacks, by id, each with the number of the one that comes first in the files.
+    """
 
     def __init__(self, target: Target, lost: Counter[str], there: dict[str, int]) -> None:
         self._target, self._there = target, there
-        self._new: dict[str, int] = {}
+        self.first: dict[str, int] = {}
         self._lost: Counter[str] = Counter(lost)
         self._counts: Counter[str] = Counter()
         self._agents: Counter[str] = Counter()
         self._tasks: set[int] = set()
+        self._rewards: set[int] = set()
 
     async def add(self, store: TableStore | None, batch: Sequence[_Item]) -> None:
         """Count the runs of a batch."""
@@ -242,14 +254,14 @@ class _Survey:
             self._lost.update(item.lost)
             if item.recording is not None:
                 self._add(item.recording)
-                self._counts["rewards"] += len(await self._new_rewards(store, item.recording))
+                self._rewards.update([int(span.span_id, 16) for span in await self._new_rewards(store, item.recording)])
 
     def _add(self, recording: Recording) -> None:
         rollout = recording.rollout
         calls = [span.call for span in recording.spans if span.call is not None]
-        here = self._there.get(rollout.rollout_id, self._new.get(rollout.rollout_id))
+        here = _number_of(recording, self._there, self.first)
         if here is None:
-            self._new[rollout.rollout_id] = _fingerprint(rollout)
+            self.first[rollout.rollout_id] = _fingerprint(rollout)
         self._counts["rollouts" if here is None else "known"] += 1
         self._counts["changed"] += int(here not in (None, _fingerprint(rollout)))
         self._counts["calls"] += len(calls)
@@ -258,13 +270,15 @@ class _Survey:
         self._tasks.add(int(rollout.group_id.removeprefix("task-")[:14], 16))
 
     async def _new_rewards(self, store: TableStore | None, recording: Recording) -> list[Span]:
-        """Return the rewards that the store lacks of a run that it has, or all of a new run."""
+        """Return the rewards that the store lacks of a run that it has, or all of a new run; none of a changed one."""
         rollout, rewards = recording.rollout, _rewards_of(recording)
-        here = self._there.get(rollout.rollout_id)
-        if not rewards or store is None or here is None:
+        if not rewards or _fingerprint(rollout) != _number_of(recording, self._there, self.first):
+            return []
+        if store is None or rollout.rollout_id in self.first:
             return rewards
-        known = {span.span_id for span in await all_spans(store, rollout.rollout_id)}
-        return [span for span in rewards if here == _fingerprint(rollout) and span.span_id not in known]
+        known = {span.span_id: span.reward for span in await all_spans(store, rollout.rollout_id)}
+        self._lost[_OTHER_REWARDS] += sum(known.get(span.span_id, span.reward) != span.reward for span in rewards)
+        return [span for span in rewards if span.span_id not in known]
 
     @property
     def runs(self) -> int:
@@ -278,6 +292,7 @@ class _Survey:
             experiment=self._target.experiment,
             files=dict(Counter(file.format.name for file in files)),
             tasks=len(self._tasks),
+            rewards=len(self._rewards),
             agents=dict(self._agents.most_common()),
             lost=dict((+self._lost).most_common()),
             is_dry=is_dry,
@@ -303,14 +318,28 @@ def _fingerprint(rollout: Rollout) -> int:
     return int(digest([rollout.metadata, rollout.task, rollout.mode], size=7), 16)
 
 
-async def _write(store: TableStore, recordings: Sequence[Recording], there: dict[str, int]) -> None:
-    """Add the runs that the store lacks, and to those that it has the rewards that they lack."""
-    new = {each.rollout.rollout_id: each for each in recordings if each.rollout.rollout_id not in there}
+async def _write(
+    store: TableStore, recordings: Sequence[Recording], there: Mapping[str, int], first: Mapping[str, int]
+) -> None:
+    """Add the runs that the store lacks, and to those that it has the rewards that they lack.
+
+    ``there`` has the numbers of the runs that were in the store before, ``first`` those of the others: of several runs
+    of one id the one that comes first in the files is added.
+    """
+    same = [each for each in recordings if _fingerprint(each.rollout) == _number_of(each, there, first)]
+    new: dict[str, Recording] = {}
+    for each in same:
+        if each.rollout.rollout_id not in there:
+            new.setdefault(each.rollout.rollout_id, each)
     try:
-        await store.restore(list(new.values()))
+        added = {rollout_id: new[rollout_id] for rollout_id in await store.restore(list(new.values()))}
     except ConflictError as error:
         raise ConflictError(f"{error}; another import runs beside this one: repeat it when that has ended") from error
-    same = [each for each in recordings if there.get(each.rollout.rollout_id) == _fingerprint(each.rollout)]
-    late = [span for recording in same for span in _rewards_of(recording)]
+    late = [span for each in same if each is not added.get(each.rollout.rollout_id) for span in _rewards_of(each)]
     if late:
         await store.append_spans(late)
+
+
+def _number_of(recording: Recording, there: Mapping[str, int], first: Mapping[str, int]) -> int | None:
+    rollout_id = recording.rollout.rollout_id
+    return there.get(rollout_id, first.get(rollout_id))

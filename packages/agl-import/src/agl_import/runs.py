@@ -79,7 +79,7 @@ class Run:
         self.lost: Counter[str] = Counter()
         self.calls = 0
         self._spans: list[tuple[str, str, Span]] = []
-        self._rewards: list[tuple[str, str, Span]] = []
+        self._rewards: dict[str, tuple[str, str, Span]] = {}
         self._times: list[int] = []
 
     def add(
@@ -186,9 +186,9 @@ class Run:
         self._keep(key, parent, replace(spans[0], span_id="", sequence=sequence))
 
     def add_reward(self, key: str, reward: Reward, *, about: str = "", at_ns: int = 0, is_late: bool = False) -> None:
-        """Add a reward; ``about`` is the key of the span that it is about, ``""`` for the run."""
+        """Add a reward, once for each key; ``about`` is the key of the span that it is about, ``""`` for the run."""
         span = make_reward_span("", "", reward)
-        self._rewards.append((key, about, replace(span, start_ns=at_ns, end_ns=at_ns, is_late=is_late)))
+        self._rewards.setdefault(key, (key, about, replace(span, start_ns=at_ns, end_ns=at_ns, is_late=is_late)))
 
     def _in_order(self) -> list[tuple[str, str, Span]]:
         """Return the spans as they were added, but calls in the order of their sequence where all of them have one."""
@@ -264,7 +264,7 @@ class Run:
             end_ns=end_ns,
             status="error" if failed else "ok",
         )
-        every = [("", "", root), *self._in_order(), *self._rewards]
+        every = [("", "", root), *self._in_order(), *self._rewards.values()]
         known = {key for key, _, _ in every}
         placed = ((key, parent if parent in known else "", span) for key, parent, span in every)
         spans = [_placed(each, rollout_id, attempt_id) for each in placed]

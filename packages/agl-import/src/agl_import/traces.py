@@ -15,8 +15,8 @@ import msgspec
 
 from agl import semconv
 from agl.schemas import ErrorInfo, Json, ModelCall, Reward, SpanEvent, SpanStatus
-from agl_import.runs import Run
-from agl_import.values import as_dict, as_list, as_text, dicts_in, json_text
+from agl_import.runs import CHANGED_TEXT, Run
+from agl_import.values import as_dict, as_list, as_text, dicts_in, json_text, storable
 
 _NO_CALLS = "traces without a model call: left out"
 _NO_MESSAGES = "model calls without messages: the exporter was told to leave contents out"
@@ -35,6 +35,7 @@ class Scored(msgspec.Struct, frozen=True):
         at_ns: Unix nanoseconds.
         is_late: Whether it came when the attempt was decided.
         is_exact: Whether its scope is known, because agl wrote it.
+        is_mean: Whether it stands in for rewards of its name and target that the trace does not have.
     """
 
     key: str
@@ -43,6 +44,7 @@ class Scored(msgspec.Struct, frozen=True):
     at_ns: int = 0
     is_late: bool = False
     is_exact: bool = False
+    is_mean: bool = False
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -109,13 +111,13 @@ def runs_of(path: Path, parts: Iterable[tuple[str, Part]], *, content: Sequence[
 
     Args:
         path: The file, for messages.
-        parts: Ids of traces, each with a part; in any order.
+        parts: Ids of traces, each with a part, in any order; without an id for what is of no trace.
         content: Beginnings of names of attributes that hold what a call's own fields hold.
     """
-    encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Part).decode
+    decode = msgspec.msgpack.Decoder(Part).decode
     with closing(sqlite3.connect("")) as gathered:  # a temporary file, which goes with the connection
         gathered.execute("CREATE TABLE parts (trace TEXT, start INTEGER, number INTEGER, data BLOB)")
-        rows = ((trace, part.start_ns, number, encode(part)) for number, (trace, part) in enumerate(parts))
+        rows = ((trace, part.start_ns, number, _packed(part)) for number, (trace, part) in enumerate(parts))
         gathered.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
         gathered.execute("CREATE INDEX by_trace ON parts (trace, start, number)")
         traces = gathered.execute("SELECT trace, min(nullif(start, 0)) FROM parts GROUP BY trace ORDER BY 2, 1")
@@ -124,7 +126,17 @@ def runs_of(path: Path, parts: Iterable[tuple[str, Part]], *, content: Sequence[
             yield _run(path, trace, [decode(data) for (data,) in found], tuple(content))
 
 
+def _packed(part: Part) -> bytes:
+    """Return a part as msgpack; values of a text of JSON that no store takes are replaced, and that is counted."""
+    try:
+        return msgspec.msgpack.encode(part)
+    except (UnicodeEncodeError, OverflowError):
+        part.lost = list(dict.fromkeys([*part.lost, CHANGED_TEXT]))
+        return msgspec.msgpack.encode(storable(msgspec.to_builtins(part, builtin_types=(bytes,))))
+
+
 def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) -> Run:
+    parts = _once(parts)
     spans = [part for part in parts if part.id]
     tops = [span for span in spans if not span.parent] or spans[:1]
     fields: dict[str, Json] = {}
@@ -140,16 +152,28 @@ def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) ->
             _add_call(run, span, content)
         elif not span.is_left_out:
             _add_other(run, span, content)
-    known = {name: span.id for span in spans for name in (span.id, span.alias) if name}
     for part in parts:
         run.lost.update(part.lost)
-        for scored in part.rewards:
-            _add_reward(run, scored, about=known.get(scored.about, ""), calls=calls)
+    _add_rewards(run, parts, calls)
     if tops and tops[0].status == "error":
         kind = as_text(tops[0].attributes.get(semconv.ERROR_TYPE)) or "error"
         run.error = ErrorInfo(type=kind, message=tops[0].message)
-    run.lost[_NO_CALLS] += int(not run.calls)
+    run.lost[_NO_CALLS] += int(bool(trace) and not run.calls)
     return run
+
+
+def _once(parts: list[Part]) -> list[Part]:
+    """Return each span once, as it stands last in the file: exporters send again what they hear no answer to."""
+    return list({part.id or str(number): part for number, part in enumerate(parts)}.values())
+
+
+def _add_rewards(run: Run, parts: list[Part], calls: set[str]) -> None:
+    known = {name: part.id for part in parts if part.id for name in (part.id, part.alias) if name}
+    every = [scored for part in parts for scored in part.rewards]
+    told = {(scored.about, scored.reward.name) for scored in every if not scored.is_mean}
+    for scored in every:
+        if not scored.is_mean or (scored.about, scored.reward.name) not in told:
+            _add_reward(run, scored, about=known.get(scored.about, ""), calls=calls)
 
 
 def _add_reward(run: Run, scored: Scored, *, about: str, calls: set[str]) -> None:

@@ -13,6 +13,7 @@ from agl.schemas import Json
 
 _LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)
 _LATEST = (1 << 63) - 1
+_MOST_WHOLE = 1e18
 _HALVES = re.compile("[\ud800-\udfff]")
 _FRACTION = re.compile(r"[.,](\d+)")
 
@@ -39,7 +40,17 @@ def dicts_in(value: Json) -> list[dict[str, Any]]:
 
 def number_of(value: Json) -> float | None:
     """Return a finite number, true and false as 1 and 0; ``None`` for anything else."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def whole_of(value: Json) -> int | None:
+    """Return a number without its fraction, ``None`` for one that no store takes and for anything else."""
+    number = number_of(value)
+    return int(number) if number is not None and abs(number) < _MOST_WHOLE else None
 
 
 def text_of(content: Json) -> str:
@@ -75,7 +86,7 @@ def ns_of(time: Json) -> int:
 
 def whole_ns(value: Json) -> int:
     """Return Unix nanoseconds of an integer, within what a store holds; 0 for anything else."""
-    return min(max(value, 0), _LATEST) if isinstance(value, int) else 0
+    return min(max(int(value), 0), _LATEST) if isinstance(value, int) else 0
 
 
 def field_of(record: Json, name: str) -> Json:

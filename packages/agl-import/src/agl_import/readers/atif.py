@@ -145,7 +145,8 @@ class _Trajectory:
             missing = {"ids_missing": own.ids_missing} if own.ids_missing else {}
             call = msgspec.structs.replace(own, dialect="chat", **{**tokens, **missing})
         key = f"{self._prefix}call {number}"
-        self._calls[as_text(about.get("span_id"))] = key
+        if own_id := as_text(about.get("span_id")):
+            self._calls[own_id] = key
         start_ns = whole_ns(about.get("start_ns")) or self._at_ns
         cost, effort = number_of(metrics.get("cost_usd")), step.get("reasoning_effort")
         self._run.add_call(
@@ -209,12 +210,15 @@ class _Trajectory:
 
     def _refer(self, reference: dict[str, Any], *, key: str, parent: str) -> None:
         embedded, path = as_text(reference.get("trajectory_id")), as_text(reference.get("trajectory_path"))
-        if embedded in self._embedded:
-            self._added.add(embedded)
+        own = embedded if embedded in self._embedded else path
+        if not own or own in self._added:
+            return
+        self._added.add(own)
+        if own == embedded:
             self._below(self._embedded[embedded], self._path, self._place, key=f"embedded {embedded}", parent=parent)
-        elif path:
+        else:
             target = self._path.parent / path
-            if not target.resolve().is_relative_to(self._path.parent.resolve()):
+            if not _is_inside(target, self._path.parent):
                 raise DatasetError(
                     f"{self._place} names the sub-agent's trajectory {path[:200]!r}, which is outside of its folder; "
                     "nothing was imported: move that file beside this one, and name it there"
@@ -241,6 +245,21 @@ class _Trajectory:
             calls=self._calls,
         )
         below.add()
+
+
+def named_in(path: Path) -> Iterator[Path]:
+    """Return the files of sub-agents that the trajectories of a file name; raises as :func:`read_lines` does."""
+    for line in read_lines(path):
+        for step in dicts_in(as_dict(line.value).get("steps")):
+            for result in dicts_in(as_dict(step.get("observation")).get("results")):
+                for reference in dicts_in(result.get("subagent_trajectory_ref")):
+                    target = path.parent / as_text(reference.get("trajectory_path"))
+                    if target != path.parent and _is_inside(target, path.parent):
+                        yield target.resolve()
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    return "\0" not in str(path) and path.resolve().is_relative_to(folder.resolve())
 
 
 def _own(record: dict[str, Any]) -> dict[str, Any]:

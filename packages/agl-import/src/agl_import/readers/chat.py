@@ -57,7 +57,7 @@ def _checked(place: str, record: dict[str, Any]) -> list[dict[str, Any]]:
     if not messages or len(messages) != len(given):
         raise DatasetError(f"{place} has no list of messages; write one object with messages a line")
     for number, message in enumerate(messages, start=1):
-        if message.get("role") not in _ROLES:
+        if as_text(message.get("role")) not in _ROLES:
             raise DatasetError(
                 f"{place}: message {number} has the role {message.get('role')!r}; use one of "
                 f"{', '.join(sorted(_ROLES))}"

@@ -114,9 +114,9 @@ class _Session:
             text_of(as_dict(block.get("input")).get("prompt")): as_text(block.get("id")) for block in self._uses()
         }
         for entry in self._entries.values():
-            chain = self._chain(entry)
-            if chain and chain not in self._agent_of and entry.line.get("type") == "user":
-                call_id = prompts.get(text_of(entry.message.get("content")))
+            chain, asked = self._chain(entry), text_of(entry.message.get("content"))
+            if chain and chain not in self._agent_of and entry.line.get("type") == "user" and asked:
+                call_id = prompts.get(asked)
                 if call_id:
                     self._agent_of[chain] = call_id
 
@@ -223,11 +223,11 @@ class _Session:
                 messages.append({"role": "assistant", "content": blocks})
                 uses = [as_text(block.get("id")) for block in blocks if block.get("type") == "tool_use"]
                 results = [self._results[use][1] for use in uses if self._is_before(use, until)]
-                given.update(as_text(result.get("tool_use_id")) for result in results)
+                given.update(filter(None, (as_text(result.get("tool_use_id")) for result in results)))
                 messages += [{"role": "user", "content": results}] if results else []
             elif entry.line.get("type") == "user":
                 content = entry.message.get("content")
-                rest = [block for block in _blocks(entry.message) if block.get("tool_use_id") not in given]
+                rest = [block for block in _blocks(entry.message) if as_text(block.get("tool_use_id")) not in given]
                 if isinstance(content, str) or rest:
                     messages.append({"role": "user", "content": content if isinstance(content, str) else rest})
         return messages

@@ -134,8 +134,8 @@ class _Session:
         output, waiting, self._pending, self._waiting = self._pending, self._waiting, [], []
         if output:
             self._add_call(output, usage)
+            self._asked_ns = self._answered_ns
         self._input += [*output, *waiting]
-        self._asked_ns = self._answered_ns
 
     def _add_call(self, output: Sequence[dict[str, Any]], usage: dict[str, Any]) -> None:
         number = self.run.calls

@@ -6,7 +6,7 @@ from typing import Any
 from agl import semconv
 from agl.schemas import Json, ModelCall, Sampling
 from agl_import.runs import IDS_MISSING
-from agl_import.values import as_dict, as_list, as_text, dicts_in, first, json_text, number_of
+from agl_import.values import as_dict, as_list, as_text, dicts_in, first, json_text, number_of, whole_of
 
 SYSTEM, TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 MESSAGES = (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES, SYSTEM, TOOLS)
@@ -18,7 +18,7 @@ _CALLS = frozenset({semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_conte
 
 def is_call(attributes: dict[str, Json]) -> bool:
     """Return whether attributes are those of a model call."""
-    return attributes.get(semconv.OPERATION) in _CALLS
+    return as_text(attributes.get(semconv.OPERATION)) in _CALLS
 
 
 def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
@@ -38,7 +38,7 @@ def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
     response: dict[str, Json] = {
         "id": attributes.get(semconv.RESPONSE_ID),
         "model": attributes.get(semconv.RESPONSE_MODEL),
-        "choices": [{"index": 0, "message": answer} for answer in answers[:1]],
+        "choices": [{"index": index, "message": answer} for index, answer in enumerate(answers)],
         "usage": {name: value for name, value in usage.items() if isinstance(value, int)},
     }
     return ModelCall(
@@ -60,8 +60,8 @@ def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
 def _sampling(attributes: dict[str, Json]) -> Sampling:
     floats = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
     whole = ("top_k", "max_tokens", "seed")
-    found: dict[str, Any] = {name: number_of(attributes.get(f"gen_ai.request.{name}")) for name in (*floats, *whole)}
-    found |= {name: int(found[name]) for name in whole if found[name] is not None}
+    found: dict[str, Any] = {name: number_of(attributes.get(f"gen_ai.request.{name}")) for name in floats}
+    found |= {name: whole_of(attributes.get(f"gen_ai.request.{name}")) for name in whole}
     stops = as_list(attributes.get("gen_ai.request.stop_sequences"))
     return Sampling(**found, stop=tuple(map(as_text, stops)))
 

@@ -28,8 +28,8 @@ _NO_TRACE = "scores of sessions or of data sets, which are about no trace: left 
 _SOURCES: dict[str, RewardSource] = {"ANNOTATION": "human", "EVAL": "evaluator", "API": "evaluator"}
 _EVENT = re.compile(r"(trace|span|generation|event|score|observation|agent|tool|chain)-(create|update)|sdk-log")
 _TIMES = ("startTime", "timestamp")
-_KINDS: dict[Json, Kind] = {kind: kind for kind in KINDS}
-_STATUS: dict[Json, SpanStatus] = {"ok": "ok", "error": "error"}
+_KINDS: dict[str, Kind] = {kind: kind for kind in KINDS}
+_STATUS: dict[str, SpanStatus] = {"ok": "ok", "error": "error"}
 
 
 def fits(record: Json) -> bool:
@@ -188,7 +188,8 @@ def _observation(place: str, record: dict[str, Any], trace: str) -> tuple[str, P
             part.attributes = {key: json_text(value) for key, value in given.items() if value is not None}
     if about := _own(record):
         part.name, part.attributes = as_text(about.get("name")) or name, as_dict(about.get("attributes"))
-        part.kind, part.status = _KINDS.get(about.get("kind"), "internal"), _STATUS.get(about.get("status"), "unset")
+        part.kind = _KINDS.get(as_text(about.get("kind")), "internal")
+        part.status = _STATUS.get(as_text(about.get("status")), "unset")
         part.start_ns, part.end_ns = whole_ns(about.get("start_ns")), whole_ns(about.get("end_ns"))
         part.call = own_call(place, about, request=record.get("input"), response=record.get("output")) or part.call
     return trace, part

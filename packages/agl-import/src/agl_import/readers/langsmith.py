@@ -125,10 +125,11 @@ def _only(value: Json, name: str) -> Json:
 
 
 def _means(record: dict[str, Any]) -> list[Scored]:
-    """Return the means of feedback that a run has, as rewards with the key that single feedback of that name has."""
+    """Return the means of feedback that a run has, for those names of which its file has no feedback."""
+    own = as_text(record.get("id"))
     means = {key: number_of(as_dict(found).get("avg")) for key, found in as_dict(record.get("feedback_stats")).items()}
     return [
-        Scored(f"feedback {key}", Reward(value=value, name=key, source="evaluator"))
+        Scored(f"mean {own} {key}", Reward(value=value, name=key, source="evaluator"), is_mean=True)
         for key, value in means.items()
         if value is not None
     ]
@@ -152,7 +153,9 @@ def _feedback(record: dict[str, Any]) -> tuple[str, Part]:
     )
     if not trace:
         return "", Part(lost=[_NO_TRACE])
-    scored = Scored(f"feedback {record.get('key')}", reward, about=about, at_ns=ns_of(record.get("created_at")))
+    key = f"feedback {as_text(record.get('id')) or f'{about} {reward.name}'}"
+    target = "" if about == trace else about  # feedback on the top run is about the whole trace
+    scored = Scored(key, reward, about=target, at_ns=ns_of(record.get("created_at")))
     return trace, Part(rewards=[scored], lost=[_NO_NUMBER] if value is None else [])
 
 

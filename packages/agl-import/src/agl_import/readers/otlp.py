@@ -6,6 +6,7 @@ attributes of OpenInference or Langfuse.
 
 import base64
 import binascii
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from agl_import.traces import Kind, Part, Scored, runs_of
 from agl_import.values import as_dict, as_list, as_text, dicts_in, number_of
 from agl_import.wire import read_batches
 
-_STATUS: dict[Json, SpanStatus] = {1: "ok", 2: "error", "STATUS_CODE_OK": "ok", "STATUS_CODE_ERROR": "error"}
+_STATUS: dict[str, SpanStatus] = {"1": "ok", "2": "error", "STATUS_CODE_OK": "ok", "STATUS_CODE_ERROR": "error"}
+_WHOLE = re.compile("-?[0-9]{1,99}")
 _KINDS: tuple[Kind, ...] = ("internal", "internal", "server", "client", "producer", "consumer")
 _NAMED: dict[str, Kind] = {kind: kind for kind in _KINDS}
 _SOURCES: dict[str, RewardSource] = {
@@ -83,7 +85,7 @@ def _part(place: str, own: str, span: dict[str, Any]) -> Part:
         kind=_kind(span.get("kind")),
         start_ns=_ns(span.get("startTimeUnixNano")),
         end_ns=_ns(span.get("endTimeUnixNano")),
-        status=_STATUS.get(status.get("code"), "unset"),
+        status=_STATUS.get(str(status.get("code")), "unset"),
         message=as_text(status.get("message")),
         is_left_out="agl.status" in given,
     )
@@ -142,7 +144,7 @@ def _id(value: Json, size: int) -> str:
 def _ns(value: Json) -> int:
     try:
         return min(max(int(value), 0), (1 << 63) - 1)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0
 
 
@@ -156,7 +158,7 @@ def _value(value: Json) -> Json:
     for name, found in fields.items():
         match name:
             case "intValue":
-                return int(found) if str(found).lstrip("-").isdecimal() else None
+                return int(found) if _WHOLE.fullmatch(str(found)) else None
             case "arrayValue":
                 return [_value(item) for item in as_list(as_dict(found).get("values"))]
             case "kvlistValue":

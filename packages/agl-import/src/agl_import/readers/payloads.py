@@ -9,7 +9,7 @@ from typing import Any
 
 from agl.schemas import Dialect, Json, ModelCall, Sampling
 from agl_import.runs import IDS_MISSING
-from agl_import.values import as_dict, as_list, as_text, dicts_in, first, json_text, number_of
+from agl_import.values import as_dict, as_list, as_text, dicts_in, first, json_text, number_of, whole_of
 
 _ROLES = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "model": "assistant", "chat": "user"}
 _KNOWN = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -177,8 +177,8 @@ def token_counts(found: Json, *names: tuple[str, str]) -> dict[str, int]:
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
-    found: dict[str, Any] = {name: _number(settings.get(name)) for name in (*_FLOATS, *_WHOLE)}
-    found |= {name: int(found[name]) for name in _WHOLE if found[name] is not None}
+    found: dict[str, Any] = {name: _number(settings.get(name)) for name in _FLOATS}
+    found |= {name: whole_of(_number(settings.get(name))) for name in _WHOLE}
     stops = settings.get("stop")
     return Sampling(**found, stop=(stops,) if isinstance(stops, str) else tuple(map(as_text, as_list(stops))))
 
@@ -186,7 +186,6 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
 def _number(value: Json) -> float | None:
     """Return a number, also of a text; ``None`` for one that is not finite."""
     try:
-        number = float(value) if isinstance(value, str) else number_of(value)
+        return number_of(float(value) if isinstance(value, str) else value)
     except ValueError:
         return None
-    return number if number is not None and abs(number) < 1e18 else None
