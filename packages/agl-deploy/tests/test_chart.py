@@ -101,6 +101,9 @@ REFUSED: dict[str, Values] = {
     "unknown key": {"worker": {"replicas": 3}},
     "unknown key below": {"workers": {"replica": 3}},
     "password in the url": {"postgresql": {"bundled": False, "url": "postgresql://agl:geheim@db.example/agl"}},
+    "password among the url's options": {
+        "postgresql": {"bundled": False, "url": "postgresql://agl@db.example/agl?password=geheim"}
+    },
     "no url": {"postgresql": {"bundled": False}},
     "url that is not used": {"postgresql": {"url": "postgresql://db.example/agl"}},
     "keda without prometheus": {"gateway": {"autoscaling": {"kind": "keda"}}},
@@ -243,7 +246,16 @@ def test_trainer_with_other_values_is_another_job(chart: Any) -> None:
         return next(one["metadata"]["name"] for one in manifests(chart, values) if one["kind"] == "Job")
 
     assert job({}) == job(SETS["busy workers"])
-    assert job({}) != job(SETS["more steps"])
+    for values in (SETS["more steps"], {"podLabels": {"azure.workload.identity/use": "true"}}):
+        assert job({}) != job(values)
+
+
+def test_secret_that_the_experiment_names_too_is_given_once(chart: Any) -> None:
+    values: Values = {"trainer": {"secrets": ["PGPASSWORD", "A"]}, "workers": {"secrets": ["AGL_WORKER_TOKEN"]}}
+    pods = [one["spec"]["template"]["spec"] for one in manifests(chart, values) if one["kind"] in ("Deployment", "Job")]
+    names = {each["name"]: [one["name"] for one in each["env"]] for pod in pods for each in pod["containers"]}
+    assert ["AGL_SECRET", "PGPASSWORD", "A"] == names["trainer"]
+    assert ["AGL_WORKER_TOKEN"] == names["worker"]
 
 
 def test_gpus_choose_the_image_and_are_asked_for(chart: Any) -> None:

@@ -85,6 +85,14 @@ def test_compose_file_with_a_gpu_and_a_database_elsewhere(project: Path) -> None
     assert "postgresql://agl@db.example/a$$b" in compose["services"]["gateway"]["command"]
 
 
+def test_secret_that_the_experiment_names_too_is_given_once(project: Path) -> None:
+    change(project / "experiment.toml", '"DEPLOY_MODEL_KEY"', '"AGL_SECRET"')
+    compose = (written(project, "compose", "experiment.toml") / "compose.yaml").read_text()
+    machine = (written(project, "skypilot", "experiment.toml") / "sky.yaml").read_text()
+    assert 2 == compose.count("AGL_SECRET: ")  # the gateway's and the trainer's
+    assert 1 == machine.count("AGL_SECRET: ")
+
+
 def test_name_of_a_file_cannot_break_out_of_what_is_written(project: Path) -> None:
     hostile = 'a"\n    privileged: true #$HOME \x1b[31m.toml'
     (project / hostile).write_text(FILE)

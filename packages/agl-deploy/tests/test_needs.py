@@ -2,11 +2,13 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from agl import PluginManager
+from agl import PluginManager, PolicyEntry, hookimpl
+from agl.contracts import RunnerEntry
 from agl.errors import ConfigError, UnknownComponentError
 from agl_deploy.needs import Needs, read_needs
 
@@ -50,7 +52,9 @@ def test_key_of_an_openai_policy_has_a_default(read) -> None:
 
 
 def test_requirements_beside_the_file_are_pinned_and_named_where_they_are_absent(project: Path, read) -> None:
-    (project / "requirements.txt").write_text("# ours\nPyYAML>=5  # for data\n-r other.txt\nno-such-thing==1\n")
+    (project / "requirements.txt").write_text(
+        "# ours\nPyYAML>=5  # for data\n-r other.txt\nno-such-thing==1\nfor-mars; sys_platform == 'mars'\n"
+    )
     needs = read()
 
     assert "pyyaml" in names(needs, "worker")
@@ -74,6 +78,42 @@ def test_program_of_a_command_is_read_too(project: Path, read) -> None:
     assert ["deploy_program.py imports 'deploy_absent_module'"] == [text.split(",")[0] for text in needs.warnings]
 
 
+def test_module_that_python_runs_is_read_too(project: Path, read) -> None:
+    (project / "deploy_program.py").write_text("import yaml\n")
+    change(project / "experiment.toml", '"deploy_agent:solve"', '["python3", "-u", "-m", "deploy_program"]')
+    assert "pyyaml" in names(read("concurrency = 1", 'concurrency = 1\nuse = "command"'), "worker")
+
+
+class Elsewhere:
+    """A plugin with the components of packages that are not installed here."""
+
+    @hookimpl
+    def agl_policies(self) -> Iterable[PolicyEntry]:
+        yield PolicyEntry(name="tinker", factory="nowhere:Policy", summary="x", trains=True)
+
+    @hookimpl
+    def agl_runners(self) -> Iterable[RunnerEntry]:
+        yield RunnerEntry(name="harness", factory="nowhere:Runner", summary="x")
+
+
+def test_key_of_a_tinker_policy_has_a_default(project: Path) -> None:
+    manager = PluginManager.from_environment()
+    manager.register(Elsewhere(), name="elsewhere")
+    change(project / "experiment.toml", 'use = "openai"', 'use = "tinker"')
+    change(project / "experiment.toml", 'api_key_env = "DEPLOY_MODEL_KEY"\n', "")
+    assert ["TINKER_API_KEY"] == read_needs(project / "experiment.toml", manager).variables["trainer"]
+
+
+def test_harness_needs_its_runner_and_is_not_in_the_image(project: Path, read) -> None:
+    with pytest.raises(UnknownComponentError, match="no runner is named 'harness'"):
+        read('agent = "deploy_agent:solve"', 'harness = "pi"\nworkspace = "git:repo@main"')
+    manager = PluginManager.from_environment()
+    manager.register(Elsewhere(), name="elsewhere")
+    harness, workspace = read_needs(project / "experiment.toml", manager).warnings
+    assert "harness is 'pi', whose program the image of the workers does not have" in harness
+    assert "the images have no .git folders" in workspace
+
+
 def test_database_in_the_file_is_used_in_place_of_a_bundled_one(read) -> None:
     assert "" == read().store
     url = "postgresql://agl@db.example/runs?sslmode=verify-full"
@@ -86,10 +126,29 @@ def test_database_in_the_file_is_used_in_place_of_a_bundled_one(read) -> None:
         ('name = "answers"', 'name = "answers"\nstore = "memory://"', r"store is memory://.*postgresql://"),
         ('name = "answers"', 'name = "answers"\nstore = "http://h:1"', r"store is http://h:1, which"),
         ('name = "answers"', 'name = "answers"\nstore = "postgresql://u:geheim@h/d"', r"experiment.store.*PGPASSWORD"),
+        (
+            'name = "answers"',
+            'name = "answers"\nstore = "postgresql://u@h/d?sslmode=require&password=geheim"',
+            r"experiment.store.*PGPASSWORD",
+        ),
+        (
+            'name = "answers"',
+            'name = "answers"\nstore = "postgresql://me@x:geheim@h/d"',
+            r"experiment.store.*PGPASSWORD",
+        ),
+        ('"deploy_agent:solve"', '["python", "../agent.py"]', r"agent runs '../agent.py'"),
+        ('"tasks.jsonl"', '"harbor:/srv/tasks"', r"val is 'harbor:/srv/tasks', a path outside"),
+        (
+            'agent = "deploy_agent:solve"',
+            'harness = "pi"\nworkspace = "../repo"',
+            r"workspace is '../repo', a path outside",
+        ),
+        ('agent = "deploy_agent:solve"', 'harness = "/etc/mine.toml"', r"harness is '/etc/mine.toml', a path outside"),
+        ('"DEPLOY_MODEL_KEY"', '""\nx-api-key = "geheim"', r"policy.small.x-api-key .*looks like a credential"),
         ("[policy.small]", '[gateway]\nuse = "none"\n[policy.small]', r"\[gateway\] use"),
         ('"deploy_agent:solve"', '["/opt/me/agent", "x"]', r"agent runs '/opt/me/agent'"),
-        ('"tasks.jsonl"', '"../tasks.jsonl"', r"val is '../tasks.jsonl', a file outside"),
-        ('"tasks.jsonl"', '"/data/tasks.jsonl"', r"val is '/data/tasks.jsonl', a file outside"),
+        ('"tasks.jsonl"', '"../tasks.jsonl"', r"val is '../tasks.jsonl', a path outside"),
+        ('"tasks.jsonl"', '"/data/tasks.jsonl"', r"val is '/data/tasks.jsonl', a path outside"),
         ('"DEPLOY_MODEL_KEY"', '""\napi_key = "geheim"', r"policy.small.api_key .*looks like a credential"),
         ('"DEPLOY_MODEL_KEY"', '"sk-geheim-0123456789abcdef"', r"policy.small.api_key_env .*looks like a credential"),
         ('"DEPLOY_MODEL_KEY"', '"A: b"', r"the api_key_env in the experiment's file is no name"),
@@ -153,4 +212,6 @@ def test_local_version_of_torch_is_no_pin(tmp_path: Path, monkeypatch: pytest.Mo
     assert ["plain==2", "torch==9.1"] == [pin.line for pin in pins(["torch"])]
     assert ["more==3", "plain==2"] == [pin.line for pin in pins(["plain[all]"])]
     assert "git+https://git.example/plain@0a1b" == pins(["plain"])[0].source
+    (tmp_path / "plain-2.dist-info" / "direct_url.json").write_text(json.dumps(origin | {"subdirectory": "packages/p"}))
+    assert "git+https://git.example/plain@0a1b#subdirectory=packages/p" == pins(["plain"])[0].source
     assert ["absent"] == missing(["absent", "torch"])

@@ -222,6 +222,12 @@ def test_agents_reach_a_database_elsewhere_at_its_port(needs: Needs) -> None:
     assert not any("postgres" in json.dumps(rule) for rule in rules)
 
 
+def test_agents_reach_every_host_of_a_database(needs: Needs) -> None:
+    found = written(msgspec.structs.replace(needs, store="postgresql://agl@one:6543,[::1],three:5555/agl"))
+    rules = of(found, "NetworkPolicy", "answers-ray-agents")["egress"]
+    assert {"ports": [{"port": 5432}, {"port": 5555}, {"port": 6543}]} in rules
+
+
 def test_experiment_without_ray_is_refused(project: Path) -> None:
     done = deploy("ray", "experiment.toml", folder=project)
     assert 1 == done.returncode

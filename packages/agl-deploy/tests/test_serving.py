@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl.schemas import ResourceVersion, Weights
+from agl_deploy.compose import compose_files
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.serving import parse_model, serving_files
 from agl_run import SQLiteStore
@@ -72,7 +74,7 @@ def test_label_decides_which_weights_arrive_and_taking_it_back_brings_the_earlie
     weights = next(one for name, one in services.items() if name.endswith("-weights"))
     shell, flag, line = weights["command"]
     line = line.replace("http://gateway:4747", store).replace("/models/served", f"{project}/served")
-    line = line.replace("agl export", f"{sys.executable} -m agl export")
+    line = line.replace("agl export", f"{shlex.quote(sys.executable)} -m agl export")
 
     async def label(version: str) -> None:
         opened = SQLiteStore(store)
@@ -112,6 +114,25 @@ def test_name_of_a_policy_cannot_break_out_of_the_command(project: Path, manager
     done = subprocess.run(["sh", "-c", line], cwd=project, capture_output=True, text=True)
     assert "a; touch owned #'\n- b@best" in done.stdout
     assert not (project / "owned").exists()
+
+
+@pytest.mark.parametrize("policy", ["worker", "gateway", "database"])
+def test_policy_with_the_name_of_a_part_is_a_service_of_its_own(
+    project: Path, manager: PluginManager, policy: str
+) -> None:
+    change(
+        project / "experiment.toml",
+        "[policy.small]",
+        f'[policy.{policy}]\nuse = "vllm"\nmodel = "m"\n\n[policy.small]',
+    )
+    needs = read_needs(project / "experiment.toml", manager)
+    deployment = yaml.safe_load(compose_files(needs, "deploy", gpus=0)["compose.yaml"])
+    files = serving_files(needs, f"{policy}@best", "deploy", gpus=1)
+    served = yaml.safe_load(files[f"model-{policy}-model.compose.yaml"])
+    for part in ("services", "volumes"):
+        assert not deployment[part].keys() & served[part].keys()
+    names = {one["metadata"]["name"] for one in yaml.safe_load_all(files[f"model-{policy}-model.kubernetes.yaml"])}
+    assert {f"answers-{policy}-model"} == names
 
 
 @pytest.mark.parametrize(

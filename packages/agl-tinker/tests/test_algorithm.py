@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +172,38 @@ def test_policy_refuses(served: Served, settings: dict[str, Any], part: str) -> 
     assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("base_url", ["http://127.0.0.1:port", "http://[::1"])
+def test_policy_refuses_an_address_that_is_none(base_url: str) -> None:
+    with pytest.raises(ConfigError, match="correct base_url"):
+        TinkerPolicy(name="llm", model="m", base_url=base_url)
+
+
+def test_policy_refuses_a_server_of_another_protocol() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"-ERR wrong number of arguments\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConfigError, match="correct base_url"):
+            TinkerPolicy(name="llm", model="m", base_url=f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
+
+
+@pytest.mark.parametrize("end", ["\n", " ", "\u20ac"])
+def test_policy_refuses_a_key_that_no_header_takes_without_showing_it(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", f"tml-geheim{end}")
+    with pytest.raises(ConfigError, match="the key in TINKER_API_KEY has a space") as caught:
+        TinkerPolicy(name="llm", model="m", base_url="http://127.0.0.1:9")
+    assert "geheim" not in str(caught.value)
+
+
 def test_policy_refuses_a_wrong_key(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-of-somebody-else")
     with pytest.raises(ConfigError, match="refuses the key in TINKER_API_KEY"):
@@ -204,6 +238,8 @@ def test_setup_refuses_what_the_server_lacks(
         ({"group_size": 1}, "group_size is 1; give 2 or more"),
         ({"lora_rank": 0}, "each must be at least 1"),
         ({"lr": 0.0}, "lr must be above 0"),
+        ({"betas": (0.9, 1.0)}, "betas = (0.9, 1.0)"),
+        ({"eps": -1e-8}, "eps = -1e-08"),
     ],
 )
 def test_parameters_are_refused_at_once(settings: dict[str, Any], part: str) -> None:

@@ -106,6 +106,18 @@ def test_remembered_tokens_are_not_tokenised_again(text: ChatText) -> None:
     assert again[: len(prompt) + 3] == [*prompt, *text.encode("ok"), *odd]
 
 
+def test_oldest_turns_are_forgotten_beyond_the_limit(text: ChatText, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_tinker.rendering._MOST_TOKENS", 60)
+    odd = text.encode("<|im_start|>")
+    for letter in ("a", "b", "b"):
+        text.remember(text.encode(letter * 20), odd)
+    again = [text.encode(f"{letter * 20}{text.token(odd[0])}") for letter in "ab"]
+    assert [21, 21] == [len(ids) for ids in again]
+    assert 2 == len(text._turns)
+    text.remember(text.encode("c" * 20), odd)
+    assert 2 == len(text._turns)
+
+
 def test_tool_calls_are_read(text: ChatText) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     found = text.message(text.encode(f"first\n{call}{call}"), stops=[], has_tools=True)
@@ -130,6 +142,9 @@ def test_arguments_of_calls_reach_the_template_as_objects(text: ChatText) -> Non
         ({"model": "other"}, 404, "this policy has 'llm'"),
         ({"messages": []}, 400, "has no messages"),
         ({"frequency_penalty": 1.0}, 400, "has no frequency_penalty"),
+        ({"min_tokens": 4, "stop_token_ids": [7]}, 400, "has no min_tokens, stop_token_ids"),
+        ({"top_logprobs": 5}, 400, "has no top_logprobs"),
+        ({"max_tokens": 0}, 400, "cannot be read"),
         ({"response_format": {"type": "json_object"}}, 400, "has no response_format"),
         ({"tool_choice": "required"}, 400, "cannot be enforced"),
         ({"max_tokens": 5000}, 400, "This model's context is 512 tokens"),
@@ -150,6 +165,12 @@ def test_requests_are_refused(serving: Callable[..., Any], body: dict[str, Any],
             assert part in (await answer.json())["error"]["message"]
 
     serving(work)
+
+
+def test_options_that_change_nothing_are_accepted(serving: Callable[..., Any]) -> None:
+    neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0, "best_of": 1, "top_logprobs": 0, "top_k": -1}
+    answer = serving(lambda endpoint: chat(endpoint, **neutral, stop_token_ids=[], echo=False))
+    assert answer["logprobs_exact"] is True
 
 
 def test_key_is_asked_for(serving: Callable[..., Any]) -> None:

@@ -1,10 +1,13 @@
 """The server, as the published client sees it: losses, gradients, weights, refusals, and two clients at once."""
 
+import asyncio
 import json
 import math
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -17,6 +20,7 @@ from agl_algo_torch.hosting import Adapter, HostedModel
 from agl_algo_torch.model import load_model
 from agl_objectives.contract import TokenBatch
 from agl_objectives.registry import find_loss
+from agl_tinker.server.samplers import Samplers
 
 from .world import KEY, Served
 
@@ -228,6 +232,20 @@ def test_more_models_than_the_server_holds(launch: Callable[..., Served], connec
         update(first)
 
 
+def test_models_that_are_made_at_once_are_no_more_than_the_server_holds(
+    launch: Callable[..., Served], connect: Connect
+) -> None:
+    served = launch(most_models=1)
+    clients = [connect(served.url) for _ in range(3)]
+    made = [client.create_lora_training_client(served.name, rank=2) for client in clients]
+    trained: list[tinker.TrainingClient] = []
+    for future in made:
+        with suppress(tinker.NotFoundError):
+            update(training := future.result())
+            trained.append(training)
+    assert 1 == len(trained)
+
+
 @pytest.mark.parametrize(
     ("row", "loss", "part"),
     [
@@ -281,6 +299,14 @@ def test_checkpoints_are_listed_and_deleted(training: tinker.TrainingClient, ser
     assert 4 == rest.get_weights_info_by_tinker_path(paths[1]).result().lora_rank
     rest.delete_checkpoint_from_tinker_path(paths[0]).result()
     assert paths[1:] == [one.tinker_path for one in rest.list_checkpoints(training.model_id).result().checkpoints]
+
+
+def test_name_of_a_checkpoint_that_is_being_saved_is_taken(training: tinker.TrainingClient) -> None:
+    for save in (training.save_state, training.save_weights_for_sampler):
+        futures = [save("same") for _ in range(2)]
+        futures[0].result()
+        with pytest.raises(tinker.RequestFailedError, match=r"The checkpoint .* exists"):
+            futures[1].result()
 
 
 def test_name_that_is_used_again_has_its_own_weights(training: tinker.TrainingClient, connect: Connect) -> None:
@@ -364,6 +390,53 @@ def test_request_that_is_sent_twice_runs_once(training: tinker.TrainingClient, s
     after = own_logprobs(training)
     assert before != after
     assert after == own_logprobs(training)
+
+
+def test_requests_without_a_number_are_requests_of_their_own(training: tinker.TrainingClient, served: Served) -> None:
+    body = {"model_id": training.model_id, "adam_params": {"learning_rate": 0.1}}
+    ids = {
+        httpx.post(f"{served.url}/api/v1/optim_step", json=body, headers={"X-API-Key": KEY}).json()["request_id"]
+        for _ in range(2)
+    }
+    assert 2 == len(ids)
+
+
+def test_request_that_is_cancelled_while_its_weights_are_read_leaves_no_sampler_behind() -> None:
+    opened: list[threading.Event] = []
+    may_open = threading.Event()
+
+    class Opened:
+        def __init__(self) -> None:
+            self.closed = threading.Event()
+            opened.append(self.closed)
+
+        def close(self) -> None:
+            self.closed.set()
+
+    class Model:
+        def sampler(self, _folder: Path | None) -> Opened:
+            may_open.wait(10)
+            return Opened()
+
+    async def body() -> None:
+        samplers = Samplers(cast("Any", Model()), most=1)
+
+        async def use() -> None:
+            async with samplers.using(None):
+                pass
+
+        cancelled = asyncio.ensure_future(use())
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await asyncio.sleep(0.05)
+        may_open.set()
+        with suppress(asyncio.CancelledError):
+            await cancelled
+        await use()
+        await samplers.close()
+
+    asyncio.run(body())
+    assert [True] == [closed.is_set() for closed in opened]
 
 
 def test_loss_that_is_not_finite_discards_the_gradient(model_dir: Path) -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
+from aiohttp import web
 
 from agl.contracts import Upstream
 from agl.errors import PolicyError
@@ -56,6 +57,35 @@ def test_a_server_of_another_model_or_none_at_all_is_refused(base):
                 await attached(base, urls, served_model="other").start()
         with pytest.raises(PolicyError, match=r"did not answer http://127.0.0.1:9/v1/models .*is it running"):
             await attached(base, "http://127.0.0.1:9/v1").start()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("text/html", "<html>"),
+        ("application/json", "{"),
+        ("application/json", "[]"),
+        ("application/json", '{"data": []}'),
+    ],
+)
+def test_a_server_that_lists_no_models_is_refused(base, kind, text):
+    async def run():
+        async def answer(_request):
+            return web.Response(text=text, content_type=kind)
+
+        app = web.Application()
+        app.router.add_get("/v1/models", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            with pytest.raises(PolicyError, match=r"/v1/models .*is base_url that of a vLLM server"):
+                await attached(base, url).start()
+        finally:
+            await runner.cleanup()
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,41 @@ def test_an_adapter_is_loaded_in_place_between_answers_and_named(base, make_weig
     body = {"lora_name": "main_llm-adapter", "lora_path": second.uri, "load_inplace": True}
     assert body == found["bodies"][9]
     assert "main_llm-adapter" == found["bodies"][-1]["model"]
+
+
+def test_calls_go_back_to_the_base_of_an_adapter_without_loading_it(base, make_weights):
+    policy = started(base, lora_rank=4)
+
+    async def act(served):
+        pid = noted(served.base_urls[0])["pid"]
+        await policy.load(published(make_weights("a1", shift=0.5, base=base), "v1"))
+        back = await policy.load(published(policy.resource(), "initial"))
+        assert ("initial", "main_llm") == (back.version, back.model)
+        found = noted(served.base_urls[0])
+        assert pid == found["pid"]
+        assert not {"/collective_rpc", "/sleep?level=2"} & set(found["paths"])
+        again = await policy.load(published(make_weights("a2", shift=0.25, base=base), "v2"))
+        assert "main_llm-adapter" == again.model
+
+    run(policy, act)
+
+
+def test_initial_weights_come_back_and_are_checked_by_what_they_gave_at_the_start(base, make_weights):
+    policy = started(base)
+
+    async def act(served):
+        await policy.load(published(make_weights("new", shift=0.5)))
+        back = await policy.load(published(policy.resource(), "initial"))
+        assert "initial" == back.version
+        found = noted(served.base_urls[0])
+        assert ["--model", base.uri] == found["argv"][:2]
+        assert ["/v1/completions"] == found["paths"]
+        await policy.load(published(make_weights("newer", shift=0.75)))
+        Path(base.uri, "weights.json").write_text('{"shift": 0.25}')
+        with pytest.raises(PolicyError, match="'changed', and does not serve them"):
+            await policy.load(published(policy.resource(), "changed"))
+
+    run(policy, act)
 
 
 def test_a_reload_changes_the_running_server(base, make_weights):
@@ -274,6 +310,42 @@ def test_a_server_that_gives_no_token_ids_is_refused(base, fake):
         run(started(base), None)
 
 
+def test_another_server_at_the_address_is_not_taken_for_the_own_one(base):
+    policy = started(base)
+
+    async def act(_served):
+        (server,) = policy._servers
+        server._process, running = None, server._process
+        try:
+            with pytest.raises(PolicyError, match="another program answers"):
+                await server.start(model=base.uri)
+        finally:
+            server._process = running
+
+    run(policy, act)
+
+
+def test_key_of_another_server_in_the_environment_is_not_passed_on(base, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "of another server")
+
+    async def act(served):
+        return noted(served.base_urls[0])["environ"]
+
+    assert "VLLM_API_KEY" not in run(started(base), act)
+
+
+def test_name_of_a_policy_with_a_slash_is_no_folder_of_its_log(base, tmp_path):
+    policy = VLLMPolicy(
+        name="org/llm", model=base.uri, python=sys.executable, dtype="float32", log_dir=str(tmp_path / "logs")
+    )
+
+    async def act(served):
+        return served.model
+
+    assert "org/llm" == run(policy, act)
+    assert ["org_llm-0.log"] == [file.name for file in (tmp_path / "logs").iterdir()]
+
+
 def test_an_interpreter_without_vllm_says_how_to_install_it(base, monkeypatch):
     monkeypatch.delenv("PYTHONPATH")
     try:
@@ -295,6 +367,10 @@ def test_an_interpreter_without_vllm_says_how_to_install_it(base, monkeypatch):
         ({"model": "m", "sync": "copy"}, r"wrong kind: Invalid enum value 'copy' - at `\$.sync`"),
         ({"model": "m", "replicas": "2"}, r"Expected `int`, got `str` - at `\$.replicas`"),
         ({"model": "m", "args": ["--port", "1"]}, r"agl sets \['--port'\] itself"),
+        (
+            {"model": "m", "args": ["--logprobs_mode=raw_logprobs"]},
+            r"agl sets \['--logprobs_mode=raw_logprobs'\] itself",
+        ),
         ({"model": "m", "replicas": 2, "devices": ["0"]}, "has 2 replicas and devices for 1"),
         ({"model": "m", "replicas": 0}, "replicas must be 1 or more"),
         ({"model": "m", "served_model": "x"}, "belong to servers that run already"),

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from agl.errors import ConfigError
 from agl.stores import shown_url
-from agl_run import ExperimentConfig
+from agl_run import ExperimentConfig, ExperimentSection
 
 _KEY = re.compile(
     r"\b(sk-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
@@ -16,11 +16,15 @@ _KEY = re.compile(
 )
 """Keys of providers, by their usual beginnings."""
 
-_SECRET_NAME = re.compile(r"(^|_)(api_?key|token|password|passwd|secret)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|token|password|passwd|secret)$", re.IGNORECASE)
+_SECRET_OPTION = re.compile(r"(api[_-]?key|token|password|passwd|secret)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PASSWORD = re.compile(r"://[^/@:\s]*:[^/@\s]+@")
 _SYSTEM = ("/bin/", "/usr/bin/")
 """Folders of programs that every image has."""
+
+_KIND = re.compile(r"[a-z][a-z0-9_-]+:(?!//)")
+"""The beginning of tasks and workspaces that a package reads, such as ``harbor:FOLDER``."""
 
 _OWN_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
@@ -52,15 +56,21 @@ def refuse(config: ExperimentConfig, data: Mapping[str, Any], folder: Path) -> N
             "keeps keys where the trainer is; remove it, so that the gateway relays the calls"
         )
     for word in section.agent if isinstance(section.agent, tuple) else ():
-        if word.startswith(("/", "~")) and not word.startswith(_SYSTEM):
+        is_outside = word.startswith(("/", "~")) or (".." in PurePosixPath(word).parts and not _is_inside(word, folder))
+        if is_outside and not word.startswith(_SYSTEM):
             raise ConfigError(
                 f"[experiment] agent runs {word!r}, a path of this machine that no image has; put the program into "
                 f"{str(folder)!r} and name it relative to the experiment's file, or name a program on the PATH"
             )
-    for key, path in (("train", section.train), ("val", section.val)):
-        if path and not _is_inside(path, folder):
+    for key, path in (
+        ("train", section.train),
+        ("val", section.val),
+        ("workspace", section.workspace),
+        ("harness", section.harness),
+    ):
+        if path and not _is_inside(_KIND.sub("", path, count=1), folder):
             raise ConfigError(
-                f"[experiment] {key} is {path!r}, a file outside of {str(folder)!r}, which is all that the images get; "
+                f"[experiment] {key} is {path!r}, a path outside of {str(folder)!r}, which is all that the images get; "
                 "move it there, and name it relative to the experiment's file"
             )
 
@@ -73,6 +83,7 @@ def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> It
         folder: Its folder.
         files: The agent's modules, relative to it.
     """
+    yield from _absent_programs(config.experiment)
     for name, policy in config.policy.items():
         for key, value in _texts(policy.params):
             host = _host(value)
@@ -95,6 +106,20 @@ def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> It
     for file in files:
         if _KEY.search((folder / file).read_text(encoding="utf-8", errors="replace")):
             yield f"{file} has what looks like a key of a provider, which everybody who gets the image can read"
+
+
+def _absent_programs(section: ExperimentSection) -> Iterator[str]:
+    """Yield what a harness and its workspace need that the images do not have."""
+    if section.harness:
+        yield (
+            f"[experiment] harness is {section.harness!r}, whose program the image of the workers does not have: add "
+            "a line to the Dockerfile that installs it there"
+        )
+    if section.workspace.startswith("git:"):
+        yield (
+            f"[experiment] workspace is {section.workspace!r}, and the images have no .git folders: name a folder, or "
+            "take **/.git out of Dockerfile.dockerignore"
+        )
 
 
 def variables(value: Any) -> Iterator[str]:
@@ -126,7 +151,7 @@ def _variable(key: str, name: str) -> str:
 def _refuse_credentials(data: Mapping[str, Any]) -> None:
     for place, text in _texts(data):
         key = place.rpartition(".")[2]
-        if _PASSWORD.search(text):
+        if _has_password(text):
             raise ConfigError(
                 f"{place} in the experiment's file has a password in its URL, which would stand in every image; remove "
                 "it there, and give it as PGPASSWORD to the database and by an api_key_env elsewhere"
@@ -148,6 +173,18 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(cast("list[Any]", value)):
             yield from _texts(item, f"{place}.{index}")
+
+
+def _has_password(text: str) -> bool:
+    """Return true for a URL with a password before its host, or with one among its options."""
+    if _PASSWORD.search(text):
+        return True
+    try:
+        url = urlsplit(text)
+        is_url = text.startswith(f"{url.scheme}://")
+        return is_url and bool(url.password or any(_SECRET_OPTION.search(name) for name, _ in parse_qsl(url.query)))
+    except ValueError:
+        return False
 
 
 def _host(url: str) -> str:

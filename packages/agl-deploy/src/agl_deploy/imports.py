@@ -113,12 +113,14 @@ def _modules_in(folder: Path, file: str) -> Iterator[str]:
 
 
 def _required(folder: Path) -> Iterator[str]:
-    """Yield the requirements of the folder's own ``requirements.txt``, by name and extras."""
+    """Yield the requirements of the folder's own ``requirements.txt`` that count here, by name and extras."""
     path = folder / "requirements.txt"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             need = Requirement(line.partition(" #")[0].partition("#")[0].strip())
         except InvalidRequirement:
+            continue
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
         extras = f"[{','.join(sorted(need.extras))}]" if need.extras else ""
         yield f"{need.name}{extras}"

@@ -2,7 +2,8 @@
 
 import tomllib
 from collections.abc import Iterable
-from pathlib import Path
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
 
 from agl import PluginManager
 from agl.contracts import Kind
@@ -13,7 +14,7 @@ from agl_deploy.findings import refuse, variables, warnings
 from agl_deploy.imports import Imported, read_imports
 from agl_deploy.names import deployed_name
 from agl_deploy.pins import Pin, has_extra, missing, pins
-from agl_run import ExperimentConfig, load_config
+from agl_run import ExperimentConfig, PolicyConfig, load_config
 
 PARTS = ("gateway", "worker", "trainer", "console")
 
@@ -22,6 +23,11 @@ _OF_A_CODER = ("pip", "setuptools", "wheel", "agl-deploy", "agl-testing")
 """Distributions that an agent may have in its ``requirements.txt`` and no image needs."""
 
 _RAY_WITH_JOBS = "ray[default]"
+_HARNESS = "harness"
+"""The runner of coding harnesses."""
+
+_KEYS = {"openai": "OPENAI_API_KEY", "tinker": "TINKER_API_KEY"}
+"""Variables of the keys of policies whose settings name none."""
 
 
 class OnRay(Record, frozen=True, kw_only=True):
@@ -110,10 +116,21 @@ def _is_command(config: ExperimentConfig) -> bool:
 
 
 def _modules(config: ExperimentConfig) -> list[str]:
-    """Return the modules that the experiment's file names as ``module:attribute``."""
+    """Return the modules that the experiment's file names as ``module:attribute``, or runs as ``python -m module``."""
     agent = config.experiment.agent
     uses = [agent if isinstance(agent, str) else "", *(reward.use for reward in config.reward)]
-    return [use.partition(":")[0] for use in uses if ":" in use]
+    words = agent if not isinstance(agent, str) else ()
+    is_python = bool(words) and PurePosixPath(words[0]).name.startswith("python")
+    run = [module for flag, module in pairwise(words) if is_python and flag == "-m"][:1]
+    return [*(use.partition(":")[0] for use in uses if ":" in use), *run]
+
+
+def _runners(config: ExperimentConfig, manager: PluginManager) -> list[str]:
+    """Return the runner, and the one that a harness or an agent such as ``verifiers:NAME`` comes with."""
+    agent = config.experiment.agent
+    brought = agent.partition(":")[0] if isinstance(agent, str) and ":" in agent else ""
+    is_brought = any(entry.name == brought for entry in manager.entries("runner"))
+    return [config.runner.use, *([_HARNESS] if config.experiment.harness else []), *([brought] if is_brought else [])]
 
 
 def _distributions(config: ExperimentConfig, manager: PluginManager, found: Imported) -> dict[str, list[str]]:
@@ -125,7 +142,7 @@ def _distributions(config: ExperimentConfig, manager: PluginManager, found: Impo
 
     agents = [name for name in found.distributions if name not in _OF_A_CODER]
     rewards = of("reward", (reward.use for reward in config.reward))
-    worker = [*_EVERYWHERE, *agents, *rewards, *of("tracer", config.tracers), *of("runner", [config.runner.use])]
+    worker = [*_EVERYWHERE, *agents, *rewards, *of("tracer", config.tracers), *of("runner", _runners(config, manager))]
     credits = [config.credit, *(each.credit for each in config.algorithm if each.credit)]
     trainer = [
         *worker,
@@ -165,18 +182,15 @@ def _on_ray(config: ExperimentConfig, trainer: list[Pin]) -> OnRay | None:
 def _variables(config: ExperimentConfig) -> dict[str, list[str]]:
     """Return the variables of the parts that need any; rewards run where the agent does."""
     rewards = {*variables([reward.params for reward in config.reward])}
-    policies = {
-        name
-        for policy in config.policy.values()
-        for name in variables(_with_key(policy.params) if policy.use == "openai" else policy.params)
-    }
+    policies = {name for policy in config.policy.values() for name in variables(_with_key(policy))}
     rest = variables([*(each.params for each in config.algorithm), *(each.params for each in config.exporter)])
     return {"worker": sorted(rewards), "trainer": sorted({*rewards, *policies, *rest})}
 
 
-def _with_key(params: dict[str, Json]) -> dict[str, Json]:
-    """Return the parameters of an ``openai`` policy with the variable of its key, which has a default."""
-    return {"api_key_env": "OPENAI_API_KEY", **params}
+def _with_key(policy: PolicyConfig) -> dict[str, Json]:
+    """Return the parameters of a policy, with the variable of its key where that has a default."""
+    default = _KEYS.get(policy.use)
+    return {"api_key_env": default, **policy.params} if default else policy.params
 
 
 def _unknown(found: Imported) -> list[str]:

@@ -77,13 +77,13 @@ def parts_of(needs: Needs, hosts: Hosts) -> list[Part]:
                 *_set("gateway.params.spool", "/data/spool"),
             ),
             health=_health(f"http://127.0.0.1:{TRAINER_PORT}/healthz"),
-            secrets=("AGL_SECRET", "PGPASSWORD", *needs.variables["trainer"]),
+            secrets=_once("AGL_SECRET", "PGPASSWORD", *needs.variables["trainer"]),
         ),
         Part(
             name="worker",
             command=("agl", "worker", file, "--store", served),
             health=_health(f"{served}/healthz"),
-            secrets=(WORKER_TOKEN_ENV, *needs.variables["worker"]),
+            secrets=_once(WORKER_TOKEN_ENV, *needs.variables["worker"]),
         ),
         Part(
             name="console",
@@ -99,7 +99,11 @@ def secrets_of(needs: Needs) -> dict[str, str]:
     own = {name for names in needs.variables.values() for name in names}
     command = shlex.join(["agl", "worker-token", needs.experiment, "--valid", "365d"])
     general = {name: use.format(command=command) for name, use in SECRETS.items()}
-    return {**general, **{name: "a key that the experiment's file names" for name in sorted(own)}}
+    return {**general, **{name: "a key that the experiment's file names" for name in sorted(own - general.keys())}}
+
+
+def _once(*names: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
 
 
 def _set(key: str, value: str) -> tuple[str, str]:

@@ -105,6 +105,7 @@ def _source(distribution: metadata.Distribution) -> str:
         return ""
     origin: dict[str, Any] = json.loads(text)
     url: str = origin["url"]
+    folder = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
     if "vcs_info" in origin:
-        return f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
-    return str(Path(unquote(urlsplit(url).path))) if url.startswith("file:") else url
+        return f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}{folder}"
+    return str(Path(unquote(urlsplit(url).path))) if url.startswith("file:") else f"{url}{folder}"

@@ -1,8 +1,8 @@
 """The RayJob: the experiment on a Ray cluster of its own, which KubeRay makes and removes."""
 
 import json
+import re
 import shlex
-from urllib.parse import urlsplit
 
 from agl.errors import ConfigError
 from agl.hints import pip_install
@@ -50,12 +50,20 @@ def rayjob_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
         gpus=gpus,
         shared=ray.shares_files,
         room=shlex.quote(json.dumps({AGENTS: 1})) if ray.runs_agents else "",
-        head_secrets=["AGL_SECRET", "PGPASSWORD", *needs.variables["trainer"]],
-        agent_secrets=["PGPASSWORD", *needs.variables["worker"]],
+        head_secrets=dict.fromkeys(["AGL_SECRET", "PGPASSWORD", *needs.variables["trainer"]]),
+        agent_secrets=dict.fromkeys(["PGPASSWORD", *needs.variables["worker"]]),
         port=TRAINER_PORT,
-        database_port=urlsplit(needs.store).port or _DATABASE_PORT,
+        database_ports=_database_ports(needs.store),
     )
     return {"rayjob.yaml": text}
+
+
+def _database_ports(store: str) -> list[int]:
+    """Return the ports in the URL of a database, which may name several hosts."""
+    place = re.split("[/?]", store.partition("://")[2])[0]
+    hosts = place.rpartition("@")[2].split(",")
+    found = [re.search(r":(\d+)$", host) for host in hosts]
+    return sorted({int(port[1]) if port else _DATABASE_PORT for port in found})
 
 
 def _entrypoint(needs: Needs) -> str:

@@ -14,6 +14,8 @@ from agl_run.commands import LABEL
 
 SCRIPT = "serve_model.py"
 _FOLDER = "/models/served"
+_TAKEN = ("postgres", "gateway", "trainer", "worker", "console", "database", "trained", "dashboard", "ray")
+"""Names that a deployment has given to its own parts and volumes."""
 
 
 def parse_model(text: str, needs: Needs) -> tuple[str, str]:
@@ -40,6 +42,7 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
     """
     policy, label = parse_model(model, needs)
     own = deployed_name(policy)
+    own = f"{own}-model" if own in _TAKEN else own
     script = template(SCRIPT)
     serve = ["python3", f"/opt/agl/{SCRIPT}", _FOLDER, policy]
     common = {

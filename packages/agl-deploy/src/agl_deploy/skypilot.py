@@ -22,7 +22,7 @@ def skypilot_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
         name=needs.name,
         folder=folder,
         gpus=gpus,
-        secrets=secrets,
+        secrets=dict.fromkeys(secrets),
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         run=_run(needs),
     )

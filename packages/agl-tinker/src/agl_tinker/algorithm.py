@@ -112,6 +112,11 @@ class Tinker:
                 f"tinker got lr = {lr}, weight_decay = {weight_decay}, max_grad_norm = {max_grad_norm} and "
                 f"ttl_s = {ttl_s}; lr must be above 0, and the others at least 0"
             )
+        if not (all(0 <= beta < 1 for beta in betas) and eps >= 0):
+            raise ConfigError(
+                f"tinker got betas = {betas} and eps = {eps}; each of betas is at least 0 and below 1, and eps at "
+                "least 0"
+            )
         self._steps = steps
         self._groups = GroupSampler(
             count=tasks_per_step,

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tinker
@@ -26,11 +26,27 @@ from agl_tinker.rendering import ChatText
 
 _LOG = logging.getLogger("agl_tinker")
 _MAX_BODY = 64 * 2**20
-_REFUSED = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias", "best_of", "echo")
-"""Options that would change the answer and that Tinker's API does not have."""
+_NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "min_tokens": 0,
+    "logit_bias": {},
+    "top_logprobs": 0,
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+"""Options that would change the answer and that are not served, with the value that changes nothing."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Json = dict[str, Any]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -41,19 +57,18 @@ class Body(msgspec.Struct, kw_only=True):
     prompt: str | list[int] = ""
     tools: list[Json] = []
     tool_choice: Any = "auto"
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    n: int | None = None
+    n: Count | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: Json | None = None
     return_token_ids: bool | None = None
     chat_template_kwargs: Json = {}
-    response_format: Json | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -206,12 +221,10 @@ class ChatServer:
                 status=404,
                 code="model_not_found",
             )
-        refused = [name for name in _REFUSED if given.get(name)]
-        if (body.response_format or {}).get("type", "text") != "text":
-            refused.append("response_format")
+        refused = [name for name, neutral in _NEUTRAL.items() if given.get(name) not in (None, neutral)]
         if refused:
             raise _ChatError(
-                f"Tinker's API has no {', '.join(refused)}; send the request without.", code="unsupported_parameter"
+                f"This policy has no {', '.join(refused)}; send the request without.", code="unsupported_parameter"
             )
         return body
 
@@ -222,7 +235,7 @@ class ChatServer:
             max_tokens=self._max_tokens(body, len(prompt)),
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=-1 if not body.top_k else body.top_k,
+            top_k=body.top_k or -1,
             seed=body.seed,
             stop=body.stops or None,
         )
@@ -270,7 +283,7 @@ class ChatServer:
         sequences: Sequence[types.SampledSequence],
     ) -> Json:
         completion = sum(len(one.tokens) for one in sequences)
-        is_exact = (body.top_p in (None, 1.0)) and not body.top_k and body.temperature != 0
+        is_exact = body.top_p in (None, 1.0) and body.top_k in (None, 0, -1) and body.temperature != 0
         answer: Json = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "chat.completion" if kind == "chat" else "text_completion",

@@ -26,7 +26,13 @@ def tinker() -> None:
 @click.argument("model")
 @click.option("--name", default="", help="Name by which clients know the model; by default MODEL.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=4748, show_default=True, help="Port to listen on; 0 takes any free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=4748,
+    show_default=True,
+    help="Port to listen on; 0 takes any free one.",
+)
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),

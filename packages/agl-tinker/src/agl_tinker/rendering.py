@@ -16,7 +16,8 @@ from jinja2 import TemplateError
 from agl.errors import ConfigError
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_MOST_TURNS = 2000
+_MOST_TOKENS = 2_000_000
+"""Tokens of prompts and answers that are remembered; the turns that were asked for longest ago are forgotten."""
 
 
 class ChatText:
@@ -51,6 +52,7 @@ class ChatText:
         special: list[int] = self._tokenizer.all_special_ids
         self._hidden = frozenset(token for token in special if self._decode([token]) not in (_OPEN, _CLOSE))
         self._turns: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._n_tokens = 0
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -79,9 +81,12 @@ class ChatText:
     def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Keep the tokens of a prompt and its answer for the prompts that continue them."""
         ids = (*prompt, *answer)
-        self._turns[self._decode(ids)] = ids
-        if len(self._turns) > _MOST_TURNS:
-            self._turns.popitem(last=False)
+        text = self._decode(ids)
+        self._n_tokens += len(ids) - len(self._turns.pop(text, ()))
+        self._turns[text] = ids
+        while self._n_tokens > _MOST_TOKENS:
+            _, oldest = self._turns.popitem(last=False)
+            self._n_tokens -= len(oldest)
 
     def message(self, ids: Sequence[int], *, stops: Sequence[str], has_tools: bool) -> dict[str, Any]:
         """Return the message of an answer; text with a malformed call stays content as a whole."""

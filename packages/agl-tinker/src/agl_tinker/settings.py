@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any, Literal, cast
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -53,6 +54,11 @@ def read_settings(name: str, values: Mapping[str, Any]) -> TinkerSettings:
         raise ConfigError(
             f"policy {name!r}: the key of Tinker's API is taken from {settings.api_key_env}, which is not set; "
             "export it"
+        )
+    if not all("!" <= char <= "~" for char in settings.key):
+        raise ConfigError(
+            f"policy {name!r}: the key in {settings.api_key_env} has a space, a line break or a character that is no "
+            "ASCII, which no key has; export the key alone"
         )
     return settings
 
@@ -113,7 +119,7 @@ def _capabilities(name: str, settings: TinkerSettings, base_url: str) -> dict[st
             f"policy {name!r}: {base_url} answered {error.code} to the question what it can do, so it is no server of "
             "Tinker's API, or not one of this version; correct base_url"
         ) from error
-    except (URLError, OSError, ValueError) as error:
+    except (URLError, OSError, HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, URLError) else error
         raise ConfigError(
             f"policy {name!r}: the server of Tinker's API at {base_url} does not answer ({reason}); start it, or "

@@ -48,8 +48,15 @@ class ServerClient:
 
     async def models(self) -> list[str]:
         """Return the model names that requests may give, adapters included."""
-        listed = await self._call("GET", f"{self.base_url}/models")
-        return [str(entry["id"]) for entry in listed["data"]]
+        url = f"{self.base_url}/models"
+        listed = await self._call("GET", url)
+        try:
+            names = [str(entry["id"]) for entry in listed["data"]]
+        except (TypeError, KeyError):
+            names = []
+        if not names:
+            raise PolicyError(f"the answer to {url} lists no models; is base_url that of a vLLM server?")
+        return names
 
     async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
         """Return the natural log-probability of every token but the first, given those before it; [N - 1].
@@ -171,4 +178,9 @@ async def _content(answer: aiohttp.ClientResponse, url: str) -> Any:
         if answer.status in (403, 404, 405):  # 403: vLLM 0.32 has the route, and it is switched off
             raise RouteMissingError(f"the vLLM server has no {url} (HTTP {answer.status}: {text})")
         raise PolicyError(f"the vLLM server answered {url} with HTTP {answer.status}: {text or 'no message'}")
-    return await answer.json() if answer.content_type == "application/json" else await answer.text()
+    try:
+        return await answer.json() if answer.content_type == "application/json" else await answer.text()
+    except ValueError as error:
+        raise PolicyError(
+            f"the answer to {url} cannot be read ({error}); is base_url that of a vLLM server?"
+        ) from error

@@ -1,15 +1,17 @@
 """The policy `vllm`: one or several vLLM servers, and how new weights get into them.
 
-There are four routes. `lora`: an adapter is loaded into the running server, under a name of its own. `sleep`: the
-running server frees its weights and loads others in their place. `reload`: full weights are loaded over the old ones.
-`restart`: the server is stopped and started with the new weights. After each of them every server is asked for the
-log-probabilities of a fixed text, which must be those that came with the weights (`check.py`).
+There are five routes. `lora`: an adapter is loaded into the running server, under a name of its own. `base`: calls go
+to the weights below the adapter again. `sleep`: the running server frees its weights and loads others in their place.
+`reload`: full weights are loaded over the old ones. `restart`: the server is stopped and started with the new weights.
+After each of them that loads weights every server is asked for the log-probabilities of a fixed text, which must be
+those that came with the weights (`check.py`), or for the initial weights those of the servers when they had started.
 
 Limits: full weights travel through files that the servers can read; a server that was attached to is never restarted.
 """
 
 import asyncio
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -29,10 +31,10 @@ from agl_vllm.settings import read_settings
 from agl_vllm.update import load_adapter, rank_of, reload_weights, replace_weights, run_together
 
 _LOG = logging.getLogger("agl_vllm")
-_ASKED_IDS = (1, 2, 3)
+_ASKED_IDS = tuple(range(1, 17))
 """Token ids that every vocabulary has, to find out whether a server gives ids and log-probabilities."""
 
-Route = Literal["lora", "sleep", "reload", "restart"]
+Route = Literal["lora", "base", "sleep", "reload", "restart"]
 
 
 class VLLMPolicy:
@@ -76,7 +78,8 @@ class VLLMPolicy:
         self._log_dir: Path | None = None
         self._is_well = self._can_sleep = False
         self._base_name = self._served = self._settings.served_model or name
-        self._full = Weights(uri=self._settings.model)
+        self._full = self._initial = Weights(uri=self._settings.model)
+        self._initial_probe: WeightsProbe | None = None
         self._live: Weights | None = self._full  # what the servers have; unknown while and after an update failed
 
     @property
@@ -99,7 +102,7 @@ class VLLMPolicy:
             await self._start_servers()
         else:
             await self._find_model()
-        await self._each(lambda client: client.score(_ASKED_IDS, model=self._base_name))
+        await self._each(self._ask)
         await self._each(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
         await self._take_tokens()
         self._is_well = True
@@ -147,10 +150,11 @@ class VLLMPolicy:
 
     async def _sync(self, weights: Weights, version: str) -> None:
         """Load weights by their route and check every server; the version is unverified until then."""
-        probe = probe_of(weights, name=self.name) if self._settings.probe else None
         self._require_rank(weights, version)
+        is_below = weights == self._full and self._live is not None and self._live.format == "lora"
+        route: Route = "base" if is_below else self._route(weights)
+        probe = self._probe(weights) if self._settings.probe and not is_below else None
         self._live, self._is_well = None, False
-        route = self._route(weights)
         try:
             if route == "lora" and weights.base_model != self._full.uri:
                 base = Weights(uri=weights.base_model)
@@ -179,6 +183,9 @@ class VLLMPolicy:
                 await self._revive()
                 self._served = f"{self._base_name}-adapter"
                 await self._each(lambda client: load_adapter(client, weights, name=self._served))
+            case "base":
+                await self._revive()
+                self._served = self._base_name
             case "sleep":
                 await self._revive()
                 self._served = self._base_name
@@ -190,6 +197,17 @@ class VLLMPolicy:
             case "restart":
                 self._served = self._base_name
                 await run_together(self._restart(server, weights) for server in self._servers)
+
+    async def _ask(self, client: ServerClient) -> None:
+        """Check that a server that has started gives token ids, and keep what it says of the initial weights."""
+        scores = await client.score(_ASKED_IDS, model=self._base_name)
+        if self._servers:  # one that was attached to may have the last weights of an earlier run
+            self._initial_probe = WeightsProbe(token_ids=_ASKED_IDS, logprobs=tuple(scores))
+
+    def _probe(self, weights: Weights) -> WeightsProbe:
+        if weights == self._initial and self._initial_probe is not None:
+            return self._initial_probe
+        return probe_of(weights, name=self.name)
 
     async def _check(self, probe: WeightsProbe | None, version: str) -> None:
         """Raise PolicyError where a server does not serve the weights of `probe`; check nothing without one."""
@@ -247,10 +265,11 @@ class VLLMPolicy:
             tokens_in=bool(chosen.tokens_in),
             can_sleep=self._can_sleep,
         )
+        file_name = re.sub(r"[^\w.-]", "_", self.name)
         self._servers = [
             LocalServer(
                 how,
-                log=self._log_dir / f"{self.name}-{number}.log",
+                log=self._log_dir / f"{file_name}-{number}.log",
                 device=chosen.devices[number] if chosen.devices else "",
                 sync_timeout_s=chosen.sync_timeout_s,
             )

@@ -76,6 +76,7 @@ class LaunchSettings:
     def environment(self, *, device: str) -> dict[str, str]:
         """Return the server's environment: this one, with the switches for updates and without telemetry."""
         found = environment_for(self.python)
+        found.pop("VLLM_API_KEY", None)  # that of another server; this one would ask for it
         found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if self.lora_rank:
             found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
@@ -111,8 +112,14 @@ class LocalServer:
         """Serve ``model``; returns once the server is healthy.
 
         Raises:
-            PolicyError: It ended or took too long; the message has the last lines that it printed.
+            PolicyError: It ended or took too long; the message has the last lines that it printed. Or another program
+                answers at its address, whose answers would be taken for its own.
         """
+        if await self.client.is_healthy():
+            raise PolicyError(
+                f"policy {self._settings.name!r}: another program answers at {self.client.base_url}, where its vLLM "
+                "server is to start; stop that program, or run again, which takes another port"
+            )
         command = self._settings.command(model=model, port=self._port)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

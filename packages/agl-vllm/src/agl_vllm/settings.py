@@ -126,7 +126,8 @@ def _check_started(name: str, settings: VllmSettings) -> None:
         raise ConfigError(
             f"policy {name!r}: there is no interpreter {settings.python!r}; give the path of the Python that has vLLM"
         )
-    taken = [word for word in settings.args if word.split("=")[0] in _OWN_ARGS]
+    # vLLM reads --served_model_name as --served-model-name.
+    taken = [word for word in settings.args if word.partition("=")[0].replace("_", "-") in _OWN_ARGS]
     if taken:
         raise ConfigError(f"policy {name!r}: agl sets {taken} itself; remove them from args (dtype has its own key)")
     if settings.model.startswith((".", "/", "~")) and not Path(settings.model).is_dir():

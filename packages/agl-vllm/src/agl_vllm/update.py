@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from agl.errors import PolicyError
@@ -60,20 +60,26 @@ async def replace_weights(client: ServerClient, weights: Weights) -> None:
 async def _between_answers(client: ServerClient) -> AsyncGenerator[None]:
     """Hold the server's requests within the block, then drop the prefixes that the old weights computed."""
     # An answer that begins with the old weights and ends with the new ones has log-probabilities of neither.
+    is_held = True
     try:
-        await client.pause()
-    except RouteMissingError:
-        _LOG.warning(
-            "the server at %s runs without VLLM_SERVER_DEV_MODE=1: answers in flight may mix two versions of the "
-            "weights, and its prefix cache is cleared only where the server does so itself",
-            client.base_url,
-        )
+        try:
+            await client.pause()
+        except RouteMissingError:
+            is_held = False
+            _LOG.warning(
+                "the server at %s runs without VLLM_SERVER_DEV_MODE=1: answers in flight may mix two versions of the "
+                "weights, and its prefix cache is cleared only where the server does so itself",
+                client.base_url,
+            )
         yield
-        return
-    try:
-        yield
-        await client.reset_prefix_cache()
-    finally:  # also after a failed update: otherwise every call of the agents would hang
+        if is_held:
+            await client.reset_prefix_cache()
+    except BaseException:  # a pause that failed may hold them all the same, and every call of the agents would hang
+        if is_held:
+            with suppress(PolicyError):  # the first failure says more
+                await client.resume()
+        raise
+    if is_held:
         await client.resume()
 
 

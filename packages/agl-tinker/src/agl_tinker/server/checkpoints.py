@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from agl.errors import ConfigError
 from agl_tinker.server.problems import RefusedError
 
 Kind = Literal["weights", "sampler_weights"]
@@ -47,11 +48,16 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints below a folder, which is made."""
+    """The checkpoints below a folder, which is made; raises :class:`ConfigError` where it cannot be."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder {root} for checkpoints cannot be made ({error}); choose another --folder"
+            ) from error
 
     def new(self, run: str, kind: Kind, name: str, *, overwrite: bool = False) -> Checkpoint:
         """Return the place of a checkpoint that is to be written.

@@ -77,7 +77,7 @@ async def listen(runner: web.AppRunner, *, host: str, port: int) -> str:
         raise ConfigError(
             f"the server cannot listen on {host}:{port} ({error}); choose another --port, or 0 for a free one"
         ) from error
-    return f"http://{host}:{runner.addresses[0][1]}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
 
 
 async def _told_to_stop() -> None:

@@ -40,11 +40,16 @@ class Samplers:
 
     async def close(self) -> None:
         """Close all of them."""
-        while self._ready:
-            _, sampler = self._ready.popitem()
-            await asyncio.to_thread(sampler.close)
+        async with self._opening:  # one that is being opened is closed too
+            while self._ready:
+                _, sampler = self._ready.popitem()
+                await asyncio.to_thread(sampler.close)
 
     async def _open(self, key: Key) -> Sampler:
+        # Shielded: a request that is cancelled leaves the sampler to the next one, and none that nobody closes.
+        return await asyncio.shield(self._opened(key))
+
+    async def _opened(self, key: Key) -> Sampler:
         async with self._opening:  # else two requests for new weights would read them twice
             if key not in self._ready:
                 await self._make_room()

@@ -61,6 +61,7 @@ class TinkerService:
         self.promises = Promises()
         self._samplers = Samplers(model, most=samplers)
         self._runs: dict[str, TrainingRun] = {}
+        self._adding = asyncio.Lock()
         self._most_models, self._threads = most_models, threads
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="agl-tinker-training")
 
@@ -118,7 +119,7 @@ class TinkerService:
         """Begin to make a model from a saved state, or to load one into a model; returns the id of the promise."""
         if body.model_id is not None:
             found = self.run_of(body.model_id)
-            return self._promise(f"{found.run}:{body.seq_id}", lambda: self._loaded(found, body))
+            return self._promise(f"{found.run}:{_number(body.seq_id)}", lambda: self._loaded(found, body))
         if body.session_id is None or body.model_seq_id is None:
             raise RefusedError("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
         run = _run_id(body.session_id, body.model_seq_id)
@@ -171,19 +172,23 @@ class TinkerService:
             norm = await self._train(lambda: found.trainee.step(settings))
             return {"type": "optim_step", "metrics": {"grad_norm:mean": norm}}
 
-        return self._promise(f"{found.run}:{body.seq_id}", work)
+        return self._promise(f"{found.run}:{_number(body.seq_id)}", work)
 
     def save_weights(self, body: types.SaveWeightsRequest) -> str:
         """Begin to save a state that training continues from."""
         found = self.run_of(body.model_id)
 
-        async def work() -> Result:
-            name = body.path or f"state-{body.seq_id}"
-            place = self.checkpoints.new(found.run, "weights", name, overwrite=body.overwrite)
-            await self._train(lambda: found.trainee.save(place.folder))
-            return {"type": "save_weights", "path": place.path}
+        name = body.path or f"state-{_number(body.seq_id)}"
 
-        return self._promise(f"{found.run}:{body.seq_id}", work)
+        def saved() -> Checkpoint:  # on the thread of training: a request before it may take the name
+            place = self.checkpoints.new(found.run, "weights", name, overwrite=body.overwrite)
+            found.trainee.save(place.folder)
+            return place
+
+        async def work() -> Result:
+            return {"type": "save_weights", "path": (await self._train(saved)).path}
+
+        return self._promise(f"{found.run}:{_number(body.seq_id)}", work)
 
     def save_for_sampler(self, body: types.SaveWeightsForSamplerRequest) -> str:
         """Begin to save weights to sample from, under a name or for one sampling client."""
@@ -191,17 +196,21 @@ class TinkerService:
         if body.kind != "snapshot":
             raise not_offered(f"A sampling client of the kind {body.kind!r}")
 
-        async def work() -> Result:
+        def saved() -> Checkpoint:
             if body.path:
                 place = self.checkpoints.new(found.run, "sampler_weights", body.path)
             else:
                 found.unnamed += 1
                 place = self.checkpoints.unnamed(found.run, found.unnamed)
-            await self._train(lambda: found.trainee.save_adapter(place.folder))
+            found.trainee.save_adapter(place.folder)
+            return place
+
+        async def work() -> Result:
+            place = await self._train(saved)
             answer: dict[str, Any] = {"type": "save_weights_for_sampler", "path": place.path}
             return answer if body.path else answer | {"path": None, "sampling_session_id": _sampler_id(place.path)}
 
-        return self._promise(f"{found.run}:{body.seq_id}", work)
+        return self._promise(f"{found.run}:{_number(body.seq_id)}", work)
 
     def sampling_session(self, *, base_model: str | None, model_path: str | None) -> str:
         """Return the id of a sampling session; raises :class:`RefusedError` for weights that are not here."""
@@ -236,8 +245,7 @@ class TinkerService:
                 samples, prompt=scores, last=body.prompt_logprobs_last_n, alternatives=wanted.top_logprobs
             )
 
-        unique = uuid.uuid4().hex if body.seq_id is None else str(body.seq_id)
-        promise = self._promise(f"{session}:sample:{unique}", work)
+        promise = self._promise(f"{session}:sample:{_number(body.seq_id)}", work)
         return promise, [f"{promise}:{place}" for place in range(body.num_samples)]
 
     def _promise(self, request_id: str, work: Callable[[], Any]) -> str:
@@ -246,11 +254,12 @@ class TinkerService:
         return request_id
 
     async def _add(self, run: str, make: Callable[[], Trainee], metadata: dict[str, Any] | None) -> None:
-        if len(self._runs) >= self._most_models:
-            self._runs.pop(
-                next(iter(self._runs))
-            )  # that of the client that was silent longest; it is told how to go on
-        self._runs[run] = TrainingRun(run=run, trainee=await self._train(make), metadata=metadata or {})
+        async with self._adding:  # else models that are made at once would each find the same room
+            if len(self._runs) >= self._most_models:
+                self._runs.pop(
+                    next(iter(self._runs))
+                )  # that of the client that was silent longest; it is told how to go on
+            self._runs[run] = TrainingRun(run=run, trainee=await self._train(make), metadata=metadata or {})
 
     async def _train(self, work: Callable[[], T]) -> T:
         def on_its_thread() -> T:
@@ -271,6 +280,11 @@ def _run_id(session: str, number: int) -> str:
     if not _SESSION.fullmatch(session) or number < 0:
         raise RefusedError(f"There is no session {session[:200]!r} here; create one first.", status=404)
     return f"{session}:train:{number}"
+
+
+def _number(seq_id: int | None) -> str:
+    """Return what tells a request from its client's others; one that came without a number is not sent twice."""
+    return uuid.uuid4().hex if seq_id is None else str(seq_id)
 
 
 def _sampler_id(path: str) -> str:
