@@ -1,5 +1,6 @@
 """Calls of messages and responses reach a policy in training as chat completions, so their tokens are known."""
 
+import gzip
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,9 +22,10 @@ from agl.errors import ConfigError
 from agl_gateway.client_apis import ClientApis, translation_of
 from agl_gateway.problems import Problem
 from agl_gateway.relay import DROPPED_HEADER
-from agl_testing.model_server import Cut, Reply, Status, ToolCall
+from agl_testing.model_server import Cut, Garbage, Reply, Status, ToolCall
 
 HELLO = "hello there, how are you?"
+JSON_TYPE = "application/json"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
 CALLED = (ToolCall("add", '{"a":[1,2]}'), ToolCall("add", '{"a":[3]}'))
 
@@ -176,7 +178,12 @@ def chat_chunks(message: dict[str, Any], reason: str = "stop") -> list[dict[str,
     deltas += [{"tool_calls": [call]} for call in calls]
     chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
-    usage = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}
+    usage = {
+        "prompt_tokens": 9,
+        "completion_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    }
     return [*chunks, {**head, "choices": [], "usage": usage}]
 
 
@@ -234,10 +241,11 @@ def test_events_of_responses_come_in_the_order_of_the_api():
     assert ["created", "in_progress", *thoughts, *text, *ending] == kinds
     final = events[-1]["response"]
     assert ["reasoning", "message", "function_call"] == [item["type"] for item in final["output"]]
-    assert (9, 3, 4) == (
+    assert (9, 3, 4, 2) == (
         final["usage"]["input_tokens"],
         final["usage"]["input_tokens_details"]["cached_tokens"],
         final["usage"]["output_tokens"],
+        final["usage"]["output_tokens_details"]["reasoning_tokens"],
     )
 
 
@@ -482,7 +490,7 @@ async def test_tools_of_the_provider_are_dropped_with_a_message(stage, caplog: p
 
 
 async def test_errors_have_the_shape_of_the_clients_api(stage):
-    long = "This model's maximum context length is 8 tokens"
+    long = "The input (9 tokens) is longer than the model's context length (8 tokens)."
     async with stage() as it, AsyncExitStack() as opened:
         attempt_id, token = await it.open_attempt()
         it.server.enqueue(Status(code=429, message="slow down"), Status(code=400, message=long))
@@ -491,7 +499,7 @@ async def test_errors_have_the_shape_of_the_clients_api(stage):
         async with claude(it, token) as client:
             with pytest.raises(anthropic.RateLimitError) as busy:
                 await client.messages.create(**asked)
-            with pytest.raises(anthropic.BadRequestError, match="prompt is too long: This model's maximum"):
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long: The input"):
                 await client.messages.create(**asked)
             with pytest.raises(anthropic.BadRequestError, match="nothing for mcp_servers"):
                 await client.messages.create(**asked, extra_body={"mcp_servers": [1]})
@@ -542,6 +550,17 @@ def test_streams_that_fail_or_have_no_end_say_so():
         assert words in last["response"]["error"]["message"]
 
 
+@pytest.mark.parametrize("data", [as_stream([{"error": {"message": "no memory"}}]), b""], ids=["error", "nothing"])
+def test_response_that_fails_at_once_has_begun_before(data: bytes):
+    """OpenAI's client takes no other event than the beginning for the first."""
+    created, begun, failed = events_of("responses", data)
+    assert ["response.created", "response.in_progress", "response.failed"] == [
+        event["type"] for event in (created, begun, failed)
+    ]
+    assert [0, 1, 2] == [event["sequence_number"] for event in (created, begun, failed)]
+    assert created["response"]["id"] == failed["response"]["id"]
+
+
 def test_answers_that_are_cut_short_say_why():
     for reason, stop, status in (("length", "max_tokens", "incomplete"), ("content_filter", "refusal", "incomplete")):
         data = as_stream(chat_chunks({"content": "so"}, reason))
@@ -555,16 +574,24 @@ def test_answers_that_are_cut_short_say_why():
     assert ("stop_sequence", "END") == (found["stop_reason"], found["stop_sequence"])
 
 
+def chat_body(message: dict[str, Any], reason: str = "stop") -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
+    return msgspec.json.encode({"id": "1", "choices": [choice]})
+
+
 @asynccontextmanager
-async def chat_only(seen: list[str]) -> AsyncIterator[str]:
-    """A server that has chat completions and nothing else."""
+async def chat_only(seen: list[str], *, statuses: list[int] | None = None, packed: bool = False) -> AsyncIterator[str]:
+    """A server that has chat completions and nothing else; it begins with the errors of ``statuses``."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         seen.append(request.path)
         if request.path != "/v1/chat/completions":
             raise web.HTTPNotFound
-        message = {"role": "assistant", "content": "42"}
-        return web.json_response({"id": "1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+        if statuses:
+            return web.json_response({"error": {"message": "not now"}}, status=statuses.pop(0))
+        body = chat_body({"content": "42"})
+        headers = {"content-encoding": "gzip"} if packed else {}
+        return web.Response(body=gzip.compress(body) if packed else body, content_type=JSON_TYPE, headers=headers)
 
     app = web.Application()
     app.router.add_post("/{path:.*}", handle)
@@ -602,6 +629,37 @@ async def test_frozen_model_is_asked_as_the_client_asks_unless_its_server_has_on
     assert "messages" == call.dialect
 
 
+@pytest.mark.parametrize("status", [401, 429, 503])
+async def test_error_does_not_show_that_a_server_lacks_an_api(stage, status: int):
+    """Anthropic's server, for one, answers 404 for a model that it does not know."""
+    seen: list[str] = []
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
+    async with (
+        chat_only(seen, statuses=[status]) as address,
+        stage(upstreams=[Upstream(name="m", base_url=f"{address}/v1")]) as it,
+    ):
+        _, token = await it.open_attempt()
+        async with claude(it, token) as client:
+            with pytest.raises(anthropic.APIStatusError, match="not now"):
+                await client.messages.create(**asked)
+            await client.messages.create(**asked)
+            await client.messages.create(**asked)
+    chat = "/v1/chat/completions"
+    assert ["/v1/messages", chat, "/v1/messages", chat, chat] == seen
+
+
+async def test_answer_of_a_server_that_compresses_unasked_is_translated(stage):
+    seen: list[str] = []
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
+    async with (
+        chat_only(seen, packed=True) as address,
+        stage(upstreams=[Upstream(name="m", base_url=f"{address}/v1")]) as it,
+    ):
+        _, token = await it.open_attempt()
+        async with claude(it, token) as client:
+            assert "42" == (await client.messages.create(**asked)).content[0].text
+
+
 def test_unknown_native_api_is_refused():
     with pytest.raises(ConfigError, match="messages"):
         ClientApis(["mesages"])
@@ -632,6 +690,18 @@ async def test_compaction_is_a_summary_by_the_policy_and_goes_on_from_it(stage):
     assert ["system", "user", "assistant", "user"] == [message["role"] for message in before]
     assert "Summarize this conversation" in asked["content"]
     assert ["count to three", "go on", HELLO] == [_plain(message) for message in after.request["messages"]]
+
+
+async def test_compaction_without_a_summary_is_an_error(stage):
+    """A policy that thinks until the context is full writes none, and the conversation would be lost."""
+    thinking = {"role": "assistant", "content": None, "reasoning_content": "where was I"}
+    async with stage() as it:
+        attempt_id, token = await it.open_attempt()
+        it.server.enqueue(Garbage(body=chat_body(thinking, "length"), content_type=JSON_TYPE))
+        async with it.openai(token) as client:
+            with pytest.raises(openai.InternalServerError, match=r"no summary .* 'length'"):
+                await client.responses.compact(model="main_llm", input=[{"role": "user", "content": "count"}])
+        assert [200] == [call.status_code for call in await it.calls(attempt_id)]
 
 
 async def test_nothing_to_compact_is_refused(stage):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from agl import PluginManager
 from agl.contracts import Presence
 from agl.stores import MemoryStore
-from agl_gateway.doctor import Finding, Patient, examine, forget_gone, patient_of, transport
+from agl_gateway.doctor import Finding, Patient, examine, forget_gone, patient_of, ports, transport
 from agl_gateway.gateway_presence import GATEWAYS
 from agl_gateway.spool_file import SpooledCall, SpoolFile
 from agl_run import SQLiteStore
@@ -141,6 +142,34 @@ async def test_gateway_is_asked_with_the_token_of_this_machine(serving, monkeypa
     monkeypatch.delenv("AGL_TOKEN")
     found = await wrong(patient, manager)
     assert "does not answer" in found[f"gateway {it.url}"].text
+
+
+async def test_gateway_is_asked_with_the_token_in_its_url_which_is_never_shown(serving, tmp_path, manager):
+    async with serving() as it:
+        url = it.url.replace("//", f"//:{ADMIN}@")
+        for given in (url, f"{url}/"):
+            patient = patient_of(given)
+            patient.spool = tmp_path
+            found = await examine(patient, manager)
+            assert [] == [finding for finding in found if finding.state != "ok"]
+            assert {f"gateway {it.url}", f"store {it.url}"} <= {finding.check.rstrip("/") for finding in found}
+            assert ADMIN not in str(found) + repr(patient.gateway_url)
+
+
+def test_ports_are_looked_at_whatever_the_host():
+    if not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        taken = server.getsockname()[1]
+        found = [*ports([("::1", taken), ("::", taken), ("127.0.0.1", taken)])]
+    listens = "something listens there, as it should while the experiment runs"
+    assert [listens, listens, "is free"] == [finding.text for finding in found]
+
+
+def test_port_of_a_host_that_cannot_be_found_is_wrong():
+    (finding,) = ports([("no-such-host.invalid", 4747)])
+    assert ("port no-such-host.invalid:4747", "wrong") == (finding.check, finding.state)
+    assert "host" in finding.advice
 
 
 async def test_gateway_is_asked_with_a_workers_token_where_there_is_no_key(serving, monkeypatch, tmp_path, manager):

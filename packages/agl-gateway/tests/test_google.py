@@ -11,9 +11,10 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
-from agl.contracts import RolloutQuery
+from agl.contracts import RolloutQuery, Upstream
 from agl.dialects import Request
 from agl.episodes import build_episode
+from agl_gateway.google_answers import GoogleTranslation
 from agl_gateway.google_requests import chat_request, messages_of
 from agl_gateway.problems import Problem
 from agl_gateway.side_calls import ESTIMATED_HEADER
@@ -164,6 +165,61 @@ async def test_cut_stream_is_no_whole_answer(stage):
     assert not call.is_complete
 
 
+async def test_model_may_have_a_colon_in_its_name(stage):
+    async with stage() as it:
+        upstream = Upstream(name="qwen:7b", base_url=it.server.base_url, model="scripted")
+        async with stage(upstreams=[upstream]) as named:
+            _, token = await named.open_attempt()
+            async with client(named, token) as models:
+                assert (await models.generate_content(model="qwen:7b", contents="hi")).text
+
+
+def translated_stream(chunks: list[Any], *, is_sse: bool = True) -> bytes:
+    """What a client gets for the chunks of a chat completion."""
+    stream = GoogleTranslation(model="m", is_streamed=True, is_sse=is_sse).stream()
+    return stream.feed(b"".join(b"data: %b\n\n" % json.dumps(one).encode() for one in chunks)) + stream.end()
+
+
+def chunk(index: int = 0, reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"id": "c", "choices": [{"index": index, "delta": delta, "finish_reason": reason}]}
+
+
+CALL = {"index": 0, "id": "c1", "function": {"name": "add", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [chunk(content="one"), chunk(tool_calls=[CALL])],
+        [chunk(content="one"), chunk(1, content="two"), chunk(reason="stop"), chunk(reason="stop")],
+    ],
+    ids=["empty", "call", "second-candidate"],
+)
+def test_stream_without_an_end_says_so(chunks: list[Any]):
+    last = json.loads(translated_stream(chunks).split(b"data: ")[-1])
+    assert (500, "the policy's stream ended before its answer did") == (last["error"]["code"], last["error"]["message"])
+    assert last == json.loads(translated_stream(chunks, is_sse=False))[-1]
+
+
+def test_stream_that_failed_says_only_why():
+    found = json.loads(translated_stream([chunk(content="one"), {"error": {"message": "no memory"}}], is_sse=False))
+    assert ["no memory"] == [one["error"]["message"] for one in found if "error" in one]
+
+
+def test_thoughts_and_cached_tokens_are_counted_apart():
+    usage = {
+        "prompt_tokens": 9,
+        "completion_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 5},
+    }
+    body = json.dumps({"choices": [], "usage": usage}).encode()
+    found = json.loads(GoogleTranslation(model="m", is_streamed=False, is_sse=False).answer(body))["usageMetadata"]
+    expected = {"promptTokenCount": 9, "cachedContentTokenCount": 4, "thoughtsTokenCount": 5}
+    assert {**expected, "candidatesTokenCount": 2, "totalTokenCount": 16} == found
+
+
 async def test_client_that_cannot_carry_a_key_uses_the_path(stage):
     async with stage() as it:
         attempt_id, token = await it.open_attempt()
@@ -215,11 +271,61 @@ def test_answer_format_and_choice_of_tools_are_read():
 ODD_PARTS = [None, 1, {"parts": 3}, {"parts": [None, {"functionCall": "x"}]}]
 
 
-@pytest.mark.parametrize("body", [{}, {"contents": 7}, {"contents": ODD_PARTS}, {"tools": 1}])
+ODD_CHOICE = {
+    "tools": [{"functionDeclarations": [{"name": "a"}]}],
+    "toolConfig": {"functionCallingConfig": {"allowedFunctionNames": 5}},
+}
+
+
+@pytest.mark.parametrize("body", [{}, {"contents": 7}, {"contents": ODD_PARTS}, {"tools": 1}, ODD_CHOICE])
 def test_odd_bodies_become_requests(body: Any):
     assert "m" == asked(**body)["model"]
 
 
-def test_cached_content_is_refused():
-    with pytest.raises(Problem, match="cachedContent"):
-        asked(contents="hi", cachedContent="cachedContents/1")
+def test_one_object_in_place_of_a_list_is_read():
+    """Google's API takes both, and so do examples in its documentation."""
+    body = asked(
+        system_instruction={"parts": {"text": "be brief"}},
+        contents={"role": "user", "parts": {"text": "hi"}},
+        tools={"function_declarations": {"name": "add"}},
+    )
+    assert [("system", "be brief"), ("user", "hi")] == [(one["role"], one["content"]) for one in body["messages"]]
+    assert ["add"] == [tool["function"]["name"] for tool in body["tools"]]
+
+
+def test_media_of_a_functions_result_follow_it():
+    image = {"inlineData": {"mimeType": "image/png", "data": "QUJD"}}
+    result = {"name": "draw", "response": {"result": "drawn"}, "parts": [image]}
+    parts = [{"functionResponse": result}, {"text": "nice?"}]
+    drawn, user = messages_of({"contents": [{"role": "user", "parts": parts}]})
+    assert ("tool", "drawn") == (drawn["role"], drawn["content"])
+    assert "data:image/png;base64,QUJD" == user["content"][0]["image_url"]["url"]
+    assert "nice?" == user["content"][1]["text"]
+
+
+def test_schemas_are_read_at_every_depth_and_in_either_spelling():
+    inner = {"type": "ARRAY", "min_items": 1, "items": {"type": "STRING"}}
+    schema = {"type": "OBJECT", "additional_properties": inner, "properties": {"min_items": {"anyOf": [inner]}}}
+    body = asked(contents="hi", tools=[{"functionDeclarations": [{"name": "a", "parameters": schema}]}])
+    read = {"type": "array", "minItems": 1, "items": {"type": "string"}}
+    expected = {"type": "object", "additionalProperties": read, "properties": {"min_items": {"anyOf": [read]}}}
+    assert expected == body["tools"][0]["function"]["parameters"]
+    closed = {"functionDeclarations": [{"name": "a", "parameters": {"additionalProperties": False}}]}
+    assert {"additionalProperties": False} == asked(tools=[closed])["tools"][0]["function"]["parameters"]
+
+
+PAPER = {"parts": [{"fileData": {"mimeType": "application/pdf", "fileUri": "https://example.com/a.pdf"}}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"cachedContent": "cachedContents/1"}, "cachedContent"),
+        ({"cached_content": "cachedContents/1"}, "cachedContent"),
+        ({"contents": [PAPER]}, "a file of type 'application/pdf' by its address"),
+        ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "responseMimeType 'text/x.enum'"),
+    ],
+)
+def test_requests_that_no_policy_can_answer_are_refused(body: dict[str, Any], named: str):
+    with pytest.raises(Problem, match=f"nothing for {named}"):
+        asked(**{"contents": "hi", **body})

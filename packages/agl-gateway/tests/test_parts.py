@@ -70,6 +70,9 @@ def test_span_rate_counts_full_seconds_of_the_window():
 
 def test_metrics_escape_policy_names():
     text = render([("agl_x", "gauge", "Help.", {'a"b\\c': 1.0}), ("agl_y", "counter", "Help.", 2)])
+    large = 123_456_789
+    counted = render([("agl_x", "counter", "Help.", {"a": large}), ("agl_y", "counter", "Help.", large)])
+    assert 2 == counted.count(f" {large}\n")
     assert 'agl_x{policy="a\\"b\\\\c"} 1\n' in text
     assert text.endswith("agl_y 2\n")
 

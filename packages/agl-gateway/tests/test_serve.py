@@ -242,6 +242,11 @@ def test_upstream_option_is_parsed_and_refused_with_a_reason():
         parse_upstream("http://h/v1")
     with pytest.raises(ConfigError, match="modle"):
         parse_upstream("main=http://h/v1,modle=m")
+    for given, is_trained in (("True", True), ("yes", True), ("0", False), ("false", False), ("no", False)):
+        assert is_trained == parse_upstream(f"main=http://h/v1,trained={given}").is_trained
+    for rest in ("trained", "trained=on-demand", "trained=1,trained=0"):
+        with pytest.raises(ConfigError, match="trained"):
+            parse_upstream(f"main=http://h/v1,{rest}")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no file modes")

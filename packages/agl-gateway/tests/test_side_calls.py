@@ -12,6 +12,7 @@ from aiohttp import web
 
 from agl.contracts import Upstream
 from agl.dialects import Request
+from agl_gateway.sealed import seal
 from agl_gateway.side_calls import ESTIMATED_HEADER, estimate
 from agl_testing.model_server import Reply
 
@@ -143,6 +144,35 @@ def test_estimate_counts_text_of_every_part_and_images_by_number():
     assert 3200 <= estimate(asked) <= 3230
     assert 1 == estimate(Request("messages", b"{}"))
     assert 250_000 <= estimate(Request("messages", b'{"system": "%s"}' % (b"x" * 1_000_000))) < 250_010
+
+
+def test_estimate_reads_googles_fields_in_either_spelling():
+    part = {"mime_type": "image/png", "data": "A" * 1_000_000}
+    for key, image in (("system_instruction", "inline_data"), ("systemInstruction", "inlineData")):
+        body = {key: {"parts": [{"text": "x" * 4000}]}, "contents": [{"parts": [{image: part}]}]}
+        assert 2600 <= estimate(Request("chat", json.dumps(body).encode())) <= 2620
+
+
+THOUGHTS = "first one, then the other, and at last both of them at once. " * 60
+SEALED_BLOCK = {"type": "thinking", "thinking": "", "signature": seal({"type": "thinking", "thinking": THOUGHTS})}
+SEALED_ITEM = {"type": "reasoning", "encrypted_content": seal({"content": [{"text": THOUGHTS}]})}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (COUNT, {"messages": [{"role": "assistant", "content": [SEALED_BLOCK]}]}),
+        ("/responses/input_tokens", {"input": [SEALED_ITEM]}),
+    ],
+    ids=["messages", "responses"],
+)
+async def test_sealed_thoughts_are_counted_as_the_text_that_the_policy_reads(stage, endpoint: str, body: Any):
+    async with backend({}) as (address, seen), stage(upstreams=[policy_at(f"{address}/v1")]) as it:
+        _, token = await it.open_attempt()
+        status, found, is_estimated = await post(f"{it.url}/v1{endpoint}", {"model": "main_llm", **body}, token)
+    ((_, sent, _),) = seen
+    assert (200, True, True) == (status, is_estimated, THOUGHTS in str(sent))
+    assert len(THOUGHTS) // 4 <= found["input_tokens"] <= len(THOUGHTS) // 4 + 30
 
 
 async def test_clients_that_look_whether_anything_is_here_are_answered(stage):

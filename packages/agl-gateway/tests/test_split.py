@@ -292,6 +292,17 @@ async def test_caller_gets_the_prompt_of_its_arm(tmp_path):
         assert 400 == (await gateway.get("/split/resources/prompt", CLIENT))[0]
 
 
+async def test_rollout_that_was_removed_is_not_found(tmp_path):
+    await publish(tmp_path, *prompts("v1", "v2"))
+    async with serve(tmp_path) as gateway:
+        rollout, token = await gateway.open_attempt()
+        await gateway.store.finish([Outcome(attempt_id=f"{rollout.rollout_id}.1", status="succeeded")])
+        await gateway.store.delete([rollout.rollout_id])
+        status, found = await gateway.get("/split/resources/prompt", token)
+    assert 404 == status
+    assert f"unknown rollout {rollout.rollout_id!r}" in found["error"]["message"]
+
+
 async def test_report_of_rewards_agrees_with_a_calculation_by_hand(tmp_path, servers):
     await publish(tmp_path, *WEIGHTS)
     given: dict[str, list[float]] = {"production": [], "candidate": []}

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from agl.contracts import Upstream
 from agl.dialects import Request
-from agl_gateway.sealed import MARK, seal, unseal
+from agl_gateway.google_requests import messages_of
+from agl_gateway.problems import Problem
+from agl_gateway.sealed import MARK, Unsealer, seal
 from agl_gateway.thoughts import restored
 
 THINKING = {"type": "thinking", "thinking": "add them", "signature": ""}
@@ -49,6 +51,10 @@ JSON = st.recursive(
 )
 
 
+def unseal(text: Any) -> Any:
+    return Unsealer().read(text)
+
+
 @given(JSON)
 def test_sealed_values_come_back_in_either_alphabet(value: Any):
     assert value == unseal(seal(value))
@@ -61,7 +67,49 @@ def test_foreign_signatures_hold_nothing(text: Any):
 
 
 def test_bomb_is_not_inflated():
-    assert unseal(seal("0" * 9_000_000)) is None
+    with pytest.raises(Problem, match=r"sealed thoughts .* 8 MiB"):
+        unseal(seal("0" * 9_000_000))
+
+
+SEALED_MIB = seal({"text": "0" * (1 << 20), "reasoning": "0" * (1 << 20)})
+MANY = [
+    ("responses", {"input": [{"encrypted_content": SEALED_MIB}]}),
+    ("messages", {"messages": [{"content": [{"signature": SEALED_MIB}]}]}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "body"), MANY, ids=["responses", "messages"])
+def test_seals_of_one_request_are_inflated_up_to_a_limit_together(dialect: Any, body: dict[str, Any]):
+    ((key, items),) = body.items()
+    assert 3 << 21 < len(restored(Request(dialect, msgspec.json.encode({key: items * 3}))).body)
+    with pytest.raises(Problem, match=r"sealed thoughts .* 8 MiB"):
+        restored(Request(dialect, msgspec.json.encode({key: items * 5})))
+
+
+def test_seals_of_googles_api_are_inflated_up_to_a_limit_together():
+    part = {"text": "so", "thoughtSignature": SEALED_MIB}
+    (message,) = messages_of({"contents": [{"role": "model", "parts": [part] * 3}]})
+    assert 1 << 20 == len(message["reasoning_content"])
+    with pytest.raises(Problem, match=r"sealed thoughts .* 8 MiB"):
+        messages_of({"contents": [{"role": "model", "parts": [part]}] * 5})
+
+
+async def test_seal_of_many_values_is_refused(stage):
+    item = {"type": "reasoning", "encrypted_content": seal({"content": [[]] * 300_000})}
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        (found,) = await answer(it, "/v1/responses", token, {"model": "main_llm", "input": [item]})
+        assert "too_many_values" == found["error"]["code"]
+        assert [] == it.server.calls
+
+
+def test_text_in_which_a_seal_is_quoted_stays():
+    for dialect, body in (
+        ("responses", {"input": f"what is {MARK.decode()}?"}),
+        ("responses", {"instructions": MARK.decode()}),
+        ("messages", {"system": MARK.decode(), "messages": "none"}),
+    ):
+        assert body == restored(Request(dialect, msgspec.json.encode(body))).to_dict()
 
 
 @asynccontextmanager

@@ -131,6 +131,16 @@ async def test_renewed_certificate_serves_new_connections_without_a_restart(serv
         assert first != await serial(port, authority)
 
 
+async def test_certificate_that_is_being_exchanged_is_no_error(tmp_path, authority, monkeypatch):
+    """The files may go away right after somebody has seen them."""
+    cert, key = write(authority, tmp_path)
+    certificate = Certificate(cert, key)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    cert.unlink()
+    key.unlink()
+    certificate.look()
+
+
 async def test_store_and_worker_trust_the_authority_of_a_file_alone(serving, tmp_path, authority, monkeypatch):
     cert, key = write(authority, tmp_path)
     other = tmp_path / "other.pem"

@@ -278,6 +278,37 @@ class AwayStore(MemoryStore):
         return await super().cursor()
 
 
+SIGNALLED = """
+import asyncio, os, signal
+from agl_gateway.supervisor import Supervisor, listening
+
+fork, parent = os.fork, os.getpid()
+
+
+def fork_and_signal():
+    pid = fork()
+    if os.getpid() == parent:
+        os.kill(parent, signal.SIGTERM)
+    return pid
+
+
+async def serve(place):
+    is_orphan = asyncio.Event()
+    asyncio.get_running_loop().add_reader(place.parent, is_orphan.set)
+    await is_orphan.wait()
+
+
+os.fork = fork_and_signal
+listener = listening("127.0.0.1", 0, backlog=8)
+raise SystemExit(Supervisor(count=2, listener=listener, serve=serve, run_async=asyncio.run, say=print).run())
+"""
+
+
+def test_signal_that_arrives_while_a_process_is_started_ends_it_too():
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=30)
+    assert (0, "") == (done.returncode, done.stderr)
+
+
 async def test_gateway_waits_at_its_start_for_a_store_that_is_away(capsys):
     store = AwayStore()
     assert await wait_for_store(store, "postgresql://db", asyncio.Event())

@@ -1,5 +1,7 @@
 """The algorithm class passes a sound algorithm and catches unsound ones."""
 
+import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,12 @@ import msgspec
 import pytest
 
 from agl.contracts import AlgorithmContext, StepReport
-from agl.errors import ConfigError
+from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Episode, Json, PromptTemplate
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, RolloutOrder
+from agl_testing.conformance.bench import AlgorithmBench
 
+TASKS: list[Json] = [{"question": "q"}]
 CANDIDATES = ("be brief", "be wrong", "be right")
 
 
@@ -129,6 +133,21 @@ class TrainsOnValidation(PickPrompt):
         return msgspec.structs.replace(report, trained=tuple(e.rollout.rollout_id for e in seen.episodes))
 
 
+class ForgetsItsPlace(PickPrompt):
+    """Goes through its tasks by a count that its state does not keep."""
+
+    position = 0
+
+    async def step(self) -> StepReport:
+        self.position += 1
+        context = self.context
+        self.context = dataclasses.replace(context, train=context.train[self.position :])
+        try:
+            return await super().step()
+        finally:
+            self.context = context
+
+
 class ClosesOnce(PickPrompt):
     is_closed = False
 
@@ -156,6 +175,33 @@ class ClosesOnce(PickPrompt):
 def test_unsound_algorithm_fails_the_test_that_protects_from_it(broken: Any, test: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         getattr(AlgorithmConformance(), test)(scenario_of(broken), tmp_path)
+
+
+def test_algorithm_that_asks_for_other_tasks_after_a_lost_step_fails(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="under-test-2-train-0-0 was asked for again with another task"):
+        AlgorithmConformance().test_step_that_was_lost_is_repeated_from_the_state_before_it(
+            scenario_of(ForgetsItsPlace), tmp_path
+        )
+
+
+def test_bench_gives_the_versions_that_are_pinned(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with AlgorithmBench(scenario_of(PickPrompt), tmp_path) as bench:
+            await bench.publish("prompt", PromptTemplate(template="be right"), step=1)
+            await bench.propose("prompt", PromptTemplate(template="be brief"), step=1, key="c")
+            for step, (version, reward) in enumerate(
+                (("v0", 0), ("under-test-1", 1), ("under-test-1-c", 0), (None, 1)), start=2
+            ):
+                pinned = {"prompt": version} if version else None
+                (episode,) = (await bench.collect(TASKS, step=step, resources=pinned)).episodes
+                assert {"prompt": version or "under-test-1"} == episode.rollout.resources
+                assert reward == int(episode.reward or 0.0)
+            with pytest.raises(NotFoundError, match="prompt@v9"):
+                await bench.collect(TASKS, step=9, resources={"prompt": "v9"})
+            with pytest.raises(ConfigError, match="with other versions"):
+                await bench.collect(TASKS, step=2, resources={"prompt": "under-test-1"})
+
+    asyncio.run(body())
 
 
 def test_algorithm_that_accepts_nothing_to_tune_fails(tmp_path: Path) -> None:

@@ -287,6 +287,42 @@ def test_function_sees_turns_of_every_dialect_and_its_errors_surface() -> None:
     assert [("responses", "x"), ("completions", "y"), ("chat", "bad")] == seen
 
 
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ((Reply(text="a"), Reply(text="b")), "2 replies for 1 choices"),
+        (Reply(text="abc", chunks=("a", "b")), "do not add up"),
+    ],
+    ids=["choices", "chunks"],
+)
+def test_mistake_in_a_step_is_told_to_the_client_and_to_the_test(step: Step, told: str) -> None:
+    server = ScriptedModelServer([step]).start()
+    with _client(server) as client, pytest.raises(openai.InternalServerError, match=told):
+        client.chat.completions.create(model="m", messages=USER)
+    assert [500] == [call.status for call in server.calls]
+    with pytest.raises(ValueError, match=told):
+        server.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"content": "of nobody"}]}),
+        ("chat/completions", {"messages": USER, "n": -3}),
+        ("chat/completions", {"messages": USER, "n": "two"}),
+        ("completions", {"prompt": 3}),
+        ("responses", {"input": [None]}),
+        ("messages", {"messages": {"role": "user"}}),
+    ],
+)
+def test_request_that_the_api_does_not_take_is_refused(server: ScriptedModelServer, path: str, body: object) -> None:
+    server.enqueue(Reply(text="for the next request"))
+    answer = httpx2.post(f"{server.base_url}/{path}", json=body)
+    assert 400 == answer.status_code
+    assert "the body is not what this API takes" in answer.json()["error"]["message"]
+    assert 1 == server.steps_left
+
+
 def test_calls_record_headers_bodies_and_the_exact_bytes_sent(
     server: ScriptedModelServer, client: openai.OpenAI
 ) -> None:

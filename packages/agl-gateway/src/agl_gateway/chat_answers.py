@@ -86,21 +86,28 @@ def pieces_of(message: dict[str, Any]) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The tokens of a call; ``cached`` of the prompt's were not computed again."""
+    """The tokens of a call.
+
+    Attributes:
+        cached: Those of the prompt that were not computed again.
+        thoughts: Those of the answer that are thoughts, where the server counts them.
+    """
 
     prompt: int = 0
     answer: int = 0
     cached: int = 0
+    thoughts: int = 0
 
 
 def usage_of(given: dict[str, Any]) -> Usage:
     """Return the usage in an answer or a chunk, zeros where there is none."""
     usage = as_object(given.get("usage"))
-    details = as_object(usage.get("prompt_tokens_details"))
+    asked, answered = (as_object(usage.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion"))
     return Usage(
         prompt=_count(usage.get("prompt_tokens")),
         answer=_count(usage.get("completion_tokens")),
-        cached=_count(details.get("cached_tokens")),
+        cached=_count(asked.get("cached_tokens")),
+        thoughts=_count(answered.get("reasoning_tokens")) or _count(usage.get("reasoning_tokens")),
     )
 
 
@@ -119,7 +126,7 @@ def error_in(given: dict[str, Any], body: bytes = b"") -> tuple[str, str]:
     found = as_object(error).get("message") or error or given.get("message") or given.get("detail")
     text = str(found or body[:2000].decode("utf-8", "replace"))
     code = text_in(as_object(error).get("code"))
-    is_too_long = "maximum context length" in text or "context_length" in code
+    is_too_long = "context length" in text or "context_length" in code
     return text, "context_length_exceeded" if is_too_long else code
 
 

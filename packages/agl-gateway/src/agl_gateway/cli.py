@@ -45,6 +45,7 @@ _WAKE_S = 0.2
 _OPEN_PAUSES = 5
 _TELL_S = 30.0
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
+_TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "false", "no"), False)}
 
 
 class _ServeCommand(click.Command):
@@ -315,7 +316,11 @@ def parse_upstream(text: str) -> Upstream:
     name, is_pair, base_url = head.partition("=")
     if not (name and is_pair and base_url):
         raise ConfigError(f"--upstream {text!r} is not NAME=URL; write --upstream main_llm=http://127.0.0.1:8000/v1")
-    given: dict[str, str] = {part.partition("=")[0]: part.partition("=")[2] for part in rest}
+    given: dict[str, str] = {}
+    for key, _, value in (part.partition("=") for part in rest):
+        if key in given:
+            raise ConfigError(f"--upstream {text!r} has {key!r} twice; leave one away")
+        given[key] = value
     unknown = sorted(given.keys() - _UPSTREAM_KEYS)
     if unknown:
         hint = did_you_mean(unknown[0], _UPSTREAM_KEYS, otherwise=f"known are {sorted(_UPSTREAM_KEYS)}")
@@ -326,9 +331,16 @@ def parse_upstream(text: str) -> Upstream:
         model=given.get("model", ""),
         api_key_env=given.get("key_env", ""),
         aliases=tuple(alias for alias in given.get("aliases", "").split("|") if alias),
-        is_trained=given.get("trained", "") in ("1", "true", "yes"),
+        is_trained=_is_trained(given["trained"], text) if "trained" in given else False,
         model_version=given.get("version", ""),
     )
+
+
+def _is_trained(value: str, text: str) -> bool:
+    found = _TRUTHS.get(value.lower())
+    if found is None:
+        raise ConfigError(f"--upstream {text!r} has trained={value}; write trained=1, or leave it away")
+    return found
 
 
 def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:

@@ -21,6 +21,8 @@ CHAT = "/chat/completions"
 ABSENT = (404, 405, 501)
 """Answers of servers that do not have an endpoint."""
 
+_FIRST_ERROR = 400
+
 _TRANSLATED: dict[Dialect, type[Translation]] = {"messages": MessagesTranslation, "responses": ResponsesTranslation}
 
 
@@ -58,7 +60,7 @@ class ClientApis:
 
     def learn(self, upstream: Upstream, dialect: Dialect, status: int) -> None:
         """Remember that a server lacks an API, once it has answered a chat completion instead."""
-        if status not in ABSENT:
+        if status < _FIRST_ERROR:
             self._absent.add((upstream.name, dialect))
 
 

@@ -49,10 +49,19 @@ class CompactionTranslation(ResponsesTranslation):
         return Request("chat", msgspec.json.encode({**body, "messages": messages}))
 
     def answer(self, body: bytes) -> bytes:
-        """Return the user's messages and the summary."""
+        """Return the user's messages and the summary; raises a 502 :class:`Problem` without one."""
         given = object_of(body)
-        pieces = pieces_of(as_object(first_choice(given).get("message")))
+        choice = first_choice(given)
+        pieces = pieces_of(as_object(choice.get("message")))
         summary = "".join(piece.text for piece in pieces if piece.kind == "text").strip()
+        if not summary:
+            reason = text_in(choice.get("finish_reason"))
+            raise Problem(
+                502,
+                f"the policy wrote no summary of the conversation, and its answer ended by {reason!r}; compact while "
+                "its context has room for thoughts and a summary",
+                code="no_summary",
+            )
         name, created = text_in(given.get("id")), given.get("created")
         kept: list[Json] = [
             {"id": f"msg_{name}_{index}", "status": "completed", **item, "type": "message", "content": _parts(item)}

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from agl.dialects import dialect_of
-from agl.errors import StoreError
+from agl.errors import NotFoundError, StoreError
 from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations
 from agl_gateway.google_paths import COUNT_TOKENS, GOOGLE_BASE, GOOGLE_METHODS, google_endpoint
@@ -91,6 +91,8 @@ class Dispatcher:
             return await self._other(request)
         except Problem as problem:
             return problem_response(problem, _dialect_at(path))
+        except NotFoundError as error:
+            return problem_response(Problem(404, str(error), code="not_found"), _dialect_at(path))
         except StoreError as error:
             problem = Problem(503, f"the gateway's store does not answer: {error}", is_retryable=True)
             return problem_response(problem, _dialect_at(path))

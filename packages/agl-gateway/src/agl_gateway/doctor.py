@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, Literal, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import aiohttp
 
@@ -56,6 +56,9 @@ _SLOW_S = 1.0
 _TIMEOUT_S = 10.0
 _MIN_FREE, _WARN_FREE = 64 << 20, 1 << 30
 _LOCAL = ("localhost", "")
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses at which to look for what listens at every one."""
+
 _GUESSED = ("secret", "password", "changeme", "change-me", "default", "example", "test", "your-own", "xxxx")
 
 
@@ -81,6 +84,7 @@ class Patient:
     Attributes:
         store_url: Its store; ``""`` for none.
         gateway_url: The gateway to ask; ``""`` for none.
+        token: The token in the URL of a served store; ``""`` for that of the environment.
         ca: The file with the authorities of its certificate; ``""`` for that of ``AGL_CA_FILE``, else the system's.
         spool: The folder of the spools on this machine.
         ports: Addresses at which parts of it listen, or will.
@@ -89,6 +93,7 @@ class Patient:
 
     store_url: str = ""
     gateway_url: str = ""
+    token: str = field(default="", repr=False)
     ca: str = ""
     spool: Path = field(default_factory=default_folder)
     ports: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
@@ -104,8 +109,8 @@ def patient_of(target: str) -> Patient:
     if target.endswith(".toml"):
         return _of_experiment(load_config(Path(target)), Path(target).parent)
     url = resolve_url(target or None)
-    gateway_url, ca = _served_at(url)
-    return Patient(store_url=url, gateway_url=gateway_url, ca=ca)
+    served = _served_at(url)
+    return Patient(store_url=url, gateway_url=served.url, token=served.token, ca=served.ca)
 
 
 async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
@@ -113,8 +118,9 @@ async def examine(patient: Patient, manager: PluginManager) -> list[Finding]:
     found = [*versions(manager), *secrets(patient.keys), *ports(patient.ports), *disks(patient), *spools(patient.spool)]
     found += list(transport(patient.gateway_url, patient.store_url))
     if patient.gateway_url:
-        found += [finding async for finding in _gateway(patient.gateway_url, patient.ca)]
-    if _served_at(patient.store_url)[0] and any(os.environ.get(name) for name in _WORKERS):
+        found += [finding async for finding in _gateway(patient.gateway_url, patient.ca, token=patient.token)]
+    served = _served_at(patient.store_url)
+    if served.url and not served.token and any(os.environ.get(name) for name in _WORKERS):
         told = "a worker's token reads no more of it than its experiment's rollouts; ask with an admin token for more"
         found.append(Finding(check="store", state="ok", text=told))
     elif patient.store_url:
@@ -175,12 +181,17 @@ def secrets(keys: Sequence[str]) -> Iterator[Finding]:
 def ports(addresses: Iterable[tuple[str, int]]) -> Iterator[Finding]:
     """Say who listens at the addresses."""
     for host, port in addresses:
-        where = f"{host}:{port}"
-        with socket.socket() as probe:
-            probe.settimeout(2.0)
-            is_taken = probe.connect_ex(("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)) == 0
-        text = "something listens there, as it should while the experiment runs" if is_taken else "is free"
-        yield Finding(check=f"port {where}", state="ok", text=text)
+        check = f"port {host}:{port}"
+        try:
+            socket.create_connection((_ANY.get(host, host), port), timeout=2.0).close()
+        except socket.gaierror as error:
+            advice = "correct host in the params of [gateway]"
+            yield Finding(check=check, state="wrong", text=f"the host cannot be found ({error})", advice=advice)
+        except OSError:
+            yield Finding(check=check, state="ok", text="is free")
+        else:
+            text = "something listens there, as it should while the experiment runs"
+            yield Finding(check=check, state="ok", text=text)
 
 
 def disks(patient: Patient) -> Iterator[Finding]:
@@ -232,13 +243,11 @@ def transport(*urls: str) -> Iterator[Finding]:
             yield Finding(check="encryption", state="ok", text=f"{shown_url(url)} uses {parts.scheme}")
 
 
-async def _gateway(url: str, ca: str) -> AsyncIterator[Finding]:
-    """Ask a gateway who it is, with the token that workers and commands send."""
+async def _gateway(url: str, ca: str, *, token: str) -> AsyncIterator[Finding]:
+    """Ask a gateway who it is, with the token in its URL, else the one that workers and commands send."""
     check = f"gateway {url}"
     try:
-        tokens = [token.decode("utf-8", "replace") for token in _admin_tokens()]
-        worker = worker_key()
-        token = worker() if worker else tokens[0] if tokens else AdminKey(signing_keys())() if _has_secret() else ""
+        token = token or _own_token()
         context = client_context(ca) if url.startswith("https:") else True
     except (ConfigError, OSError) as error:
         yield Finding(check=check, state="wrong", text=f"was not asked: {error}")
@@ -352,9 +361,9 @@ def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
     params: dict[str, Any] = dict(config.gateway.params)
     spool = params.get("spool")
     port = params.get("port")
-    gateway_url, ca = _served_at(store)
-    ca = ca or (str(folder / config.gateway.ca) if config.gateway.ca else "")
-    patient = Patient(store_url=store, gateway_url=gateway_url, ca=ca)
+    served = _served_at(store)
+    ca = served.ca or (str(folder / config.gateway.ca) if config.gateway.ca else "")
+    patient = Patient(store_url=store, gateway_url=served.url, token=served.token, ca=ca)
     if isinstance(port, int) and port:
         patient.ports.append((str(params.get("host", "127.0.0.1")), port))
     if isinstance(spool, str) and spool not in ("", "off"):
@@ -364,16 +373,37 @@ def _of_experiment(config: ExperimentConfig, folder: Path) -> Patient:
     return patient
 
 
-def _served_at(url: str) -> tuple[str, str]:
-    """Return the address of a served store and the authorities that its URL names; both ``""`` for other stores."""
+@dataclass(frozen=True, kw_only=True)
+class _Served:
+    """The address of a served store, and the token and the authorities that its URL names; ``""`` for other stores."""
+
+    url: str = ""
+    token: str = field(default="", repr=False)
+    ca: str = ""
+
+
+def _served_at(url: str) -> _Served:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
-        return "", ""
-    return parts._replace(query="").geturl(), parse_qs(parts.query).get("ca", [""])[0]
+        return _Served()
+    return _Served(
+        url=shown_url(parts._replace(query="").geturl()).rstrip("/"),
+        token=unquote(parts.password or parts.username or ""),
+        ca=parse_qs(parts.query).get("ca", [""])[0],
+    )
 
 
 def _has_secret() -> bool:
     return is_secret_given() or (state_dir() / "secret").exists()
+
+
+def _own_token() -> str:
+    """Return the token that workers and commands of this machine send; raises what :class:`KeyFile` raises."""
+    if worker := worker_key():
+        return worker()
+    if tokens := _admin_tokens():
+        return tokens[0].decode("utf-8", "replace")
+    return AdminKey(signing_keys())() if _has_secret() else ""
 
 
 def _admin_tokens() -> list[bytes]:

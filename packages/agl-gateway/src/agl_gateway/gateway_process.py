@@ -119,7 +119,7 @@ class GatewayProcess:
         self._watching: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Note | None]] = {}
-        self._is_over = False
+        self._over = asyncio.Event()
         self._last_words = ""
         self.restarts = 0
 
@@ -139,7 +139,7 @@ class GatewayProcess:
             raise CaptureError("this gateway is already running; stop it first, or create another one")
         names = Router(with_distinct_names(upstreams)).targets
         self._gates = {name: GateState() for name in names}
-        self._secret, self._is_over = secret, False
+        self._secret, self._over = secret, asyncio.Event()
         self._beginning = msgspec.structs.replace(self._beginning, upstreams=tuple(upstreams))
         self._thread.start()
         try:
@@ -188,7 +188,7 @@ class GatewayProcess:
         return url
 
     async def _stop(self) -> None:
-        self._is_over = True
+        self._over.set()
         process, watching, listener = self._process, self._watching, self._listener
         if process is not None:
             try:
@@ -300,16 +300,16 @@ class GatewayProcess:
             await self._listen(reader)
             error: AglError = await self._ended()
             while True:
-                if self._is_over:
+                if self._over.is_set():
                     return
                 if time.monotonic() - began > _STEADY_S:
                     pause_s = _FIRST_PAUSE_S
                 self._last_words = str(error)
                 _log.warning("%s; it is started again in %g s", error, pause_s)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                if self._is_over:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._over.wait(), pause_s)
                     return
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 self.restarts += 1
                 began = time.monotonic()
                 try:

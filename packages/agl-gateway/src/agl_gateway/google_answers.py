@@ -67,7 +67,9 @@ def _about(given: dict[str, Any], model: str) -> dict[str, Json]:
         usage = usage_of(given)
         found["usageMetadata"] = {
             "promptTokenCount": usage.prompt,
-            "candidatesTokenCount": usage.answer,
+            **({"cachedContentTokenCount": usage.cached} if usage.cached else {}),
+            **({"thoughtsTokenCount": usage.thoughts} if usage.thoughts else {}),
+            "candidatesTokenCount": max(0, usage.answer - usage.thoughts),
             "totalTokenCount": usage.prompt + usage.answer,
         }
     return {**found, "modelVersion": text_in(given.get("model")) or model, "responseId": text_in(given.get("id"))}
@@ -117,29 +119,39 @@ class GoogleStream:
         self._is_sse = is_sse
         self._events = EventSplitter()
         self._candidates: dict[int, _Candidate] = {}
-        self._ended: list[Json] = []
+        self._ended: dict[int, Json] = {}
         self._last: dict[str, Json] = {}
         self._count = 0
+        self._is_failed = False
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the answers for the events that ended with these bytes."""
         return b"".join(self._answer(data_of(event)) for event in self._events.feed(chunk))
 
     def end(self) -> bytes:
-        """Return the last answer, and the end of the array."""
-        last = self._framed(msgspec.json.encode({"candidates": self._ended, **self._last})) if self._ended else b""
-        if self._is_sse:
-            return last
-        return last + (b"]" if self._count else b"[]")
+        """Return the last answer, and the end of the array; an error where a candidate has no end."""
+        last = b"" if self._is_failed else self._last_answer()
+        return last if self._is_sse else last + b"]"
+
+    def _last_answer(self) -> bytes:
+        if not self._ended or self._candidates.keys() - self._ended.keys():
+            return self._error(500, "the policy's stream ended before its answer did")
+        return self._framed(msgspec.json.encode({"candidates": [*self._ended.values()], **self._last}))
+
+    def _error(self, status: int, message: str) -> bytes:
+        self._is_failed = True
+        return self._framed(google_error(status, message))
 
     def _answer(self, chunk: dict[str, Any]) -> bytes:
         if chunk.get("error"):
             error = as_object(chunk["error"])
             status = error.get("code") if isinstance(error.get("code"), int) else 500
-            return self._framed(google_error(int(status or 500), str(error.get("message") or chunk["error"])))
+            return self._error(int(status or 500), str(error.get("message") or chunk["error"]))
         found = [one for choice in objects_in(chunk.get("choices")) if (one := self._candidate(choice))]
         about = _about(chunk, self._model)
-        self._ended += [one for one in found if "finishReason" in one]
+        for one in found:
+            if "finishReason" in one:
+                self._ended.setdefault(one["index"], one)
         self._last |= about
         going = [one for one in found if "finishReason" not in one]
         return self._framed(msgspec.json.encode({"candidates": going, **about})) if going else b""

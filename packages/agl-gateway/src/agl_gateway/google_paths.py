@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from urllib.parse import unquote
 
 from agl_gateway.google_answers import GoogleTranslation
 
@@ -12,7 +11,7 @@ COUNT_TOKENS = "countTokens"
 _GENERATE = "generateContent"
 _STREAM = "streamGenerateContent"
 GOOGLE_METHODS = (_GENERATE, _STREAM, COUNT_TOKENS)
-_ENDPOINT = re.compile(rf"/models/([^:]{{1,512}}):({_GENERATE}|{_STREAM}|{COUNT_TOKENS})")
+_ENDPOINT = re.compile(rf"/models/(.{{1,512}}):({_GENERATE}|{_STREAM}|{COUNT_TOKENS})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +28,6 @@ class GoogleEndpoint:
 
 
 def google_endpoint(endpoint: str) -> GoogleEndpoint | None:
-    """Return the method at an endpoint such as ``/models/m:generateContent``; ``None`` for any other."""
+    """Return the method at a decoded endpoint such as ``/models/m:generateContent``; ``None`` for any other."""
     found = _ENDPOINT.fullmatch(endpoint)
-    return None if found is None else GoogleEndpoint(model=unquote(found[1]), method=found[2])
+    return None if found is None else GoogleEndpoint(model=found[1], method=found[2])

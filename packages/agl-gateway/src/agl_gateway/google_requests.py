@@ -1,9 +1,10 @@
 """Reads requests of Google's ``generateContent`` as chat completions, which servers of policies understand.
 
 Tool calls keep their ids and the exact text of their arguments, which :mod:`agl_gateway.google_answers` seals in
-``thoughtSignature``, so that the next prompt continues the tokens of the last one. What a policy's server cannot do
-is refused: Google's own tools and cached contents. ``safetySettings``, ``labels`` and ``thinkingConfig`` have no
-effect on it.
+``thoughtSignature``, so that the next prompt continues the tokens of the last one. Like Google's API, this takes one
+object in place of a list of one. What a policy's server cannot do is refused: Google's own tools, cached contents,
+files by their address other than images, and answers that are no text or JSON. ``safetySettings``, ``labels``,
+``thinkingConfig`` and ``responseLogprobs`` have no effect on it.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from agl_gateway.chat_requests import (
     unsupported,
     user_message,
 )
-from agl_gateway.sealed import unseal
+from agl_gateway.sealed import Unsealer
 from agl_gateway.translation import as_object, objects_in, text_in
 
 _NUMBERS = {
@@ -41,6 +42,9 @@ _NUMBERS = {
     "frequencyPenalty": "frequency_penalty",
     "candidateCount": "n",
 }
+_INNER = ("items", "anyOf", "prefixItems", "additionalProperties")
+"""Fields of a schema that hold schemas."""
+
 _MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
 
 
@@ -50,10 +54,9 @@ def chat_request(asked: Request, *, model: str, is_streamed: bool) -> Request:
     Raises:
         Problem: 400 for a body that is no JSON object, or asks for something that no policy's server has.
     """
-    given = fields_of(asked)
+    given = _camel_object(fields_of(asked))
     if given.get("cachedContent"):
         raise unsupported("cachedContent", "send the contents themselves")
-    given = {_camel(key): value for key, value in given.items()}
     body: dict[str, Json] = {"model": model, "messages": messages_of(given)}
     body |= _tools(given) | _generation(_camel_object(given.get("generationConfig")))
     return chat_completion(body, is_streamed=is_streamed)
@@ -62,14 +65,14 @@ def chat_request(asked: Request, *, model: str, is_streamed: bool) -> Request:
 def messages_of(given: dict[str, Any]) -> list[dict[str, Json]]:
     """Return the system instruction and the contents as chat messages."""
     system = given.get("systemInstruction")
-    text = system if isinstance(system, str) else _text(objects_in(as_object(system).get("parts")))
+    text = system if isinstance(system, str) else _text(_listed(as_object(system).get("parts")))
     messages: list[dict[str, Json]] = [{"role": "system", "content": text}] if text else []
-    contents, calls = given.get("contents"), _Calls()
-    listed = [{"parts": [{"text": contents}]}] if isinstance(contents, str) else objects_in(contents)
+    contents, calls, unsealer = given.get("contents"), _Calls(), Unsealer()
+    listed = [{"parts": [{"text": contents}]}] if isinstance(contents, str) else _listed(contents)
     for content in listed:
-        parts = [_camel_object(part) for part in objects_in(content.get("parts"))]
+        parts = _parts(content.get("parts"))
         if content.get("role") == "model":
-            messages.append(_assistant(parts, calls))
+            messages.append(_assistant(parts, calls, unsealer))
         else:
             messages += _user(parts, calls)
     return messages
@@ -98,9 +101,9 @@ class _Calls:
         return found[1]
 
 
-def _assistant(parts: list[dict[str, Any]], calls: _Calls) -> dict[str, Json]:
+def _assistant(parts: list[dict[str, Any]], calls: _Calls, unsealer: Unsealer) -> dict[str, Json]:
     said = [part for part in parts if "functionCall" not in part and not part.get("thought")]
-    sealed = [as_object(unseal(part.get("thoughtSignature"))) for part in parts]
+    sealed = [as_object(unsealer.read(part.get("thoughtSignature"))) for part in parts]
     reasoning = next((text for one in sealed if (text := text_in(one.get("reasoning")))), "")
     reasoning = reasoning or _text([part for part in parts if part.get("thought")])
     called = [
@@ -125,10 +128,13 @@ def _parsed(text: str) -> Any:
 
 
 def _user(parts: list[dict[str, Any]], calls: _Calls) -> Iterator[dict[str, Json]]:
+    """Yield the results of functions, then the user's words with the media of the results before them."""
+    media: list[dict[str, Any]] = []
     for part in parts:
         if result := as_object(part.get("functionResponse")):
             yield {"role": "tool", "tool_call_id": calls.answered(result), "content": _result(result.get("response"))}
-    rest = [one for part in parts if (one := _chat_part(part)) is not None]
+            media += _parts(result.get("parts"))
+    rest = [one for part in (*media, *parts) if (one := _chat_part(part)) is not None]
     yield from user_message(rest, between="")
 
 
@@ -149,6 +155,9 @@ def _chat_part(part: dict[str, Any]) -> dict[str, Any] | None:
         url = f"data:{kind};base64,{data}"
         return image_part(url) if kind.startswith("image/") else file_part(url)
     if held := _camel_object(part.get("fileData")):
+        kind = text_in(held.get("mimeType"))
+        if kind and not kind.startswith("image/"):
+            raise unsupported(f"a file of type {kind[:80]!r} by its address", "send its content as inlineData")
         return image_part(text_in(held.get("fileUri")))
     return None
 
@@ -159,14 +168,14 @@ def _text(parts: list[dict[str, Any]]) -> str:
 
 def _tools(given: dict[str, Any]) -> dict[str, Json]:
     declared: list[dict[str, Any]] = []
-    for tool in map(_camel_object, objects_in(given.get("tools"))):
+    for tool in map(_camel_object, _listed(given.get("tools"))):
         foreign = next((key for key, value in tool.items() if key != "functionDeclarations" and value is not None), "")
         if foreign:
             raise unsupported(f"the tool {foreign}", "declare functions only")
-        declared += [_camel_object(one) for one in objects_in(tool.get("functionDeclarations"))]
+        declared += map(_camel_object, _listed(tool.get("functionDeclarations")))
     config = _camel_object(_camel_object(given.get("toolConfig")).get("functionCallingConfig"))
     allowed = config.get("allowedFunctionNames")
-    kept = [one for one in declared if not allowed or one.get("name") in allowed]
+    kept = [one for one in declared if not isinstance(allowed, list) or not allowed or one.get("name") in allowed]
     if not kept:
         return {}
     choice = _MODES.get(text_in(config.get("mode")).upper())
@@ -184,13 +193,13 @@ def _schema(schema: Any) -> Any:
         return [_schema(item) for item in objects_in(cast("list[Any]", schema))]
     fields = as_object(schema)
     found: dict[str, Any] = {}
-    for key, value in fields.items():
+    for key, value in ((_camel(key), value) for key, value in fields.items()):
         if key == "type" and isinstance(value, str):
             found[key] = value.lower()
         elif key == "properties":
             found[key] = {name: _schema(one) for name, one in as_object(value).items()}
-        elif key in ("items", "anyOf", "any_of"):
-            found[_camel(key)] = _schema(value)
+        elif key in _INNER and isinstance(value, dict | list):
+            found[key] = _schema(value)
         else:
             found[key] = value
     return found
@@ -198,7 +207,10 @@ def _schema(schema: Any) -> Any:
 
 def _generation(config: dict[str, Any]) -> dict[str, Json]:
     body = {ours: _whole(config[theirs]) for theirs, ours in _NUMBERS.items() if config.get(theirs) is not None}
-    if config.get("responseMimeType") == "application/json":
+    form = text_in(config.get("responseMimeType"))
+    if form not in ("", "text/plain", "application/json"):
+        raise unsupported(f"responseMimeType {form[:80]!r}", "ask for text/plain or application/json")
+    if form == "application/json":
         schema = config.get("responseJsonSchema") or _schema(config.get("responseSchema"))
         body["response_format"] = answer_format(schema)
     return body
@@ -207,6 +219,16 @@ def _generation(config: dict[str, Any]) -> dict[str, Json]:
 def _whole(value: Any) -> Any:
     """Return a number such as 20.0, which Google's clients write for ``topK``, as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _listed(value: Any) -> list[dict[str, Any]]:
+    """Return the objects in a list, or the one that stands in its place."""
+    found = as_object(value)
+    return [found] if found else objects_in(value)
+
+
+def _parts(value: Any) -> list[dict[str, Any]]:
+    return [_camel_object(part) for part in _listed(value)]
 
 
 def _camel(key: str) -> str:

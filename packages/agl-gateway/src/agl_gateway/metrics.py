@@ -71,7 +71,7 @@ def _lines(name: str, values: Mapping[str, float] | float, *, label: str, more: 
     if not isinstance(values, Mapping):
         return [f"{name}{{{more}}} {values:.12g}" if more else f"{name} {values:.12g}"]
     rest = f",{more}" if more else ""
-    return [f'{name}{{{label}="{_escaped(key)}"{rest}}} {value:g}' for key, value in values.items()]
+    return [f'{name}{{{label}="{_escaped(key)}"{rest}}} {value:.12g}' for key, value in values.items()]
 
 
 def _escaped(label: str) -> str:

@@ -14,6 +14,9 @@ _ATTEMPT: list[dict[str, list[str]]] = [{"attempt": []}]
 _ADMIN: list[dict[str, list[str]]] = [{"admin": []}]
 _CLIENT: list[dict[str, list[str]]] = [{"client": []}]
 _WORKER: list[dict[str, list[str]]] = [{"worker": []}]
+_CALLERS = _ATTEMPT + _CLIENT + _ADMIN
+"""The tokens that call models: the last two where the gateway records conversations."""
+
 _MODEL_PATHS = {
     "/v1/chat/completions": "OpenAI chat completions, relayed and recorded.",
     "/v1/completions": "OpenAI completions, relayed and recorded.",
@@ -78,7 +81,7 @@ def _model_call(path: str, text: str) -> dict[str, Any]:
     return {
         "summary": text,
         "parameters": named,
-        "security": _ATTEMPT,
+        "security": _CALLERS,
         "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
         "responses": {"default": {"description": "The backend's answer, byte for byte; streamed if asked."}},
     }
@@ -88,7 +91,8 @@ def _other_paths() -> dict[str, Any]:
     answer = {"responses": {"200": {"description": "OK"}}}
     return {
         "/": {"get": {"summary": "Says that a gateway is here; clients look before their first call.", **answer}},
-        "/v1/models": {"get": {"summary": "The model names that requests may use.", "security": _ATTEMPT, **answer}},
+        "/v1/models": {"get": {"summary": "The model names that requests may use.", "security": _CALLERS, **answer}},
+        "/v1beta/models": {"get": {"summary": "The same for Google's clients.", "security": _CALLERS, **answer}},
         "/v1/traces": {
             "post": {
                 "summary": "Attach OTLP/HTTP traces (protobuf, gzip allowed) to the attempt of the token.",
@@ -105,14 +109,14 @@ def _other_paths() -> dict[str, Any]:
                     {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
                     {"name": HEADER, "in": "header", "schema": {"type": "string"}},
                 ],
-                "security": _ATTEMPT + _CLIENT + _ADMIN,
+                "security": _CALLERS,
                 **answer,
             }
         },
         "/identity": {
             "get": {
                 "summary": "The ids of this gateway and its start.",
-                "security": _ATTEMPT + _CLIENT + _ADMIN + _WORKER,
+                "security": _CALLERS + _WORKER,
                 **answer,
             }
         },

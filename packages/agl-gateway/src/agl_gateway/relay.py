@@ -241,7 +241,10 @@ class Relay:
         asked = Request(dialect, body)
         if translation is not None:
             return translation.asked(asked), translation
-        return restored(asked), thoughts_of(asked)
+        whole = restored(asked)
+        if whole is not asked:
+            await check_values(whole.body)
+        return whole, thoughts_of(asked)
 
     async def _answer(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
         try:
@@ -372,6 +375,7 @@ class Relay:
         if call.translation is not None:
             is_error = response.status >= _FIRST_ERROR
             translation = call.translation
+            body = plain_bytes(body, headers.pop("content-encoding", ""))
             body = translation.failure(body, response.status) if is_error else translation.answer(body)
         return web.Response(body=body, status=response.status, headers=headers)
 

@@ -139,7 +139,7 @@ def usage_of_response(usage: Usage) -> dict[str, Json]:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
         "output_tokens": usage.answer,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.thoughts},
         "total_tokens": usage.prompt + usage.answer,
     }
 
@@ -157,16 +157,12 @@ class ResponsesStream:
 
     def feed(self, chunk: bytes) -> bytes:
         """Return the events for the bytes that have arrived."""
-        is_first = not self._chat.head
         found = list[bytes]()
         for one in self._chat.chunks(chunk):
             if one.get("error"):
                 found.append(self._failed(*error_in(one)))
                 continue
-            if is_first:
-                started = self._writer.response(one, status="in_progress", output=[])
-                found += [self._event(f"response.{kind}", response=started) for kind in ("created", "in_progress")]
-                is_first = False
+            found += self._beginning(one)
             for change in self._chat.changes(one):
                 found += self._events(*change)
         return b"".join(found)
@@ -180,6 +176,14 @@ class ResponsesStream:
             return self._failed("the policy's stream ended before its answer did", "")
         ended = self._writer.ended(self._chat.head, self._output, reason=reason, usage=self._chat.usage)
         return self._event(f"response.{ended['status']}", response=ended)
+
+    def _beginning(self, chunk: dict[str, Any]) -> Iterator[bytes]:
+        """Yield the beginning of the response, unless it has begun."""
+        if self._count:
+            return
+        started = self._writer.response(chunk, status="in_progress", output=[])
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=started)
 
     def _events(self, step: str, piece: Piece, text: str) -> Iterator[bytes]:
         index = len(self._output)
@@ -221,9 +225,10 @@ class ResponsesStream:
 
     def _failed(self, message: str, code: str) -> bytes:
         self._is_failed = True
+        begun = b"".join(self._beginning(self._chat.head))
         failed = self._writer.response(self._chat.head, status="failed", output=self._output)
         error: dict[str, Json] = {"code": code or "server_error", "message": message}
-        return self._event("response.failed", response={**failed, "error": error})
+        return begun + self._event("response.failed", response={**failed, "error": error})
 
     def _event(self, kind: str, **fields: Json) -> bytes:
         event = named_event({"type": kind, "sequence_number": self._count, **fields})

@@ -17,6 +17,7 @@ from agl_gateway.json_values import check_values
 from agl_gateway.problems import Problem
 from agl_gateway.relay import Relay
 from agl_gateway.routing import UpstreamTarget
+from agl_gateway.thoughts import restored
 from agl_gateway.upstream_client import open_upstream, problem_of, reply_headers, request_headers
 
 COMPACT = "/responses/compact"
@@ -33,10 +34,11 @@ ESTIMATED_HEADER = "x-agl-estimated"
 
 _COUNTED = (
     *("system", "instructions", "messages", "input", "tools"),
-    *("contents", "systemInstruction", "generateContentRequest"),
+    *("contents", "systemInstruction", "system_instruction", "generateContentRequest", "generate_content_request"),
 )
 _BYTES_PER_TOKEN = 4
 _IMAGES = ("image", "input_image", "image_url")
+_INLINE = frozenset({"inlineData", "inline_data"})
 _IMAGE_TOKENS = 1600
 """Tokens of an image, about what Anthropic counts for the largest that it does not scale down."""
 
@@ -73,13 +75,13 @@ class SideCalls:
             attempt_id: The attempt.
 
         Raises:
-            Problem: 400 for a body that is no JSON object, 404 for an unknown model, 502 or 504 where a server that
-                alone could answer does not.
+            Problem: 400 for a body that is no JSON object, 404 for an unknown model, 413 for thoughts longer than any
+                model's context, 502 or 504 where a server that alone could answer does not.
         """
         dialect = SIDE_CALLS[endpoint]
         body = await self._bodies.read(request, limit=self._max_body)
         await check_values(body)
-        asked = Request(dialect, body)
+        asked = restored(Request(dialect, body))
         if not asked.is_object:
             raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
         target = self._relay.router.choose(asked.model, dialect=dialect)
@@ -150,7 +152,7 @@ def _size(value: object) -> int:
         item = waiting.pop()
         if isinstance(item, dict):
             fields = cast("dict[str, object]", item)
-            if fields.get("type") in _IMAGES or "inlineData" in fields:
+            if fields.get("type") in _IMAGES or _INLINE & fields.keys():
                 size += _IMAGE_TOKENS * _BYTES_PER_TOKEN
             else:
                 waiting += [*fields, *fields.values()]

@@ -169,13 +169,17 @@ class Supervisor:
         taken = frozenset[Path]().union(*(slot.spools for slot in self._slots if slot is not self._slots[number]))
         group = Group(number=number, folder=self._folder, board=self._board, group_id=self._group_id, taken=taken)
         self._board.starts += 1
-        pid = os.fork()
-        if pid == 0:
-            os.close(reader)
-            self._be_process(group, writer)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a signal ends the processes that are known by then
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(reader)
+                self._be_process(group, writer)
+            self._slots[number].process = _Process(pid=pid, started_at=time.monotonic(), reader=reader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         os.close(writer)
         os.set_blocking(reader, False)
-        self._slots[number].process = _Process(pid=pid, started_at=time.monotonic(), reader=reader)
         self._selector.register(reader, selectors.EVENT_READ, number)
 
     def _be_process(self, group: Group, writer: int) -> None:
@@ -185,6 +189,7 @@ class Supervisor:
             signal.set_wakeup_fd(-1)
             for number in (*_SIGNALS, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             self._selector.close()
             os.close(self._parent)
             place = Place(

@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from agl.dialects import Request
-from agl_gateway.sealed import MARK, seal, unseal
+from agl_gateway.sealed import MARK, Unsealer, seal
 from agl_gateway.translation import EventSplitter, Shape, as_object, data_of, named_event, object_of, objects_in
 
 _INCLUDE = "reasoning.encrypted_content"
@@ -31,35 +31,37 @@ def thoughts_of(asked: Request) -> "SealedResponses | SealedMessages | None":
 
 
 def restored(asked: Request) -> Request:
-    """Return the request with the thoughts that were sealed in earlier answers."""
+    """Return the request with the thoughts that were sealed in earlier answers.
+
+    Raises:
+        Problem: 413 when these are longer than any model's context.
+    """
     if MARK not in asked.body:
         return asked
-    if asked.dialect == "responses":
-        return asked.changed({"input": [_restored_item(item) for item in _items(asked.get("input"))]})
-    if asked.dialect == "messages":
-        return asked.changed({"messages": [_restored_message(one) for one in _items(asked.get("messages"))]})
+    unsealer = Unsealer()
+    if asked.dialect == "responses" and isinstance(items := asked.get("input"), list):
+        return asked.changed({"input": [_restored_item(item, unsealer) for item in cast("list[Any]", items)]})
+    if asked.dialect == "messages" and isinstance(messages := asked.get("messages"), list):
+        return asked.changed({"messages": [_restored_message(one, unsealer) for one in cast("list[Any]", messages)]})
     return asked
 
 
-def _items(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _restored_item(item: Any) -> Any:
+def _restored_item(item: Any, unsealer: Unsealer) -> Any:
     fields = as_object(item)
-    sealed = as_object(unseal(fields.get("encrypted_content")))
+    sealed = as_object(unsealer.read(fields.get("encrypted_content")))
     return {key: value for key, value in fields.items() if key != "encrypted_content"} | sealed if sealed else item
 
 
-def _restored_message(message: Any) -> Any:
+def _restored_message(message: Any, unsealer: Unsealer) -> Any:
     fields = as_object(message)
-    if not isinstance(fields.get("content"), list):
+    blocks = fields.get("content")
+    if not isinstance(blocks, list):
         return message
-    return {**fields, "content": [_restored_block(block) for block in _items(fields["content"])]}
+    return {**fields, "content": [_restored_block(block, unsealer) for block in cast("list[Any]", blocks)]}
 
 
-def _restored_block(block: Any) -> Any:
-    return as_object(unseal(as_object(block).get("signature"))) or block
+def _restored_block(block: Any, unsealer: Unsealer) -> Any:
+    return as_object(unsealer.read(as_object(block).get("signature"))) or block
 
 
 class _Unchanged:

@@ -7,6 +7,7 @@ Clients of agl trust the system's authorities, or those in the file that ``AGL_C
 import asyncio
 import logging
 import ssl
+from contextlib import suppress
 from pathlib import Path
 
 from agl.errors import ConfigError
@@ -64,8 +65,12 @@ class Certificate:
         self.context.load_cert_chain(self._cert, self._key)
 
     def _state(self) -> tuple[tuple[int, int, int], ...]:
-        files = [file for file in (self._cert, self._key) if file is not None and file.exists()]
-        return tuple((found.st_ino, found.st_mtime_ns, found.st_size) for found in (file.stat() for file in files))
+        found = list[tuple[int, int, int]]()
+        for file in filter(None, (self._cert, self._key)):
+            with suppress(OSError):  # it is being exchanged
+                seen = file.stat()
+                found.append((seen.st_ino, seen.st_mtime_ns, seen.st_size))
+        return tuple(found)
 
 
 def certificate_of(cert: str | Path | None, key: str | Path | None) -> Certificate | None:

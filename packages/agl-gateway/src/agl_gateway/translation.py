@@ -46,7 +46,7 @@ class Translation(Protocol):
         ...
 
     def answer(self, body: bytes) -> bytes:
-        """Return a whole answer for the client."""
+        """Return a whole answer for the client; raises a :class:`agl_gateway.problems.Problem` where it has nothing."""
         ...
 
     def failure(self, body: bytes, status: int) -> bytes:

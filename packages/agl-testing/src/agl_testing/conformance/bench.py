@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from agl.contracts import Algorithm, AlgorithmContext, Collected, Credit, Policy, Recorded
 from agl.episodes import EpisodeCredit
-from agl.errors import ConfigError, ConflictError
+from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.schemas import LLM, Episode, Json, Resource, ResourceVersion, Rollout
 from agl.stores import MemoryStore
 
@@ -91,6 +91,8 @@ class AlgorithmBench:
         self.published: list[ResourceVersion] = []
         self.proposed: dict[tuple[str, str], ResourceVersion] = {}
         self.collected: dict[str, Episode] = {}
+        self._asked: dict[str, Rollout] = {}
+        self._versions: dict[tuple[str, str], ResourceVersion] = {}
         self.requests = 0
         self.kept: set[int] = set()  # the steps whose files must stay
         self.sources = () if given is None else ("payer",)
@@ -181,7 +183,12 @@ class AlgorithmBench:
         keeps_all: bool = False,
         greedy: bool = False,
     ) -> Collected:
-        """Play every task ``n`` times, or find what an earlier process already paid for."""
+        """Play every task ``n`` times, or find what an earlier process already paid for.
+
+        Raises:
+            ConfigError: An earlier process asked for another rollout under an id, as a store refuses it.
+            NotFoundError: A version that is pinned does not exist.
+        """
         del keeps_all  # the bench has no policies for failed rollouts
         self.requests += 1
         episodes: list[Episode] = []
@@ -189,6 +196,7 @@ class AlgorithmBench:
             group = f"{NAME}-{step}-{mode}-{key}{'-' if key else ''}{position // n}"
             order = self._order(task, f"{group}-{position % n}", group, mode=mode, pinned=resources or {})
             order = replace(order, is_greedy=greedy)
+            _check_repeated(self._asked.setdefault(order.rollout.rollout_id, order.rollout), order.rollout, resources)
             if order.rollout.rollout_id not in self.collected:
                 played = self.scenario.play(order)
                 episode = await played if inspect.isawaitable(played) else played
@@ -255,6 +263,7 @@ class AlgorithmBench:
 
     async def _keep(self, version: ResourceVersion) -> None:
         """Keep a version in the store, so that there may be scores of it; of a repeated step the first one is kept."""
+        self._versions[version.name, version.version] = version
         with suppress(ConflictError):
             await self.store.publish([version])
 
@@ -269,8 +278,9 @@ class AlgorithmBench:
     ) -> RolloutOrder:
         versions = {v.name: v for v in self._live.values()}
         for name, wanted in pinned.items():
-            known = [*self.published, *self.proposed.values()]
-            versions[name] = next((v for v in known if (v.name, v.version) == (name, wanted)), versions[name])
+            if (name, wanted) not in self._versions:
+                raise NotFoundError("resource version", f"{name}@{wanted}")
+            versions[name] = self._versions[name, wanted]
         rollout = Rollout(
             rollout_id=rollout_id,
             task=task,
@@ -285,4 +295,20 @@ class AlgorithmBench:
         resources: dict[str, Any] = {name: version.resource for name, version in versions.items()}
         return RolloutOrder(
             rollout=rollout, resources=resources, llms=self._llms, seed=len(rollout_id) + sum(rollout_id.encode())
+        )
+
+
+def _check_repeated(asked: Rollout, again: Rollout, pinned: Mapping[str, str] | None) -> None:
+    """Raise ConfigError if a repeated step asks for another rollout; its live versions may be others."""
+    has_other_versions = any(asked.resources.get(name) != version for name, version in (pinned or {}).items())
+    found = {
+        "another task": asked.task != again.task,
+        "another group": asked.group_id != again.group_id,
+        "other versions": has_other_versions,
+    }
+    differing = [words for words, is_true in found.items() if is_true]
+    if differing:
+        raise ConfigError(
+            f"the rollout {asked.rollout_id} was asked for again with {' and '.join(differing)}; a step that is "
+            "repeated asks for what it asked before, so keep what it depends on in the state"
         )

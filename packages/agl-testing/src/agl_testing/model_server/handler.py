@@ -98,17 +98,22 @@ class ScriptedHandler:
         return ""
 
     async def _play(self, request: web.BaseRequest, call: RecordedCall) -> web.StreamResponse:
-        model_request = self._model_request(call)
+        try:
+            model_request = self._model_request(call)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            message = f"the body is not what this API takes ({type(error).__name__}: {error})"
+            return await _send_plain(request, call, _error_response(call.dialect, 400, message))
         step = self._next_step(model_request)
         if isinstance(step, Status):
-            headers = {} if step.retry_after is None else {"retry-after": f"{step.retry_after:g}"}
-            error = _error_response(call.dialect, step.code, step.message, headers=headers)
-            return await _send_plain(request, call, error)
+            return await _send_plain(request, call, _status_response(call.dialect, step))
         if isinstance(step, Garbage):
             garbage = web.Response(body=step.body, headers={"content-type": step.content_type})
             return await _send_plain(request, call, garbage)
         reply = _reply_of(step, self._script.default)
-        exchange = self._exchange(model_request, reply if isinstance(step, Stall | Cut) else step)
+        try:
+            exchange = self._exchange(model_request, reply if isinstance(step, Stall | Cut) else step)
+        except ValueError as error:
+            return await _send_plain(request, call, _status_response(call.dialect, self._failed(error)))
         self._remember(model_request, exchange)
         await asyncio.sleep(reply.delay)
         form = _FORMATS[call.dialect]
@@ -120,11 +125,16 @@ class ScriptedHandler:
     def _next_step(self, request: ModelRequest) -> Step:
         try:
             return self._script.next_step(request)
-        except Exception as error:  # noqa: BLE001  # the test's own function; the server re-raises it at its end
-            self.script_errors.append(error)
-            return Status(code=500, message=f"the script failed: {error!r}")
+        except Exception as error:  # noqa: BLE001  # the test's own function
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> Status:
+        """Keep an error of the script, which the server raises at its end; returns the answer of the call."""
+        self.script_errors.append(error)
+        return Status(code=500, message=f"the script failed: {error!r}")
 
     def _model_request(self, call: RecordedCall) -> ModelRequest:
+        _check_choices(call.json.get("n"))
         turns = _FORMATS[call.dialect].turns_of(call.json)
         turns = (*self._conversations.get(call.json.get("previous_response_id") or "", ()), *turns)
         if call.dialect == "completions":
@@ -173,6 +183,12 @@ class ScriptedHandler:
         return {"object": "list", "data": data}
 
 
+def _check_choices(asked: object) -> None:
+    """Raise ValueError unless a request asks for a number of choices that an API gives."""
+    if asked is not None and (not isinstance(asked, int) or asked < 1):
+        raise ValueError(f"n is {asked!r}, and has to be 1 or more")
+
+
 async def _record_of(request: web.BaseRequest, dialect: Dialect) -> RecordedCall:
     body = await request.read()
     try:
@@ -209,6 +225,11 @@ def _error_response(
     if dialect == "messages":
         body = {"type": "error", "error": {"type": kind, "message": message}}
     return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json", headers=headers)
+
+
+def _status_response(dialect: Dialect, step: Status) -> web.Response:
+    headers = {} if step.retry_after is None else {"retry-after": f"{step.retry_after:g}"}
+    return _error_response(dialect, step.code, step.message, headers=headers)
 
 
 async def _send_plain(request: web.BaseRequest, call: RecordedCall, response: web.Response) -> web.Response:
