@@ -341,6 +341,8 @@ def test_token_is_made_kept_and_private(tmp_path: Path, monkeypatch: pytest.Monk
         admin_token_of(path)
     monkeypatch.setenv("AGL_TOKEN", TOKEN)
     assert (TOKEN, "the environment variable AGL_TOKEN") == admin_token_of(path)
+    monkeypatch.setenv("AGL_TOKEN", f"{TOKEN}\n")
+    assert TOKEN == admin_token_of(path)[0]
     monkeypatch.setenv("AGL_TOKEN", "short")
     with pytest.raises(ConfigError, match="fewer than 16"):
         admin_token_of(path)

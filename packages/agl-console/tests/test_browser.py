@@ -234,6 +234,20 @@ def test_page_shows_a_new_rollout_without_a_reload_and_keeps_the_filter_being_wr
         assert [] == shown.errors
 
 
+def test_page_that_is_opened_in_the_background_takes_no_connection_until_it_is_seen(browser: Any, address: str) -> None:
+    with Page(browser, width=1000) as shown:
+        shown.page.add_init_script("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+        shown.page.goto(address + "/rollouts", wait_until="load")
+        shown.page.wait_for_timeout(500)
+        assert not [url for url in shown.requests if url.endswith("/changes")]
+        with shown.page.expect_request("**/changes"):
+            shown.page.evaluate(
+                "Object.defineProperty(document, 'hidden', {value: false}); "
+                "document.dispatchEvent(new Event('visibilitychange'))"
+            )
+        assert [] == shown.errors
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_keyboard_alone_signs_in_and_cancels_a_rollout(browser: Any, acting: str, tmp_path: Path, scheme: str) -> None:
     rules = Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8")

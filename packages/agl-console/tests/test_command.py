@@ -121,6 +121,8 @@ def test_run_is_exported_as_one_file_that_refers_to_nothing(recorded: Path) -> N
         (("nothing.db",), "there is no store 'nothing.db'"),
         (("--json", "/rollouts?step=x"), "wrong parameter"),
         (("--token-file", "token"), "add --actions"),
+        (("--json", "/", "--port", "8000", "--actions"), "--port, --actions"),
+        (("--tokenizer", "model", "export", "halves"), "--tokenizer"),
         (("--actions", "--token-file", "runs"), "choose another with --token-file"),
         (("--host", "0.0.0.0"), "set AGL_CONSOLE_PASSWORD"),
     ],

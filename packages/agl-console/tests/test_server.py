@@ -44,6 +44,7 @@ async def test_password_is_asked_for_and_compared(opened: Open) -> None:
         assert 401 == (await client.get("/static/console.js")).status
         assert 401 == (await client.get("/", headers=basic("me:wrong"))).status
         assert 401 == (await client.get("/", headers={"Authorization": "Basic ###"})).status
+        assert 401 == (await client.get("/", headers={"Authorization": "Basic é"})).status
         assert 200 == (await client.get("/", headers=basic("me:long enough"))).status
 
 
@@ -89,6 +90,19 @@ async def test_findings_of_unfinished_runs_are_shown_to_prometheus(opened: Open)
     assert 2 == len(lines)
 
 
+async def test_finding_that_is_made_again_is_shown_once_with_its_newest_time(opened: Open) -> None:
+    found: Json = {"rule": "collapse", "algorithm": "validate", "step": 3, "evidence": "e", "change": ""}
+    store, now = MemoryStore(), time.time()
+    times = {"5": now - 60, "10": now - 5, "11": now - 30}
+    kept = {f"experiment/calc/1/alerts/collapse/{key}": {"kind": "collapse", "time": at} for key, at in times.items()}
+    states = {key: to_json({**alert, "found": found}) for key, alert in kept.items()}
+    await store.save_state(states, experiment=ExperimentRecord(name="calc"))
+    async with opened(store) as client:
+        text = await (await client.get("/metrics")).text()
+    (line,) = [line for line in text.splitlines() if not line.startswith("#")]
+    assert line.endswith(f" {now - 5:.3f}")
+
+
 async def test_change_is_told_while_a_page_waits(opened: Open) -> None:
     store = MemoryStore()
     async with opened(store) as client, client.get("/changes") as feed:
@@ -96,6 +110,24 @@ async def test_change_is_told_while_a_page_waits(opened: Open) -> None:
         await store.enqueue([Rollout(rollout_id="r", task=1)])
         told = await asyncio.wait_for(feed.content.readuntil(b"\n\n"), 60)
     assert re.fullmatch(rb"data: \d+\n\n", told)
+
+
+async def test_page_asks_once_more_when_changes_have_ended(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_console.server._WAIT_S", 0.05)
+    monkeypatch.setattr("agl_console.server._PAUSE_S", 0.0)
+    store = MemoryStore()
+    async with opened(store) as client, client.get("/changes") as feed:
+
+        async def message() -> bytes:
+            return (await asyncio.wait_for(feed.content.readuntil(b"\n\n"), 60))[:1]
+
+        before = [await message() for _ in range(3)]
+        await store.enqueue([Rollout(rollout_id="r", task=1)])
+        while b"d" != await message():
+            pass
+        after = [await message() for _ in range(2)]
+    assert [b"d", b":", b":"] == before
+    assert [b"d", b":"] == after
 
 
 def test_other_hosts_need_a_password() -> None:

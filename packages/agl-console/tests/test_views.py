@@ -11,8 +11,19 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
-from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
-from agl.schemas import Json, PromptTemplate, ResourceVersion, Reward, Rollout, Weights, to_json
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, VersionScore
+from agl.schemas import (
+    ErrorInfo,
+    Json,
+    Outcome,
+    PromptTemplate,
+    ResourceVersion,
+    RetryPolicy,
+    Reward,
+    Rollout,
+    Weights,
+    to_json,
+)
 from agl.stores import MemoryStore
 from agl_console import pages
 from agl_console.rewards import FIGURES, ROWS
@@ -25,7 +36,7 @@ from agl_console.vocabulary import Vocabulary
 from agl_run import SQLiteStore
 
 from .conftest import Open
-from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name, team
+from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name, team, training
 
 FIRST = rollout_name(0)
 VIEWS = (
@@ -87,6 +98,23 @@ async def test_runs_show_status_last_reward_and_best_version(opened: Open, fille
     assert runs["sums"]["has_failures"]
     assert not runs["sums-slow"]["has_failures"]
     assert LONG_NAME in page
+
+
+@pytest.mark.parametrize("other", ["sums-slow", "sums-1"])
+async def test_best_version_of_a_run_is_its_own_where_the_name_of_another_begins_alike(
+    opened: Open, other: str
+) -> None:
+    store, shared = MemoryStore(), PromptTemplate(template="Answer.")
+    for name, mean in (("sums", 0.25), (other, 0.75)):
+        made, step = f"{name}-1-grpo-5", {"algorithm": "grpo", "step": 5}
+        await store.publish([ResourceVersion(name="style", version=made, resource=shared, **step)])
+        await store.save_scores([VersionScore(name="style", version=made, mean=mean, low=0, high=1, n=9, how="fresh")])
+        await store.save_state({}, experiment=ExperimentRecord(name=name, live={"style": f"{name}-1-grpo-6"}))
+    async with opened(store) as client:
+        listed = {run["name"]: run["best"]["version"] for run in (await data_of(client, "/"))["runs"]}
+        alone = (await data_of(client, "/runs/sums"))["best"]["version"]
+    assert {"sums": "sums-1-grpo-5", other: f"{other}-1-grpo-5"} == listed
+    assert "sums-1-grpo-5" == alone
 
 
 async def test_runs_show_which_parameters_matter_with_the_runs_behind_it(opened: Open) -> None:
@@ -347,6 +375,21 @@ async def test_step_of_an_algorithm_is_looked_up_in_a_store_of_any_size(opened: 
     assert {} == second["next"]
 
 
+async def test_pages_of_a_step_end_with_its_last_rollout(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="large"))
+    named = {"experiment": "large", "metadata": {"algorithm": "grpo", "step": 2}}
+    names = [f"large-1-grpo-train-00002-{number:05d}-000" for number in range(SCANNED)]
+    await store.enqueue([Rollout(rollout_id=name, task=1, **named) for name in names])
+    async with opened(store) as client:
+        page = await data_of(client, "/rollouts?experiment=large&algorithm=grpo&step=2&low=1")
+        looked = [page["looked_through"]]
+        while page["next"]:
+            page = await (await client.get("/rollouts", params=page["next"] | {"format": "json"})).json()
+            looked.append(page["looked_through"])
+    assert SCANNED == sum(looked)
+
+
 async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Open) -> None:
     async with opened() as client:
         data = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00006-000")
@@ -373,6 +416,28 @@ async def test_rollout_is_found_by_the_beginning_of_its_id(opened: Open) -> None
     async with opened() as client:
         data = await data_of(client, "/rollouts/sums-1-grpo-host")
     assert "sums-1-grpo-hostile" == data["rollout_id"]
+
+
+async def test_attempts_with_the_same_span_ids_are_told_apart(opened: Open) -> None:
+    store = MemoryStore()
+    await store.enqueue([Rollout(rollout_id="r", task=1, retry=RetryPolicy(max_attempts=2))])
+    for error in (ErrorInfo(type="ValueError", message="no"), None):
+        (claim,) = await store.claim(worker="w")
+        recorder = Recorder("r", claim.attempt.attempt_id)
+        team(recorder, text="go", reward=1.0, version="v")
+        status = "failed" if error else "succeeded"
+        spans = tuple(recorder.spans)
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=spans)])
+    await store.append_spans([training("r", recorder.spans, step=1, reward=1.0)])
+    async with opened(store) as client:
+        trees = [(await data_of(client, f"/rollouts/r?attempt={number}"))["nodes"] for number in (1, 2)]
+        shown = [await data_of(client, f"/rollouts/r/spans/3?attempt={number}") for number in (1, 2)]
+    fates = [[node["fate"] for node in tree if node["kind"] == "call"] for tree in trees]
+    assert all(fate.startswith("rejected, not_final") for fate in fates[0])
+    assert ["row 0 at 30", "row 1 at 20", "row 1 at 60"] == fates[1]
+    assert [fates[0][0], fates[1][0]] == [span["fate"] for span in shown]
+    cells = [span["cells"][-1] for span in shown]
+    assert [(False, None), (True, 1.0)] == [(cell["is_trained"], cell["advantage"]) for cell in cells]
 
 
 async def test_failed_rollout_shows_its_error_and_traceback(opened: Open) -> None:
@@ -475,6 +540,20 @@ async def test_tokens_of_a_rejected_call_do_not_train(opened: Open) -> None:
     assert span["fate"].startswith("rejected, incomplete")
     assert [False] * 6 == [cell["is_trained"] for cell in span["cells"]]
     assert "rejected" in page
+
+
+async def test_span_whose_packed_tokens_are_not_whole_shows_those_that_are(opened: Open) -> None:
+    def broken(recorder: Recorder, **_: Any) -> None:
+        made = call(1, prompt=range(3), answer=range(7, 9), version="v", **WORDS)
+        parts = {"prompt_ids": made.prompt_ids[:-1], "response_ids": made.response_ids[:-2]}
+        recorder.add("chat small", call=replace(made, **parts, logprobs=made.logprobs[:3]))
+
+    store = MemoryStore()
+    await record(store, "r-0", spans=broken)
+    async with opened(store) as client:
+        data = await data_of(client, "/rollouts/r-0/spans/1")
+    assert [(0, 0), (1, 1), (2, 7)] == [(cell["position"], cell["id"]) for cell in data["cells"]]
+    assert "are not whole int32 numbers" in data["fate"]
 
 
 async def test_span_shows_long_texts_further_than_the_rollout(opened: Open) -> None:
@@ -671,6 +750,34 @@ async def test_calls_that_differ_in_the_ids_of_tools_alone_are_equal(opened: Ope
     async with opened(store) as client:
         data = await data_of(client, "/group?experiment=parts&group=same")
     assert data["members"][1]["parting"] is None
+
+
+async def test_failed_call_has_no_answer_in_its_group(opened: Open) -> None:
+    def fill(recorder: Recorder, **_: Any) -> None:
+        made = call(0, prompt=[], answer=[], version="v", **WORDS)
+        refused = replace(made, response={"error": {"message": "no"}}, status_code=500, error="HTTP 500: no")
+        recorder.add("chat", call=refused)
+
+    store = MemoryStore()
+    await record(store, "r-0", spans=fill, group="same", experiment="parts")
+    async with opened(store) as client:
+        (member,) = (await data_of(client, "/group?experiment=parts&group=same"))["members"]
+    assert [("", "")] == [(cell["same"], cell["other"]) for cell in member["calls"]]
+
+
+async def test_rollout_that_others_are_compared_with_is_shown_beside_large_ones(opened: Open) -> None:
+    def fill(recorder: Recorder, **_: Any) -> None:
+        messages = [{"role": "user", "content": "x" * (3 << 20)}]
+        recorder.add("chat", call=call(0, prompt=[], answer=[], version="v", messages=messages, said="done"))
+
+    store = MemoryStore()
+    for number in range(6):
+        await record(store, f"r-{number}", spans=fill, group="same", experiment="parts")
+    async with opened(store) as client:
+        data = await data_of(client, "/group?experiment=parts&group=same&against=r-5")
+    shown = [member["rollout_id"] for member in data["members"]]
+    assert "r-5" == shown[0]
+    assert 6 == len(shown) + data["left_out"]
 
 
 async def test_group_has_the_rewards_and_what_the_step_made_of_them(opened: Open) -> None:
@@ -911,6 +1018,8 @@ WRONG = {
     f"/rollouts/{FIRST}/tokens?start=50": (400, "50 tokens"),
     f"/rollouts/{FIRST}/spans/99": (404, "has no span"),
     f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
+    f"/rollouts/{FIRST}?after=-1": (400, "after"),
+    f"/rollouts/{FIRST}?after={1 << 63}": (400, "after"),
     "/runs/unknown/system": (404, "unknown"),
     "/runs/unknown/agents": (404, "unknown"),
     "/runs/sums/agents?newest=0": (400, "newest"),
@@ -1037,6 +1146,21 @@ async def test_places_are_those_of_the_newest_rollouts_and_mark_an_older_one(
     assert (3, 3, [0.0]) == (scoring["looked_through"], trains["n"], trains["own"])
     assert (0.0, 0, True) == tuple(trains["bars"][0][key] for key in ("low", "count", "is_here"))
     assert "newest 3 finished rollouts" in page
+
+
+async def test_place_of_the_reward_that_trains_counts_rollouts_with_many_rewards(opened: Open) -> None:
+    def turns(recorder: Recorder, *, reward: float | None, **_: Any) -> None:
+        for _turn in range(120):
+            recorder.add("evaluate", reward=Reward(value=0.5, scope="turn", source="evaluator"))
+        recorder.add("evaluate", reward=Reward(value=reward, source="evaluator"))
+
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="sums"))
+    for number in range(3):
+        await record(store, f"r-{number}", spans=turns, reward=number / 2)
+    async with opened(store) as client:
+        trains = (await data_of(client, "/rollouts/r-0"))["scoring"]["distributions"][0]
+    assert (3, 0, 0.5) == (trains["n"], trains["missing"], trains["mean"])
 
 
 async def test_rewards_beyond_the_table_are_counted(opened: Open) -> None:

@@ -35,9 +35,9 @@ def test_pieces_of_sentencepiece_have_spaces_and_bytes(tmp_path: Path) -> None:
     assert [" Hi", "⏎", "<unk>"] == Vocabulary(file).texts([1, 2, 0])
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"model": {"vocab": 1}}'])
-def test_file_without_a_vocabulary_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"vocab": 1}}', b'{"model": {"vocab": {"\xff": 1}}}'])
+def test_file_without_a_vocabulary_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match="with a vocabulary"):
         Vocabulary(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot read .*missing"):

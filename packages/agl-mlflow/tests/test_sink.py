@@ -9,6 +9,8 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from agl_mlflow.sink import MlflowSink
+from agl_run.sinks import SinkOutcome, SinkRow, SinkRun
 from agl_testing.conformance import PluginConformance, SinkConformance, SinkRead
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SQLAlchemy, for MLflow's own queries
@@ -47,6 +49,32 @@ class TestMlflow(SinkConformance):
         experiment = client.get_experiment_by_name("small")
         runs = client.search_runs([experiment.experiment_id]) if experiment else []
         return [read_run(client, run) for run in runs]
+
+
+def test_number_that_a_step_gets_after_the_run_was_resumed_arrives_once(
+    empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def validated(step: int, **metrics: float) -> SinkRow:
+        return SinkRow(algorithm="validate", step=step, experiment_step=step, time=float(step), metrics=metrics)
+
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
+    run = SinkRun(id="small-1-0", name="small-1", experiment="small", run=1, folder=str(tmp_path))
+    for later in ({"final_reward": 0.5}, {"final_reward": 0.5, "spread": 0.25}):
+        sink = MlflowSink(tracking_uri=uri)
+        sink.begin(run)
+        sink.log([validated(5, reward=1.0), validated(9, reward=0.75)])
+        sink.log([validated(5, **later)])
+    sink.end(SinkOutcome(status="finished", summary={"reward_after": 1.0}))
+
+    client = MlflowClient(uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("small").experiment_id])
+    figures = read_run(client, found).figures
+    assert [(5, 5.0), (9, 9.0)] == figures["validate/step"] == figures["validate/experiment_step"]
+    assert [(5, 1.0), (9, 0.75)] == figures["validate/reward"]
+    assert [(5, 0.5)] == figures["validate/final_reward"]
+    assert [(5, 0.25)] == figures["validate/spread"]
+    assert [(9, 1.0)] == figures["result/reward_after"]
 
 
 def read_run(client: MlflowClient, run: Run) -> SinkRead:

@@ -48,7 +48,7 @@ def admin_token_of(path: Path | None) -> tuple[str | Keys, str]:
     Raises:
         ConfigError: The token is too short, others can read the file, or it cannot be made or read.
     """
-    given = os.environ.get(TOKEN_ENV, "")
+    given = os.environ.get(TOKEN_ENV, "").strip()
     if not given:
         named = os.environ.get(TOKEN_FILE_ENV, "")
         path = path or (Path(named) if named else state_dir() / "console-token")

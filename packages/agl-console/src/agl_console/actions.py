@@ -15,7 +15,7 @@ from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record, Reward, Rollout, Span
 from agl_console.reading import episode_of, rollout_of
-from agl_run.commands import LABEL, is_counted, labelled, list_versions, move, move_back, visible
+from agl_run.commands import LABEL, is_counted, label_path, labelled, list_versions, move, move_back, visible
 
 Text = Annotated[str, msgspec.Meta(max_length=10_000)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -135,12 +135,7 @@ class Rollback(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     async def _path(self, store: Store) -> tuple[str, str]:
         """Return the version that the label points at, and the one before."""
-        path: list[str] = []
-        for made in await store.label_moves(self.name, self.label):
-            if made.is_back:
-                path.pop()
-            else:
-                path.append(made.version)
+        path = label_path(await store.label_moves(self.name, self.label))
         if not path:
             raise NotFoundError("label", f"{self.name}/{self.label}", f"see /versions/{self.name}")
         if len(path) == 1:

@@ -6,13 +6,14 @@ import signal
 import sys
 import time
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import click
 from aiohttp import web
+from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import Store
@@ -92,7 +93,10 @@ def console(
     store_url = store_url or named or os.environ.get("AGL_STORE")
     ctx.meta["store_url"] = store_url
     if ctx.invoked_subcommand is not None:
+        _refuse_unused(ctx, used=("store_url", "named"), by=ctx.invoked_subcommand)
         return
+    if address is not None:
+        _refuse_unused(ctx, used=("store_url", "named", "tokenizer", "address"), by="--json")
     vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
     if address is not None:
         with_store(manager, store_url, lambda store: _print(store, address, vocabulary))
@@ -143,6 +147,17 @@ def export(ctx: click.Context, manager: PluginManager, run: str, output: Path | 
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}; pass another --output") from error
     click.echo(f"{run} in {path}")
+
+
+def _refuse_unused(ctx: click.Context, *, used: Collection[str], by: str) -> None:
+    """Raise :class:`click.UsageError` for options that were given and change nothing."""
+    given = [
+        param.opts[0]
+        for param in ctx.command.params
+        if param.name and param.name not in used and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(f"{by} starts no server and takes no {', '.join(given)}; leave that out")
 
 
 def _log(line: str) -> None:

@@ -16,8 +16,12 @@ _HEAD = (
 
 
 async def findings_text(store: Store) -> str:
-    """Return the findings of the last hour in unfinished runs, with the Unix time of each as its value."""
-    now, lines = time.time(), [_HEAD]
+    """Return the findings of the last hour in unfinished runs, with the Unix time of each as its value.
+
+    A rule that found something more than once has one line, with the newest time: Prometheus takes no series twice.
+    """
+    now = time.time()
+    found: dict[str, float] = {}
     for record in await store.experiments():
         if record.status == "finished":
             continue
@@ -31,8 +35,8 @@ async def findings_text(store: Store) -> str:
                     "kind": alert.kind,
                 }
                 shown = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-                lines.append(f"{_NAME}{{{shown}}} {alert.time:.3f}\n")
-    return "".join(dict.fromkeys(lines))
+                found[shown] = alert.time
+    return _HEAD + "".join(f"{_NAME}{{{labels}}} {at:.3f}\n" for labels, at in found.items())
 
 
 def _escaped(label: str) -> str:

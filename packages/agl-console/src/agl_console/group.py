@@ -154,7 +154,12 @@ async def group_view(store: Store, chosen: GroupFilter) -> GroupView:
     if against not in ids:
         raise NotFoundError("rollout", against, f"the group has: {', '.join(ids[:COMPARED])}")
     shown = list(dict.fromkeys([against, *ids]))[:COMPARED]
-    recordings = [one async for one in newest_recordings(store, RolloutQuery(ids=tuple(shown)), COMPARED)]
+    recordings = [
+        one
+        for part in (shown[:1], shown[1:])  # large ones leave others out, but never that with which they are compared
+        if part
+        async for one in newest_recordings(store, RolloutQuery(ids=tuple(part)), len(part))
+    ]
     members = _members([_Run(recording) for recording in recordings], against)
     return GroupView(
         experiment=chosen.experiment,
@@ -173,13 +178,13 @@ class _Call:
     """A call as it is compared: who made it, its prompt, and its answer."""
 
     def __init__(self, span: Span, call: ModelCall, agent: str) -> None:
-        messages = call_messages(call)
-        has_answer = call.response is not None and bool(messages)
+        messages, asked = call_messages(call), call_messages(replace(call, response=None))
+        said = messages[_common(asked, messages) :]
         self.span = span
         self.call = call
         self.agent = agent
-        self.prompt = [_without_ids(message) for message in (messages[:-1] if has_answer else messages)]
-        self.answer = "\n".join(text for _, text in labelled_texts(messages[-1])) if has_answer else ""
+        self.prompt = [_without_ids(message) for message in asked]
+        self.answer = "\n".join(text for message in said for _, text in labelled_texts(message))
 
 
 def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,11 +126,15 @@ def probability(logprob: float) -> str:
 def clock(unix_s: float, apart: float = 1.0) -> str:
     """Format a time in UTC; a dash for 0, a time that is not known.
 
-    Times that are less than a second ``apart`` have milliseconds.
+    Times that are less than a second ``apart`` have milliseconds. One that no calendar has, such as a time that
+    somebody recorded in milliseconds, is shown in seconds.
     """
     if not unix_s:
         return _NONE
-    moment = datetime.fromtimestamp(unix_s, UTC)
+    try:
+        moment = datetime.fromtimestamp(unix_s, UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{unix_s:g} s"
     return moment.isoformat(" ", "seconds" if apart >= 1 else "milliseconds").removesuffix("+00:00")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.episodes import Score, ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Attempt, Record, Reward, Rollout, RolloutStatus, Span
+from agl.stores import reward_of
 from agl_console.reading import newest_recordings
 from agl_console.rollouts import bar_of, bars_of
 
@@ -125,10 +126,11 @@ async def rewards_view(
     """Read the rewards of a rollout, of which ``spans`` are all spans, and those of the newest rollouts of its run."""
     rows = _rows(rollout, attempts, spans)
     found, looked_through = await _of_run(store, rollout)
-    own = _values(spans, rollout)
+    scored = score(admitted_rewards(spans, rollout.attempt_id, _OPTIONS), options=_OPTIONS)
+    own = _values(spans, rollout, trains=scored.value)
     named = list(found.items())
     return RewardsView(
-        rule=score(admitted_rewards(spans, rollout.attempt_id, _OPTIONS), options=_OPTIONS).note,
+        rule=scored.note,
         rows=rows[:ROWS],
         total=len(rows),
         looked_through=looked_through,
@@ -216,14 +218,15 @@ async def _of_run(store: Store, rollout: Rollout) -> tuple[dict[_Key, list[float
     count = 0
     async for recording in newest_recordings(store, query, NEWEST, spans=SpanQuery(kind="reward", limit=_SPANS)):
         count += 1
-        for key, values in _values(recording.spans, recording.rollout).items():
+        deciding = recording.rollout.attempt_id
+        trains = reward_of(next((each for each in recording.attempts if each.attempt_id == deciding), None))
+        for key, values in _values(recording.spans, recording.rollout, trains=trains).items():
             found.setdefault(key, []).extend(values)
     return found, count
 
 
-def _values(spans: Sequence[Span], rollout: Rollout) -> dict[_Key, list[float | None]]:
+def _values(spans: Sequence[Span], rollout: Rollout, *, trains: float | None) -> dict[_Key, list[float | None]]:
     """Return the reward that trains, and the values of every reward and part of the deciding attempt."""
-    trains = score(admitted_rewards(spans, rollout.attempt_id, _OPTIONS), options=_OPTIONS).value
     found: dict[_Key, list[float | None]] = {_TRAINS: [trains]}
     for span in recorded_rewards(spans, rollout.attempt_id):
         reward = span.reward

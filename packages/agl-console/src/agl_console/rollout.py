@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from agl.contracts import Store
+from agl.contracts import Count, Store
 from agl.episodes import Enclosing, recorded_rewards
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
@@ -37,7 +37,7 @@ class RolloutFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     attempt: int | None = None
-    after: int = 0
+    after: Count = 0
 
 
 class AttemptRow(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -123,7 +123,7 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     episode, every = await episode_of(store, rollout, attempts)
     page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
     uses = uses_of(every)
-    nodes = tree_of(page, {call.span_id: call for call in episode.transitions})
+    nodes = tree_of(page, {call.span_id: call for call in episode.transitions if call.attempt_id == attempt_id})
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
     why = explain(episode, every)
     for record in training_of(every):
@@ -173,9 +173,10 @@ async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilte
         raise NotFoundError("span", str(sequence), f"attempt {number} of {rollout_id} has no span with this number")
     (span,) = found
     episode, every = await episode_of(store, rollout, attempts)
-    call = next((call for call in episode.transitions if call.span_id == span.span_id), None)
+    own = (call for call in episode.transitions if call.attempt_id == attempt_id)
+    call = next((call for call in own if call.span_id == span.span_id), None)
     who = Enclosing([each for each in every if each.attempt_id == span.attempt_id]).who(span)
-    use = uses_of(every).get(span.span_id)
+    use = uses_of(every).get(span.span_id) if attempt_id == rollout.attempt_id else None
     trains = call is not None and not call.reject
     contents = Contents(limit=LONGEST)
     return SpanView(

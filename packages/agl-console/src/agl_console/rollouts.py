@@ -213,8 +213,10 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
     if not records or chosen.step is None:
         return None
     seen = _Seen(fitting=[], count=0, pages=0, last=None, is_end=True)
+    is_found = False
     for mode in (chosen.mode,) if chosen.mode else _MODES:
         prefix = id_prefix(chosen.experiment, records[0].run, chosen.algorithm, mode, step=chosen.step)
+        is_found = is_found or chosen.after.startswith(prefix)
         start = {"after": max(prefix, chosen.after), "after_value": ""}
         query = replace(_query(chosen), mode=mode, sort="rollout_id", is_newest_first=False, **start)
         while page := await _page(store, query, chosen):
@@ -225,7 +227,7 @@ async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
             if _is_enough(seen, chosen):
                 return replace(seen, is_end=False)
             query = query.next(page[-1].rollout)
-    return seen if seen.count else None
+    return seen if seen.count or is_found else None
 
 
 async def _page(store: Store, query: RolloutQuery, chosen: RolloutsFilter) -> list[Recording]:

@@ -1,5 +1,6 @@
 """The view of runs: every experiment with its state, its last reward and its best version; some of them compared."""
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -128,11 +129,12 @@ async def status_of(store: Store, record: ExperimentRecord) -> str:
 
 async def best_version(store: Store, record: ExperimentRecord) -> VersionScore | None:
     """Return the best measured version of the resources of a run; ``None`` if none of its versions was measured."""
+    made = re.compile(rf"{re.escape(record.name)}-[0-9]+-(?![0-9]+-)")  # those of an experiment NAME-1 are not its own
     own = [
         score
         for name in sorted(record.live)
         for score in await store.scores(name)
-        if score.version == record.live[name] or score.version.startswith(f"{record.name}-")
+        if score.version == record.live[name] or made.match(score.version)
     ]
     return max(own, key=lambda score: score.mean, default=None)
 

@@ -100,13 +100,18 @@ class _Console:
             self._feeds -= 1
 
     async def _feed(self, request: web.Request) -> web.StreamResponse:
+        """Send an event for changes, and one more when none follow.
+
+        A store's feed has neither numbers nor the ends of runs, nor what changed before a page began to listen.
+        """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
-        cursor = await self._store.cursor()
+        cursor, is_due = await self._store.cursor(), True
         while True:
             changes = await self._store.changes(after=cursor, wait_s=_WAIT_S)
             cursor = changes[-1].cursor if changes else cursor
-            await response.write(f"data: {cursor}\n\n".encode() if changes else b":\n\n")
+            await response.write(f"data: {cursor}\n\n".encode() if changes or is_due else b":\n\n")
+            is_due = bool(changes)
             await asyncio.sleep(_PAUSE_S)
 
     def _error(self, request: web.Request, error: AglError, *, is_json: bool) -> web.Response:

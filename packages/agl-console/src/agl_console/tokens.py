@@ -145,16 +145,17 @@ def call_cells(call: ModelCall, *, trains: bool, use: CallUse | None) -> list[To
 
     ``trains`` says whether the call reaches a row; ``use`` is what a step reported for it.
     """
-    answer = unpack_ids(call.response_ids[: WINDOW * 4])
-    prompt = unpack_ids(call.prompt_ids[-max(1, WINDOW - len(answer)) * 4 :])
-    given = unpack_floats(call.logprobs[: len(answer) * 4])
+    answer = unpack_ids(call.response_ids[: min(WINDOW, call.response_len) * 4])
+    first = max(0, call.prompt_len - max(1, WINDOW - len(answer)))
+    prompt = unpack_ids(call.prompt_ids[first * 4 : call.prompt_len * 4])
+    given = unpack_floats(call.logprobs[: min(len(answer), len(call.logprobs) // 4) * 4])
     logprobs = [0.0] * len(prompt) + (given if len(given) == len(answer) else [math.nan] * len(answer))
     cells = cells_of(
         [*prompt, *answer],
         logprobs,
         versions=[-1] * len(prompt) + [0] * len(answer),
         mask=bytes(len(prompt)) + (b"\x01" if trains else b"\x00") * len(answer),
-        start=call.prompt_len - len(prompt),
+        start=first,
     )
     return _with_uses(cells, [(call.prompt_len, use, call.prompt_len + call.response_len)])
 

@@ -52,7 +52,7 @@ class Vocabulary:
             found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
         except OSError as error:
             raise ConfigError(f"cannot read {str(file)!r}: {error.strerror}; pass a model's {FILE}") from error
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{str(file)!r} is no {FILE} with a vocabulary: {error}") from error
         vocab = found.model.vocab
         named = vocab.items() if isinstance(vocab, dict) else ((text, at) for at, (text, _) in enumerate(vocab))

@@ -47,6 +47,7 @@ class MlflowSink:
         self._tags = tags or {}
         self._client: MlflowClient | None = None
         self._run_id = ""
+        self._names: frozenset[str] = frozenset()
         self._known: dict[str, set[int]] = {}
         self._tables: set[str] = set()
         self._end = (0, 0)
@@ -74,6 +75,7 @@ class MlflowSink:
         experiment_id = found.experiment_id if found else client.create_experiment(name, artifact_location=artifacts)
         kept = self._find_or_make(client, experiment_id, run)
         self._run_id = kept.info.run_id
+        self._names = frozenset(kept.data.metrics)
         self._known.clear()
         texts = {key: shortened(text, LONGEST_PARAM) for key, text in flat_config(run.config).items()}
         new = [Param(key, text) for key, text in texts.items() if key not in kept.data.params]
@@ -82,19 +84,17 @@ class MlflowSink:
         client.log_text(self._run_id, json.dumps(run.config, indent=2, ensure_ascii=False), "config.json")
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write what the run does not have, all numbers of a row together; a row's steps are its last numbers."""
+        """Write the numbers that the run does not have."""
         client = self._begun()
-        batch: list[Metric] = []
+        new: list[Metric] = []
         for row in rows:
-            self._end = (row.experiment_step, _milliseconds(row))
-            if row.step in self._steps_of(row.algorithm):
-                continue
-            own = list(_metrics(row))
-            if len(batch) + len(own) > MOST:
-                self._send(client, batch)
-                batch = []
-            batch.extend(own)
-        self._send(client, batch)
+            self._end = max(self._end, (row.experiment_step, _milliseconds(row)))
+            new += [metric for metric in _metrics(row) if metric.step not in self._steps_of(metric.key)]
+        for start in range(0, len(new), MOST):
+            part = new[start : start + MOST]
+            client.log_batch(self._run_id, metrics=part)
+            for metric in part:
+                self._known[metric.key].add(metric.step)
 
     def show(self, tables: list[SinkTable]) -> None:
         """Write each table as a file in the form that MLflow shows as a table."""
@@ -130,16 +130,12 @@ class MlflowSink:
         tags = {key: shortened(text, LONGEST_TAG) for key, text in {**self._tags, **own}.items()}
         return client.create_run(experiment_id, run_name=run.name, tags=tags)
 
-    def _steps_of(self, algorithm: str) -> set[int]:
-        """Return the steps of an algorithm that the run has whole."""
-        if algorithm not in self._known:
-            history = self._begun().get_metric_history(self._run_id, f"{algorithm}/experiment_step")
-            self._known[algorithm] = {metric.step for metric in history}
-        return self._known[algorithm]
-
-    def _send(self, client: "MlflowClient", metrics: "list[Metric]") -> None:
-        for start in range(0, len(metrics), MOST):
-            client.log_batch(self._run_id, metrics=metrics[start : start + MOST])
+    def _steps_of(self, name: str) -> set[int]:
+        """Return the steps at which the run has a number."""
+        if name not in self._known:
+            history = self._begun().get_metric_history(self._run_id, name) if name in self._names else ()
+            self._known[name] = {metric.step for metric in history}
+        return self._known[name]
 
     def _begun(self) -> "MlflowClient":
         if self._client is None:

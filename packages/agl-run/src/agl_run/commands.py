@@ -28,7 +28,7 @@ from agl_run.experiment.hints import command
 from agl_run.experiment.kept_fits import KeptFit, read_fits
 from agl_run.experiment.kept_trials import KeptTrial, TrialScore, read_trials
 from agl_run.experiment.labels import NAME as LABEL
-from agl_run.experiment.labels import labelled, move, move_back
+from agl_run.experiment.labels import label_path, labelled, move, move_back
 from agl_run.experiment.retaining import retaining, taking_turns
 from agl_run.experiment.retention import FINISHED, RetentionLimits, delete_finished, needed_experiments
 from agl_run.experiment.run_differences import RunDifference, compare_runs
@@ -83,6 +83,7 @@ __all__ = [
     "json_line",
     "json_option",
     "keep_tallies",
+    "label_path",
     "labelled",
     "labelled_texts",
     "list_versions",

@@ -1,6 +1,7 @@
 """The sink that writes a run of Weights & Biases, online or offline; a resumed experiment continues the same run."""
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from agl.errors import ExportError
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from wandb import Run
 
 EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 130}
+
+PLACE = "agl_place"
+"""The number in the run's summary that says up to which place of the rows the server has them."""
 
 FLUSH_S = 2.0
 """Seconds after which the library writes what it holds to its file."""
@@ -47,6 +51,8 @@ class WandbSink:
         self._dir, self._tags, self._settings = dir, tags, settings or {}
         self._run: Run | None = None
         self._next = 0
+        self._had, self._place = -1, -1
+        self._seen: set[tuple[str, int]] = set()
         self._destination = "W&B"
 
     @property
@@ -59,8 +65,7 @@ class WandbSink:
         import wandb
 
         if self._run is not None:
-            self._run.finish(exit_code=EXIT_CODES["stopped"])
-            self._run = None
+            self._leave()
         mode = self._mode or str(wandb.setup().settings.mode)
         if mode == "online" and not wandb.login(prompt=False):
             raise ExportError(
@@ -84,19 +89,29 @@ class WandbSink:
             resume="allow",
             settings=wandb.Settings(**{**_quiet(), **self._settings}),
         )
+        self._run.define_metric(PLACE, hidden=True)
         self._next = self._run.starting_step
+        summary: Any = self._run.summary
+        self._had = self._place = int(summary.get(PLACE, self._next - 1))  # older releases wrote no place
+        self._seen.clear()
         self._destination = str(self._run.url if mode == "online" else self._run.settings.sync_dir)
 
     def log(self, rows: list[SinkRow]) -> None:
-        """Write a row of the history for each, at its place; what the server has is left out."""
+        """Write a row of the history for each, at its place or behind it; what the server has is left out.
+
+        A number that a step gets later stands behind newer steps, for the library drops what is behind its last one.
+        So its last one does not say which rows the server has, and each row brings the greatest place so far.
+        """
         run = self._begun()
         for algorithm in dict.fromkeys(row.algorithm for row in rows):
             run.define_metric(f"{algorithm}/*", step_metric=f"{algorithm}/step")
         for row in rows:
-            if row.place >= run.starting_step:
-                step = max(self._next, row.place)  # the library drops what is behind its last step
-                run.log(dict(row.named()), step=step, commit=True)
+            key = (row.algorithm, row.step)
+            if row.place > self._had or key in self._seen:
+                step, self._place = max(self._next, row.place), max(self._place, row.place)
+                run.log({**row.named(), PLACE: self._place}, step=step, commit=True)
                 self._next = step + 1
+            self._seen.add(key)
 
     def show(self, tables: list[SinkTable]) -> None:
         """Write tables of the library into the run's summary, which keeps the newest of each."""
@@ -114,6 +129,17 @@ class WandbSink:
         summary.update({"status": end.status, **end.summary})
         run.finish(exit_code=EXIT_CODES[end.status])
         self._run = None
+
+    def _leave(self) -> None:
+        """Finish the run that an error interrupted; if the library's service is gone, the next run starts another."""
+        import wandb
+
+        run, self._run = self._begun(), None
+        try:
+            run.finish(exit_code=EXIT_CODES["stopped"])
+        except ConnectionError:  # with the service every run of this process ended
+            with suppress(ConnectionError):
+                wandb.teardown()
 
     def _begun(self) -> "Run":
         if self._run is None:

@@ -128,8 +128,8 @@ function readTokens(cells) {
   });
 }
 
-// The page is asked for again through htmx, which keeps the focus. A hidden page lets its connection go, because a
-// browser has few of them for one host; it asks once more when it is seen again.
+// The page is asked for again through htmx, which keeps the focus. A hidden page, also one that was opened in the
+// background, has no connection, because a browser has few of them for one host; it asks once when it is seen.
 function watch() {
   if (!document.querySelector("#live[hx-get]")) return;
   const change = () => document.body.dispatchEvent(new CustomEvent("agl:changed"));
@@ -139,14 +139,14 @@ function watch() {
     feed.onmessage = change;
   };
   document.addEventListener("visibilitychange", () => {
-    feed.close();
+    feed?.close();
     if (!document.hidden) {
       open();
       change();
     }
   });
-  addEventListener("pagehide", () => feed.close());
-  open();
+  addEventListener("pagehide", () => feed?.close());
+  if (!document.hidden) open();
 }
 
 drawAll();

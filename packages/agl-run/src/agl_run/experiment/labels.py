@@ -4,6 +4,7 @@ Versions never change: promotion and rollback move a label. The store keeps ever
 """
 
 import re
+from collections.abc import Iterable
 
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError, NotFoundError
@@ -44,13 +45,22 @@ async def move_back(store: Store, name: str, label: str) -> LabelMove:
         raise NotFoundError(
             "label", f"{name}/{label}", did_you_mean(label, there, otherwise=f"there are {there or 'none'}")
         )
-    path: list[str] = []  # what a roll-back leaves again, newest last
-    for made in moves:
-        if made.is_back:
-            path.pop()
-        else:
-            path.append(made.version)
+    path = label_path(moves)
     if len(path) < 2:
         raise ConfigError(f"the label {label!r} of {name!r} pointed at nothing before {path[-1]!r}; name a version")
     back = LabelMove(name=name, label=label, version=path[-2], is_back=True, reason=f"back from {path[-1]}")
     return await store.move_label(back)
+
+
+def label_path(moves: Iterable[LabelMove]) -> list[str]:
+    """Return the versions that roll-backs lead through, the present one last; ``moves`` are a label's, oldest first.
+
+    A move that is called a roll-back and leads elsewhere, as other programs may write it, counts as a step forward.
+    """
+    path: list[str] = []
+    for made in moves:
+        if made.is_back and path[-2:-1] == [made.version]:
+            path.pop()
+        else:
+            path.append(made.version)
+    return path
