@@ -56,6 +56,12 @@ def test_a_chat_span_with_its_call_below_it_agrees():
     assert ([], []) == ids(*spans)
 
 
+@pytest.mark.parametrize("operation", [["chat"], {"chat": 1}, 3])
+def test_an_operation_that_is_no_text_is_no_model_call(operation: object):
+    odd = span("odd", attributes={semconv.OPERATION: operation})
+    assert ([], ["c"]) == ids(root(), odd, recorded("c"))
+
+
 def test_a_chat_span_without_a_call_is_unseen_and_names_its_client():
     about = {semconv.CLIENT: "grpc.ChatThing", semconv.SERVER_ADDRESS: "models.example", semconv.REQUEST_MODEL: "big"}
     agent = framework("agent", "invoke_agent", attributes={semconv.AGENT_NAME: "writer"})

@@ -152,6 +152,14 @@ def test_emit_message_and_object_record_their_content(recorder: SpanRecorder):
     assert ("object plan", {"answer": [1, 2]}) == (span.name, span.attributes[semconv.OBJECT])
 
 
+def test_attributes_may_have_the_names_of_parameters(recorder: SpanRecorder):
+    emit_message("hello", message="m")
+    emit_object(1, value="v")
+    emit_exception(ValueError("bad"), error="e")
+    message, value, error = recorder.drain()
+    assert ("m", "v", "e") == (message.attributes["message"], value.attributes["value"], error.attributes["error"])
+
+
 def test_emit_message_and_object_refuse_what_they_cannot_carry(recorder: SpanRecorder):
     with pytest.raises(CaptureError, match="emit_object"):
         emit_message(3)  # type: ignore[arg-type]

@@ -1,8 +1,10 @@
 """The sums of a step by agent and by task, as the driver adds them up and keeps them."""
 
 import asyncio
+import math
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -54,6 +56,14 @@ def test_agents_have_calls_tokens_seconds_rewards_and_errors() -> None:
     assert (2, 0.5, 0.5) == (writer.reward.count, writer.reward.mean, writer.reward.variance)
     assert (Moments(count=1, mean=1.0), Moments(count=1, mean=0.5)) == (writer.credit, writer.advantage)
     assert (10, 2) == (found.tokens, found.trained)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_credit_that_is_no_number_counts_as_none(value: float) -> None:
+    found = tally_of(played(1), uses={"r1": [CallUse(span_id="c2", row=0, credit=value, advantage=value)]})
+    writer = next(agent for agent in found.agents if agent.agent == "writer")
+    assert (Moments(), Moments()) == (writer.credit, writer.advantage)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
 
 
 def test_interval_is_over_tasks_and_not_over_rollouts() -> None:

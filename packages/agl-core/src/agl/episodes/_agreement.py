@@ -18,8 +18,8 @@ from agl import semconv
 from agl._actors import Enclosing
 from agl.schemas import LooseCall, Record, Span
 
-_CHATS = frozenset({semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content"})
-_OURS = frozenset({semconv.OP_EVALUATE})
+_CHATS = (semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content")  # compared with values of any type
+_OURS = (semconv.OP_EVALUATE,)
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]

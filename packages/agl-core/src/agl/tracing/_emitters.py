@@ -75,7 +75,7 @@ def emit_observation(*, role: str, content: Any) -> None:
         _emit(f"observation {role}", attributes)
 
 
-def emit_message(message: str, **attributes: Any) -> None:
+def emit_message(message: str, /, **attributes: Any) -> None:
     """Report a line of text, with further attributes."""
     if current() is None:
         return
@@ -84,7 +84,7 @@ def emit_message(message: str, **attributes: Any) -> None:
     _emit("message", {semconv.MESSAGE: message, **attributes})
 
 
-def emit_object(value: Any, *, name: str = "object", **attributes: Any) -> None:
+def emit_object(value: Any, /, *, name: str = "object", **attributes: Any) -> None:
     """Report a value that JSON can carry, or a dataclass or struct of such.
 
     Raises:
@@ -101,7 +101,7 @@ def emit_object(value: Any, *, name: str = "object", **attributes: Any) -> None:
     _emit(f"object {name}", {semconv.OBJECT: body, **attributes})
 
 
-def emit_exception(error: BaseException, **attributes: Any) -> None:
+def emit_exception(error: BaseException, /, **attributes: Any) -> None:
     """Report an exception that the agent handled, with its traceback."""
     if current() is None:
         return

@@ -7,6 +7,7 @@ that is repeated after a crash collects the same rollouts and replaces its recor
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import msgspec
@@ -224,4 +225,4 @@ def _shares(seen: _Seen, uses: Mapping[str, CallUse]) -> list[AgentTally]:
 
 
 def _one(value: float | None) -> Moments:
-    return Moments() if value is None else Moments(count=1, mean=value)
+    return Moments() if value is None or not isfinite(value) else Moments(count=1, mean=value)
