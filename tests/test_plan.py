@@ -69,6 +69,13 @@ class Sized(Collecting):
         return min(tasks, self._tasks), self._size
 
 
+class Valued(Collecting):
+    """Has a critic, so that no rollout is compared with others of its task."""
+
+    def __init__(self, *, tasks_per_step: int = 8, group_size: int = 4, critic_lr: float = 1e-5):
+        super().__init__(tasks_per_step=tasks_per_step, group_size=group_size)
+
+
 class Wordless(Collecting):
     """Says nothing of its steps."""
 
@@ -80,6 +87,7 @@ class Wordless(Collecting):
 def agl_algorithms():
     yield agl.AlgorithmEntry(name="collecting", factory=Collecting, needs_token_ids=True)
     yield agl.AlgorithmEntry(name="sized", factory=Sized, needs_token_ids=True)
+    yield agl.AlgorithmEntry(name="valued", factory=Valued, needs_token_ids=True)
     yield agl.AlgorithmEntry(name="wordless", factory=Wordless, needs_token_ids=True)
 '''
 
@@ -267,6 +275,18 @@ def test_algorithm_that_says_nothing_of_its_steps_has_no_forecast(experiment: Ca
 
     assert 0 == result.exit_code
     assert "a step of wordless: not known" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(("use", "params"), [("collecting", "group_size = 1"), ("valued", "group_size = 4")])
+def test_algorithm_that_compares_no_rollouts_of_a_task_has_no_silent_groups(
+    experiment: Callable[..., Path], use: str, params: str
+) -> None:
+    file = experiment(use=use, params=params)
+    (found,) = planned(file, "--tasks", "4", "--device", "cpu", "--model", "300M")["algorithms"]
+
+    assert (None, [], None) == (found["gradient_share"], found["silent"], found["best_size"])
+    assert found["on_device"]["update_s"] > 1
+    assert "teach nothing" not in run("plan", file).stdout
 
 
 def test_text_of_agents_is_shown_and_not_obeyed(experiment: Callable[..., Path]) -> None:

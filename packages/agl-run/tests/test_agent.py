@@ -131,6 +131,20 @@ def test_module_that_needs_a_missing_module_names_it(tmp_path: Path, monkeypatch
         AgentSpec(path="agent_with_need:solve", folder=str(tmp_path)).load()
 
 
+def test_module_of_another_folder_with_the_name_of_the_agents_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "agent_of_two.py").write_text(f"def solve(task): return {name!r}\n")
+    first, second = (AgentSpec(path="agent_of_two:solve", folder=str(tmp_path / name)) for name in ("first", "second"))
+
+    assert "first" == first.load().call(ROLLOUT, RESOURCES)
+    with pytest.raises(ConfigError, match=r"'agent_of_two' for the agent is imported from \S+first\S+ already, and"):
+        second.load()
+
+
 def test_base_url_carries_the_attempt_only_with_a_token() -> None:
     bare = LLM(endpoint="http://g:1/v1")
     bound = LLM(endpoint="http://g:1/v1", api_key="agl_t")

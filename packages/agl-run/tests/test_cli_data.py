@@ -32,7 +32,7 @@ from agl_run.cli.opening import resolve_url
 from agl_run.cli.query import seconds_of
 from agl_run.cli.show import shown, tree
 from agl_run.experiment.ownership import Ownership
-from agl_run.experiment.state import save
+from agl_run.experiment.state import AlgorithmState, save
 from agl_testing.waiting import wait_until
 
 QUESTION = [{"role": "user", "content": "What is 2+3?"}]
@@ -202,6 +202,16 @@ def test_runs_says_how_many_rollouts_there_are(store_of):
     assert "3\n" == invoke("runs", "--status", "succeeded", "--limit", "1", "--count").output
 
 
+@pytest.mark.parametrize("created_at", [1.7e18, -1e300, float("inf")])
+def test_time_beyond_the_calendar_is_listed_as_a_number(store_of, created_at):
+    async def put(store: Store):
+        await store.enqueue([Rollout(rollout_id="ro-odd", task=None, created_at=created_at)])
+
+    store_of(put)
+    assert f"{created_at:g}" in invoke("runs").output
+    assert f"created {created_at:g} UTC" in invoke("show", "ro-odd").output
+
+
 def test_runs_json_carries_rollout_and_reward(store_of):
     store_of(fill, 1)
     found = json.loads(invoke("runs", "--json").output)
@@ -326,6 +336,14 @@ def test_gc_without_a_limit_is_refused(store_of):
     store_of(fill, 1)
     result = invoke("runs", "gc")
     assert (1, True) == (result.exit_code, "--older-than 7d" in result.stderr)
+
+
+@pytest.mark.parametrize("option", [("--experiment", "calc"), ("--status", "failed"), ("--limit", "1"), ("--json",)])
+def test_option_of_the_list_before_a_command_is_refused_and_removes_nothing(store_of, option):
+    store_of(fill, 2, experiment="other")
+    result = invoke("runs", *option, "gc", "--keep", "0")
+    assert (2, True) == (result.exit_code, f"{option[0]} is for the list of agl runs" in result.stderr)
+    assert 2 == sum(rollout.is_finished for rollout in store_of(ids_in))
 
 
 def test_group_store_wins_over_the_environment(store_of, monkeypatch, tmp_path):
@@ -498,6 +516,28 @@ def test_why_accounts_for_every_call(store_of):
     calls = json.loads(invoke("why", "ro-calc-000", "--json").output)["calls"]
     assert ["", "", "error"] == [item["reject"] for item in calls]
     assert {"solver"} == {item["agent"] for item in calls}
+
+
+def own_reward(claim: Claim) -> Span:
+    ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
+    return Span(**ids, span_id="e" * 16, name="reward", reward=Reward(value=0.25, source="agent"))
+
+
+@pytest.mark.parametrize("experiment", ["one", "one-dev", "one-try"])
+def test_why_counts_rewards_by_the_settings_of_the_experiments_last_step(store_of, experiment):
+    async def finish(store: Store):
+        await store.enqueue([Rollout(rollout_id="ro-one", task=None, experiment=experiment)])
+        (claim,) = await store.claim(worker="w")
+        spans = (own_reward(claim),)
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
+
+    store_of(finish)
+    assert "1 rewards came with the agent's own token and do not count" in invoke("why", "latest").output
+    trusting = AlgorithmState(step=1, settings={"experiment.trust_agent_rewards": "true"})
+    store_of(save, ExperimentRecord(name="one"), {"grpo": trusting})
+    output = invoke("why", "latest").output
+    assert "reward 0.25: " in output
+    assert "do not count" not in output
 
 
 def test_why_with_agents_says_who_is_not_selected(store_of):

@@ -156,6 +156,13 @@ def test_losses_of_an_earlier_export_go_when_nothing_is_lost(tmp_path):
         assert (tmp_path / "out.losses.json").exists() == bool(found.listed())
 
 
+def test_losses_of_a_plugins_format_go_with_its_file(run, store, tmp_path):
+    store("a")
+    for form, is_there in (("names", True), ("messages", False)):
+        assert 0 == run("export", "--format", form, "--output", "out.txt").exit_code
+        assert (tmp_path / "out.txt.losses.json").exists() == is_there
+
+
 def test_pipe_gets_what_is_written(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -129,12 +129,12 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
 
 
 def test_forks_answer_the_calls_before_from_the_record_and_the_others_by_the_model(team: Team) -> None:
-    report = json.loads(invoke("fork", "sums-dev", "--at", "2", "--n", "3", "--json").stdout)
+    report = json.loads(invoke("fork", "sums-dev", "--at", "2", "--n", "6", "--json").stdout)
     assert (0.0, 1.0, 2, 3, "write") == tuple(report[key] for key in ("reward", "mean", "call", "calls", "agent"))
-    assert [(1, 2, 1.0)] * 3 == [
+    assert [(1, 2, 1.0)] * 6 == [
         (each["replayed_calls"], each["model_calls"], each["reward"]) for each in report["forks"]
     ]
-    assert 3 * 2 == len(team.server.calls)
+    assert 6 * 2 == len(team.server.calls)
     assert "so it went wrong at call 2 or later; --at 3 tells the two apart" in report["verdict"]
 
 
@@ -291,9 +291,14 @@ def report(reward: float | None, *rewards: float | None, call: int = 2) -> ForkR
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [
-        (report(0.0, 1.0, 1.0), "went wrong at call 2 or later"),
-        (report(0.0, 1.0, 1.0, call=3), "went wrong at call 3"),
-        (report(1.0, 0.0, 0.0), "owes its reward to call 2"),
+        (report(0.0, *[1.0] * 6), "went wrong at call 2 or later"),
+        (report(0.0, *[1.0] * 6, call=3), "went wrong at call 3"),
+        (report(0.0, 0.9, 1.0, call=3), "went wrong at call 3"),
+        (report(0.0, *[sys.float_info.max] * 6, call=3), "went wrong at call 3"),
+        (report(1.0, *[0.0] * 6), "owes its reward to call 2"),
+        (report(0.0, 1.0, 1.0), "all 2 rewards of the forks are 1, which may be chance; take 6 forks at least"),
+        (report(1.0, *[0.0] * 5), "all 5 rewards of the forks are 0, which may be chance"),
+        (report(1.0, 1.0, 1.0), "nothing shows that call 2 or a later one decided it"),
         (report(0.5, 0.0, 1.0), "--at with a number below 2 looks before it"),
         (report(0.5, 0.0, 1.0, call=1), "what this task usually brings"),
         (report(0.5, 1.0), "one reward says nothing certain"),

@@ -50,6 +50,17 @@ def test_answer_names_the_next_steps_and_the_packages_that_are_missing(template:
     assert expected == [line.strip() for line in lines[2:]]
 
 
+def test_folder_in_the_next_steps_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    lines = init(str(tmp_path / "my $HOME")).output.splitlines()
+    assert f"cd '{tmp_path}/my $HOME'" in [line.strip() for line in lines]
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = init(str(tmp_path / "file" / "new"))
+    assert (1, True) == (result.exit_code, "cannot write into" in result.stderr)
+
+
 def test_files_that_exist_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("mine")
     result = init(str(tmp_path))

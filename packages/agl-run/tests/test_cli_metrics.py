@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from click.testing import CliRunner, Result
 from agl.contracts import ExperimentRecord, Metric
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_run import SQLiteStore
+from agl_run.cli.curves import STEP, Curve, Point, drawn
 from agl_run.cli.main import cli
+from agl_run.cli.overlay import overlaid
 
 LOGGED = [
     *(("grpo", step, "reward", step / 40) for step in range(1, 41)),
@@ -75,6 +78,18 @@ def test_long_curve_is_drawn_by_means_and_a_single_step_is_drawn_too(store: str)
     assert "grpo reward: 1 at step 40" == rising[0]  # a value that is no number is left out
     flat = agl("plot", "--store", store, "--name", "loss").stdout
     assert "grpo loss: -0.5 at step 40" in flat
+
+
+LARGEST = sys.float_info.max
+
+
+@pytest.mark.parametrize("values", [(LARGEST, -LARGEST), (LARGEST, LARGEST), (-LARGEST, 0.0)])
+@pytest.mark.parametrize("steps", [2, 400])
+def test_numbers_near_the_largest_are_drawn(values: tuple[float, float], steps: int) -> None:
+    points = [Point(float(step), *[values[step % 2]] * 3) for step in range(steps)]
+    curves = [Curve("grpo", "reward", STEP, points, [], f"run {run}", run, 0) for run in (0, 1)]
+    assert f"{max(values):.4g}" in drawn(curves[0], width=80)
+    assert f"{max(values):.4g}" in overlaid(curves, width=80)
 
 
 def test_picture_shows_every_curve(store: str, tmp_path: Path) -> None:
@@ -244,6 +259,12 @@ def test_steps_are_shown_as_the_run_printed_them(tmp_path: Path) -> None:
     read = json.loads(agl("show", "--steps", "--json", "--store", url).stdout)
     assert lines == [step["line"] for step in read]
     assert {"kl": 0.01, "loss": -0.5, "reward": 0.25, "silent_share": 0.5} == read[1]["metrics"]
+
+
+@pytest.mark.parametrize("option", [("--attempt", "1"), ("--full",), ("--agent", "solver")])
+def test_option_of_a_rollout_is_refused_with_steps(store: str, option: tuple[str, ...]) -> None:
+    result = agl("show", "calc", "--steps", *option, "--store", store)
+    assert (2, True) == (result.exit_code, f"{option[0]} is for a rollout; leave it out, or --steps" in result.stderr)
 
 
 def test_steps_of_what_has_none_are_refused_with_what_there_is(store: str) -> None:

@@ -30,6 +30,7 @@ def agl_commands():
     yield CommandEntry(name="hello", factory="agl_toy_cli:hello", summary="say hello")
     yield CommandEntry(name="built", factory="agl_toy_cli:make", summary="made by a function")
     yield CommandEntry(name="fails", factory="agl_toy_cli:fails", summary="raises")
+    yield CommandEntry(name="evil", factory="agl_toy_cli:evil", summary="raises what an agent said")
     yield CommandEntry(name="waits", factory="agl_toy_cli:waits", summary="is interrupted")
 """
 COMMANDS = """
@@ -44,6 +45,10 @@ def hello(manager):
 
 def make():
     return click.Command("built", callback=lambda: click.echo("built"))
+
+@click.command()
+def evil():
+    raise ConfigError("an agent said " + chr(27) + "[2J")
 
 @click.command()
 def fails():
@@ -113,6 +118,14 @@ def test_error_is_one_paragraph_and_debug_gives_the_traceback(toy):
     assert 1 == debug.exit_code
     assert "Traceback" in debug.stderr
     assert debug.stderr.endswith(result.stderr)
+
+
+def test_traceback_shows_control_characters_of_an_error_and_obeys_none(toy):
+    debug = invoke("--debug", "evil")
+    assert 1 == debug.exit_code
+    assert "Traceback" in debug.stderr
+    assert "\x1b" not in debug.stderr
+    assert 2 == debug.stderr.count(r"an agent said \x1b[2J")
 
 
 def test_interrupted_command_ends_as_shells_expect(toy):

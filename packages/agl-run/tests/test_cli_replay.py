@@ -103,7 +103,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Records one rollout of ``kind`` with the given answers; the server is gone afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AGL_STORE", raising=False)
-    monkeypatch.delitem(sys.modules, "replay_agent", raising=False)
+    for module in ("replay_agent", "prompted"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     (tmp_path / "replay_agent.py").write_text(AGENT, encoding="utf-8")
 
     def run(kind: str, *answers: Reply) -> None:
@@ -182,6 +183,16 @@ def test_replay_reads_the_experiments_own_store(record, tmp_path):
         assert "(1 calls)" in invoke("replay", "latest", "../e.toml").output
 
 
+@pytest.mark.parametrize("store", ["memory://", "sqlite:///elsewhere/other.db", "http://127.0.0.1:9"])
+def test_replay_runs_in_the_store_that_has_the_record(record, tmp_path, store):
+    record("chat", Reply(text="five"))
+    text = (tmp_path / "e.toml").read_text(encoding="utf-8")
+    (tmp_path / "e.toml").write_text(text.replace("sqlite:///runs/agl.db", store), encoding="utf-8")
+    assert "(1 calls)" in invoke("replay", "latest", "e.toml", "--store", "runs/agl.db").output
+    assert ["five", "five"] == outputs()
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_replay_uses_the_prompt_that_an_algorithm_had_written(record, tmp_path):
     record("chat", Reply(text="five"))
     agent = "def solve(task, prompt, llm):\n    return prompt.template\n"
@@ -197,6 +208,51 @@ def test_replay_uses_the_prompt_that_an_algorithm_had_written(record, tmp_path):
     asyncio.run(write(f"sqlite:///{tmp_path}/runs/agl.db", second, rollout))
     invoke("replay", "ro-tuned", "e.toml", code=1)
     assert ["five", "first", "second"] == outputs()
+
+
+@pytest.mark.parametrize("metadata", [{"experiment": "experiment", "origin": "agl try", "candidate": True}, {}])
+def test_replay_uses_the_prompt_that_a_person_had_tried_or_published(record, tmp_path, metadata):
+    record("chat", Reply(text="five"))
+    (tmp_path / "prompted.py").write_text("def solve(task, prompt, llm):\n    return prompt.template\n")
+    more = '[resource.prompt]\ntemplate = "first"\n'
+    text = (tmp_path / "e.toml").read_text(encoding="utf-8").replace("replay_agent:solve", "prompted:solve") + more
+    (tmp_path / "e.toml").write_text(text, encoding="utf-8")
+    tried = ResourceVersion(
+        name="prompt", version="by-hand", resource=agl.PromptTemplate(template="tried"), metadata=metadata
+    )
+    rollout = agl.Rollout(rollout_id="ro-tried", task={"expected": "tried"}, resources={"prompt": "by-hand"})
+    asyncio.run(write(f"sqlite:///{tmp_path}/runs/agl.db", tried, rollout))
+    invoke("replay", "ro-tried", "e.toml", code=1)
+    assert ["five", "tried"] == outputs()
+
+
+def test_replay_uses_the_prompt_of_the_file_where_the_recorded_one_was_its_first(record, tmp_path):
+    record("chat", Reply(text="five"))
+    (tmp_path / "prompted.py").write_text("def solve(task, prompt, llm):\n    return prompt.template\n")
+    text = (tmp_path / "e.toml").read_text(encoding="utf-8").replace("replay_agent:solve", "prompted:solve")
+    for template in ("first", "changed"):
+        (tmp_path / "e.toml").write_text(f'{text}[resource.prompt]\ntemplate = "{template}"\n', encoding="utf-8")
+        invoke("dev", "e.toml") if template == "first" else invoke("replay", "latest", "e.toml", code=1)
+    assert ["five", "first", "changed"] == outputs()
+
+
+PIGEON = """
+from agl import RewardEntry, hookimpl
+
+@hookimpl
+def agl_rewards():
+    yield RewardEntry(name="pigeon", factory="agl_run.exact_match:ExactMatch")
+"""
+
+
+def test_replay_leaves_out_the_plugins_that_the_experiment_disables(record, install_plugin):
+    install_plugin("agl-pigeon", PIGEON, entry="pigeon", requires=("agl-core",))
+    record("chat", Reply(text="five"))
+    text = Path("e.toml").read_text(encoding="utf-8").replace("exact-match", "pigeon")
+    Path("e.toml").write_text(f'{text}[plugins]\ndisabled = ["pigeon"]\n', encoding="utf-8")
+    refused = [CliRunner().invoke(cli, [*words, "e.toml"]) for words in (("check",), ("replay", "latest"))]
+    assert [1, 1] == [each.exit_code for each in refused]
+    assert refused[0].stderr == refused[1].stderr
 
 
 async def write(url: str, version: ResourceVersion, rollout: agl.Rollout) -> None:
@@ -258,6 +314,14 @@ def test_exec_says_what_to_check_when_it_saw_no_call(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     assert "no model call was seen" in invoke("exec", "--", sys.executable, "-c", "").stderr
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1"])
+def test_exec_refuses_a_time_in_which_nothing_can_run(tmp_path, monkeypatch, seconds):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["exec", "--timeout", seconds, "--", sys.executable, "-c", ""])
+    assert (2, []) == (result.exit_code, list(tmp_path.iterdir()))
+    assert "--timeout" in result.stderr
 
 
 def test_server_gives_each_recorded_answer_once_and_all_choices():

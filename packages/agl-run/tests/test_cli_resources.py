@@ -12,15 +12,17 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.contracts import LabelMove, Store, VersionScore
+from agl.contracts import ExperimentRecord, LabelMove, Store, VersionScore
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.schemas._ids import new_span_id
 from agl.stores import MemoryStore
 from agl_run import SQLiteStore
+from agl_run.cli.lineage import diff_versions
 from agl_run.cli.main import cli
 from agl_run.comparison import compare, compare_tasks, interval, student_cdf, student_quantile
 from agl_run.experiment import labels
+from agl_run.experiment.state import AlgorithmState, save
 
 VERSIONS = [
     ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="Be brief.\nAnswer {q}")),
@@ -125,6 +127,23 @@ def test_diff_prints_what_changed_and_says_so_in_the_exit_status(run: Callable[.
     assert (0, "no difference\n") == (same.exit_code, same.output)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (PromptTemplate(template="a"), PromptTemplate(template="a\n"), "they differ in line breaks alone"),
+        (PromptTemplate(template="a\nb"), PromptTemplate(template="a\r\nb"), "they differ in line breaks alone"),
+        (PromptTemplate(template="a"), PromptTemplate(template="a", engine="jinja"), "they differ in their kind"),
+        (PromptTemplate(template="5"), JsonResource(value=5), "they differ in their kind"),
+    ],
+)
+def test_diff_tells_of_what_no_line_shows(old: Any, new: Any, said: str) -> None:
+    versions = [ResourceVersion(name="p", version=name, resource=each) for name, each in (("1", old), ("2", new))]
+    *head, line = diff_versions(*versions)
+    assert ["--- 1", "+++ 2"] == head
+    assert line.startswith(said)
+    assert [] == diff_versions(versions[0], versions[0])
+
+
 def test_promoted_version_is_rolled_back_step_by_step(run: Callable[..., Result]) -> None:
     for version in ("v1", "v2", "tried"):
         assert f"production is now {version}" in run("promote", "prompt", version).output
@@ -163,6 +182,37 @@ def test_compare_reports_both_arms_and_the_ratio(run: Callable[..., Result]) -> 
 
 BETTER = {"v1": [0.1, 0.3, 0.5, 0.7, 0.9], "v2": [0.16, 0.34, 0.55, 0.76, 0.94]}
 """A small gain on tasks of very different difficulty."""
+
+
+def test_compare_weighs_named_rewards_as_the_experiments_last_step_did(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
+    async def add() -> None:
+        store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
+        await store.enqueue(
+            [
+                Rollout(rollout_id=f"{version}-{n}", task=n, experiment="e", resources={"prompt": version})
+                for version in ("v1", "v2")
+                for n in range(2)
+            ]
+        )
+        for claim in await store.claim(worker="w", limit=4):
+            ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
+            value = float(claim.rollout.resources["prompt"] == "v2")
+            spans = tuple(
+                Span(**ids, span_id=new_span_id(), name=name, reward=Reward(value=value, name=name, source="evaluator"))
+                for name in ("syntax", "goal")
+            )
+            await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
+        weights = {"experiment.reward_weights.syntax": "0.25", "experiment.reward_weights.goal": "0.5"}
+        await save(store, ExperimentRecord(name="e"), {"grpo": AlgorithmState(step=1, settings=weights)})
+        await store.close()
+
+    run("list")
+    asyncio.run(add())
+    output = run("compare", "prompt", "v1", "v2").output
+    assert "v1: mean 0.0000" in output
+    assert "v2: mean 0.7500" in output
 
 
 def test_compare_pairs_the_validations_of_the_same_tasks(run: Callable[..., Result]) -> None:
@@ -212,6 +262,8 @@ def test_compare_without_common_tasks_counts_all_rollouts_and_says_so(
         (("promote", "prompt", "v1", "--label", "a/b"), "may hold letters"),
         (("rollback", "tools"), "unknown label 'tools/production'"),
         (("promote", "prompt", "v2", "--if-better"), "promote once without"),
+        (("promote", "prompt", "v2", "--min-gain", "0.1"), "--min-gain says what --if-better asks for; add it, or"),
+        (("promote", "prompt", "v2", "--confidence", "0.9", "--experiment", "e"), "--confidence and --experiment say"),
     ],
 )
 def test_wrong_names_are_told(run: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:

@@ -142,6 +142,7 @@ def test_show_cuts_long_lines_of_a_traceback(record: Callable[..., None]) -> Non
     ("messages", "answer", "expected"),
     [
         ([{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "x"}]}], {}, 'user: one {"type":"x"}'),
+        ([{"role": "user", "content": ["one", {"text": "two"}, 3]}], {}, "user: one two 3"),
         ([{"role": "user", "content": {"odd": 1}}], {}, 'user: {"odd":1}'),
         ([{"content": 3}], {}, "message: 3"),
         (["no message"], {"role": "assistant", "content": "fine"}, "assistant: fine"),

@@ -149,6 +149,53 @@ def test_query_that_is_wrong_or_changes_something_is_refused(query: str, fault: 
     assert before == Path("runs/agl.db").read_bytes()
 
 
+@pytest.mark.usefixtures("filled")
+def test_fault_that_only_a_later_row_has_is_named():
+    result = sql("SELECT json(CASE rollout_id WHEN 'ro-2' THEN 'x' ELSE '1' END) AS j FROM rollouts")
+    assert (1, True) == (result.exit_code, "the query cannot be run: malformed JSON" in result.stderr)
+
+
+@pytest.mark.usefixtures("filled")
+def test_columns_of_one_name_are_refused_where_json_would_keep_one_of_them():
+    query = "SELECT * FROM rollouts r JOIN calls c USING (rollout_id)"
+    result = sql(query, "--json")
+    assert (1, True) == (
+        result.exit_code,
+        "several columns are called prompt_tokens, response_tokens, " in result.stderr,
+    )
+    assert 2 == sql(query, "--csv").output.splitlines()[0].split(",").count("prompt_tokens")
+    assert 1 == len(rows("SELECT r.prompt_tokens AS every, c.prompt_tokens FROM rollouts r JOIN calls c LIMIT 1"))
+
+
+@pytest.mark.usefixtures("filled")
+def test_row_of_a_table_stays_on_one_line():
+    lines = sql("SELECT 'a' || char(10) || 'b' || char(9) || 'c' AS text, 1 AS n").output.splitlines()
+    assert [r"a\nb\tc  1"] == lines[1:]
+
+
+@pytest.mark.parametrize("odd", [{"a": 1}, [1], 2**63])
+@pytest.mark.usefixtures("filled")
+def test_metadata_and_token_counts_of_any_shape_are_read(odd: Any):
+    ids = {"rollout_id": "ro-odd", "span_id": "b" * 16}
+    made = ModelCall(request_id="r1", dialect="chat", model="m", response={"choices": []})
+
+    async def put() -> None:
+        store = SQLiteStore("sqlite:///runs/agl.db")
+        await store.enqueue([Rollout(rollout_id="ro-odd", task=None, metadata={"algorithm": odd, "step": odd})])
+        claim = next(one for one in await store.claim(worker="w", limit=9) if one.rollout.rollout_id == "ro-odd")
+        span = Span(
+            **ids, attempt_id=claim.attempt.attempt_id, name="chat m", call=made, attributes={semconv.INPUT_TOKENS: odd}
+        )
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=(span,))])
+        await store.close()
+
+    asyncio.run(put())
+    query = "SELECT algorithm, step, prompt_tokens FROM rollouts WHERE rollout_id = 'ro-odd'"
+    shown = json.dumps(odd, separators=(",", ":"))
+    assert {"algorithm": shown, "prompt_tokens": 0} == {k: v for k, v in rows(query)[0].items() if k != "step"}
+    assert [{"prompt_tokens": 0}] == rows("SELECT prompt_tokens FROM calls WHERE rollout_id = 'ro-odd'")
+
+
 def test_tables_are_listed_without_a_query_and_without_a_store():
     lines = sql().output.splitlines()
     assert ["rollouts", "attempts", "calls", "rewards", "metrics"] == [line.partition(":")[0] for line in lines]

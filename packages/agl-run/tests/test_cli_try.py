@@ -510,6 +510,21 @@ def task(number: int, old: float | None, new: float | None) -> TriedTask:
     return TriedTask(number=number, task={}, rollouts={"A": rollouts(old), "B": rollouts(new)})
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rewards_near_the_largest_number_are_compared(sign: float) -> None:
+    def ran(reward: float) -> TriedRollout:
+        return TriedRollout(rollout_id="r", status="succeeded", reward=reward, tokens=0, seconds=0.0)
+
+    large = sign * sys.float_info.max
+    tasks = [
+        TriedTask(number=n, task=n, rollouts={"A": [ran(0.0)] * 2, "B": [ran(large if n % 5 else large / 2)] * 2})
+        for n in range(10)
+    ]
+    found = compare_pair(tasks, "B", "A")
+    assert ("better" if sign > 0 else "worse") == found.verdict
+    assert tasks[1].mean("B") == large
+
+
 @pytest.mark.parametrize(
     ("rewards", "words"),
     [

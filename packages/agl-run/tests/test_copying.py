@@ -154,6 +154,14 @@ def test_repeated_copy_completes_an_interrupted_one(source, tmp_path):
     assert "copied 2 experiments with 0 rollouts; 8 were there already\n" == run(str(source), str(target)).stdout
 
 
+def test_positions_in_the_change_feed_and_the_owner_stay_with_their_store(source, tmp_path):
+    states = {f"experiment/calc/{name}": b"9" for name in ("exporter/otlp", "owner", "owner/beat")}
+    use(source, lambda store: store.save_state(states))
+    run(str(source), str(tmp_path / "to.db"))
+    copied = use(tmp_path / "to.db", lambda store: store.load_state("experiment/calc/"))
+    assert ["experiment/calc/1/algorithm/a"] == list(copied)
+
+
 def test_experiment_that_went_on_is_not_overwritten(source, tmp_path):
     target = tmp_path / "to.db"
     run(str(source), str(target))

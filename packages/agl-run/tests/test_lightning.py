@@ -1,5 +1,6 @@
 """Every public name of Agent Lightning 0.3.0: it works under ``agl_run.lightning``, or says what replaced it."""
 
+import asyncio
 import logging
 import re
 import subprocess
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from agl.errors import ConfigError
-from agl.schemas import Reward, Rollout, Span
+from agl.schemas import Outcome, RetryPolicy, Reward, Rollout, Span
 from agl_run import AgentSpec, lightning, policy
 from agl_run.lightning import APO, LLM, VERL, AttemptedRollout, LitAgent, PromptTemplate, Trainer
+from agl_run.lightning.replaced import REPLACED as REMEDIES
 
 ROOT = Path(__file__).parents[3]
 RECORD = Rollout(rollout_id="r", task={"x": 1}, attempt_id="r.1", attempts=1)
@@ -189,6 +191,16 @@ def test_name_of_agent_lightning_says_what_replaced_it(name: str) -> None:
     assert (ROOT / page[1]).is_file()
 
 
+def test_hooks_that_messages_and_the_page_name_exist() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Trainer(hooks=[1])
+    page = (ROOT / "docs/how-to/agent-lightning.md").read_text(encoding="utf-8")
+    text = f"{refused.value} {REMEDIES} {page.partition('## Names that were replaced')[2]}"
+    named = set(re.findall(r"\bagl_(?!run\b)\w+", text))
+    reference = (ROOT / "docs/reference/hooks.md").read_text(encoding="utf-8")
+    assert {"agl_exporters"} == {name for name in named if f"### `{name}(" in reference} == named
+
+
 def test_names_that_work_are_the_modules_public_ones() -> None:
     assert sorted(WORKS) == sorted(lightning.__all__)
     assert set(lightning.__all__) <= set(dir(lightning))
@@ -204,7 +216,7 @@ def test_importing_the_names_imports_no_trainer() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "hooks": (lambda: Trainer(hooks=[1]), "observe rollouts with a plugin's agl_rollout_started"),
+    "hooks": (lambda: Trainer(hooks=[1]), "take finished rollouts by an exporter of a plugin"),
     "proxy": (lambda: Trainer(llm_proxy=1), "every trainer starts its own gateway"),
     "port": (lambda: Trainer(port=9999), "find each other in the store"),
     "daemon": (lambda: Trainer(daemon=False), "leave daemon= out"),
@@ -246,6 +258,13 @@ def test_trainer_takes_the_arguments_of_both_projects() -> None:
     ).config
     assert (2, "mine", 3) == (config.runner.concurrency, config.experiment.name, config.experiment.seed)
     assert 4 == Trainer(strategy={"type": "cs", "n_runners": 4}).n_runners
+
+
+@pytest.mark.parametrize("is_dev", [True, False])
+def test_tasks_of_a_generator_run_all(is_dev: bool) -> None:
+    trainer = Trainer(store=lightning.InMemoryLightningStore(), algorithm=lightning.Baseline(n_epochs=2), dev=is_dev)
+    result = trainer.fit(lightning.rollout(named), (number for number in (1, 2)), val_dataset=iter([3]))
+    assert [1, 2, 3] * 2 == [episode.rollout.task for episode in result.episodes]  # pyright: ignore[reportAttributeAccessIssue]  # of dev
 
 
 def test_keys_stay_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +328,6 @@ class Forms(LitAgent[Any]):
 
 @pytest.mark.parametrize("mode", ["train", "val"])
 def test_async_forms_get_a_rollout_with_its_attempt(mode: Any) -> None:
-    import asyncio
-
     from msgspec.structs import replace
 
     found, record = asyncio.run(AgentSpec.of(Forms()).load().call(replace(RECORD, mode=mode), {}))
@@ -320,10 +337,47 @@ def test_async_forms_get_a_rollout_with_its_attempt(mode: Any) -> None:
     assert ("r.1", {"x": 1}) == (record.attempt.attempt_id, record.input)
 
 
+def test_spans_of_every_attempt_are_found() -> None:
+    async def main() -> list[list[str]]:
+        store = lightning.InMemoryLightningStore()
+        await store.enqueue([Rollout(rollout_id="r", task=1, retry=RetryPolicy(max_attempts=2))])
+        for number in (1, 2):
+            (claim,) = await store.claim(worker="w")
+            made = Span(**{**IDS, "attempt_id": claim.attempt.attempt_id}, name=f"try {number}")
+            status = "failed" if number == 1 else "succeeded"
+            await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status=status, spans=(made,))])
+        ids = [attempt.attempt_id for attempt in await store.query_attempts("r")]
+        return [[span.name for span in await store.query_spans("r", each)] for each in (None, *ids, "latest")]
+
+    assert [["try 1", "try 2"], ["try 1"], ["try 2"], ["try 2"]] == asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_operation_takes_arguments_of_every_name(is_recorded: bool) -> None:
+    @lightning.operation(propagate=is_recorded)
+    def add(first: int, /, *, args: int, output: int) -> int:
+        return first + args + output
+
+    assert 6 == add(1, args=2, output=3)
+
+
 def test_address_with_the_attempts_path_is_not_extended_again() -> None:
     llm = LLM(endpoint="http://x/v1", api_key="t")
     routed = LLM(endpoint=llm.get_base_url("r", "r.1"), api_key="t")
     assert "http://x/rollout/r/attempt/r.1/key/t/v1" == routed.endpoint == routed.get_base_url("r", "r.1")
+
+
+def test_logging_that_is_set_up_again_writes_each_line_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        lightning.setup_logging(console=False, files={"apart.part": str(tmp_path / "part.log")})
+    logger = logging.getLogger("apart.part")
+    try:
+        logger.warning("once")
+        assert 1 == (tmp_path / "part.log").read_text().count("once")
+    finally:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers.clear()
 
 
 def test_logging_is_set_up_for_the_loggers_that_are_named(tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from agl.stores import MemoryStore
 from agl_run import SQLiteStore
+from agl_run.cli.again import run_again
 from agl_run.cli.main import cli
+from agl_run.cli.run import run
 from agl_run.experiment import hints
 from agl_run.experiment.store_url import without_password
 
@@ -82,6 +85,12 @@ def test_stopped_run_is_continued_with_the_options_it_had(folder: Path, monkeypa
     monkeypatch.delenv("STOPS_AT")
     assert 0 == pasted(command).exit_code
     assert (folder / "other.db").exists()
+
+
+def test_stopped_run_is_continued_with_its_console() -> None:
+    with click.Context(run, parent=click.Context(cli)) as context:
+        context.params = {"has_console": True, "quiet": False}
+        assert "agl run e.toml --console --resume" == run_again(Path("e.toml"), (), "--resume")
 
 
 def test_check_proposes_the_run_that_it_checked(folder: Path) -> None:

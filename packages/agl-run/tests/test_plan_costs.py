@@ -109,6 +109,11 @@ def test_number_of_weights_makes_a_usual_shape(given: str) -> None:
         ("1M", "no usual model has 1M weights.*give its sizes"),
         ("layers=2,hidden=64", "does not say heads or num_attention_heads, vocabulary or vocab"),
         ("layers=two,hidden=64,heads=2,vocabulary=9", "gives layers as 'two', which is no whole number"),
+        ("layers=2,hidden=64,heads=2,vocabulary=9,kvheads=1", "no size 'kvheads'.*did you mean 'kv_heads'"),
+        ("1.2.3B", "neither a file or folder here nor a size"),
+        (".B", "neither a file or folder here nor a size"),
+        ("infinite.json", "gives layers as inf, which is no whole number"),
+        ("nested.json", "does not say layers"),
         ("broken.json", "cannot be read as a model's configuration"),
         ("list.json", "holds no object"),
     ],
@@ -116,6 +121,8 @@ def test_number_of_weights_makes_a_usual_shape(given: str) -> None:
 def test_what_is_no_model_is_named(given: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "infinite.json").write_text('{"num_hidden_layers": Infinity}')
+    (tmp_path / "nested.json").write_text('{"text_config": "elsewhere"}')
     with pytest.raises(ConfigError, match=message):
         shape_of_model(given, folder=tmp_path)
 

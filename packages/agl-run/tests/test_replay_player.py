@@ -20,6 +20,7 @@ from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_run.replay import REPLAY, ReplayPlan, replay_of
 from agl_run.replay.player import Player, RecordedAnswer, ReplayScript
 from agl_run.replay.script import recorded_answers
+from agl_run.replay.streams import stream_of
 from agl_testing.model_server import Reply, ScriptedModelServer, Status, ToolCall
 
 ASK = [{"role": "user", "content": "which way?"}]
@@ -89,6 +90,12 @@ def responses(client: Any) -> Any:
 def responses_stream(client: Any) -> Any:
     with client.responses.stream(model="m", input="which way?") as events:
         return events.get_final_response().output_text
+
+
+def test_answer_that_was_cut_ends_its_stream_as_it_did() -> None:
+    answer = {"id": "r", "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "output": []}
+    events = [json.loads(line[6:]) for line in stream_of("responses", answer).splitlines() if line[:6] == b"data: "]
+    assert ["response.created", "response.incomplete"] == [event["type"] for event in events]
 
 
 def chat_parsed(client: Any) -> Any:

@@ -142,6 +142,17 @@ def test_learning_by_heart_is_found() -> None:
     assert "fell from 0.5 to 0.41 and 0.4" in found[0].evidence
 
 
+@pytest.mark.parametrize("validations", [(0.0,) * 5, (-1.0,) * 5, (-3.0, -2.0, -1.5, -1.0), (-5.0, 0.0, -0.1, 0.0)])
+def test_validations_that_did_not_fall_are_no_learning_by_heart(validations: Sequence[float]) -> None:
+    assert [] == suggestions_of(logged({}, validations=validations))
+
+
+def test_learning_by_heart_is_found_where_rewards_are_penalties() -> None:
+    found = suggestions_of(logged({}, validations=(-9.0, -3.0, -1.0, -4.0, -5.0)))
+    assert ["overfitting"] == [one.rule for one in found]
+    assert "fell from -1 to -4 and -5" in found[0].evidence
+
+
 def test_reward_that_stays_where_it_is_is_found_unless_another_rule_says_why() -> None:
     assert ["no-progress"] == [one.rule for one in suggestions_of(logged(FLAT, steps=30))]
     lost = {**FLAT, **SITUATIONS["entropy-lost"]}

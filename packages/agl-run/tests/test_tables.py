@@ -56,6 +56,28 @@ def test_wrong_csv_file_is_refused_with_its_place(data, says, write, tmp_path):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"a": 1}\n{"a": 999999999999999999999999999999}\n', ", line 2: .* ints"),
+        (b'[{"a": 1}, {"a": 999999999999999999999999999999}]', ", task 2: .* ints"),
+        (b'{"a":' * 3000 + b"1" + b"}" * 3000, ":1: not JSON: .*recursion"),
+        (b"[" * 3000 + b"]" * 3000, ":1: not JSON: .*recursion"),
+    ],
+    ids=["line", "array", "deep line", "deep array"],
+)
+def test_json_that_no_store_takes_is_refused_with_its_place(data, says, write, tmp_path):
+    write("tasks.jsonl", data)
+    with pytest.raises(DatasetError, match=f"tasks.jsonl{says}"):
+        tasks_of("tasks.jsonl", tmp_path)
+
+
+@pytest.mark.parametrize("value", [10**30, b"\x89PNG", {"image": {"bytes": b"\x89PNG"}}], ids=["int", "bytes", "image"])
+def test_value_that_no_store_takes_is_refused_with_its_row(value, tmp_path):
+    with pytest.raises(DatasetError, match=r"train\[1\] is not JSON"):
+        tasks_of([{"a": 1}, {"a": value}], tmp_path)
+
+
 def test_near_name_of_a_csv_file_is_suggested(write, tmp_path):
     write("train.csv", b"q\n1\n")
     with pytest.raises(DatasetError, match=r"did you mean 'train\.csv'"):

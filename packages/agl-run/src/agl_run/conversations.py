@@ -55,10 +55,15 @@ def _plain(content: Any) -> str:
     """Return a content's text; parts that are no text are written as JSON."""
     if isinstance(content, str):
         return content
-    parts = _objects(content)
-    if not parts:
+    if not isinstance(content, list) or not content:
         return to_json(content).decode()
-    return "\n".join(str(part["text"]) if "text" in part else to_json(part).decode() for part in parts)
+    return "\n".join(map(_part, cast("list[Any]", content)))
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict) and "text" in part:
+        return str(cast("dict[str, Any]", part)["text"])
+    return part if isinstance(part, str) else to_json(part).decode()
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

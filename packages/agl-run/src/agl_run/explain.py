@@ -3,12 +3,16 @@
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
 from agl import semconv
 from agl.contracts import CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 from agl_run.training_records import TrainingRecord, token_values
+
+_MOST_TOKENS = 2**53
+"""Tokens of a call from which a count is no count."""
 
 NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
@@ -227,9 +231,15 @@ def tokens_of(span: Span) -> tuple[int, int]:
     """Return the numbers of a call's prompt and response tokens; 0 where they are not known."""
     if span.call is None:
         return 0, 0
-    prompt = span.call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS)
-    response = span.call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS)
-    return prompt or 0, response or 0
+    prompt = span.call.prompt_len or _count(span.attributes.get(semconv.INPUT_TOKENS))
+    response = span.call.response_len or _count(span.attributes.get(semconv.OUTPUT_TOKENS))
+    return prompt, response
+
+
+def _count(given: Any) -> int:
+    """Return a number of tokens, 0 for any other value: exporters of all kinds write attributes."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return int(given) if is_number and 0 <= given <= _MOST_TOKENS else 0
 
 
 def _call(call: Transition, span: Span | None, *, is_without_ids: bool) -> str:

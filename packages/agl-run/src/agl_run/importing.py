@@ -33,6 +33,8 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
         hint = _meant_by(path, folder) or "'module:attribute', such as 'agent:solve'"
         raise ConfigError(f"the {kind} {path!r} names no attribute of a module; write {hint}")
     module = _import_module(module_name, folder, kind)
+    if folder:
+        _refuse_other_folder(module, _file_of(module_name, folder), kind)
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -83,6 +85,16 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
         raise ConfigError(
             f"the {kind}'s module {name!r} raised {problem}; make it importable first, or use --debug for the traceback"
         ) from error
+
+
+def _refuse_other_folder(module: Any, own: Path, kind: str) -> None:
+    """Refuse a module that has the name of the folder's and other contents, and was imported from elsewhere before."""
+    found = Path(getattr(module, "__file__", None) or own)
+    if own.is_file() and found.is_file() and own.read_bytes() != found.read_bytes():
+        raise ConfigError(
+            f"the module {module.__name__!r} for the {kind} is imported from {found} already, and {own} is another; "
+            "a process has one module of a name: use another process for this experiment, or rename its module"
+        )
 
 
 def _other_module(name: str, folder: Path) -> str:

@@ -29,6 +29,9 @@ _IDLE = 0.5
 _REJECTED = 0.5
 """Share of the tokens that a correction left out of the loss from which on that is why nothing was trained."""
 
+_FALLEN = 0.1
+"""Share of the largest validation reward, whatever its sign, by which the last ones are below the best if they fell."""
+
 _LONG = 20
 """Steps below which a mean that stays where it is means nothing."""
 
@@ -378,7 +381,7 @@ def _overfitting(steps: _Steps, validations: _Steps) -> _Finding | None:
     if len(rewards) < 4 or not steps.is_better:
         return None
     best, ends = max(rewards), rewards[-2:]
-    if max(ends) > 0.9 * best:
+    if best - max(ends) <= _FALLEN * max(map(abs, rewards)):
         return None
     return (
         f"the training reward rises, and the last validations fell from {best:.3g} to {ends[0]:.3g} and {ends[1]:.3g}",

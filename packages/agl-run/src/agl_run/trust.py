@@ -6,6 +6,7 @@ Agents bring clients of their own, which call other servers too; for them the fi
 
 import hashlib
 import os
+import secrets
 import ssl
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,7 +94,7 @@ def _bundle(path: Path) -> Path:
         bundle = folder / f"{hashlib.sha256(content).hexdigest()[:24]}.pem"
         if not bundle.exists():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            draft = bundle.with_suffix(f".{os.getpid()}")
+            draft = bundle.with_suffix(f".{secrets.token_hex(8)}")
             draft.write_bytes(content)
             draft.replace(bundle)
     except OSError as error:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import agl
 from agl.errors import ConfigError, ExportError
@@ -182,8 +182,8 @@ def _checked_url(url: str, variable: str) -> str:
             "one of the two"
         )
     found = url or _variable("url_env", variable)
-    parts = urlsplit(found)
-    if not _URL.fullmatch(found) or parts.scheme not in ("http", "https") or not parts.hostname:
+    parts = _parts(found)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
             f"webhook: {'url' if url else f'the value of {variable}'} is no web address; write https://HOST/PATH, "
             "without spaces"
@@ -194,6 +194,15 @@ def _checked_url(url: str, variable: str) -> str:
             "address whose path is the secret, or secret_env"
         )
     return found
+
+
+def _parts(url: str) -> SplitResult | None:
+    """Return the parts of an address; ``None`` for one with brackets or a port that are none."""
+    try:
+        parts = urlsplit(url)
+        return parts if _URL.fullmatch(url) and parts.port != 0 else None
+    except ValueError:
+        return None
 
 
 def _checked_events(events: Sequence[str]) -> frozenset[str]:

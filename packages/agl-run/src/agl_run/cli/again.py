@@ -7,8 +7,8 @@ import click
 from agl_run.experiment.hints import command
 
 _OF_AGL = ("debug", "no_plugins")
-_FLAGS = ("quiet", "as_json")
-_NAMES = {"as_json": "--json"}
+_FLAGS = ("quiet", "as_json", "has_console")
+_NAMES = {"as_json": "--json", "has_console": "--console"}
 
 
 def run_again(file: Path, settings: tuple[str, ...], *flags: str) -> str:

@@ -25,6 +25,9 @@ from agl_run.cli.query import pages
 _ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
 """The most rollouts, spans and other records that are written at once."""
 
+_OF_THE_STORE = ("exporter", "owner")
+"""States of an experiment that are about its store: how far exporters read the change feed, and who runs it there."""
+
 Tell = Callable[[int], None]
 """Takes the number of rollouts that have been handled since its last call."""
 
@@ -182,7 +185,8 @@ async def _copy_other_states(source: Store, target: Store, names: Sequence[str])
 
 async def _copy_experiment(source: Store, target: Store, record: ExperimentRecord) -> None:
     """Copy the ledgers, then the states with the record, by which the experiment begins to exist."""
-    states = await source.load_state(f"experiment/{record.name}/")
+    found = await source.load_state(f"experiment/{record.name}/")
+    states = {key: value for key, value in found.items() if key.split("/")[2] not in _OF_THE_STORE}
     for key in states:
         _, _, run, kind, algorithm = [*key.split("/", 4), "", ""][:5]
         if kind == "algorithm" and run.isdecimal():

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from agl.schemas import ResourceVersion
 from agl_run.cli.logged import LoggedRun, place_of
+from agl_run.means import mean
 
 STEP = "step"
 """The axis below a curve where no metric is named for it: the steps of all algorithms of the experiment together."""
@@ -137,6 +138,11 @@ def drawn(curve: Curve, *, width: int) -> str:
     return "\n".join([head, *lines, *under, below, *named])
 
 
+def share(value: float, low: float, high: float) -> float:
+    """Return the place of a value between two others, from 0 to 1; 0 where these are equal."""
+    return (value / 2 - low / 2) / ((high / 2 - low / 2) or 1.0)  # halves, because a difference may be infinite
+
+
 class _Axis:
     """Places points in columns; the last column has as much room as one value takes on average."""
 
@@ -159,7 +165,7 @@ class _Axis:
         columns: list[Point] = []
         for column in range(self._width):
             here = found.get(column, columns[-1:])
-            columns.append(Point(*(sum(values) / len(here) for values in zip(*here, strict=True))))
+            columns.append(Point(*(mean(values) for values in zip(*here, strict=True))))
         return columns
 
 
@@ -167,7 +173,7 @@ def _cell(point: Point, row: int, low: float, high: float) -> str:
     """Return the character of a column in a row, counted from below."""
 
     def level(value: float) -> int:
-        return 1 + round((value - low) / ((high - low) or 1.0) * (8 * HEIGHT - 1)) - 8 * row
+        return 1 + round(share(value, low, high) * (8 * HEIGHT - 1)) - 8 * row
 
     if point.low == point.high:
         return _BLOCKS[max(0, min(8, level(point.value)))]

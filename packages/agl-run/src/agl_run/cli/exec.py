@@ -34,7 +34,13 @@ _RECORDED = (
     "--store", "url", default=None, envvar="AGL_STORE", help="Where to keep the record.  [sqlite:///runs/agl.db]"
 )
 @click.option("--upstream", default=None, envvar="OPENAI_BASE_URL", help="Where the program's model calls go.")
-@click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds after which the program is stopped.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=None,
+    help="Seconds after which the program is stopped.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @pass_manager
 def exec_(

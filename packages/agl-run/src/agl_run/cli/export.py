@@ -33,6 +33,7 @@ from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.preferences import ExportedRollout, pairs, recorded
 from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, span_options
 from agl_run.cli.span_reader import CHOSEN_PAGE, SpanReader
+from agl_run.exports import Losses
 
 FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model")
 
@@ -101,7 +102,7 @@ def export(
             return await export_with_plugin(
                 manager, store, named, form=form, output=output, agents=agents, min_reward=min_reward
             )
-        with target_of(output) as target:
+        with target_of(output, Losses()) as target:
             named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
             if chosen is not None:
                 return await _write_spans(store, named, chosen, target)

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 
 from agl.schemas import Episode, Record
 from agl_run.cli.output import echo, print_table, short
-from agl_run.comparison import interval
+from agl_run.comparison import FEWEST_ALIKE, interval
+from agl_run.means import mean
 from agl_run.replay.origin import answer_counts
 from agl_run.replay.plan import is_diverged
 
@@ -83,7 +83,7 @@ def judged(report: ForkReport) -> ForkReport:
     is_known = math.isfinite(low)
     return ForkReport(
         **{name: getattr(report, name) for name in ForkReport.__struct_fields__ if name not in _JUDGED},
-        mean=fmean(rewards) if rewards else None,
+        mean=mean(rewards) if rewards else None,
         low=low if is_known else None,
         high=high if is_known else None,
         verdict=_verdict(report, rewards, low, high),
@@ -100,6 +100,9 @@ def _verdict(report: ForkReport, rewards: Sequence[float], low: float, high: flo
         return "the recorded rollout has no reward to compare with"
     if not math.isfinite(low):
         return "one reward says nothing certain; take more forks with --n"
+    if len(set(rewards)) == 1 and rewards[0] != report.reward and len(rewards) < FEWEST_ALIKE:
+        alike = f"all {len(rewards)} rewards of the forks are {rewards[0]:g}, which may be chance"
+        return f"{alike}; take {FEWEST_ALIKE} forks at least with --n"
     later = f" or later; --at {report.call + 1} tells the two apart" if report.call < report.calls else ""
     if low > report.reward:
         return f"the forks do better than the recorded run, so it went wrong at call {report.call}{later}"

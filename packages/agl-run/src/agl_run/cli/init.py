@@ -1,5 +1,6 @@
 """``agl init``: write a folder with a small experiment that runs."""
 
+import shlex
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -58,9 +59,14 @@ def init(folder: Path, template: str) -> None:
             f"{str(folder)!r} has {', '.join(present)} already, and agl init overwrites nothing; name a new folder: "
             f"agl init NAME --template {template}"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write into {str(folder)!r}: {error.strerror or error}; name another folder"
+        ) from error
     written = ", ".join(file.name for file in files)
     click.echo(visible(f"wrote {written} into {folder}\n{_next_steps(folder, TEMPLATES[template])}"))
 
@@ -75,7 +81,7 @@ def _next_steps(folder: Path, template: Template) -> str:
     missing = [name for name in template.needs if not _is_installed(name)]
     steps = (
         *map(pip_install, missing),  # before cd, because a checkout's packages are named from here
-        *([f"cd {folder}"] if folder != Path() else []),
+        *([f"cd {shlex.quote(str(folder))}"] if folder != Path() else []),
         "agl check experiment.toml",
         "agl dev experiment.toml",
         "agl run experiment.toml",

@@ -18,6 +18,7 @@ from agl_run.experiment import labels
 from agl_run.experiment.collect import group_id_of
 from agl_run.experiment.plan import ORIGIN, PROMPT_TRIAL, TRIAL
 from agl_run.experiment.saving import unsaved
+from agl_run.means import mean
 
 _MANY = 1000
 
@@ -77,8 +78,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
         if not self.rewards:
             return "no finished rollout with a reward ran with it"
         low, high = interval(self.rewards, confidence=confidence)
-        mean = sum(self.rewards) / len(self.rewards)
-        return f"mean {mean:.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
+        return f"mean {mean(self.rewards):.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
 
 
 async def list_versions(
@@ -130,8 +130,13 @@ def origin_of(version: ResourceVersion) -> str:
         return f"{version.algorithm} step {version.step}"
     if version.metadata.get("origin") == ORIGIN:
         return ORIGIN
-    experiment = version.metadata.get("experiment")
-    return f"the experiment {experiment}" if experiment else ""
+    return f"the experiment {version.metadata['experiment']}" if is_of_file(version) else ""
+
+
+def is_of_file(version: ResourceVersion) -> bool:
+    """Return true for a version that an experiment took from its file."""
+    is_made = bool(version.algorithm) or version.metadata.get("origin") == ORIGIN
+    return bool(version.metadata.get("experiment")) and not is_made
 
 
 def _is_only_tried(version: ResourceVersion, names: dict[str, str]) -> bool:
@@ -216,8 +221,19 @@ def resource_text(resource: Resource) -> str:
 
 def diff_versions(old: ResourceVersion, new: ResourceVersion) -> list[str]:
     """Return a unified diff of two versions; empty if they are equal."""
-    before, after = resource_text(old.resource).splitlines(), resource_text(new.resource).splitlines()
-    return list(difflib.unified_diff(before, after, old.version, new.version, lineterm="", n=3))
+    texts = resource_text(old.resource), resource_text(new.resource)
+    before, after = (text.splitlines() for text in texts)
+    lines = list(difflib.unified_diff(before, after, old.version, new.version, lineterm="", n=3))
+    if lines or old.resource == new.resource:
+        return lines
+    kinds = f"{_kind(old.resource)} and {_kind(new.resource)}"
+    unseen = f"their kind alone, {kinds}" if texts[0] == texts[1] else "line breaks alone, which no line shows"
+    return [f"--- {old.version}", f"+++ {new.version}", f"they differ in {unseen}"]
+
+
+def _kind(resource: Resource) -> str:
+    name = type(resource).__name__
+    return f"{name} ({resource.engine})" if isinstance(resource, PromptTemplate) else name
 
 
 def score_of(metadata: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ class PluginGroup(click.Group):
                 return super().invoke(ctx)
         except AglError as error:
             if ctx.params.get("debug"):
-                click.echo(traceback.format_exc(), err=True)
+                click.echo(visible(traceback.format_exc()), err=True)
             raise click.ClickException(visible(str(error))) from error
         except KeyboardInterrupt:
             click.echo("\nstopped", err=True)

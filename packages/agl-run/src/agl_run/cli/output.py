@@ -20,6 +20,9 @@ STOPPED = 130
 
 _IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS}
 
+_IN_CELLS = {ord("\n"): r"\n", ord("\t"): r"\t"}
+"""The control characters that text may have and a row of a table may not."""
+
 _LEAST = 6
 """Characters at least of a column that is shortened."""
 
@@ -52,7 +55,7 @@ def print_table(
         whole: Columns that are never shortened, such as ids; the first one is always among them.
         least: Columns to leave out first, in this order; then the last ones.
     """
-    cells = [[visible(cell) for cell in row] for row in (columns, *rows)]
+    cells = [[visible(cell).translate(_IN_CELLS) for cell in row] for row in (columns, *rows)]
     if not sys.stdout.isatty():
         _print_aligned(cells, [max(map(len, column)) for column in zip(*cells, strict=True)])
         return
@@ -63,8 +66,11 @@ def print_table(
 
 
 def when(unix_s: float) -> str:
-    """Format a time for people, in UTC; empty for 0, a time that is not known."""
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else ""
+    """Format a time for people, in UTC; empty for 0, a time that is not known, and a number for one of no year."""
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else ""
+    except (OSError, OverflowError, ValueError):  # such as nanoseconds, written by another program
+        return f"{unix_s:g}"
 
 
 def short(value: Any, limit: int = 60) -> str:

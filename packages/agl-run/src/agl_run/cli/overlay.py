@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import click
 
-from agl_run.cli.curves import STEP, Curve
+from agl_run.cli.curves import STEP, Curve, share
 from agl_run.control_characters import visible
+from agl_run.means import mean
 
 HEIGHT = 14
 """Lines of the diagram."""
@@ -35,7 +36,7 @@ def overlaid(curves: Sequence[Curve], *, width: int) -> str:
     cells: dict[tuple[int, int], list[int]] = {}
     for index, curve in enumerate(curves):
         for column, value in _columns(curve, first, last, size).items():
-            row = HEIGHT - 1 - _nearest((value - low) / ((high - low) or 1.0) * (HEIGHT - 1))
+            row = HEIGHT - 1 - _nearest(share(value, low, high) * (HEIGHT - 1))
             cells.setdefault((row, column), []).append(index)
     lines = [
         f"{label:>{margin}} ┤{''.join(_mark(curves, cells.get((row, column), [])) for column in range(size)).rstrip()}"
@@ -55,7 +56,7 @@ def _columns(curve: Curve, first: float, last: float, size: int) -> dict[int, fl
     found: dict[int, list[float]] = {}
     for point in curve.points:
         found.setdefault(_nearest((point.x - first) / ((last - first) or 1.0) * (size - 1)), []).append(point.value)
-    return {column: sum(values) / len(values) for column, values in found.items()}
+    return {column: mean(values) for column, values in found.items()}
 
 
 def _nearest(value: float) -> int:

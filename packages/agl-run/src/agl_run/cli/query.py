@@ -9,12 +9,13 @@ import click
 import msgspec
 
 from agl.contracts import Recording, RolloutQuery, SpanChoice, SpanQuery, Store
-from agl.episodes import episode_reward
+from agl.episodes import ScoreOptions, episode_reward
 from agl.errors import ConfigError, NotFoundError
 from agl.hints import closest, did_you_mean
 from agl.schemas import Attempt, Rollout, RolloutStatus
 from agl.stores import read_recordings
 from agl_run.cli.completion import LATEST, complete_experiment
+from agl_run.cli.kept_rules import rules_of
 from agl_run.experiment.retention import parse_duration
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,11 +107,15 @@ async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout
 
 
 async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[Rollout, float | None]]:
-    """Read rollouts in order of id, each with the reward from its spans."""
+    """Read rollouts in order of id, each with the reward from its spans by the rules of its experiment."""
     if rollout_ids:
         query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
+        known: dict[str, ScoreOptions] = {}
         async for recording in read_recordings(store, query):
-            yield recording.rollout, episode_reward(recording.spans)
+            name = recording.rollout.experiment
+            known[name] = rule = known.get(name) or (await rules_of(store, name)).score
+            reward = episode_reward(recording.spans, weights=rule.weights, trust_agent=rule.trust_agent)
+            yield recording.rollout, reward
 
 
 async def find(store: Store, rollout_id: str) -> Rollout:

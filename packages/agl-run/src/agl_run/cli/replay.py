@@ -1,8 +1,8 @@
 """``agl replay``: run an agent again on a recorded rollout's task, with the recorded model answers.
 
 Needs no model, no key and no network, so a run can be stepped through in a debugger, or a changed agent be compared
-with its recorded run. Tuned prompts are those of the recorded rollout, and the new rollout belongs to an experiment of
-its own, ``NAME-replay``. With ``--live`` the present models answer.
+with its recorded run. Prompts that were tuned, tried or published are those of the recorded rollout, and the new
+rollout belongs to an experiment of its own, ``NAME-replay``. With ``--live`` the present models answer.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ from agl.stores import all_spans
 from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dev import describe_episode
-from agl_run.cli.experiment import make_trainer, store_of
+from agl_run.cli.experiment import read_experiment, store_of
+from agl_run.cli.lineage import is_of_file
 from agl_run.cli.opening import resolve_url, store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
@@ -36,6 +37,7 @@ from agl_run.experiment.command_recording import record_command
 from agl_run.experiment.config import ExperimentConfig, PolicyConfig, ResourceConfig, policy
 from agl_run.experiment.file import load_config
 from agl_run.experiment.progress import Quiet
+from agl_run.experiment.store_url import located
 from agl_run.experiment.trainer import Trainer
 
 SUFFIX = "-replay"
@@ -65,7 +67,7 @@ class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True, kw_only=True)
 class _ReplayedRollout:
-    """The rollout to replay, with its calls and those of its resources that an algorithm made."""
+    """The rollout to replay, with its calls and those of its resources that the experiment's file does not hold."""
 
     side: ComparedRun
     calls: list[ModelCall]
@@ -95,7 +97,7 @@ def replay(
     past = with_store(manager, url, lambda store: _load(store, rollout_id))
     with ReplayServer(() if live else past.calls) as server:
         if file is not None:
-            now = _with_agent(manager, file, past, None if live else server)
+            now = _with_agent(manager, file, url, past, None if live else server)
         else:
             now = _with_command(manager, url, past.rollout, None if live else server)
         equal, changed = compare(past.side, now)
@@ -137,20 +139,22 @@ async def _load(store: Store, rollout_id: str) -> _ReplayedRollout:
     return _ReplayedRollout(
         side=side_of(build_episode(rollout, attempt, spans), spans),
         calls=[span.call for span in spans if span.call is not None],
-        resources={version.name: version.resource for version in pinned if version.algorithm},
+        resources={version.name: version.resource for version in pinned if not is_of_file(version)},
     )
 
 
-def _with_agent(manager: PluginManager, file: Path, past: _ReplayedRollout, server: ReplayServer | None) -> ComparedRun:
-    trainer = make_trainer(file, (), manager=manager, progress=Quiet())
+def _with_agent(
+    manager: PluginManager, file: Path, url: str, past: _ReplayedRollout, server: ReplayServer | None
+) -> ComparedRun:
+    store = located(url, Path.cwd())
+    config, plugins = read_experiment(file, (f"experiment.store={store}",), manager=manager)
     if server is not None:
-        config = _served_by(server, trainer.config, past.resources)
-        trainer = Trainer.from_config(config, folder=file.absolute().parent, plugins=manager, progress=Quiet())
+        config = _served_by(server, config, past.resources)
+    trainer = Trainer.from_config(config, folder=file.absolute().parent, plugins=plugins, progress=Quiet())
     name = trainer.config.experiment.name.removesuffix(SUFFIX) + SUFFIX
     result = trainer.dev(train_dataset=[past.rollout.task], tasks=1, record_as=name)
     episode = result.episodes[0]
-    store_of_run = store_of(load_config(file), file)
-    spans = with_store(manager, store_of_run, lambda store: all_spans(store, episode.rollout.rollout_id))
+    spans = with_store(manager, store, lambda opened: all_spans(opened, episode.rollout.rollout_id))
     return side_of(episode, spans)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
@@ -35,6 +36,14 @@ from agl_run.experiment import labels
 from agl_run.experiment.saving import DEFERRED
 
 _confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
+_CONDITIONS = {
+    "confidence": "--confidence",
+    "min_gain": "--min-gain",
+    "min_rollouts": "--min-rollouts",
+    "experiment": "--experiment",
+}
+"""The options of a promotion that mean something with ``--if-better`` only."""
+
 _NOT_SAVED = (
     "these weights were served from memory and never written, because save_every lets steps wait; rollouts name them, "
     "and they can be neither served again nor promoted"
@@ -208,6 +217,12 @@ def promote(
     """
     if is_split and not if_better:
         raise ConfigError("--split limits the rewards that --if-better compares; give both, or neither")
+    unused = [] if if_better else [option for name, option in _CONDITIONS.items() if _is_given(ctx, name)]
+    if unused:
+        raise ConfigError(
+            f"{' and '.join(unused)} {'says' if len(unused) == 1 else 'say'} what --if-better asks for; add it, or "
+            "leave them out, and the label moves whatever the rewards are"
+        )
     if is_split:
         split = resources.get_command(ctx, "split")
         assert split is not None  # noqa: S101  # a group of plugins' commands raises for an unknown one
@@ -295,6 +310,10 @@ def compare_(
     click.echo(result.words)
     if note:
         click.echo(note)
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _better(pair: Sequence[Arm], bar: Criterion) -> str:

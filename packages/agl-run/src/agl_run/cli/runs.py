@@ -9,6 +9,7 @@ from typing import Literal
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import Recording, RolloutQuery, Store
@@ -101,6 +102,7 @@ def runs(
     """List recorded rollouts, by default in descending order of id: within an experiment the newest first."""
     ctx.meta["store_url"] = store_url
     if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
         return
     query = msgspec.structs.replace(
         make_query(experiment, status, mode, limit=limit),
@@ -121,6 +123,22 @@ def runs(
     )
     if total > len(found):
         click.echo(f"({len(found)} of {total:,} rollouts; --limit shows more)", err=True)
+
+
+def _refuse_options(ctx: click.Context) -> None:
+    """Raise :class:`click.UsageError` for an option that selects what is listed, before another command than the list.
+
+    A filter that is ignored would let ``gc`` remove the rollouts of other experiments.
+    """
+    given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    options = {param.name: param.opts[-1] for param in ctx.command.params}
+    for name in given:
+        if name != "store_url":
+            raise click.UsageError(
+                f"{options[name]} is for the list of agl runs, and agl runs {ctx.invoked_subcommand} would ignore it; "
+                f"write the options that {ctx.invoked_subcommand} has behind its name",
+                ctx,
+            )
 
 
 runs.add_command(copy)

@@ -93,6 +93,7 @@ def show(
     them; the only experiment of the store needs no name.
     """
     if has_steps:
+        _refuse_options(number, chosen, is_full=is_full)
         _show_steps(manager, store_url, experiment=rollout_id, run=run, as_json=as_json)
         return
     if rollout_id is None:
@@ -114,6 +115,14 @@ def show(
     with_store(manager, store_url, work)
     if contents.is_cut:
         echo("… texts are cut; --full shows them whole")
+
+
+def _refuse_options(number: int | None, chosen: SpanQuery | None, *, is_full: bool) -> None:
+    """Raise :class:`click.UsageError` for an option that selects what is shown of a rollout."""
+    spans = {"--span": chosen.contains, "--agent": chosen.agent, "--kind": chosen.kind} if chosen else {}
+    option = next((name for name, value in {"--attempt": number, "--full": is_full, **spans}.items() if value), "")
+    if option:
+        raise click.UsageError(f"{option} is for a rollout; leave it out, or --steps")
 
 
 def _show_steps(

@@ -3,6 +3,8 @@
 import csv
 import sqlite3
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -49,6 +51,7 @@ def sql(
         return
     columns, rows = with_store(manager, store_url, lambda store: _ask(store, query, experiment))
     if as_json:
+        _refuse_repeated(columns)
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
     elif as_csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows([columns, *rows])
@@ -87,12 +90,23 @@ def _only_reading(action: int, *_: str | None) -> int:
 def _run(database: sqlite3.Connection, query: str) -> _Found:
     try:
         cursor = database.execute(query)
+        rows = cursor.fetchall()  # a later row may be the first one with a fault
     except (sqlite3.Error, sqlite3.Warning) as error:
         fault = "it does more than read" if str(error) == "not authorized" else str(error).rstrip(".")
         raise ConfigError(
             f"the query cannot be run: {fault}; write one SELECT over {', '.join(TABLES)} (agl sql lists their columns)"
         ) from error
-    return [column[0] for column in cursor.description or ()], cursor.fetchall()
+    return [column[0] for column in cursor.description or ()], rows
+
+
+def _refuse_repeated(columns: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` for columns of one name, of which an object of JSON would keep the last."""
+    repeated = [name for name, count in Counter(columns).items() if count > 1]
+    if repeated:
+        raise ConfigError(
+            f"several columns are called {', '.join(repeated)}, and JSON would keep one of each; select the columns "
+            "that you need, each with a name of its own (AS), or use --csv"
+        )
 
 
 def _tell(count: int) -> None:

@@ -108,7 +108,7 @@ def _rollout(recording: Recording) -> Iterator[Row]:
     tokens = [sum(counts) for counts in zip(*map(tokens_of, own), strict=True)] or [0, 0]
     yield (
         *(rollout.rollout_id, rollout.experiment, run_of(rollout)),
-        *(rollout.metadata.get("algorithm"), rollout.metadata.get("step")),
+        *(_cell(rollout.metadata.get("algorithm")), _cell(rollout.metadata.get("step"))),
         *(rollout.mode, rollout.status, rollout.group_id, _episode(recording).reward, len(own), *tokens),
         *(rollout.attempts, rollout.failures, rollout.losses),
         *(_time(rollout.created_at), _time(rollout.started_at), _time(rollout.finished_at)),
@@ -148,6 +148,12 @@ def _rewards(recording: Recording) -> Iterator[Row]:
 
 def _time(unix_s: float) -> float | None:
     return unix_s or None
+
+
+def _cell(value: Json) -> str | int | float | None:
+    """Return a value of metadata as SQLite keeps it; as JSON what it has no type for."""
+    is_kept = value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
+    return value if is_kept else _json(value)
 
 
 def _json(value: Json) -> str:

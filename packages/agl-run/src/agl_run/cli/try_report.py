@@ -21,6 +21,7 @@ from agl_run.experiment.failures import MOST_FREQUENT, error_of
 from agl_run.experiment.kept_trials import TrialScore
 from agl_run.experiment.trying import Contested, Ran
 from agl_run.explain import tokens_of
+from agl_run.means import clamped, mean, scaled
 from agl_run.runners.repeats import kind_of
 
 LISTED = 20
@@ -67,12 +68,12 @@ class TriedTask(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     def mean(self, mark: str) -> float | None:
         """Return the mean of a candidate's rewards, ``None`` without any."""
-        return fmean(scores) if (scores := self.scores(mark)) else None
+        return mean(scores) if (scores := self.scores(mark)) else None
 
     def difference(self, mark: str, baseline: str) -> float | None:
         """Return a candidate's mean minus the baseline's, ``None`` where one of them is missing."""
         new, old = self.mean(mark), self.mean(baseline)
-        return None if new is None or old is None else new - old
+        return None if new is None or old is None else clamped(new - old)
 
 
 class TriedCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -195,13 +196,13 @@ def scores_of(report: TrialReport) -> list[TrialScore]:
     pairs = {pair.mark: pair for pair in report.pairs}
     found: list[TrialScore] = []
     for each in report.candidates:
-        means = [mean for task in report.tasks if (mean := task.mean(each.mark)) is not None]
+        means = [average for task in report.tasks if (average := task.mean(each.mark)) is not None]
         low, high = interval(means) if len(means) > 1 else (None, None)
         pair = pairs.get(each.mark)
         found.append(
             TrialScore(
                 version=each.version,
-                mean=fmean(means) if means else None,
+                mean=mean(means) if means else None,
                 low=low,
                 high=high,
                 tasks=len(means),
@@ -286,7 +287,7 @@ def _candidate(mark: str, version: str, origin: str, tasks: Sequence[TriedTask])
         mark=mark,
         version=version,
         origin=origin,
-        mean=fmean(scores) if scores else None,
+        mean=mean(scores) if scores else None,
         rollouts=len(rollouts),
         failed=sum(each.status != "succeeded" for each in rollouts),
         without_reward=len(rollouts) - len(scores),
@@ -299,18 +300,20 @@ def _verdict(
     comparison: Comparison, differences: Sequence[float]
 ) -> tuple[Literal["better", "worse", "unclear"], int | None]:
     """Return the verdict, and the number of tasks that a difference of this size needs if it is not clear."""
-    spread, mean = variance(differences), comparison.difference
+    small, scale = scaled(differences)
+    spread, difference = variance(small), comparison.difference / scale
     if spread == 0:
-        is_clear = mean != 0 and len(differences) >= FEWEST_ALIKE
-        needed = None if is_clear or mean == 0 else FEWEST_ALIKE
+        is_clear = difference != 0 and len(differences) >= FEWEST_ALIKE
+        needed = None if is_clear or difference == 0 else FEWEST_ALIKE
     else:
         is_clear = comparison.low > 0 or comparison.high < 0
         normal = NormalDist()
         factor = (normal.inv_cdf(0.5 + comparison.confidence / 2) + normal.inv_cdf(_POWER)) ** 2
-        needed = None if is_clear or mean == 0 else max(len(differences) + 1, math.ceil(factor * spread / mean**2))
+        enough = max(len(differences) + 1, math.ceil(factor * spread / difference**2)) if difference**2 else None
+        needed = None if is_clear else enough
     if not is_clear:
         return "unclear", needed
-    return ("better" if mean > 0 else "worse"), None
+    return ("better" if difference > 0 else "worse"), None
 
 
 def _words(comparison: Comparison, verdict: str, needed: int | None, differences: Sequence[float]) -> str:
@@ -320,7 +323,7 @@ def _words(comparison: Comparison, verdict: str, needed: int | None, differences
     interval = f"95 % interval {comparison.low:.3g} to {comparison.high:.3g}, {count}"
     if verdict != "unclear":
         return f"{verdict} by {abs(comparison.difference):.3g}, {interval}"
-    if variance(differences) == 0:
+    if len(set(differences)) == 1:
         return (
             f"cannot tell apart: {comparison.difference:+.3g} on each of {count}, which may be chance; about {needed} "
             "tasks would be needed"
@@ -334,7 +337,7 @@ def _words(comparison: Comparison, verdict: str, needed: int | None, differences
 
 
 def _spread(task: TriedTask, report: TrialReport) -> float:
-    means = [mean for each in report.candidates if (mean := task.mean(each.mark)) is not None]
+    means = [average for each in report.candidates if (average := task.mean(each.mark)) is not None]
     return max(means) - min(means) if len(means) > 1 else -1.0
 
 
@@ -350,8 +353,8 @@ def _row(task: TriedTask, marks: Sequence[str]) -> tuple[str, ...]:
 
 def _cell(task: TriedTask, mark: str) -> str:
     failed = sum(each.status != "succeeded" for each in task.rollouts[mark])
-    mean = task.mean(mark)
-    value = "-" if mean is None else f"{mean:.3f}"
+    found = task.mean(mark)
+    value = "-" if found is None else f"{found:.3f}"
     return f"{value} ({failed} failed)" if failed else value
 
 

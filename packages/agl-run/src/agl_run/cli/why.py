@@ -6,10 +6,11 @@ from msgspec.structs import replace
 
 from agl import PluginManager
 from agl.contracts import Store
-from agl.episodes import build_episode
+from agl.episodes import ScoreOptions, build_episode
 from agl.schemas import Episode, Json, Record, Span
 from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
+from agl_run.cli.kept_rules import rules_of
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find
@@ -46,7 +47,7 @@ def why(
     The beginning of an id suffices where it is unique; "latest" is the newest rollout.
     """
 
-    async def load(store: Store) -> tuple[Episode, list[Span], list[ShownTraining]]:
+    async def load(store: Store) -> tuple[Episode, list[Span], list[ShownTraining], ScoreOptions]:
         rollout = await find(store, rollout_id)
         attempts = await store.attempts(rollout.rollout_id)
         readers = [SpanReader(store, rollout.rollout_id, name) for name in ("", *(one.attempt_id for one in attempts))]
@@ -56,10 +57,12 @@ def why(
             ShownTraining(record=record, is_saved=await is_saved(store, rollout.rollout_id, record))
             for record in training_of(spans)
         ]
-        return build_episode(rollout, attempt, spans, agent_match=agents, policy=policy), spans, training
+        rules = await rules_of(store, rollout.experiment)
+        episode = build_episode(rollout, attempt, spans, agent_match=agents, policy=policy, options=rules)
+        return episode, spans, training, rules.score
 
-    episode, spans, training = with_store(manager, store_url, load)
-    lines = explain(episode, spans)
+    episode, spans, training, scores = with_store(manager, store_url, load)
+    lines = explain(episode, spans, scores=scores)
     lines += [line for shown in training for line in explain_training(shown.record, is_saved=shown.is_saved)]
     if as_json:
         calls = [

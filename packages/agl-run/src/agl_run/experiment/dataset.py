@@ -1,5 +1,6 @@
 """Datasets: JSON-lines files, JSON arrays, tables, or any sequence of tasks."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -8,7 +9,7 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.hints import did_you_mean
-from agl.schemas import Json
+from agl.schemas import Json, encode
 from agl_run.experiment.tables import Tasks, is_table_file, read_table, rows_of
 from agl_run.experiment.task_sources import read_source
 
@@ -38,6 +39,7 @@ def load_dataset(path: Path) -> list[Json]:
         tasks = {f"task {number}": task for number, task in enumerate(array, start=1)}
     else:
         tasks = {f"line {number}": task for number, task in _lines(data, path)}
+    _refuse_large_integers(tasks, path)
     _refuse_a_mixture(tasks, path)
     return _refuse_none(list(tasks.values()), path, "JSON value per line")
 
@@ -54,7 +56,7 @@ def _array(data: bytes) -> list[Json] | None:
         return None
     try:
         return msgspec.json.decode(data, type=list[Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -65,9 +67,19 @@ def _lines(data: bytes, path: Path) -> Iterator[tuple[int, Json]]:
             continue
         try:
             yield number, decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DatasetError(
                 f"{path}:{number}: not JSON: {error}; every line must be one JSON value, or the whole file one array"
+            ) from None
+
+
+def _refuse_large_integers(tasks: Mapping[str, Json], path: Path) -> None:
+    for place, task in tasks.items():
+        try:
+            encode(task)
+        except OverflowError as error:
+            raise DatasetError(
+                f"{path}, {place}: no store takes the task: {error}; write the number as a text"
             ) from None
 
 
@@ -97,9 +109,10 @@ def _as_json(rows: Iterable[Any], *, name: str) -> list[Json]:
     tasks: list[Json] = []
     for number, task in enumerate(rows):
         try:
-            tasks.append(msgspec.to_builtins(task))
-            msgspec.json.encode(tasks[-1])
-        except (TypeError, ValueError) as error:
+            tasks.append(msgspec.to_builtins(task, builtin_types=(bytes, bytearray, memoryview)))
+            json.dumps(tasks[-1])  # refuses bytes, of which msgspec makes texts
+            encode(tasks[-1])
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise DatasetError(
                 f"{name}[{number}] is not JSON: {error}; tasks are dicts, lists, strings, numbers"
             ) from None

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Rollout, Span
-from agl.stores import MemoryStore
+from agl.stores import MemoryStore, all_spans
 
 S = TypeVar("S")
 
@@ -72,10 +72,10 @@ class InMemoryLightningStore(MemoryStore):
         self.settings = settings
 
     async def query_spans(self, rollout_id: str, attempt_id: str | None = None) -> list[Span]:
-        """Return the spans of a rollout in order, or of one attempt, ``"latest"`` for the last one."""
-        spans = await self.spans(rollout_id)
-        chosen = spans[-1].attempt_id if spans and attempt_id == "latest" else attempt_id
-        return [span for span in spans if chosen in (None, span.attempt_id)]
+        """Return the spans of all attempts of a rollout in order, or of one, ``"latest"`` for the last one."""
+        every = [attempt.attempt_id for attempt in await self.attempts(rollout_id)]
+        chosen = ["", *every] if attempt_id is None else every[-1:] if attempt_id == "latest" else [attempt_id]
+        return [span for each in chosen for span in await all_spans(self, rollout_id, each)]
 
     async def query_attempts(self, rollout_id: str) -> list[Attempt]:
         """Return the attempts of a rollout in order."""

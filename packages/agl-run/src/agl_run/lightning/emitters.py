@@ -115,14 +115,14 @@ class RecordedOperation:
 
     def set_input(self, *args: Any, **inputs: Any) -> None:
         """Record the inputs of the block."""
-        self._set(**({"args": list(args)} if args else {}), **inputs)
+        self._set({**({"args": list(args)} if args else {}), **inputs})
 
     def set_output(self, output: Any) -> Any:
         """Record the output of the block, and return it."""
-        self._set(output=output)
+        self._set({"output": output})
         return output
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, values: Mapping[str, Any]) -> None:
         if self._open is not None:
             self._open.set(**values)
 

@@ -47,7 +47,7 @@ def setup_logging(
         _set_up(name, level, shared, propagate=propagate)
     apart: Mapping[str, str] = {} if files is None or isinstance(files, str) else files
     for name, file in apart.items():
-        logging.getLogger(name).addHandler(_file(file, lines))
+        _write_to(logging.getLogger(name), _file(file, lines))
     for name, own in (submodule_levels or {}).items():
         logging.getLogger(name).setLevel(own)
     logging.captureWarnings(capture_warnings)
@@ -80,6 +80,15 @@ def _set_up(name: str, level: int | str, handlers: Iterable[logging.Handler], *,
     return logger
 
 
+def _write_to(logger: logging.Logger, handler: logging.FileHandler) -> None:
+    """Let a logger write to a file, in place of the handler of an earlier call."""
+    for old in list(logger.handlers):
+        if isinstance(old, logging.FileHandler) and old.baseFilename == handler.baseFilename:
+            logger.removeHandler(old)
+            old.close()
+    logger.addHandler(handler)
+
+
 def _console(color: bool | Mapping[str, Any], lines: logging.Formatter) -> logging.Handler:
     if color is False:
         handler = logging.StreamHandler()
@@ -90,7 +99,7 @@ def _console(color: bool | Mapping[str, Any], lines: logging.Formatter) -> loggi
     return RichHandler(**(color if isinstance(color, Mapping) else {"show_path": False}))
 
 
-def _file(path: str, lines: logging.Formatter) -> logging.Handler:
+def _file(path: str, lines: logging.Formatter) -> logging.FileHandler:
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(lines)
     return handler

@@ -48,7 +48,7 @@ REPLACED: Mapping[str, tuple[str, str]] = {
         "docs/how-to/serve.md",
     ),
     "Hook": (
-        "observe rollouts with a plugin's agl_rollout_started and agl_rollout_finished",
+        "take finished rollouts by an exporter of a plugin, agl_exporters, or read them in the store",
         "docs/reference/hooks.md",
     ),
     "RolloutConfig": (
@@ -63,7 +63,9 @@ REPLACED: Mapping[str, tuple[str, str]] = {
     "EnqueueRolloutRequest": ("enqueue agl.schemas.Rollout records: await store.enqueue([Rollout(...)])", _QUERY[1]),
     "ResourcesUpdate": ("publish agl.schemas.ResourceVersion records: await store.publish([...])", _QUERY[1]),
     **dict.fromkeys(("FilterField", "FilterOptions", "PaginatedResult", "SortOptions"), _QUERY),
-    **dict.fromkeys(("Worker", "WorkerStatus"), ("`agl runs` shows running attempts with their workers", _QUERY[1])),
+    **dict.fromkeys(
+        ("Worker", "WorkerStatus"), ("`agl workers` lists trainers and workers, and whether they are busy", _QUERY[1])
+    ),
     **dict.fromkeys(("Event", "Link", "OtelResource", "SpanContext", "SpanCoreFields", "TraceState"), _SPAN),
     **dict.fromkeys(("StatusCode", "TraceStatus"), _SPAN),
     **dict.fromkeys(("SpanAttributeNames", "SpanNames"), ("the names of attributes are in agl.semconv", "")),

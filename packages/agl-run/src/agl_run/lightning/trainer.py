@@ -134,14 +134,16 @@ class Trainer:
 
     def _trials(self, agent: Any, train: Any, dev: Any, val: Any) -> Iterator[tuple[ours.Trainer, list[Any], Mode]]:
         """Yield a trainer, tasks and their mode for each data set of each epoch."""
-        given: tuple[tuple[Any, Mode], ...] = ((train, "train"), (dev, "train"), (val, "val"))
+        modes: tuple[tuple[Any, Mode], ...] = ((train, "train"), (dev, "train"), (val, "val"))
+        # Read once: an iterator has its tasks once.
+        given: list[tuple[Any, list[Any], Mode]] = [(data, self._tasks(data), mode) for data, mode in modes]
         epochs = self.algorithm.n_epochs if isinstance(self.algorithm, Baseline) else 1
-        left = sum(len(self._tasks(data)) for data, _ in given) * epochs
+        left = sum(len(every) for _, every, _ in given) * epochs
         if not left:
             raise ConfigError("dev() got no task; give it a list as train_dataset, dev_dataset or val_dataset")
         left = min(left, self.max_rollouts or left)
-        for data, mode in given * epochs:
-            tasks = self._tasks(data)[:left]
+        for data, every, mode in given * epochs:
+            tasks = every[:left]
             left -= len(tasks)
             if tasks:
                 yield self._made(agent, data.resources if isinstance(data, DevTaskLoader) else None), tasks, mode
@@ -175,7 +177,7 @@ class Trainer:
 def _refuse(settings: dict[str, Any], tracer: Any) -> None:
     """Refuse arguments that have no counterpart, and take out those at a value that asks for nothing."""
     replaced = {
-        "hooks": "observe rollouts with a plugin's agl_rollout_started and agl_rollout_finished, see "
+        "hooks": "take finished rollouts by an exporter of a plugin, agl_exporters, named in exporters=, see "
         "docs/reference/hooks.md",
         "llm_proxy": "leave it out: every trainer starts its own gateway; give models in policies= or in "
         "initial_resources=, see docs/how-to/serve.md",
@@ -262,7 +264,9 @@ def _imported(manager: PluginManager) -> tuple[str, ...]:
 
 
 def _readable(data: Any) -> Any:
-    """Return a data set that can be iterated over, where it only has a length and items."""
+    """Return a data set that can be iterated over several times: it may be an iterator, or have items alone."""
+    if isinstance(data, Iterator):
+        return list(cast("Iterator[Any]", data))
     if data is None or hasattr(data, "__iter__"):
         return data
     return [data[index] for index in range(len(data))]

@@ -14,6 +14,7 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Record
 
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -36,6 +37,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "experts_used": ("experts_used", "num_experts_per_tok"),
     "expert_feed_forward": ("expert_feed_forward", "moe_intermediate_size"),
 }
+_TIED = ("tie_word_embeddings", "is_tied")
 _FORMS = (
     "give the folder of a model or its config.json, a TOML file with the same keys, a number of weights such as 7B, or "
     "layers=28,hidden=3584,heads=28,kv_heads=4,feed_forward=18944,vocabulary=152064"
@@ -114,12 +116,11 @@ def shape_of_model(given: str, *, folder: Path) -> ModelShape:
     Raises:
         ConfigError: It is none of these, or lacks a size.
     """
-    if re.fullmatch(r"[0-9.]+\s*[kKmMbBtT]", given):
+    if re.fullmatch(r"[0-9]*\.?[0-9]+\s*[kKmMbBtT]", given):
         return _supposed(given)
-    if "=" in given:
-        pairs = [part.partition("=") for part in given.split(",")]
-        return shape_from({name.strip(): value.strip() for name, _, value in pairs}, name="the given sizes")
     path = folder / given
+    if "=" in given and not path.exists():
+        return shape_from(_sizes(given), name="the given sizes")
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"--model {given!r} is neither a file or folder here nor a size; {_FORMS}")
@@ -132,7 +133,19 @@ def shape_of_model(given: str, *, folder: Path) -> ModelShape:
         raise ConfigError(f"{path} holds no object, and so no model's configuration; {_FORMS}")
     found = cast("dict[str, Any]", values)
     name = path.parent.name if path.name == "config.json" else path.stem
-    return shape_from({**found, **cast("dict[str, Any]", found.get("text_config") or {})}, name=name)
+    inner: Any = found.get("text_config")
+    return shape_from({**found, **cast("dict[str, Any]", inner)} if isinstance(inner, dict) else found, name=name)
+
+
+def _sizes(given: str) -> dict[str, str]:
+    """Return the sizes of ``NAME=VALUE,...``; raises :class:`ConfigError` for a name that is none."""
+    found = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in given.split(","))}
+    known = [*(name for names in _NAMES.values() for name in names), *_TIED]
+    for name in found:
+        if name not in known:
+            hint = did_you_mean(name, known, otherwise=f"there are {', '.join([*_NAMES, _TIED[-1]])}")
+            raise ConfigError(f"--model {given!r}: there is no size {name!r}; {hint}")
+    return found
 
 
 def shape_from(values: Mapping[str, Any], *, name: str) -> ModelShape:
@@ -152,7 +165,7 @@ def shape_from(values: Mapping[str, Any], *, name: str) -> ModelShape:
         head=sizes["head"] or max(1, hidden // heads),
         feed_forward=(sizes["expert_feed_forward"] if sizes["experts"] else 0) or sizes["feed_forward"] or 4 * hidden,
         vocabulary=sizes["vocabulary"],
-        is_tied=str(values.get("tie_word_embeddings", values.get("is_tied", False))).lower() == "true",
+        is_tied=str(next((values[name] for name in _TIED if name in values), False)).lower() == "true",
         experts=sizes["experts"],
         experts_used=sizes["experts_used"],
     )
@@ -162,7 +175,7 @@ def _number(values: Mapping[str, Any], key: str, name: str) -> int:
     found: Any = next((values[each] for each in _NAMES[key] if values.get(each) is not None), 0)
     try:
         number = int(found)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = -1
     if number < 0:
         raise ConfigError(f"{name} gives {key} as {found!r}, which is no whole number; {_FORMS}")

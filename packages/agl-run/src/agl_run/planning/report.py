@@ -15,7 +15,7 @@ from agl_run.planning.models import ModelShape
 from agl_run.planning.observed import Observed
 from agl_run.planning.queueing import Spread, StepForecast, at_once, forecast, spread_of, uncertainty_of
 from agl_run.planning.recorded import Material, Source
-from agl_run.planning.shape import StepShape, measured_update, shape_of, training_of
+from agl_run.planning.shape import StepShape, compares_groups, measured_update, shape_of, training_of
 from agl_run.planning.silence import SilentShare, best_size, loud_groups, silent_shares
 
 _STEPS = 5
@@ -72,12 +72,14 @@ class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
         step: The forecast of a step.
         uncertainty: Half the 95 % interval of the mean tokens of a rollout, as a share of that mean; ``None`` if only
             one task was run.
-        gradient_share: Share of a step's groups that are expected to have a gradient; ``None`` where it is not known.
+        gradient_share: Share of a step's groups that are expected to have a gradient; ``None`` where it is not known,
+            and where the rollouts of a task are not compared.
         update_s: Seconds of a step's updates; ``None`` where they are not known.
         update_basis: Their source: ``logged`` last by the run, ``measured`` on this machine on random rows of the
             recorded lengths, or ``""``.
         parts: The parts of a step's time, the longest first.
-        silent: The expected shares of silent groups by size; empty if no task was run twice.
+        silent: The expected shares of silent groups by size; empty if no task was run twice, or where none is silent
+            because the rollouts of a task are not compared.
         best_size: The proposed group size; ``None`` if none gives a gradient.
         faults: The faults of the recordings.
         on_device: Memory and time of a step with another model or device, where these are named.
@@ -153,8 +155,9 @@ async def _algorithm(
         if one.trains is not None:
             groups.setdefault(one.group_id, []).append(one.trains)
     rewards = [reward for group in groups.values() for reward in group]
-    shares = silent_shares(list(groups.values()))
-    own = silent_shares(list(groups.values()), [shape.samples]) if shape else []
+    compared = list(groups.values()) if config is None or compares_groups(plan, config, shape) else []
+    shares = silent_shares(compared)
+    own = silent_shares(compared, [shape.samples]) if shape else []
     gradient_share = 1 - own[0].share if own else None
     update_s = _logged(material.metrics, config.name if config else "", "update_s")
     basis = "logged" if update_s is not None else ""

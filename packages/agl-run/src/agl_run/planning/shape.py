@@ -124,6 +124,11 @@ async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
     )
 
 
+def compares_groups(plan: Plan, config: AlgorithmConfig, shape: StepShape | None) -> bool:
+    """Return false for an algorithm that compares no rollouts of a task: it runs each once, or has a critic."""
+    return (shape is None or shape.samples > 1) and not training_of(plan, config).has_critic
+
+
 async def measured_update(
     plan: Plan, config: AlgorithmConfig, weights: Weights, rows: Sequence[tuple[int, int]]
 ) -> float | None:

@@ -60,7 +60,8 @@ def _responses(answer: Event) -> Iterator[Event]:
     events: list[Event] = [{"type": "response.created", "response": started}]
     for index, item in enumerate(answer.get("output", ())):
         events.extend({"output_index": index, **event} for event in _item(item))
-    events.append({"type": "response.completed", "response": answer})
+    ending = "incomplete" if answer.get("status") == "incomplete" else "completed"
+    events.append({"type": f"response.{ending}", "response": answer})
     yield from ({"sequence_number": number, **event} for number, event in enumerate(events))
 
 
