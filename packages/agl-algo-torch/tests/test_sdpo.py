@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agl.contracts import StepReport
+    from agl.schemas import Episode
 
 # peft 0.21 reads an attribute that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -190,6 +191,7 @@ def test_with_rewards_in_the_loss_a_group_that_differs_is_kept(
 
 def test_rollouts_with_nothing_to_tell_do_not_train_and_are_counted(tmp_path: Path, model_dir: Path) -> None:
     world = ChatWorld(remarks=False)
+    world.value_of = lambda response: 0.0  # type: ignore[method-assign]
     (report,) = reports_of(tmp_path, model_dir, world, steps=1, sources=("rewards",))
     assert (0.0, 16.0, 1.0) == tuple(
         report.metrics[name] for name in ("calls_taught", "calls_untaught_nothing", "updates_skipped")
@@ -199,16 +201,42 @@ def test_rollouts_with_nothing_to_tell_do_not_train_and_are_counted(tmp_path: Pa
     assert {"nothing was said about its rollout, and no sibling succeeded"} == notes
 
 
-def test_failed_rollouts_learn_from_siblings_and_lone_successes_do_not(tmp_path: Path, model_dir: Path) -> None:
-    bench = AlgorithmBench(
-        scenario_of(model_dir, ChatWorld(remarks=False), steps=1, sources=("siblings",), group_size=8), tmp_path
-    )
+@pytest.mark.parametrize("teach_successes", [False, True])
+def test_failed_rollouts_learn_from_siblings_and_successes_where_they_are_to(
+    tmp_path: Path, model_dir: Path, teach_successes: bool
+) -> None:
+    chosen = {"steps": 1, "sources": ("siblings",), "group_size": 8, "teach_successes": teach_successes}
+    bench = AlgorithmBench(scenario_of(model_dir, ChatWorld(remarks=False), **chosen), tmp_path)
     (report,) = asyncio.run(run(bench))
-    groups: dict[str, list[float]] = {}
+    groups: dict[str, list[Episode]] = {}
     for episode in bench.collected.values():
-        groups.setdefault(episode.rollout.group_id, []).append(episode.reward or 0.0)
-    told = sum(len(rewards) if sum(rewards) > 1 else 7 for rewards in groups.values() if sum(rewards))
-    assert 0 < told == report.metrics["told_sibling"] == len(report.trained)
+        groups.setdefault(episode.rollout.group_id, []).append(episode)
+    told: set[str] = set()
+    solved: set[str] = set()
+    for group in groups.values():
+        right = {episode.rollout.rollout_id for episode in group if episode.reward}
+        solved |= right
+        if right:
+            told |= {episode.rollout.rollout_id for episode in group} - right
+        if len(right) > 1 and teach_successes:
+            told |= right
+    assert told == set(report.trained)
+    assert 0 < len(told) == report.metrics["told_sibling"]
+    assert report.metrics["calls_untaught_solved"] == (0.0 if teach_successes else 2.0 * len(solved))
+    notes = {use.note for name in solved - told for use in report.uses[name]}
+    lone = "nothing was said about its rollout, and no sibling succeeded"
+    assert notes <= ({lone} if teach_successes else {"its rollout succeeded, and nothing was said about it"})
+
+
+def test_success_that_something_was_said_about_is_taught(tmp_path: Path, model_dir: Path) -> None:
+    class Lenient(ChatWorld):
+        """The low first tokens are remarked on, and count all the same."""
+
+        def play(self, order: Any) -> Any:
+            return msgspec.structs.replace(super().play(order), reward=1.0)
+
+    (report,) = reports_of(tmp_path, model_dir, Lenient(), steps=1)
+    assert 0 < report.metrics["told_feedback"] == len(report.trained) < report.metrics["rollouts"]
 
 
 def test_groups_without_a_success_teach_by_words_alone(tmp_path: Path, model_dir: Path) -> None:
@@ -325,6 +353,7 @@ SETTINGS: list[tuple[Mapping[str, Any], str]] = [
     ({"sources": ("tool",)}, "sources.*'tool'.*did you mean 'tools'"),
     ({"sources": ("siblings",), "group_size": 1}, "group_size is 1"),
     ({"grpo_coef": 1.0, "group_size": 1}, "group_size is 1"),
+    ({"sources": ("tools",), "teach_successes": True}, "teach_successes.*siblings"),
     ({"divergence": "js"}, "divergence = 'js'.*jsd"),
     ({"teacher_start": 1.5}, "teacher_start"),
     ({"aggregation": "constant"}, "aggregation = 'constant'"),

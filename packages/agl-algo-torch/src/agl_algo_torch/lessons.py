@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _REASONS = {
     "nothing": "nothing was said about its rollout, and no sibling succeeded",
+    "solved": "its rollout succeeded, and nothing was said about it",
     "unplaced": "its prompt has no place where an answer of the chat template begins",
     "too_long": "its prompt with the lesson is longer than the model's context",
 }
@@ -86,7 +87,8 @@ class Teaching:
         retelling: Puts messages into prompts.
         words: The messages' words.
         sources: What is told.
-        success: Least reward of a sibling that is shown.
+        success: Least reward of a rollout that succeeded: it is shown to the others.
+        are_successes_taught: Whether a rollout that succeeded, and about which nothing was said, learns from another.
         most: Tokens of the model's context.
     """
 
@@ -98,10 +100,12 @@ class Teaching:
         words: Words,
         sources: Sequence[str],
         success: float,
+        are_successes_taught: bool,
         most: int,
     ) -> None:
         self._store, self._retelling, self._words = store, retelling, words
         self._sources, self._success, self._most = sources, success, most
+        self._are_successes_taught = are_successes_taught
         self._known: dict[tuple[str, ...], Lessons] = {}
 
     async def lessons(self, groups: Sequence[Sequence[Episode]]) -> Lessons:
@@ -114,8 +118,10 @@ class Teaching:
     async def is_silent(self, group: Sequence[Episode]) -> bool:
         """Return true if no call of a group is taught, or if all its rollouts succeeded and nothing was said of any."""
         found = await self._of(group)
-        is_solved = all(e.reward is not None and e.reward >= self._success for e in group)
-        return not found.rows or (is_solved and not found.counts["with_feedback"])
+        return not found.rows or (all(map(self._is_solved, group)) and not found.counts["with_feedback"])
+
+    def _is_solved(self, episode: Episode) -> bool:
+        return episode.reward is not None and episode.reward >= self._success
 
     async def _of(self, group: Sequence[Episode]) -> Lessons:
         ids = tuple(episode.rollout.rollout_id for episode in group)
@@ -126,14 +132,17 @@ class Teaching:
     async def _built(self, group: Sequence[Episode]) -> Lessons:
         found = Lessons()
         for index, episode in enumerate(group):
-            sibling = find_sibling(group, index, success=self._success) if "siblings" in self._sources else None
             spans = await self._spans(episode)
             said = find_feedback(episode, spans, sources=self._sources, clean=self._retelling.harmless)
+            is_done = self._is_solved(episode) and not said and not self._are_successes_taught
+            is_shown = "siblings" in self._sources and not is_done
+            sibling = find_sibling(group, index, success=self._success) if is_shown else None
             found.counts.update({"with_sibling": sibling is not None, "with_feedback": bool(said)})
             untaught: dict[str, str] = {}
             taught: dict[str, RowSample] = {}
             for call in (call for call in episode.transitions if not call.reject):
-                sample = self._teacher_sample(call, self._lesson(call, sibling=sibling, said=said))
+                lesson = self._lesson(call, sibling=sibling, said=said)
+                sample = "solved" if is_done else self._teacher_sample(call, lesson)
                 if isinstance(sample, str):
                     untaught[call.span_id] = sample
                 else:
