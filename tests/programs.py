@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -202,8 +202,13 @@ def start_of(pid: int) -> str:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process."""
+    """The command line of a process; ``""`` if it is gone, or waits to be reaped."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Return those of the processes that have not ended."""
+    return [pid for pid in pids if command_of(pid)]

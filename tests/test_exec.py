@@ -13,6 +13,8 @@ import pytest
 
 from agl_testing.model_server import ScriptedModelServer
 
+from .programs import alive
+
 StartAgl = Callable[..., Any]
 
 PROGRAM = """
@@ -129,10 +131,6 @@ def until(condition: Callable[[], object], *, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
-
-
-def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")

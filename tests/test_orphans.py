@@ -13,6 +13,8 @@ import pytest
 
 from agl_testing.waiting import wait_until
 
+from .programs import alive, command_of
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
 
 StartAgl = Callable[..., Any]
@@ -62,16 +64,14 @@ def stop(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=30)
     except subprocess.TimeoutExpired:
         status = process.poll()
-        holders = [f"{pid} {command_of(pid)}" for pid in os.listdir("/proc") if pid.isdigit() and shares(pid, process)]
+        holders = [
+            f"{pid} {command_of(int(pid))}" for pid in os.listdir("/proc") if pid.isdigit() and shares(pid, process)
+        ]
         process.send_signal(signal.SIGABRT)
         for pid in holders:
             os.kill(int(pid.split()[0]), signal.SIGKILL)
         _, errors = process.communicate(timeout=30)
         pytest.fail(f"30 s after SIGTERM its status was {status}; its output was held by {holders}\n{errors}")
-
-
-def command_of(pid: str) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
 def shares(pid: str, process: subprocess.Popen[str]) -> bool:
@@ -91,10 +91,6 @@ def families(file: Path, *, count: int = 3) -> list[list[int]]:
     """Wait for the agents; returns the ids of each one's keeper, process and children."""
     wait_until(lambda: len(list(file.parent.glob("pids-*.json"))) >= count, within_s=60)
     return [json.loads(found.read_text()) for found in file.parent.glob("pids-*.json")]
-
-
-def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("runner", ["process", "command"])
