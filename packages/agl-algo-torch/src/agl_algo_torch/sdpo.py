@@ -23,8 +23,7 @@ Deviations from the paper, and why:
 - What rewards and tools say is masked where it quotes hidden fields of the task.
 - The teacher is the geometric mean of the policy at the step's start and that at this algorithm's start, which is the
   paper's trust region; `teacher_start` is the share of the latter. The paper's other form, a moving average of weights,
-  would be a second set of weights to save and to resume. With a share of 0 the calculator example learned and then lost
-  it again, as the teacher followed the policy into its mistakes.
+  would be a second set of weights to save and to resume.
 - One update per step, so that the rollouts are the policy's own and no importance weight is needed.
 
 Temperatures are those of sampling, for policy and teacher alike. M is the number of tokens, V the vocabulary.

@@ -17,6 +17,10 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 
 
+class OtherModuleError(ConfigError):
+    """A module of this process has the name of the experiment's and is another one."""
+
+
 def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any:
     """Import ``module:attribute``.
 
@@ -27,6 +31,7 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
 
     Raises:
         ConfigError: The module or the attribute cannot be had; names the missing part and a close match.
+        OtherModuleError: A module of that name was imported from another folder before.
     """
     module_name, _, attribute = path.partition(":")
     if not attribute:
@@ -91,9 +96,9 @@ def _refuse_other_folder(module: Any, own: Path, kind: str) -> None:
     """Refuse a module that has the name of the folder's and other contents, and was imported from elsewhere before."""
     found = Path(getattr(module, "__file__", None) or own)
     if own.is_file() and found.is_file() and own.read_bytes() != found.read_bytes():
-        raise ConfigError(
+        raise OtherModuleError(
             f"the module {module.__name__!r} for the {kind} is imported from {found} already, and {own} is another; "
-            "a process has one module of a name: use another process for this experiment, or rename its module"
+            "a process has one module of a name: run this experiment in another process, or rename its module"
         )
 
 

@@ -31,6 +31,7 @@ from agl_run.experiment.store_url import check_store_url
 from agl_run.experiment.tables import Tasks
 from agl_run.experiment.validations import FEWEST_TASKS
 from agl_run.experiment.work_folder import work_folder
+from agl_run.importing import OtherModuleError
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 
 
@@ -462,7 +463,10 @@ def _tunable(plan: Plan) -> list[str]:
 def _check_agent(plan: Plan) -> None:
     if not plan.agent.is_imported:
         return
-    loaded = load_agent(plan.agent)
+    try:
+        loaded = load_agent(plan.agent)
+    except OtherModuleError:
+        return  # a runner in this process refuses it, and one with processes of its own imports the right one there
     known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources, *_provided(plan)}
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
