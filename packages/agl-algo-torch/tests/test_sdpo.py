@@ -14,9 +14,11 @@ from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Span, Weights, unpack_ids
 from agl_algo_torch.divergence import scaled_logprobs
+from agl_algo_torch.feedback import Lesson
 from agl_algo_torch.lessons import Teaching
 from agl_algo_torch.model import load_model
-from agl_algo_torch.sdpo import NOTHING_TO_LEARN, SDPO
+from agl_algo_torch.retelling import Retelling, Words
+from agl_algo_torch.sdpo import CLOSING_WORDS, FEEDBACK_WORDS, NOTHING_TO_LEARN, SDPO, SIBLING_WORDS
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -86,9 +88,11 @@ def questions(count: int) -> list[dict[str, str]]:
     return [{"question": f"question {number}"} for number in range(count)]
 
 
-def first_update(tmp_path: Path, model_dir: Path, **params: Any) -> tuple[AlgorithmBench, dict[str, torch.Tensor]]:
+def first_update(
+    tmp_path: Path, model_dir: Path, world: ChatWorld | None = None, **params: Any
+) -> tuple[AlgorithmBench, dict[str, torch.Tensor]]:
     """The gradient of the first step, and the bench with its rollouts."""
-    bench = AlgorithmBench(scenario_of(model_dir, ChatWorld(temperature=0.7), steps=1, **params), tmp_path)
+    bench = AlgorithmBench(scenario_of(model_dir, world or ChatWorld(temperature=0.7), steps=1, **params), tmp_path)
     found: dict[str, torch.Tensor] = {}
 
     async def body() -> None:
@@ -191,7 +195,6 @@ def test_with_rewards_in_the_loss_a_group_that_differs_is_kept(
 
 def test_rollouts_with_nothing_to_tell_do_not_train_and_are_counted(tmp_path: Path, model_dir: Path) -> None:
     world = ChatWorld(remarks=False)
-    world.value_of = lambda response: 0.0  # type: ignore[method-assign]
     (report,) = reports_of(tmp_path, model_dir, world, steps=1, sources=("rewards",))
     assert (0.0, 16.0, 1.0) == tuple(
         report.metrics[name] for name in ("calls_taught", "calls_untaught_nothing", "updates_skipped")
@@ -201,42 +204,60 @@ def test_rollouts_with_nothing_to_tell_do_not_train_and_are_counted(tmp_path: Pa
     assert {"nothing was said about its rollout, and no sibling succeeded"} == notes
 
 
-@pytest.mark.parametrize("teach_successes", [False, True])
-def test_failed_rollouts_learn_from_siblings_and_successes_where_they_are_to(
-    tmp_path: Path, model_dir: Path, teach_successes: bool
-) -> None:
-    chosen = {"steps": 1, "sources": ("siblings",), "group_size": 8, "teach_successes": teach_successes}
-    bench = AlgorithmBench(scenario_of(model_dir, ChatWorld(remarks=False), **chosen), tmp_path)
+def test_failed_rollouts_learn_from_siblings_and_lone_successes_do_not(tmp_path: Path, model_dir: Path) -> None:
+    bench = AlgorithmBench(
+        scenario_of(model_dir, ChatWorld(remarks=False), steps=1, sources=("siblings",), group_size=8), tmp_path
+    )
     (report,) = asyncio.run(run(bench))
-    groups: dict[str, list[Episode]] = {}
+    groups: dict[str, list[float]] = {}
     for episode in bench.collected.values():
-        groups.setdefault(episode.rollout.group_id, []).append(episode)
-    told: set[str] = set()
-    solved: set[str] = set()
-    for group in groups.values():
-        right = {episode.rollout.rollout_id for episode in group if episode.reward}
-        solved |= right
-        if right:
-            told |= {episode.rollout.rollout_id for episode in group} - right
-        if len(right) > 1 and teach_successes:
-            told |= right
-    assert told == set(report.trained)
-    assert 0 < len(told) == report.metrics["told_sibling"]
-    assert report.metrics["calls_untaught_solved"] == (0.0 if teach_successes else 2.0 * len(solved))
-    notes = {use.note for name in solved - told for use in report.uses[name]}
-    lone = "nothing was said about its rollout, and no sibling succeeded"
-    assert notes <= ({lone} if teach_successes else {"its rollout succeeded, and nothing was said about it"})
+        groups.setdefault(episode.rollout.group_id, []).append(episode.reward or 0.0)
+    told = sum(len(rewards) if sum(rewards) > 1 else 7 for rewards in groups.values() if sum(rewards))
+    assert 0 < told == report.metrics["told_sibling"] == len(report.trained)
 
 
-def test_success_that_something_was_said_about_is_taught(tmp_path: Path, model_dir: Path) -> None:
-    class Lenient(ChatWorld):
-        """The low first tokens are remarked on, and count all the same."""
+@pytest.mark.parametrize(("is_solved", "successes"), [(True, "agreed"), (True, "all"), (False, "agreed")])
+def test_success_is_taught_only_where_its_teacher_agrees(
+    tmp_path: Path, model_dir: Path, is_solved: bool, successes: str
+) -> None:
+    """Call by call; a rollout of which something was said is taught everywhere though it succeeded."""
 
+    class Successful(ChatWorld):
         def play(self, order: Any) -> Any:
             return msgspec.structs.replace(super().play(order), reward=1.0)
 
-    (report,) = reports_of(tmp_path, model_dir, Lenient(), steps=1)
-    assert 0 < report.metrics["told_feedback"] == len(report.trained) < report.metrics["rollouts"]
+    params = {"sources": ("siblings", "rewards"), "top_k": 0, "divergence": "reverse", "teach_successes": successes}
+    world = Successful(temperature=0.7, remarks=not is_solved)
+    if not is_solved:
+        world.value_of = lambda response: 0.0  # type: ignore[method-assign]
+    bench, found = first_update(tmp_path, model_dir, world, group_size=2, **params)
+    loaded = load_model(str(model_dir), device="cpu")
+    retelling = Retelling(loaded.tokenizer, max_tokens=1024)
+    words = Words(sibling=SIBLING_WORDS, feedback=FEEDBACK_WORDS, closing=CLOSING_WORDS)
+    total, tokens, unheard = torch.zeros(()), 0, 0
+    groups: dict[str, list[Episode]] = {}
+    for episode in bench.collected.values():
+        groups.setdefault(episode.rollout.group_id, []).append(episode)
+    said = "" if is_solved else "the first token was low"
+    for group in groups.values():
+        for episode, sibling in zip(group, reversed(group), strict=True):
+            shown = "\n".join(retelling.text(unpack_ids(call.response_ids)) for call in sibling.transitions)
+            message = words.message(Lesson(feedback=said, sibling=shown))
+            for call in episode.transitions:
+                prompt, answer = unpack_ids(call.prompt_ids), unpack_ids(call.response_ids)
+                told = retelling.prompt(prompt, message)
+                assert told is not None
+                logp, teacher = (_logprobs(loaded.model, ids, answer) for ids in (prompt, told))
+                chosen = torch.tensor(answer)[:, None]
+                gap = (teacher.gather(1, chosen) - logp.gather(1, chosen)).detach()[:, 0]
+                heard = (gap >= 0) | (not is_solved) | (successes == "all")
+                total = total + ((logp.exp() * (logp - teacher.detach())).sum(dim=1) * heard).sum()
+                tokens, unheard = tokens + len(answer), unheard + int((~heard).sum())
+    (total / tokens).backward()
+    assert (0 < unheard < tokens) is (is_solved and successes == "agreed")
+    for name, parameter in loaded.model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-3, msg=name)
 
 
 def test_groups_without_a_success_teach_by_words_alone(tmp_path: Path, model_dir: Path) -> None:
@@ -353,7 +374,8 @@ SETTINGS: list[tuple[Mapping[str, Any], str]] = [
     ({"sources": ("tool",)}, "sources.*'tool'.*did you mean 'tools'"),
     ({"sources": ("siblings",), "group_size": 1}, "group_size is 1"),
     ({"grpo_coef": 1.0, "group_size": 1}, "group_size is 1"),
-    ({"sources": ("tools",), "teach_successes": True}, "teach_successes.*siblings"),
+    ({"sources": ("tools",), "teach_successes": "all"}, "teach_successes.*siblings"),
+    ({"teach_successes": "agree"}, "teach_successes = 'agree'.*'agreed'"),
     ({"divergence": "js"}, "divergence = 'js'.*jsd"),
     ({"teacher_start": 1.5}, "teacher_start"),
     ({"aggregation": "constant"}, "aggregation = 'constant'"),

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _REASONS = {
     "nothing": "nothing was said about its rollout, and no sibling succeeded",
-    "solved": "its rollout succeeded, and nothing was said about it",
     "unplaced": "its prompt has no place where an answer of the chat template begins",
     "too_long": "its prompt with the lesson is longer than the model's context",
 }
@@ -35,10 +34,14 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaughtRow:
-    """A row of the policy, and the same tokens in the teacher's contexts: one sample per call, in order of the row."""
+    """A row of the policy, and the same tokens in the teacher's contexts: one sample per call, in order of the row.
+
+    `is_solved` is true where its rollout succeeded and nothing was said about it.
+    """
 
     policy: RowSample
     teacher: tuple[RowSample, ...]
+    is_solved: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,6 @@ class Teaching:
         words: The messages' words.
         sources: What is told.
         success: Least reward of a rollout that succeeded: it is shown to the others.
-        are_successes_taught: Whether a rollout that succeeded, and about which nothing was said, learns from another.
         most: Tokens of the model's context.
     """
 
@@ -100,12 +102,10 @@ class Teaching:
         words: Words,
         sources: Sequence[str],
         success: float,
-        are_successes_taught: bool,
         most: int,
     ) -> None:
         self._store, self._retelling, self._words = store, retelling, words
         self._sources, self._success, self._most = sources, success, most
-        self._are_successes_taught = are_successes_taught
         self._known: dict[tuple[str, ...], Lessons] = {}
 
     async def lessons(self, groups: Sequence[Sequence[Episode]]) -> Lessons:
@@ -134,22 +134,19 @@ class Teaching:
         for index, episode in enumerate(group):
             spans = await self._spans(episode)
             said = find_feedback(episode, spans, sources=self._sources, clean=self._retelling.harmless)
-            is_done = self._is_solved(episode) and not said and not self._are_successes_taught
-            is_shown = "siblings" in self._sources and not is_done
-            sibling = find_sibling(group, index, success=self._success) if is_shown else None
+            sibling = find_sibling(group, index, success=self._success) if "siblings" in self._sources else None
             found.counts.update({"with_sibling": sibling is not None, "with_feedback": bool(said)})
             untaught: dict[str, str] = {}
             taught: dict[str, RowSample] = {}
             for call in (call for call in episode.transitions if not call.reject):
-                lesson = self._lesson(call, sibling=sibling, said=said)
-                sample = "solved" if is_done else self._teacher_sample(call, lesson)
+                sample = self._teacher_sample(call, self._lesson(call, sibling=sibling, said=said))
                 if isinstance(sample, str):
                     untaught[call.span_id] = sample
                 else:
                     taught[call.span_id] = sample
             found.untaught[episode.rollout.rollout_id] = untaught
             found.counts.update(taught=len(taught), **Counter(untaught.values()))
-            found.rows.extend(_rows(episode, taught))
+            found.rows.extend(_rows(episode, taught, is_solved=self._is_solved(episode) and not said))
         return found
 
     async def _spans(self, episode: Episode) -> list[Span]:
@@ -183,7 +180,7 @@ class Teaching:
         return replace(sample, temperature=torch.full((len(sample.ids),), call.temperature or 1.0))
 
 
-def _rows(episode: Episode, taught: Mapping[str, RowSample]) -> list[TaughtRow]:
+def _rows(episode: Episode, taught: Mapping[str, RowSample], *, is_solved: bool) -> list[TaughtRow]:
     """Return the rows of an episode on which calls are taught."""
     temperatures = {call.span_id: call.temperature for call in episode.transitions}
     rows: list[TaughtRow] = []
@@ -191,5 +188,6 @@ def _rows(episode: Episode, taught: Mapping[str, RowSample]) -> list[TaughtRow]:
         calls = [part.span_id for part in row.segments if part.span_id in taught]
         if calls:
             policy = from_row(row, advantages=dict.fromkeys(calls, 1.0), temperatures=temperatures)
-            rows.append(TaughtRow(policy=policy, teacher=tuple(taught[span_id] for span_id in calls)))
+            teacher = tuple(taught[span_id] for span_id in calls)
+            rows.append(TaughtRow(policy=policy, teacher=teacher, is_solved=is_solved))
     return rows

@@ -17,9 +17,10 @@ Deviations from the paper, and why:
 - The lesson is a user message of its own before the answer begins, and not a new first message: a call may be the tenth
   of a conversation with tools, and its recorded tokens stay as they were sampled.
 - A sibling is shown by the answers of the same agent in the other rollout.
-- A rollout that succeeded, and about which nothing was said, is not taught; `teach_successes` does as the paper does.
-  A teacher that knows the answer is no better there than the policy, and where it is worse the policy loses what it
-  could: the calculator example went from 1.00 back to 0.75 in ten steps, and stays at 0.98 without such lessons.
+- In rollouts that succeeded, and about which nothing was said, the teacher is heard only at tokens that it finds at
+  least as likely as the policy does; with `teach_successes = "all"` at every token, as in the paper. It is mostly the
+  policy at the start that was told, makes mistakes of its own, and takes back what the policy does better by then: the
+  calculator example went from a reward of 1.00 to 0.75 in ten steps, and stays at 0.98 as it is.
 - What rewards and tools say is masked where it quotes hidden fields of the task.
 - The teacher is the geometric mean of the policy at the step's start and that at this algorithm's start, which is the
   paper's trust region; `teacher_start` is the share of the latter. The paper's other form, a moving average of weights,
@@ -34,7 +35,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -83,6 +84,9 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext
     from agl.schemas import Episode, Json
 
+Successes = Literal["agreed", "all"]
+"""Where the teacher is heard in rollouts that succeeded."""
+
 SIBLING_WORDS = "Here is an answer to this task that was right:\n\n{sibling}"
 FEEDBACK_WORDS = "This was said about an earlier answer to this task:\n\n{feedback}"
 CLOSING_WORDS = "Answer the task again, and get it right."
@@ -108,8 +112,8 @@ class SDPO:
             without preference.
         sources: What the teacher is told: `tools`, `rewards`, `siblings`.
         success: Least reward of a rollout that succeeded: it is shown to the others of its group.
-        teach_successes: Whether a rollout that succeeded, and about which nothing was said, learns from another one
-            that succeeded.
+        teach_successes: What rollouts learn from each other that succeeded and about which nothing was said: `agreed`,
+            at the tokens that the teacher finds at least as likely as the policy does, or `all`.
         divergence: `jsd`, `reverse` (policy to teacher) or `forward` (teacher to policy).
         top_k: Tokens that a comparison tells apart, those that the policy finds likeliest; all others count as one. 0
             compares the whole vocabulary.
@@ -142,7 +146,7 @@ class SDPO:
         curriculum_uniform: float = 0.5,
         sources: tuple[Source, ...] = ("tools", "rewards", "siblings"),
         success: float = 1.0,
-        teach_successes: bool = False,
+        teach_successes: Successes = "agreed",
         divergence: Divergence = "jsd",  # the paper's, which found it steadier than either direction of KL
         top_k: int = 100,  # K of the paper
         teacher_start: float = 0.9,
@@ -176,12 +180,11 @@ class SDPO:
         not_negative("sdpo", top_k=top_k, grpo_coef=grpo_coef)
         shares("sdpo", teacher_start=teacher_start)
         one_of("sdpo", divergence=(divergence, DIVERGENCES), aggregation=(aggregation, MEANS))
+        one_of("sdpo", teach_successes=(teach_successes, get_args(Successes)))
         one_of("sdpo", **{f"sources[{i}]": (source, SOURCES) for i, source in enumerate(sources)})
         _check_sources(sources, group_size=group_size, grpo_coef=grpo_coef)
-        if teach_successes and "siblings" not in sources:
-            raise ConfigError(
-                'sdpo got teach_successes, which shows siblings; add "siblings" to sources, or remove it.'
-            )
+        if teach_successes != "agreed" and "siblings" not in sources:
+            raise ConfigError('sdpo got teach_successes without "siblings" in sources. Add them, or remove it.')
         self._steps = steps
         self._groups = GroupSampler(
             "sdpo",
@@ -192,7 +195,8 @@ class SDPO:
             uniform=curriculum_uniform,
             silence=Silence(of=self._is_silent, note=NOTHING_TO_LEARN),
         )
-        self._sources, self._success, self._are_successes_taught = sources, success, teach_successes
+        self._sources, self._success = sources, success
+        self._is_heard_where_agreed = teach_successes == "agreed"
         self._divergence: Divergence = divergence
         self._top_k, self._teacher_start = top_k, teacher_start
         self._words = Words(sibling=sibling_words, feedback=feedback_words, closing=closing_words)
@@ -257,7 +261,6 @@ class SDPO:
             words=self._words,
             sources=self._sources,
             success=self._success,
-            are_successes_taught=self._are_successes_taught,
             most=learner.loaded.context_length,
         )
 
@@ -336,7 +339,10 @@ class SDPO:
     def _add_divergence(
         self, learner: PolicyLearner, rows: Sequence[TaughtRow], told: TokenNumbers
     ) -> dict[str, float]:
-        """Add the gradient of the divergence from the teacher; returns its mean per token and the teacher's gap."""
+        """Add the gradient of the divergence from the teacher, if there is any.
+
+        Returns its mean per token, the teacher's gap, and the share of tokens at which the teacher is not heard.
+        """
         policies = [row.policy for row in rows]
         weight, total = loss_weights(policies, aggregation=self._aggregation)
         tokens = sum(policy.trained_tokens for policy in policies)
@@ -348,13 +354,20 @@ class SDPO:
             calls = [call for index in batch.rows for call in rows[index].teacher]
             teacher_M_K, teacher_M = self._teacher(learner, calls, chosen_M_K)
             apart_M = divergence(among(logp_M_V, chosen_M_K), teacher_M_K, kind=self._divergence)
-            backward(batch.mean(apart_M))  # gradients of micro-batches add up in the parameters
-            logp_M = logp_M_V.detach().gather(1, batch.targets_M[:, None])[:, 0]
+            gap_M = teacher_M - logp_M_V.detach().gather(1, batch.targets_M[:, None])[:, 0]  # log q(y) - log pi(y)
+            unheard_M = (gap_M < 0) & self._needs_agreement(batch, rows)
+            backward(batch.mean(apart_M.masked_fill(unheard_M, 0.0)))  # gradients of micro-batches add up
             sums["divergence"] += float(apart_M.detach().sum())
-            gap_M = teacher_M - logp_M  # log q(y) - log pi(y), below 0 where it disagrees
             sums["teacher_gap"] += float(gap_M.sum())
+            sums["unheard_share"] += float(unheard_M.sum())
             told.note_gaps(batch, gap_M)
-        return {name: value / tokens for name, value in sums.items()}
+        return {name: value / tokens for name, value in sums.items()} if sums["unheard_share"] < tokens else {}
+
+    def _needs_agreement(self, batch: MicroBatch, rows: Sequence[TaughtRow]) -> Tensor:
+        """Return, for every trained token, whether the teacher is heard only where it agrees, [M]."""
+        solved = torch.tensor([rows[index].is_solved and self._is_heard_where_agreed for index in batch.rows])
+        counts = torch.tensor([rows[index].policy.trained_tokens for index in batch.rows])
+        return solved.repeat_interleave(counts).to(batch.targets_M.device)
 
     def _batches(
         self, learner: PolicyLearner, samples: Sequence[RowSample], weight: Sequence[float], *, total: float = 1.0
