@@ -175,7 +175,7 @@ async def test_model_may_have_a_colon_in_its_name(stage):
 
 
 def translated_stream(chunks: list[Any], *, is_sse: bool = True) -> bytes:
-    """What a client gets for the chunks of a chat completion."""
+    """Return what a client gets for the chunks of a chat completion."""
     stream = GoogleTranslation(model="m", is_streamed=True, is_sse=is_sse).stream()
     return stream.feed(b"".join(b"data: %b\n\n" % json.dumps(one).encode() for one in chunks)) + stream.end()
 

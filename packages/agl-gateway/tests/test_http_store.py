@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from agl.errors import ConfigError
+from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run import SQLiteStore
 from agl_run.tokens import AttemptTokens
@@ -34,3 +36,9 @@ def _served(stack: ExitStack, path: Path) -> StoreLocation:
     stack.callback(lambda: asyncio.run(gateway.stop()))
     token = AttemptTokens(SECRET).issue("", "", scope="admin", expires_at=time.time() + 900)
     return StoreLocation(factory="agl_gateway.client:HttpStore", url=url.replace("://", f"://:{token}@"))
+
+
+@pytest.mark.parametrize("url", ["http://[x", "http://", "ftp://host"])
+def test_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not an http"):
+        HttpStore(url, token="t")

@@ -145,7 +145,7 @@ PLANTS = (
     "cd /tests; seq -f 'x%0150.0f' 20000 | xargs touch",
     "mkdir -p /tests/a/b; touch /tests/a/b/c; chmod 555 /tests/a/b /tests/a",
 )
-"""What a harness does so that its own reward stays."""
+"""Shell commands by which a harness would keep its own reward in place."""
 
 
 @needs_bubblewrap

@@ -94,7 +94,9 @@ def test_gateway_that_listens_everywhere_is_advertised_by_an_address_of_this_mac
     assert "http://[::1]:4748" == local_url("http://[::]:4748")
 
 
-@pytest.mark.parametrize("advertise", ["ftp://host", "http://key@host", "host/path", "key@host", "http://"])
+@pytest.mark.parametrize(
+    "advertise", ["ftp://host", "http://key@host", "host/path", "key@host", "http://", "http://[x"]
+)
 def test_odd_address_to_advertise_is_refused(advertise: str) -> None:
     with pytest.raises(ConfigError, match="write a host name, or http://HOST:PORT"):
         advertised_url("http://0.0.0.0:4748", advertise)

@@ -13,7 +13,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import click
 from aiohttp import web
-from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import Store
@@ -26,7 +25,7 @@ from agl_console.pages import Pages
 from agl_console.server import make_app
 from agl_console.views import read_view
 from agl_console.vocabulary import Vocabulary
-from agl_run.commands import as_url, pass_manager, print_json, with_store
+from agl_run.commands import as_url, given_options, pass_manager, print_json, with_store
 
 PASSWORD_ENV = "AGL_CONSOLE_PASSWORD"
 
@@ -151,11 +150,7 @@ def export(ctx: click.Context, manager: PluginManager, run: str, output: Path | 
 
 def _refuse_unused(ctx: click.Context, *, used: Collection[str], by: str) -> None:
     """Raise :class:`click.UsageError` for options that were given and change nothing."""
-    given = [
-        param.opts[0]
-        for param in ctx.command.params
-        if param.name and param.name not in used and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-    ]
+    given = [option for name, option in given_options(ctx).items() if name not in used]
     if given:
         raise click.UsageError(f"{by} starts no server and takes no {', '.join(given)}; leave that out")
 

@@ -29,7 +29,7 @@ from agl.contracts import (
 )
 from agl.errors import ConfigError, StoreError, TokenError
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
-from agl.stores import without_credentials
+from agl.stores import shown_url, without_credentials
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
 from agl_gateway.store_replies import RESTART_DELAYS_S, RETRY_DELAYS_S, Pauses, StoreReply
@@ -74,11 +74,7 @@ class HttpStore:
     """
 
     def __init__(self, url: str, *, token: str = "") -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"the store's URL {without_credentials(url)!r} is not an http(s) URL; write http://HOST:PORT"
-            )
+        parts = _parts(url)
         self._url = without_credentials(parts._replace(query="").geturl()).rstrip("/")
         self._ca, self._context = _trust_of(parts)
         found = _key_of(token or unquote(parts.password or parts.username or ""))
@@ -428,6 +424,16 @@ def error_text(answer: bytes) -> str:
         return str(msgspec.json.decode(answer)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return repr(answer[:120].decode("utf-8", "replace"))
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # of brackets that hold no address
+        parts = None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"the store's URL {shown_url(url)!r} is not an http(s) URL; write http://HOST:PORT")
+    return parts
 
 
 def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote
 
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 import agl
 from agl.errors import ConfigError, ExportError
-from agl.stores import shown_url
+from agl.stores import shown_url, web_parts
 from agl_otlp.background import in_background
 
 PATH = "/v1/traces"
@@ -36,9 +36,8 @@ _ADVICE = {
     405: f"check the path of the endpoint, to which {PATH} is added",
     413: "leave out the contents, or raise the backend's limit on the size of a request",
 }
-_URL = re.compile(r"[!-~]+")
 _VALUE = re.compile(r"[\t -~\x80-\xff]*")
-"""What the value of a header may hold."""
+"""The characters that the value of a header may have."""
 
 _PROTOBUF = "application/x-protobuf"
 _MAX_ANSWER = 1 << 20
@@ -148,7 +147,7 @@ def _beginning(error: urllib.error.HTTPError) -> bytes:
 def _url(endpoint: str) -> str:
     whole = "" if endpoint else os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
     url = whole or endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "") or DEFAULT
-    parts = _parts(url)
+    parts = web_parts(url)
     if parts is None:
         raise ConfigError(
             f"the endpoint {shown_url(url)!r} is no URL of a tracing backend; write http://HOST:PORT, and name the "
@@ -160,16 +159,6 @@ def _url(endpoint: str) -> str:
             "Authorization=Basic%20..., in the variable that headers_env names"
         )
     return url if whole or parts.path.endswith(PATH) else f"{url.rstrip('/')}{PATH}"
-
-
-def _parts(url: str) -> SplitResult | None:
-    """Return the parts of a URL of HTTP, ``None`` for any other text."""
-    try:
-        parts = urlsplit(url)
-        is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of brackets or a port that are none
-        return None
-    return parts if is_web and _URL.fullmatch(url) else None
 
 
 def _headers(variable: str) -> dict[str, str]:

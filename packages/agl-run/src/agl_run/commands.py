@@ -1,6 +1,6 @@
 """Shared parts of commands: the plugin manager, stores, rollouts, versions, labels, workers, keys and output."""
 
-from agl_run.cli.context import manager_of, pass_manager
+from agl_run.cli.context import given_options, manager_of, pass_manager
 from agl_run.cli.exec import exec_ as exec_command
 from agl_run.cli.lineage import ListedVersion, diff_versions, list_versions, resource_text
 from agl_run.cli.logged import place_of
@@ -76,6 +76,7 @@ __all__ = [
     "explain_training",
     "filter_options",
     "find_ids",
+    "given_options",
     "id_prefix",
     "interval",
     "is_counted",

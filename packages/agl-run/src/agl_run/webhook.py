@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import json
 import os
-import re
 import time
 import urllib.error
 import urllib.request
@@ -16,11 +15,12 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import agl
 from agl.errors import ConfigError, ExportError
 from agl.hints import did_you_mean
+from agl.stores import web_parts
 from agl_run.sinks import SinkOutcome, SinkRow, SinkRun, SinkTable, shortened
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ _PAUSES_S = (0.5, 2.0)
 """Pauses before an event is sent again at once; the experiment tries it again later with longer ones."""
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
-_URL = re.compile(r"[!-~]+")
 _LONGEST_TEXT = 3000
 """Characters of the text for people; Slack cuts at 40,000, and nobody reads so many."""
 
@@ -182,8 +181,8 @@ def _checked_url(url: str, variable: str) -> str:
             "one of the two"
         )
     found = url or _variable("url_env", variable)
-    parts = _parts(found)
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+    parts = web_parts(found)
+    if parts is None:
         raise ConfigError(
             f"webhook: {'url' if url else f'the value of {variable}'} is no web address; write https://HOST/PATH, "
             "without spaces"
@@ -194,15 +193,6 @@ def _checked_url(url: str, variable: str) -> str:
             "address whose path is the secret, or secret_env"
         )
     return found
-
-
-def _parts(url: str) -> SplitResult | None:
-    """Return the parts of an address; ``None`` for one with brackets or a port that are none."""
-    try:
-        parts = urlsplit(url)
-        return parts if _URL.fullmatch(url) and parts.port != 0 else None
-    except ValueError:
-        return None
 
 
 def _checked_events(events: Sequence[str]) -> frozenset[str]:

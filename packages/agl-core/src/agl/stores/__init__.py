@@ -8,7 +8,7 @@ from agl.stores._rules import MAX_ATTEMPTS, MAX_SEQUENCE, deadline, is_wanted, p
 from agl.stores._store import TableStore
 from agl.stores._tables import Backend, Reads, Tables, Work
 from agl.stores._tallies import counted, place_of, reward_of, share_of
-from agl.stores._urls import shown_url, without_credentials
+from agl.stores._urls import shown_url, web_parts, without_credentials
 from agl.stores._wake_up import WakeUp
 
 __all__ = [
@@ -39,5 +39,6 @@ __all__ = [
     "sort_key",
     "start_of",
     "unknown_attempt",
+    "web_parts",
     "without_credentials",
 ]

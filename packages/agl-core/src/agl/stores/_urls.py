@@ -1,7 +1,20 @@
-"""Removes credentials from URLs before they are shown, logged or sent to other machines."""
+"""Reads URLs that people wrote, and removes credentials before they are shown, logged or sent to other machines."""
 
 import re
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+_WRITTEN = re.compile(r"[!-~]+")
+"""Text of the characters that URLs are made of."""
+
+
+def web_parts(url: str) -> SplitResult | None:
+    """Return the parts of an ``http`` or ``https`` URL with a host; ``None`` for any other text, or a port of 0."""
+    try:
+        parts = urlsplit(url)
+        is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of brackets or a port that are none
+        return None
+    return parts if is_web and _WRITTEN.fullmatch(url) else None
 
 
 def without_credentials(url: str) -> str:

@@ -1,6 +1,7 @@
-"""Shares the plugin manager between commands through click's context; made on first use."""
+"""What commands find in click's context: the plugin manager, made on first use, and the options that were given."""
 
 import click
+from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.errors import AglError
@@ -18,3 +19,12 @@ def manager_of(ctx: click.Context) -> PluginManager:
         except AglError as error:
             raise click.ClickException(str(error)) from error
     return root.obj
+
+
+def given_options(ctx: click.Context) -> dict[str, str]:
+    """Return the options that were written on the command line, by the names of their parameters."""
+    return {
+        param.name: max(param.opts, key=len)
+        for param in ctx.command.params
+        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    }

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
 from agl_run.candidates import COLUMNS, Candidate, candidates_of
 from agl_run.cli.completion import complete_experiment
-from agl_run.cli.context import pass_manager
+from agl_run.cli.context import given_options, pass_manager
 from agl_run.cli.lineage import (
     Arm,
     ListedVersion,
@@ -36,13 +35,8 @@ from agl_run.experiment import labels
 from agl_run.experiment.saving import DEFERRED
 
 _confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
-_CONDITIONS = {
-    "confidence": "--confidence",
-    "min_gain": "--min-gain",
-    "min_rollouts": "--min-rollouts",
-    "experiment": "--experiment",
-}
-"""The options of a promotion that mean something with ``--if-better`` only."""
+_CONDITIONS = frozenset({"confidence", "min_gain", "min_rollouts", "experiment"})
+"""The parameters of a promotion that mean something with ``--if-better`` only."""
 
 _NOT_SAVED = (
     "these weights were served from memory and never written, because save_every lets steps wait; rollouts name them, "
@@ -217,7 +211,7 @@ def promote(
     """
     if is_split and not if_better:
         raise ConfigError("--split limits the rewards that --if-better compares; give both, or neither")
-    unused = [] if if_better else [option for name, option in _CONDITIONS.items() if _is_given(ctx, name)]
+    unused = [] if if_better else [option for name, option in given_options(ctx).items() if name in _CONDITIONS]
     if unused:
         raise ConfigError(
             f"{' and '.join(unused)} {'says' if len(unused) == 1 else 'say'} what --if-better asks for; add it, or "
@@ -310,10 +304,6 @@ def compare_(
     click.echo(result.words)
     if note:
         click.echo(note)
-
-
-def _is_given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _better(pair: Sequence[Arm], bar: Criterion) -> str:

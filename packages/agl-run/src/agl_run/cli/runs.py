@@ -9,7 +9,6 @@ from typing import Literal
 
 import click
 import msgspec
-from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import Recording, RolloutQuery, Store
@@ -17,7 +16,7 @@ from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
 from agl.stores import read_recordings, reward_of
 from agl_run.cli.completion import complete_experiment, complete_rollout
-from agl_run.cli.context import pass_manager
+from agl_run.cli.context import given_options, pass_manager
 from agl_run.cli.copying import copy
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
@@ -130,12 +129,10 @@ def _refuse_options(ctx: click.Context) -> None:
 
     A filter that is ignored would let ``gc`` remove the rollouts of other experiments.
     """
-    given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    options = {param.name: param.opts[-1] for param in ctx.command.params}
-    for name in given:
+    for name, option in given_options(ctx).items():
         if name != "store_url":
             raise click.UsageError(
-                f"{options[name]} is for the list of agl runs, and agl runs {ctx.invoked_subcommand} would ignore it; "
+                f"{option} is for the list of agl runs, and agl runs {ctx.invoked_subcommand} would ignore it; "
                 f"write the options that {ctx.invoked_subcommand} has behind its name",
                 ctx,
             )

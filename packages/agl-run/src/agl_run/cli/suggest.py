@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import Metric
 from agl.schemas import Record
 from agl_run.cli.completion import complete_experiment
-from agl_run.cli.context import pass_manager
+from agl_run.cli.context import given_options, pass_manager
 from agl_run.cli.logged import RUN, read_runs
 from agl_run.cli.next_run import counted, print_fit, propose_for, suggest_next
 from agl_run.cli.opening import store_option, with_store
@@ -74,7 +73,7 @@ def suggest(
 
 
 def _start(ctx: click.Context, manager: PluginManager, experiment: str | None, file: Path, *, as_json: bool) -> None:
-    if ctx.get_parameter_source("store_url") is ParameterSource.COMMANDLINE:
+    if "store_url" in given_options(ctx):
         raise click.UsageError("--start reads the store of FILE, where the next run goes; leave out --store")
     found, settings = propose_for(file, manager, experiment)
     if not as_json:

@@ -5,6 +5,7 @@ import socket
 from urllib.parse import urlsplit, urlunsplit
 
 from agl.errors import ConfigError
+from agl.stores import web_parts
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 _UNUSED_ADDRESS = ("192.0.2.1", 9)
@@ -28,8 +29,8 @@ def advertised_url(url: str, advertise: str = "") -> str:
         ConfigError: ``advertise`` is neither.
     """
     if "://" in advertise:
-        parts = urlsplit(advertise)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+        parts = web_parts(advertise)
+        if parts is None or parts.username:
             raise ConfigError(f"[gateway] advertise is {advertise!r}; write a host name, or http://HOST:PORT")
         return advertise.rstrip("/")
     if "/" in advertise or "@" in advertise:
