@@ -262,8 +262,11 @@ def test_compare_without_common_tasks_counts_all_rollouts_and_says_so(
         (("promote", "prompt", "v1", "--label", "a/b"), "may hold letters"),
         (("rollback", "tools"), "unknown label 'tools/production'"),
         (("promote", "prompt", "v2", "--if-better"), "promote once without"),
-        (("promote", "prompt", "v2", "--min-gain", "0.1"), "--min-gain says what --if-better asks for; add it, or"),
-        (("promote", "prompt", "v2", "--confidence", "0.9", "--experiment", "e"), "--confidence and --experiment say"),
+        (("promote", "prompt", "v2", "--min-gain", "0.1"), "--min-gain would do nothing without --if-better"),
+        (
+            ("promote", "prompt", "v2", "--confidence", "0.9", "--experiment", "e"),
+            "leave out --confidence and --experiment",
+        ),
     ],
 )
 def test_wrong_names_are_told(run: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:

@@ -213,9 +213,10 @@ def promote(
         raise ConfigError("--split limits the rewards that --if-better compares; give both, or neither")
     unused = [] if if_better else [option for name, option in given_options(ctx).items() if name in _CONDITIONS]
     if unused:
+        names = " and ".join(unused)
         raise ConfigError(
-            f"{' and '.join(unused)} {'says' if len(unused) == 1 else 'say'} what --if-better asks for; add it, or "
-            "leave them out, and the label moves whatever the rewards are"
+            f"{names} would do nothing without --if-better: the label moves whatever the rewards are. Add "
+            f"--if-better, or leave out {names}"
         )
     if is_split:
         split = resources.get_command(ctx, "split")

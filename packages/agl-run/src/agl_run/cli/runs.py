@@ -133,7 +133,7 @@ def _refuse_options(ctx: click.Context) -> None:
         if name != "store_url":
             raise click.UsageError(
                 f"{option} is for the list of agl runs, and agl runs {ctx.invoked_subcommand} would ignore it; "
-                f"write the options that {ctx.invoked_subcommand} has behind its name",
+                f"write the options of {ctx.invoked_subcommand} after its name",
                 ctx,
             )
 
