@@ -68,5 +68,21 @@ OP_EVALUATE = "evaluate"
 OUTPUT = "agl.output"
 """On the root span: the agent's return value, unless it is a reward."""
 
+WORKSPACE = "agl.workspace"
+"""On the root span of a coding harness's attempt: the address of its sandbox, by which rewards find it."""
+
+SANDBOX = "agl.sandbox"
+"""On the root span of a coding harness's attempt: the name of its sandbox's backend."""
+
+HARNESS = "agl.harness"
+"""On the root span of a coding harness's attempt: the harness's name and version."""
+
+TASK_FOLDER = "agl.task_folder"
+"""On the root span of a coding harness's attempt: the folder of its task, if the task has one."""
+
+RUNNER_ATTRIBUTES = (OUTPUT, WORKSPACE, SANDBOX, HARNESS, TASK_FOLDER)
+"""Attributes that only what runs an attempt records. Rewards rely on them, so a gateway removes them from spans that
+come with an attempt's own token."""
+
 ROOT_SPAN_NAME = "rollout"
 """Name of the span around the whole attempt; the parent of spans without another one."""

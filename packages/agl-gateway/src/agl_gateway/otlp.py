@@ -11,6 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
 from agl import semconv
 from agl.schemas import Json, Reward, Span, SpanEvent, SpanStatus
+from agl_gateway.agent_spans import as_said_by_agent
 from agl_run.tokens import AttemptToken
 
 ROLLOUT_ID = "agl.rollout_id"
@@ -69,11 +70,11 @@ def _add(found: IngestResult, span: OtlpSpan, resource: dict[str, Json], claim: 
     elif len(span.span_id) != 8 or len(span.trace_id) != 16:
         found.reject(f"span {span.name!r} has no valid trace and span id")
     else:
-        made = _span(span, attributes, rollout_id, attempt_id, is_admin=claim.scope == "admin")
+        made = _span(span, attributes, rollout_id, attempt_id)
         if made.reward is not None and made.reward.fault:
             found.reject(f"span {span.name!r} has the score {made.reward.fault}; export a finite number")
         else:
-            found.spans.append(made)
+            found.spans.append(made if claim.scope == "admin" else as_said_by_agent(made))
 
 
 def _owner(attributes: dict[str, Json], resource: dict[str, Json], claim: AttemptToken) -> tuple[str, str]:
@@ -82,7 +83,7 @@ def _owner(attributes: dict[str, Json], resource: dict[str, Json], claim: Attemp
     return str(rollout_id), str(attempt_id)
 
 
-def _span(span: OtlpSpan, attributes: dict[str, Json], rollout_id: str, attempt_id: str, *, is_admin: bool) -> Span:
+def _span(span: OtlpSpan, attributes: dict[str, Json], rollout_id: str, attempt_id: str) -> Span:
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -97,7 +98,7 @@ def _span(span: OtlpSpan, attributes: dict[str, Json], rollout_id: str, attempt_
         status_message=span.status.message,
         attributes=attributes,
         events=tuple(_events(span.events)),
-        reward=_reward(attributes, is_admin=is_admin),
+        reward=_reward(attributes),
     )
 
 
@@ -106,7 +107,7 @@ def _events(events: Sequence[OtlpSpan.Event]) -> Iterable[SpanEvent]:
         yield SpanEvent(name=event.name, time_ns=event.time_unix_nano, attributes=_attributes(event.attributes))
 
 
-def _reward(attributes: dict[str, Json], *, is_admin: bool) -> Reward | None:
+def _reward(attributes: dict[str, Json]) -> Reward | None:
     """Return the reward that an evaluation of the GenAI conventions gives; ``None`` without a score."""
     score = attributes.get(semconv.EVALUATION_SCORE)
     if not isinstance(score, int | float):
@@ -115,7 +116,7 @@ def _reward(attributes: dict[str, Json], *, is_admin: bool) -> Reward | None:
         value=float(score),
         name=str(attributes.get(semconv.EVALUATION_NAME, "")),
         feedback=str(attributes.get(semconv.EVALUATION_EXPLANATION, "")),
-        source="evaluator" if is_admin else "agent",
+        source="evaluator",
     )
 
 

@@ -1,8 +1,7 @@
 """The store over HTTP: ``POST /store/<method>``, msgpack or JSON, for runners and trainers on other machines.
 
 An admin token allows everything, a worker's the work of its experiment (see :mod:`agl_gateway.worker_reach`). An
-attempt's token allows only to append spans to its own attempt. Rewards in these spans get the source ``agent``, and
-model calls lose the name of the policy, so an agent cannot forge training data.
+attempt's token allows only to append spans to its own attempt (see :mod:`agl_gateway.agent_spans`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +13,7 @@ from aiohttp import web
 from agl.contracts import Store
 from agl.errors import AglError
 from agl.schemas import Span
+from agl_gateway.agent_spans import spans_of_agent
 from agl_gateway.audit import Audit, Deed, deed_of
 from agl_gateway.bodies import BodyReader
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
@@ -171,27 +171,3 @@ def _attempts_to_settle(name: str, params: dict[str, Any]) -> list[str]:
         return [outcome.attempt_id for outcome in params["outcomes"]]
     attempt_id = params.get("attempt_id") if name == "spans" else None
     return [attempt_id] if attempt_id else []
-
-
-def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:
-    """Return ``spans`` in the form that an attempt's own token may append.
-
-    Raises:
-        Problem: 403 for a span of another attempt.
-    """
-    own = (claim.rollout_id, claim.attempt_id)
-    for span in spans:
-        if (span.rollout_id, span.attempt_id) != own:
-            raise Problem(
-                403,
-                f"span {span.span_id!r} belongs to attempt {span.attempt_id!r} and the token to another one; "
-                "append to your own attempt",
-            )
-    return [_as_said_by_agent(span) for span in spans]
-
-
-def _as_said_by_agent(span: Span) -> Span:
-    replace = msgspec.structs.replace
-    reward = replace(span.reward, source="agent") if span.reward else None
-    call = replace(span.call, policy="") if span.call else None
-    return replace(span, reward=reward, call=call, sequence=0, is_late=False)

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from agl import semconv
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span, new_span_id
 from agl_harness.isolation import Kind
 from agl_harness.placing import LOGS, TESTS, Layout, fill, layout_of, layout_of_tests
-from agl_harness.recorded import TASK_ATTRIBUTE, WORKSPACE_ATTRIBUTE, check_named, record_of, sandboxes_of
+from agl_harness.recorded import check_named, record_of, sandboxes_of
 from agl_harness.runner import base_environment, with_image
 from agl_harness.sandbox import CopyableSandbox, Finished, Limits, PathError, Sandbox, Sandboxes, TaskSandboxes
 from agl_harness.settings import bytes_of
@@ -86,7 +87,7 @@ class HarborTests:
             ConfigError: The task is no Harbor task.
         """
         record = record_of(spans, reward="harbor")
-        folder = task_folder_of("", rollout.task, folder=self._folder) or record.get(TASK_ATTRIBUTE)
+        folder = task_folder_of("", rollout.task, folder=self._folder) or record.get(semconv.TASK_FOLDER)
         if folder is None:
             raise ConfigError(
                 'the reward "harbor" found no Harbor task; name a folder of them, as in train = "harbor:tasks"'
@@ -94,7 +95,7 @@ class HarborTests:
         sandboxes = sandboxes_of(
             record, named=self._named, folder=self._folder, isolation=self._isolation, params=self._params
         )
-        sandbox = await sandboxes.attach(record[WORKSPACE_ATTRIBUTE])
+        sandbox = await sandboxes.attach(record[semconv.WORKSPACE])
         given = {name: os.environ[name] for name in self._variables if name in os.environ}
         task = load_task(Path(folder))
         return await grade(task, sandbox, sandboxes=sandboxes, limits=self._limits, variables=given)

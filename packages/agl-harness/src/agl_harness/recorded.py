@@ -1,36 +1,25 @@
 """Finds the sandbox of an attempt by its record, for rewards.
 
-A harness may add spans to its own attempt, with the attempt's token, and so claim another sandbox. The runner's span
-comes after all of these, because it is written when the attempt ends.
+A harness may add spans to its own attempt, with the attempt's token. A gateway removes from these what only a runner
+records, and the runner's span comes after them, because it is written when the attempt ends.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import Span
 from agl_harness.backends import build_sandboxes, private_folders
 from agl_harness.isolation import Kind
 from agl_harness.sandbox import Sandboxes
 
-WORKSPACE_ATTRIBUTE = "agl.workspace"
-"""Attribute of an attempt's root span: the address of its sandbox, by which rewards find it."""
-
-SANDBOX_ATTRIBUTE = "agl.sandbox"
-"""Attribute of an attempt's root span: the name of its sandbox's backend."""
-
-HARNESS_ATTRIBUTE = "agl.harness"
-"""Attribute of an attempt's root span: the harness's name and the version in the table."""
-
-TASK_ATTRIBUTE = "agl.task_folder"
-"""Attribute of an attempt's root span: the folder of its Harbor task."""
-
 
 def record_of(spans: Sequence[Span], *, reward: str) -> Mapping[str, Any]:
     """Return the attributes that the runner gave an attempt; raises :class:`ConfigError` if no harness ran in it."""
     for span in reversed(spans):
-        if not span.is_late and isinstance(span.attributes.get(WORKSPACE_ATTRIBUTE), str):
+        if not span.is_late and isinstance(span.attributes.get(semconv.WORKSPACE), str):
             return span.attributes
     raise ConfigError(
         f'the reward "{reward}" found no workspace, because no coding harness ran; it is for experiments with '
@@ -56,8 +45,8 @@ def sandboxes_of(
         isolation: For ``local``.
         params: Further arguments of the backend.
     """
-    name = named or str(record.get(SANDBOX_ATTRIBUTE) or "local")
-    beside = Path(record[WORKSPACE_ATTRIBUTE]).parent
+    name = named or str(record.get(semconv.SANDBOX) or "local")
+    beside = Path(record[semconv.WORKSPACE]).parent
     return build_sandboxes(
         name,
         base=beside if name == "local" else folder / "runs" / "workspaces",

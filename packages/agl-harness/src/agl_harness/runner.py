@@ -38,7 +38,6 @@ from agl_harness.dockerfile import Image
 from agl_harness.installing import Program, require
 from agl_harness.local import LocalSandbox, LocalSandboxes
 from agl_harness.placing import Layout, fill, layout_of
-from agl_harness.recorded import HARNESS_ATTRIBUTE, SANDBOX_ATTRIBUTE, TASK_ATTRIBUTE, WORKSPACE_ATTRIBUTE
 from agl_harness.sandbox import (
     HOME,
     TEMPORARY,
@@ -154,7 +153,7 @@ class HarnessRunner:
         try:
             place = self._place(claim)
             if place is not None:
-                root = msgspec.structs.replace(root, attributes={TASK_ATTRIBUTE: str(place.task.folder)})
+                root = msgspec.structs.replace(root, attributes={semconv.TASK_FOLDER: str(place.task.folder)})
             sandbox = await self._create(claim, place)
             self._open[claim.attempt.attempt_id] = sandbox
             launch = await self._prepare(claim, sandbox, place)
@@ -281,9 +280,9 @@ class HarnessRunner:
             attributes={
                 **root.attributes,
                 semconv.OUTPUT: output,
-                **({WORKSPACE_ATTRIBUTE: sandbox.address} if sandbox is not None else {}),
-                SANDBOX_ATTRIBUTE: self._settings.sandbox,
-                HARNESS_ATTRIBUTE: f"{self._harness.name} {self._harness.pin}".strip(),
+                **({semconv.WORKSPACE: sandbox.address} if sandbox is not None else {}),
+                semconv.SANDBOX: self._settings.sandbox,
+                semconv.HARNESS: f"{self._harness.name} {self._harness.pin}".strip(),
             },
         )
         return Outcome(attempt_id=root.attempt_id, status=status, error=error, spans=(closed,))

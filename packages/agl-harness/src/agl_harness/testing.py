@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from agl import semconv
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span
 from agl_harness.isolation import Kind
-from agl_harness.recorded import WORKSPACE_ATTRIBUTE, check_named, record_of, sandboxes_of
+from agl_harness.recorded import check_named, record_of, sandboxes_of
 from agl_harness.runner import base_environment
 from agl_harness.sandbox import WORKSPACE, CopyableSandbox, Finished, Limits, PathError, Sandbox
 from agl_harness.settings import bytes_of
@@ -109,7 +110,7 @@ class WorkspaceTests:
         sandboxes = sandboxes_of(
             record, named=self._named, folder=self._folder, isolation=self._isolation, params=self._params
         )
-        sandbox = await sandboxes.attach(record[WORKSPACE_ATTRIBUTE])
+        sandbox = await sandboxes.attach(record[semconv.WORKSPACE])
         if not isinstance(sandbox, CopyableSandbox):
             return await self._test(sandbox, rollout)
         copy = await sandbox.snapshot()
