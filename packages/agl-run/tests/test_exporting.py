@@ -74,17 +74,28 @@ def test_a_dry_run_is_exported_too(tmp_path: Path) -> None:
     assert ["tried-dev"] * 2 == [each.rollout.experiment for batch in exporter.batches for each in batch]
 
 
-def test_an_exporter_that_raises_anything_else_is_logged_and_the_run_goes_on(
+class Fragile(Kept):
+    """Breaks on the rollouts of two tasks."""
+
+    async def export(self, recordings: Sequence[Recording]) -> None:
+        if any(recording.rollout.task["n"] in (3, 20) for recording in recordings):
+            raise ZeroDivisionError("its own mistake")
+        await super().export(recordings)
+
+
+def test_rollouts_on_which_an_exporter_breaks_are_left_out_and_all_others_sent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    exporter = Kept(ZeroDivisionError("its own mistake"))
+    exporter = Fragile()
 
     result = trainer(exporter, tmp_path).fit(solve, val_dataset=TASKS)
 
     assert 1.0 == result.after
     assert exporter.is_closed
-    (record,) = [record for record in caplog.records if "the exporter kept stopped" in record.getMessage()]
+    assert 38 == len(exporter.ids) == len(set(exporter.ids))
+    (record,) = [record for record in caplog.records if "the exporter kept broke on rollout" in record.getMessage()]
     assert record.exc_info is not None
+    assert "kept: 2 rollouts were not sent, because the exporter broke on them" in caplog.messages
 
 
 def test_a_batch_comes_again_after_a_passing_error(tmp_path: Path) -> None:

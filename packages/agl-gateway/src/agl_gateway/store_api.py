@@ -4,7 +4,7 @@ An admin token allows everything, a worker's the work of its experiment (see :mo
 attempt's token allows only to append spans to its own attempt (see :mod:`agl_gateway.agent_spans`).
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -12,7 +12,6 @@ from aiohttp import web
 
 from agl.contracts import Store
 from agl.errors import AglError
-from agl.schemas import Span
 from agl_gateway.agent_spans import spans_of_agent
 from agl_gateway.audit import Audit, Deed, deed_of
 from agl_gateway.bodies import BodyReader

@@ -49,7 +49,7 @@ class Exporting:
 
     The first batch begins at the saved position, or at the end of the feed for an exporter that is new to the
     experiment. Passing errors are repeated with growing pauses for as long as the experiment runs. A refused batch is
-    left out. Either is reported once, and counted.
+    left out, and so is a rollout on which the exporter breaks. Each is reported once, and counted.
 
     Args:
         store: The store of the experiment, for its owner.
@@ -142,14 +142,15 @@ class Exporting:
         return is_own and change.status in TERMINAL_ROLLOUT
 
     async def _send(self, rollout_ids: Sequence[str]) -> None:
-        """Send one batch, again and again until it is taken or refused."""
-        recordings = await self._read(rollout_ids)
+        if recordings := await self._read(rollout_ids):
+            await self._deliver(recordings)
+
+    async def _deliver(self, recordings: Sequence[Recording]) -> None:
+        """Send recordings again and again until they are taken or refused; where the exporter breaks, one by one."""
         pause = FIRST_PAUSE_S
-        while recordings:
+        while True:
             try:
                 await self._exporter.export(recordings)
-                self._counts["sent"] += len(recordings)
-                return
             except ExportError as error:
                 self._tell_once(error)
                 if not error.is_passing:
@@ -157,6 +158,25 @@ class Exporting:
                     return
                 await self._pause(max(pause, error.retry_after_s))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
+            except Exception:  # noqa: BLE001  # isolation point: the exporter's own mistake costs only what it breaks on
+                return await self._single_out(recordings)
+            else:
+                self._counts["sent"] += len(recordings)
+                return
+
+    async def _single_out(self, recordings: Sequence[Recording]) -> None:
+        """Leave out the one recording on which the exporter broke; deliver several one by one."""
+        if len(recordings) > 1:
+            for each in recordings:
+                await self._deliver([each])
+            return
+        self._counts["broken"] += 1
+        if self._counts["broken"] == 1:
+            _LOG.exception(
+                "the exporter %s broke on rollout %s; the experiment goes on, and such rollouts are left out",
+                self._name,
+                recordings[0].rollout.rollout_id,
+            )
 
     def _tell_once(self, error: ExportError) -> None:
         kind = "passing" if error.is_passing else "refused"
@@ -199,6 +219,8 @@ class Exporting:
             self._say(f"{self._name}: {sent} rollouts sent to {self._exporter.destination}")
         if refused:
             _LOG.warning("%s: %d rollouts were refused by %s", self._name, refused, self._exporter.destination)
+        if broken := self._counts["broken"]:
+            _LOG.warning("%s: %d rollouts were not sent, because the exporter broke on them", self._name, broken)
         if left:
             _LOG.warning(
                 "%s: %d rollouts were not sent to %s within %g s after the end; they are sent when the experiment "
