@@ -146,6 +146,11 @@ def test_database_in_the_file_is_used_in_place_of_a_bundled_one(read) -> None:
         ('agent = "deploy_agent:solve"', 'harness = "/etc/mine.toml"', r"harness is '/etc/mine.toml', a path outside"),
         ('"DEPLOY_MODEL_KEY"', '""\nx-api-key = "geheim"', r"policy.small.x-api-key .*looks like a credential"),
         ("[policy.small]", '[gateway]\nuse = "none"\n[policy.small]', r"\[gateway\] use"),
+        (
+            "[policy.small]",
+            '[gateway]\nparams.tls_cert = "a.pem"\n[policy.small]',
+            r"params has 'tls_cert', and the parts",
+        ),
         ('"deploy_agent:solve"', '["/opt/me/agent", "x"]', r"agent runs '/opt/me/agent'"),
         ('"tasks.jsonl"', '"../tasks.jsonl"', r"val is '../tasks.jsonl', a path outside"),
         ('"tasks.jsonl"', '"/data/tasks.jsonl"', r"val is '/data/tasks.jsonl', a path outside"),

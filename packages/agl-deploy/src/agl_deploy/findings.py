@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from agl.errors import ConfigError
 from agl.stores import shown_url
-from agl_run import ExperimentConfig, ExperimentSection
+from agl_run import ExperimentConfig, ExperimentSection, GatewayConfig
 
 _KEY = re.compile(
     r"\b(sk-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
@@ -50,11 +50,7 @@ def refuse(config: ExperimentConfig, data: Mapping[str, Any], folder: Path) -> N
             "PostgreSQL. Write the URL of your database, such as postgresql://agl@db.example/runs, or a sqlite:/// "
             "one for your own machine, in whose place a deployment takes the PostgreSQL that comes with it"
         )
-    if config.gateway.use == "none":
-        raise ConfigError(
-            '[gateway] use = "none" makes workers call the models themselves with keys of their own, and a deployment '
-            "keeps keys where the trainer is; remove it, so that the gateway relays the calls"
-        )
+    _refuse_gateway(config.gateway)
     for word in section.agent if isinstance(section.agent, tuple) else ():
         is_outside = word.startswith(("/", "~")) or (".." in PurePosixPath(word).parts and not _is_inside(word, folder))
         if is_outside and not word.startswith(_SYSTEM):
@@ -73,6 +69,19 @@ def refuse(config: ExperimentConfig, data: Mapping[str, Any], folder: Path) -> N
                 f"[experiment] {key} is {path!r}, a path outside of {str(folder)!r}, which is all that the images get; "
                 "move it there, and name it relative to the experiment's file"
             )
+
+
+def _refuse_gateway(gateway: GatewayConfig) -> None:
+    if gateway.use == "none":
+        raise ConfigError(
+            '[gateway] use = "none" makes workers call the models themselves with keys of their own, and a deployment '
+            "keeps keys where the trainer is; remove it, so that the gateway relays the calls"
+        )
+    if given := [key for key in ("tls_cert", "tls_key") if gateway.params.get(key)]:
+        raise ConfigError(
+            f"[gateway] params has {given[0]!r}, and the parts of a deployment call each other without TLS on a "
+            "network of their own; remove it, and encrypt in front of them, where callers come in"
+        )
 
 
 def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> Iterator[str]:
