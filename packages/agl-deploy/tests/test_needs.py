@@ -149,7 +149,7 @@ def test_database_in_the_file_is_used_in_place_of_a_bundled_one(read) -> None:
         (
             "[policy.small]",
             '[gateway]\nparams.tls_cert = "a.pem"\n[policy.small]',
-            r"params has 'tls_cert', and the parts",
+            r"params has 'tls_cert'",
         ),
         ('"deploy_agent:solve"', '["/opt/me/agent", "x"]', r"agent runs '/opt/me/agent'"),
         ('"tasks.jsonl"', '"../tasks.jsonl"', r"val is '../tasks.jsonl', a path outside"),
