@@ -155,6 +155,12 @@ def _python(harness: Harness) -> str:
             f"{harness.label} needs Python {harness.python}, and there is no python{harness.python} on the PATH; "
             "install that release of Python beside this one"
         )
+    tried = subprocess.run([found, "-c", ""], capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    if tried.returncode != 0:  # a shim of pyenv stands for every release, also for those that are not switched on
+        raise ConfigError(
+            f"{harness.label} needs Python {harness.python}, and {found} does not start; put the folder of a "
+            f"python{harness.python} that does at the front of the PATH"
+        )
     return found
 
 
