@@ -63,6 +63,7 @@ class _Session:
     def __init__(self, path: Path) -> None:
         self.run = Run("", place=str(path), grows=True)
         self._entries: dict[str, _Entry] = {}
+        self._side_chains: dict[int, str] = {}
         self._load(path)
         for log in self._logs(path):
             self._load(log)
@@ -128,9 +129,11 @@ class _Session:
         """Return the sub-agent of a line, ``""`` for the main one; a side chain without an id is named by its root."""
         if entry.agent != "side":
             return entry.agent
-        path = self._path(entry)
-        root = next((each for each in path if each.agent == "side"), entry)
-        return as_text(root.line.get("uuid"))
+        known = self._side_chains.get(entry.position)
+        if known is None:
+            root = next(each for each in self._path(entry) if each.agent == "side")
+            known = self._side_chains[entry.position] = as_text(root.line.get("uuid"))
+        return known
 
     def _path(self, entry: _Entry) -> list[_Entry]:
         """Return the lines from the beginning of a conversation to a line, this one included."""
