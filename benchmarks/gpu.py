@@ -3,7 +3,9 @@
 It makes its own model of random weights, so it needs no network: a Qwen2 of the chosen size with a byte-level
 tokenizer. An agent asks it for texts, GRPO trains on them, and every step's weights go back into vLLM by the chosen
 route. Printed are sampled tokens per second, the share of a step in which the trainer computes, the seconds of a weight
-update with its check, and the largest difference between the log-probability that vLLM sampled with and the trainer's.
+update with its check, the largest difference between the log-probability that vLLM sampled with and the trainer's, and
+the memory that the trainer took of the GPU at most. Layers are computed again in the backward pass, as in the examples'
+`large.toml`.
 
 It needs agl-gateway, agl-vllm, agl-algo-torch[lora] and openai here, and vLLM for the interpreter of ``--python``.
 Not part of ``python -m benchmarks``, which runs on every machine.
@@ -69,7 +71,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def why_not(options: argparse.Namespace) -> str:
-    """Return what this machine lacks, ``""`` if nothing."""
+    """Return what this machine or the options lack, ``""`` if nothing."""
+    if options.steps < 2:
+        return f"--steps is {options.steps}, and the first is not counted; give at least 2"
     try:
         import torch
     except ImportError:
@@ -180,6 +184,7 @@ def measure(options: argparse.Namespace, model: Path, route: str, workdir: Path)
             lora_rank=RANK if is_lora else 0,
             device="cpu" if options.cpu else "cuda",
             dtype="float32" if options.cpu else "bfloat16",
+            gradient_checkpointing=True,
         ),
         policies={"llm": policy("vllm-timed", **policy_settings(options, model, route))},
         store=store,
@@ -220,11 +225,22 @@ def figures(route: str, watch: Watch, numbers: dict[str, list[float]], *, is_cpu
         ("seconds of a weight update with its check", sum(watch.loads[1:]) / len(watch.loads[1:])),
         ("largest difference of log-probabilities, vLLM's and the trainer's", max(numbers["logprob_gap"])),
     ]
-    units, better = ("1/s", "", "s", "nat"), ("higher", "higher", "lower", "lower")
+    if not is_cpu:
+        rows.append(("most memory of the GPU that the trainer took", taken_gib()))
+    units, better = ("1/s", "", "s", "nat", "GiB"), ("higher", "higher", "lower", "lower", "lower")
     return [
         Figure(name=f"{name} ({where})", value=value, unit=unit, better=side)  # type: ignore[arg-type]
-        for (name, value), unit, side in zip(rows, units, better, strict=True)
+        for (name, value), unit, side in zip(rows, units, better, strict=False)
     ]
+
+
+def taken_gib() -> float:
+    """Return the most memory that this process took of the GPU since the last call, vLLM's own left out."""
+    import torch
+
+    most = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return most
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 import agl
+from agl import semconv
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, Store
-from agl.schemas import PromptTemplate, Rollout
+from agl.schemas import PromptTemplate, Rollout, Span
 from agl_run import FitResult, Progress, Quiet, SQLiteStore
 from agl_run.experiment.alerts import read_alerts
 from agl_testing.plugins import PluginFolder
@@ -27,6 +28,7 @@ import signal
 from pathlib import Path
 
 import agl
+from agl import semconv
 from agl.contracts import StepReport
 from agl.schemas import PromptTemplate
 
@@ -331,6 +333,27 @@ def test_fall_without_new_versions_is_told_and_goes_nowhere(fit: Callable[..., A
     assert 1.0 == look(tmp_path, saved_state)["state"]["rate"]
 
 
+def say(task: int, prompt: PromptTemplate, rollout: Rollout) -> str:
+    """Say the reward of :func:`solve`, for a judge to read."""
+    return str(solve(task, prompt, rollout))
+
+
+def judge(rollout: Rollout, spans: Sequence[Span]) -> float:
+    """Believe what the agent says; the server that judges is away after the second and third step."""
+    if rollout.mode == "val" and rollout.metadata["step"] in (2, 3) and "-final-" not in rollout.rollout_id:
+        raise ConnectionError("the judge is away")
+    return float(next(span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes))
+
+
+def test_rewards_that_break_in_two_validations_are_no_collapse(fit: Callable[..., Any]) -> None:
+    progress = Lines()
+    result = fit("0.5", "0.6", "0.7", "0.9", agent=say, rewards=[judge], on_collapse="stop", progress=progress)
+
+    assert 2 == len(progress.about("0.000 (20 of 20 failed)"))
+    assert [] == progress.about("has fallen")
+    assert 0.9 == result.after
+
+
 @pytest.mark.parametrize("text", ["0.9", "0.6"])
 def test_fall_that_chance_explains_changes_nothing(text: str, fit: Callable[..., Any]) -> None:
     progress = Lines()
@@ -346,8 +369,9 @@ import sys
 from pathlib import Path
 
 import agl
+from agl import semconv
 from agl.algorithms import algorithm
-from agl.schemas import PromptTemplate, Rollout
+from agl.schemas import PromptTemplate, Rollout, Span
 from agl_run import Quiet
 
 TASKS = 20

@@ -201,6 +201,19 @@ def test_resumed_run_remembers_the_best_of_before(log: Log, agl_plugins: PluginF
     assert "agl export prompt@halves-1-writer-1 --format json" in done.stdout
 
 
+def test_run_that_was_given_validation_tasks_later_says_how_it_ended(
+    log: Log, agl_plugins: PluginFolder, tmp_path: Path
+) -> None:
+    options = ("--set", "experiment.validate_every=0", "--set", "experiment.val=")
+    assert 0 != run_file(tmp_path, agl_plugins, *options, best="writer 2", fails_at=2).returncode
+
+    done = run_file(tmp_path, agl_plugins, "--resume", best="writer 2")
+
+    assert 0 == done.returncode, done.stderr
+    assert "validation reward: 1.000 after" in done.stdout.splitlines()
+    assert "the last step was not the best: validation reward 0.000 after it, 1.000 after step 2;" in done.stdout
+
+
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 def test_fit_publishes_each_step_and_later_rollouts_see_it(
     kind: str, trainer: Callable[..., agl.Trainer], log: Log, tmp_path: Path

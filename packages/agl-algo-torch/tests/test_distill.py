@@ -22,7 +22,7 @@ from agl_algo_torch.teachers import LocalTeacher, ServedTeacher
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import World, published, run
+from .token_world import FinishedCredit, World, published, run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -351,3 +351,21 @@ def test_token_that_a_server_rules_out_has_a_finite_gap() -> None:
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Distill(**params)
+
+
+def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(
+    model_dir: Path, teacher_dir: Path, tmp_path: Path
+) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, teacher_dir, reward_coef=0.5), tmp_path, credit=FinishedCredit())
+    said: list[str] = []
+
+    async def body() -> None:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(replace(bench.context(), say=said.append))
+            await algorithm.step()
+            await algorithm.step()
+
+    asyncio.run(body())
+    (line,) = [line for line in said if "estimator" in line]
+    assert 'finished advantages, in which estimator = "grpo" has no part' in line

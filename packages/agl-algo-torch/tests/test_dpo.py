@@ -107,6 +107,18 @@ def test_pairs_are_the_extremes_or_all_that_differ_enough(model_dir: Path) -> No
     assert [] == make_pairs(group, gap=1.5, pairing="extremes")
 
 
+def test_answers_to_different_tasks_of_a_group_are_no_pair(model_dir: Path) -> None:
+    """With a `group_key` tasks may share a group, and the policy's chances of answers to two prompts do not compare."""
+    played = with_rewards(paid_by_another(model_dir, count=4), 0.0, 1.0, 0.5, 0.75)
+    tasks = ["a", "b", "a", "b"]
+    group = [
+        msgspec.structs.replace(one, rollout=msgspec.structs.replace(one.rollout, task=task))
+        for one, task in zip(played, tasks, strict=True)
+    ]
+    pairs = DPO(lr=1e-9, threads=1, device="cpu").examples([group])
+    assert [("2", "0"), ("1", "3")] == [(pair.chosen[-1], pair.rejected[-1]) for pair in pairs]
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from typing import Any
 
 import pytest
@@ -98,6 +99,30 @@ def test_numbers_of_any_size_are_masked(value: float) -> None:
     assert f"at most {MASKED} of them" == hidden.masked(f"at most {value} of them")
 
 
+@pytest.mark.parametrize(
+    ("value", "text", "expected"),
+    [
+        ("42", "got answer_41, expected answer_42", f"got answer_41, expected answer_{MASKED}"),
+        (42, "41px, not 42px or x42", f"41px, not {MASKED}px or x{MASKED}"),
+        (42, "420, 142 and 1042 are not it, 0042 is", f"420, 142 and 1042 are not it, {MASKED} is"),
+        (3.5, "expected 3.50, not 3.51", f"expected {MASKED}, not 3.51"),
+        (1234567, "expected 1_234_567", f"expected {MASKED}"),
+        ("B", "choice_B, not AB or Bc", f"choice_{MASKED}, not AB or Bc"),
+        ("東京", "答えは東京です", f"答えは{MASKED}です"),
+        ("\uff14\uff12", "expected 42", f"expected {MASKED}"),
+    ],
+)
+def test_short_values_are_masked_within_words_that_are_not_theirs(value: Any, text: str, expected: str) -> None:
+    assert expected == HiddenFields({"answer": value}, ("answer",)).masked(text)
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+@pytest.mark.parametrize("written", ["NFC", "NFD"])
+def test_values_are_masked_in_every_form_of_their_characters(form: Any, written: Any) -> None:
+    hidden = HiddenFields({"answer": unicodedata.normalize(form, "Zürich, Köln")}, ("answer",))
+    assert f"in {MASKED} it was" == hidden.masked(unicodedata.normalize(written, "in Zürich, Köln it was"))
+
+
 values = st.recursive(
     st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc", "Zs", "Zl", "Zp")), min_size=4, max_size=30)
     | st.integers(1000, 10**12)
@@ -128,8 +153,39 @@ def test_no_hidden_value_is_ever_told(hidden: Any, around: list[str]) -> None:
         assert str(leaf).strip().casefold() not in told.casefold() or str(leaf).strip() in MASKED
 
 
+def is_plain(character: str) -> bool:
+    return {"Lo"} == {unicodedata.category(part) for part in unicodedata.normalize("NFKD", character)}
+
+
+letters = st.characters(codec="utf-8", categories=("Lo",)).filter(is_plain)
+short_values = st.text(letters, min_size=1, max_size=3) | st.integers(0, 999)
+
+
+@settings(deadline=None)
+@given(
+    hidden=short_values,
+    before=st.sampled_from(["", "answer_", "x", "(", "=", "$"]),
+    after=st.sampled_from(["", "px", "%", "."]),
+)
+def test_no_short_hidden_value_is_ever_told(hidden: Any, before: str, after: str) -> None:
+    """Also where letters stand beside a number, and in scripts that write words without a space."""
+    told = said(episode_of(words(f"it is {before}{hidden}{after}!"), task={"secret": hidden}, hidden=("secret",)))
+    assert str(hidden) not in told
+
+
 def test_sibling_is_the_best_of_the_others_that_succeeded() -> None:
     group = [episode_of(name=f"r{i}", reward=reward) for i, reward in enumerate([0.0, 1.0, None, 2.0, 2.0])]
     found = [find_sibling(group, index, success=1.0) for index in range(5)]
     assert ["r3", "r3", "r3", "r4", "r3"] == [one and one.rollout.rollout_id for one in found]
     assert find_sibling(group[:2], 1, success=1.0) is None
+
+
+def test_sibling_has_the_same_task_where_a_group_has_several() -> None:
+    tasks = [
+        {"question": "6*7?", "kind": "sum"},
+        {"kind": "sum", "question": "6*7?"},
+        {"question": "8*9?", "kind": "sum"},
+    ]
+    group = [episode_of(name=f"r{i}", reward=float(i > 0), task=task) for i, task in enumerate(tasks)]
+    assert group[1] is find_sibling(group, 0, success=1.0)
+    assert find_sibling([group[0], group[2]], 0, success=1.0) is None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel
+from transformers import BertConfig, BertLMHeadModel, OPTConfig, OPTForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
@@ -79,6 +79,24 @@ def test_critic_computes_its_layers_again_as_the_policy_does(model_dir: Path, lo
     assert found.keys() == expected.keys()
     for name, slope in expected.items():
         torch.testing.assert_close(found[name], slope, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_that_drop_out_by_a_flag_of_their_own_do_not() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, int] = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "vocab_size": 200}
+    model: Any = OPTForCausalLM(OPTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, dropout=0.5)).eval()
+    (batch,) = micro_batches(SAMPLES, [1.0] * 4, total=252, token_budget=256, device=torch.device("cpu"))
+
+    def scores_and_gradient() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        logp_M = batch.logprobs(model)
+        logp_M.sum().backward()
+        return {"": logp_M.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = scores_and_gradient()
+    checkpoint_gradients(model)
+    torch.testing.assert_close(scores_and_gradient(), expected)
+    assert not any(module.training for module in model.modules())
 
 
 def test_a_model_whose_layers_cannot_be_computed_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,8 +135,23 @@ def test_setting_that_would_change_nothing_is_refused_where_it_has_no_effect_alo
     build(manager, algorithm, constant_tokens=512, aggregation="constant")
     with pytest.raises(AglError, match=f'{algorithm} got loss = "kl-cov", .* and a step has one update'):
         build(manager, algorithm, loss="kl-cov")
-    for params in ({"updates_per_step": 2}, {"epochs": 2}, {"replay": 0.5}):
+    with pytest.raises(AglError, match=f'{algorithm} got loss = "kl-cov", .* and a step has one update'):
+        build(manager, algorithm, loss="kl-cov", replay=0.5)  # the old policy of replayed tokens is the step's as well
+    for params in ({"updates_per_step": 2}, {"epochs": 2}):
         build(manager, algorithm, loss="kl-cov", **params)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "params"), [("grpo", {}), ("distill", {"reward_coef": 0.5}), ("sdpo", {"grpo_coef": 0.5})]
+)
+def test_rounds_are_refused_where_groups_are_compared_with_each_other(
+    manager: PluginManager, algorithm: str, params: dict[str, Any]
+) -> None:
+    """A group whose rollouts are equal teaches there, and would be dropped."""
+    build(manager, algorithm, estimator="reinforce++", **params)
+    build(manager, algorithm, estimator="reinforce++-baseline", refill=2, **params)
+    with pytest.raises(AglError, match=f"{algorithm} got refill = 2.*over the whole batch"):
+        build(manager, algorithm, estimator="reinforce++", refill=2, **params)
 
 
 @pytest.mark.parametrize("algorithm", NEEDED)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agl import PluginManager
 from agl_algo_torch.grpo import GRPO
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "choose-an-algorithm.md"
@@ -31,6 +32,18 @@ def recipes() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("paper", recipes())
 def test_recipe_is_accepted(paper: str) -> None:
     GRPO(**recipes()[paper])
+
+
+def blocks() -> list[dict[str, Any]]:
+    """The algorithms of the page's experiments."""
+    found = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [algorithm for text in found for algorithm in tomllib.loads(text)["algorithm"]]
+
+
+@pytest.mark.parametrize("algorithm", blocks(), ids=lambda found: "-".join(found.get("params", {})) or found["use"])
+def test_settings_of_the_pages_experiments_are_accepted(algorithm: dict[str, Any]) -> None:
+    manager = PluginManager.from_environment()
+    manager.build(manager.algorithm(algorithm["use"]), **algorithm.get("params", {}))
 
 
 def test_every_recipe_of_the_table_is_read() -> None:

@@ -23,7 +23,7 @@ from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .chat_world import ChatWorld
-from .token_world import run
+from .token_world import FinishedCredit, run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -389,3 +389,19 @@ SETTINGS: list[tuple[Mapping[str, Any], str]] = [
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SDPO(**params)
+
+
+def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, grpo_coef=0.5), tmp_path, credit=FinishedCredit())
+    said: list[str] = []
+
+    async def body() -> None:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(replace(bench.context(), say=said.append))
+            await algorithm.step()
+            await algorithm.step()
+
+    asyncio.run(body())
+    (line,) = [line for line in said if "estimator" in line]
+    assert 'finished advantages, in which estimator = "grpo" has no part' in line

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ class Stock:
         return save_served(adapted, self._folder / f"adapter-{number}"), adapted
 
 
+def untied(base: Callable[..., tuple[Weights, LoadedModel]]) -> Callable[..., tuple[Weights, LoadedModel]]:
+    """Return what makes bases whose heads have weights of their own."""
+
+    def make(stock: Stock, seed: int = 0) -> tuple[Weights, LoadedModel]:
+        weights, loaded = base(stock, seed)
+        model: Any = loaded.model
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+        return save_served(loaded, Path(weights.uri)), loaded
+
+    return make
+
+
 @pytest.fixture
 def stock(make_loaded: Make, tmp_path: Path) -> Stock:
     return Stock(make_loaded, tmp_path)
@@ -74,6 +88,18 @@ def test_an_adapter_serves_as_it_trained_and_the_next_one_needs_nothing_of_the_b
     shutil.rmtree(following.base_model)
     served.apply(served.read(following))
     assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+def test_an_adapter_of_the_head_is_served_beside_it(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stock, "base", untied(Stock.base))
+    _, serving = stock.base()
+    served, before = ServedWeights(serving), copy.deepcopy(serving.model.state_dict())
+    weights, trained = stock.adapter(1, targets=("q_proj", "lm_head"))
+    for exchange in (served.read(weights), served.take(trained)):
+        assert not exchange.base
+        served.apply(exchange)
+        assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+    torch.testing.assert_close(serving.model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_versions_of_every_kind_follow_each_other(stock: Stock) -> None:
@@ -184,6 +210,28 @@ def test_an_adapter_that_is_more_than_pairs_is_merged_into_its_base(stock: Stock
     assert exchange.adapter is None
     served.apply(exchange)
     assert torch.allclose(logits(trained), logits(serving), atol=CLOSE)
+
+
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"modules_to_save": ["norm"]}], ids=["dora", "modules"])
+def test_an_adapter_in_memory_that_is_more_than_pairs_is_served_as_it_trains(
+    stock: Stock, more: dict[str, Any]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    weights, serving = stock.base()
+    _, loaded = stock.base()
+    torch.manual_seed(1)
+    adapted = get_peft_model(loaded.model, LoraConfig(r=4, target_modules=["q_proj"], **more)).eval()
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    trained = LoadedModel(name=weights.uri, model=adapted, tokenizer=loaded.tokenizer, device=loaded.device)
+    before = logits(trained)
+    served = ServedWeights(serving)
+    served.apply(served.take(trained))
+    assert torch.allclose(before, logits(serving), atol=CLOSE)
+    assert torch.equal(before, logits(trained))
 
 
 def test_a_bfloat16_base_keeps_the_small_parts_of_an_adapter(stock: Stock) -> None:

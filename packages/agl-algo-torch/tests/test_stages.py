@@ -160,3 +160,13 @@ def test_all_linear_layers_do_not_pass_for_those_of_a_smaller_adapter(model_dir:
     assert PolicyLearner(origin=weights, settings=settings(narrow))
     with pytest.raises(ConfigError, match="on q_proj, v_proj"):
         PolicyLearner(origin=weights, settings=settings(LORA))
+
+
+# peft warns of them too, and trains on.
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+def test_adapters_of_layers_that_share_their_weights_are_refused(model_dir: Path, layer: str) -> None:
+    with pytest.raises(ConfigError, match=r"lora_targets has the output layer or the embedding of Qwen2ForCausalLM"):
+        PolicyLearner(
+            origin=Weights(uri=str(model_dir)), settings=settings(LoraSettings(rank=4, targets=("q_proj", layer)))
+        )

@@ -76,6 +76,35 @@ def test_earlier_weights_continue_with_a_smaller_rate(
     assert distance(served(tmp_path, 1), served(tmp_path, 5)) < distance(served(tmp_path, 1), served(tmp_path, 6))
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_groups_that_were_collected_ahead_with_lost_weights_are_not_trained(
+    model_dir: Path, tmp_path: Path, is_resumed: bool
+) -> None:
+    bench = AlgorithmBench(scenario(model_dir, **KEYS, **{"trainer.v1.trainer_mode": "colocate_async"}), tmp_path)
+
+    async def body() -> Any:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            await algorithm.step()
+            state, live = algorithm.state(), bench.versions()
+            bench.kept.add(1)
+            await algorithm.step()
+            await bench.go_back(live)
+            await algorithm.go_back(state, rate=0.5)
+            saved = algorithm.state()
+            if is_resumed:
+                await algorithm.close()
+                algorithm = bench.scenario.make()
+                await algorithm.setup(bench.context())
+                await algorithm.restore(saved)
+            reports = [await algorithm.step(), await algorithm.step()]
+            await algorithm.close()
+            return [(each.metrics["groups_stale"], each.metrics["staleness"]) for each in reports]
+
+    assert [(2.0, 0.0), (0.0, 1.0)] == asyncio.run(body())
+
+
 def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_dir: Path, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario(model_dir, **KEYS), tmp_path)
     said: list[str] = []

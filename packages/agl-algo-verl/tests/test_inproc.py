@@ -21,7 +21,7 @@ from agl_run.commands import token_values
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import World, config, good_tokens, scenario, whole_model
+from .world import FinishedCredit, World, config, good_tokens, scenario, whole_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,7 +203,7 @@ def test_a_step_without_a_gradient_changes_and_publishes_nothing(model_dir: Path
 
 @pytest.mark.parametrize(
     "keys",
-    [{"actor.entropy_coeff": 0.01}, {"actor.use_kl_loss": True}, {"loss": "kl-cov"}],
+    [{"actor.entropy_coeff": 0.01}, {"actor.use_kl_loss": True}, {"loss": "kl-cov", "actor.ppo_epochs": 2}],
     ids=["entropy", "kl", "loss"],
 )
 def test_a_step_whose_silent_rows_have_a_gradient_all_the_same_trains(
@@ -259,3 +259,19 @@ def test_policies_without_reachable_weights_are_refused(model_dir: Path, tmp_pat
 
     with pytest.raises(ConfigError, match="cannot be trained from here"):
         asyncio.run(body())
+
+
+def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario(model_dir), tmp_path, credit=FinishedCredit())
+    said: list[str] = []
+
+    async def body() -> None:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(replace(bench.context(), say=said.append))
+            await algorithm.step()
+            await algorithm.step()
+
+    asyncio.run(body())
+    (line,) = [line for line in said if "estimator" in line]
+    assert 'finished advantages, in which estimator = "grpo" has no part' in line

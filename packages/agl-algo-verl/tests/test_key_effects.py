@@ -95,8 +95,8 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "actor.policy_loss.clip_cov_ratio": (0.1, mode("clip_cov")),
     "actor.policy_loss.clip_cov_lb": (0.5, mode("clip_cov")),
     "actor.policy_loss.clip_cov_ub": (3.0, mode("clip_cov")),
-    "actor.policy_loss.kl_cov_ratio": (0.1, mode("kl_cov")),
-    "actor.policy_loss.ppo_kl_coef": (0.2, mode("kl_cov")),
+    "actor.policy_loss.kl_cov_ratio": (0.1, mode("kl_cov", **{"actor.ppo_epochs": 2})),
+    "actor.policy_loss.ppo_kl_coef": (0.2, mode("kl_cov", **{"actor.ppo_epochs": 2})),
     "actor.policy_loss.dro_beta": (0.3, mode("dro")),
     "actor.fsdp_config.model_dtype": ("bf16", {}),
     "actor.fsdp_config.mixed_precision.param_dtype": ("bf16", {}),
@@ -164,6 +164,12 @@ for _home in ("actor", "critic"):
             ("num_cycles", 1.5, {}),
         )
     }
+
+ALONE = {
+    "data.filter_overlong_prompts": "it needs a prompt that is too long",
+    "trainer.total_epochs": "guides give it beside total_training_steps, which ends the run first",
+}
+"""Keys whose effect depends on other things than keys."""
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "algorithm.rollout_correction.loss_type": ("reinforce", {}, "cispo"),
@@ -333,6 +339,18 @@ def test_two_runs_with_the_same_keys_leave_the_same(play: Any) -> None:
 def test_keys_that_are_taken_have_an_effect(name: str, play: Any) -> None:
     value, beside = EFFECTS[name]
     assert play({**beside, name: value}) != play(beside)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, beside) in EFFECTS.items() if beside and name not in ALONE])
+def test_keys_without_what_they_need_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        read_settings(config(**{name: EFFECTS[name][0]}))
+
+
+@pytest.mark.parametrize("name", ["horizon", "target_kl"])
+def test_keys_of_an_adaptive_weight_are_refused_where_it_is_fixed(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"kl_ctrl\.{name} with algorithm\.kl_ctrl\.type = \"fixed\""):
+        read_settings(config(**REWARD_KL, **{f"algorithm.kl_ctrl.{name}": 10}))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,20 +15,26 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl_algo_verl import ray_cluster
 from agl_algo_verl.correction import Correction, corrected
-from agl_algo_verl.objectives import chosen_loss
+from agl_algo_verl.objectives import chosen_loss, needs_entropies
+from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.ray_config import compose
+from agl_algo_verl.ray_engine import RayVERL
+from agl_algo_verl.ray_keys import read_ray_settings
 from agl_algo_verl.rows import RowSample
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.worker import VerlWorker
+from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.importance import Importance
 from agl_objectives.registry import losses
+from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_inproc import train
-from .world import World, config
+from .world import World, config, scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
-    from pathlib import Path
 
 torch_batch = pytest.importorskip("agl_algo_torch.batch", reason="needs agl-algo-torch")
 torch_objective = pytest.importorskip("agl_algo_torch.objective", reason="needs agl-algo-torch")
@@ -178,8 +187,84 @@ def test_losses_and_their_gradients_are_those_of_the_torch_engine(
 ) -> None:
     update = update_of(policy, other, seed=len(name))
     expected = by_torch(update, policy, budget=20, loss=name, loss_params=BINDING[name])
-    *found, _ = by_verl(update, model_dir, loss=name, loss_params=BINDING[name], **MICRO[micro])
+    keys = {"loss": name, "loss_params": BINDING[name], "actor.ppo_epochs": 2}  # of which `by_verl` does one update
+    *found, _ = by_verl(update, model_dir, **keys, **MICRO[micro])
     assert_equal(expected, (found[0], found[1]))
+
+
+def spread(tokens: TokenBatch, *, width: float = 0.5) -> LossTerms:
+    """A loss as a user would write it, which reads everything that there is of a token."""
+    away_M = (tokens.logp_M - tokens.old_M).clamp(-5.0, 5.0)
+    entropy_M: Any = tokens.entropy_M
+    noise_M = (tokens.old_M - tokens.behaviour_M).clamp(-1.0, 1.0).exp()
+    loss_M = -tokens.advantages_M * away_M.exp() * noise_M + width * tokens.advantages_M.abs() * away_M**2
+    return LossTerms(loss_M=loss_M * (1.0 + entropy_M), counts={"seen": len(away_M)})
+
+
+class Centred:
+    """One of a user that compares the tokens of an update, as a class with a parameter."""
+
+    def __init__(self, *, share: float = 0.5) -> None:
+        self._share = share
+
+    def survey(self, tokens: TokenBatch) -> dict[str, torch.Tensor]:
+        away_M = (tokens.logp_M - tokens.old_M) * (tokens.weight_M > 0)
+        return {"mean_M": away_M.mean().expand(len(away_M))}
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        away_M = tokens.logp_M - tokens.old_M - self._share * tokens.extras["mean_M"]
+        return LossTerms(loss_M=-tokens.advantages_M * away_M.exp())
+
+
+@pytest.mark.parametrize("micro", MICRO)
+@pytest.mark.parametrize(("name", "params"), [("spread", {"width": 0.3}), ("Centred", {"share": 0.7})])
+def test_losses_of_a_users_own_are_the_same_in_both_engines(
+    name: str, params: dict[str, Any], micro: str, policy: Any, other: Any, model_dir: Path
+) -> None:
+    update, keys = update_of(policy, other, seed=3), {"loss": f"{__name__}:{name}", "loss_params": params}
+    expected = by_torch(update, policy, budget=20, **keys)
+    *found, metrics = by_verl(update, model_dir, **keys, **MICRO[micro])
+    assert_equal(expected, (found[0], found[1]))
+    assert name != "spread" or metrics["seen"] == pytest.approx(1.0)
+
+
+def test_only_losses_that_may_read_entropies_pay_for_them() -> None:
+    own, mine = (read_settings(config(loss=name))[0] for name in ("cispo", f"{__name__}:spread"))
+    plain, bonus = read_settings(config())[0], read_settings(config(**{"actor.entropy_coeff": 0.1}))[0]
+    assert [False, True, False, True] == [needs_entropies(found) for found in (own, mine, plain, bonus)]
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("cispo", False), (f"{__name__}:spread", True)])
+def test_on_ray_losses_get_the_same_entropies(loss: str, expected: bool) -> None:
+    read = read_ray_settings(config(loss=loss, **{"rollout.name": "agl_hf"}))
+    made = compose(read, model="m", folder=Path("f"), steps=3, tasks=2, checkpoint=None, threads=1)
+    assert expected is made.actor_rollout_ref.actor.calculate_entropy
+
+
+@pytest.mark.parametrize("given", ["", "/lib"])
+def test_losses_beside_the_experiment_are_found_by_every_process_of_a_cluster(
+    given: str, monkeypatch: pytest.MonkeyPatch, model_dir: Path, tmp_path: Path
+) -> None:
+    class StartedError(Exception):
+        pass
+
+    def start(read: Any, *, environment: dict[str, str]) -> Any:
+        raise StartedError(environment["PYTHONPATH"])
+
+    policies = {"llm": VerlPolicy(name="llm", model=str(model_dir), threads=1)}
+    bench = AlgorithmBench(replace(scenario(model_dir), policies=lambda _: policies), tmp_path)
+
+    async def body() -> None:
+        async with bench:
+            algorithm = RayVERL(**config(**{"rollout.name": "agl_hf"}))
+            await algorithm.setup(replace(bench.context(), folder=Path("beside"), defer=lambda save: None))
+            await algorithm.step()
+
+    monkeypatch.setenv("PYTHONPATH", given)
+    monkeypatch.setattr(ray_cluster, "Cluster", start)
+    with pytest.raises(StartedError) as caught:
+        asyncio.run(body())
+    assert [str(Path.cwd() / "beside"), *filter(None, [given])] == str(caught.value).split(os.pathsep)
 
 
 AGGREGATIONS: dict[str, dict[str, Any]] = {
@@ -254,7 +339,7 @@ VERLS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"clip_low": 0.2, "clip_high": 0.2, "ratio": 0.3, "cov_low": 0.1, "cov_high": 5.0},
     ),
     "kl_cov": (
-        {"actor.policy_loss.kl_cov_ratio": 0.3, "actor.policy_loss.ppo_kl_coef": 0.5},
+        {"actor.policy_loss.kl_cov_ratio": 0.3, "actor.policy_loss.ppo_kl_coef": 0.5, "actor.ppo_epochs": 2},
         "kl-cov",
         {"ratio": 0.3, "kl_coef": 0.5},
     ),
@@ -294,6 +379,8 @@ def test_verls_keys_of_a_loss_name_the_same_loss_with_its_parameters(mode: str) 
         ({"loss": "cispo", "actor.clip_ratio_low": 0.1}, r"does not read .*actor\.clip_ratio_low"),
         ({"actor.policy_loss.loss_mode": "gpg", "actor.clip_ratio": 0.1}, r"'gpg' does not read .*clip_ratio"),
         ({"actor.policy_loss.loss_mode": "dro"}, r"needs .*dro_beta"),
+        ({"actor.policy_loss.loss_mode": "kl_cov"}, r"'kl_cov'.* a step has one update.*ppo_epochs"),
+        ({"loss": "kl-cov", "actor.ppo_mini_batch_size": 2}, r"'kl-cov'.* a step has one update.*ppo_epochs"),
         (
             {"actor.policy_loss.loss_mode": "sapo", "actor.loss_agg_mode": "token-mean"},
             r"mean over sequences.*use loss = 'sapo'",
@@ -301,9 +388,15 @@ def test_verls_keys_of_a_loss_name_the_same_loss_with_its_parameters(mode: str) 
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_losses_that_are_named_wrongly_or_twice_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_losses_that_are_named_wrongly_or_twice_or_do_nothing_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_settings(config(**keys))
+
+
+@pytest.mark.parametrize("keys", [{"actor.ppo_epochs": 2}, {"actor.ppo_mini_batch_size": 1}], ids=str)
+def test_a_penalty_on_the_ratio_is_taken_with_several_updates_per_step(keys: dict[str, Any]) -> None:
+    read, _ = read_settings(config(loss="kl-cov", **keys))
+    assert "kl-cov" == read.loss
 
 
 @pytest.mark.parametrize(

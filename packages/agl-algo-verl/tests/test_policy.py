@@ -37,8 +37,8 @@ class Replica:
         self.goes_on.set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
         self.bodies.append(await request.read())
+        body = await request.json()
         self.keys.append(request.headers.get("authorization", ""))
         self.seen[json.dumps(body["messages"][0])] += 1
         if body.get("stream"):
@@ -168,6 +168,21 @@ def test_a_body_is_passed_on_as_it_came_but_for_the_models_name() -> None:
             assert same == sent.replace(b'"llm"', b'"inside"')
             assert json.loads(changed) == json.loads(same)
             assert b'[ {"role": "user", "content": "\\u00e9' in changed
+
+    asyncio.run(body())
+
+
+def test_a_body_that_is_nested_too_deep_is_passed_on_as_it_came() -> None:
+    sent = b'{"model": "llm", "messages": [{"content": "hi"}], "tools": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+    async def body() -> None:
+        async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
+            await policy.attach([found[0].address])
+            headers = {"authorization": f"Bearer {os.environ[llm.api_key_env]}"}
+            url = f"{llm.endpoint}/chat/completions"
+            async with aiohttp.ClientSession(headers=headers) as session, session.post(url, data=sent) as reply:
+                await reply.read()
+            assert [sent] == found[0].bodies
 
     asyncio.run(body())
 
@@ -344,6 +359,7 @@ def test_what_cannot_be_served_is_refused() -> None:
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("content-type: application/json\r\ncontent-length: 99", {}),
     "streamed": ("content-type: text/event-stream\r\ntransfer-encoding: chunked", {"stream": True}),
+    "other protocol": ("\x15\x03 this is no header", {}),
 }
 """The head of an answer, and what asks for it."""
 

@@ -22,7 +22,7 @@ from agl_algo_verl.loss_worker import loss_of
 from agl_algo_verl.ray_config import LIBRARIES, compose
 from agl_algo_verl.ray_engine import RayVERL
 from agl_algo_verl.ray_keys import HERE, RaySettings, check_machine, classify, read_ray_settings
-from agl_algo_verl.ray_refused import ALLOWED, DECIDED, REFUSED, SAME_STRATEGY
+from agl_algo_verl.ray_refused import ALLOWED, DECIDED, FOR_GPU_SERVERS, REASONS, SAME_STRATEGY
 from agl_algo_verl.runtime import check_attention
 from agl_algo_verl.settings import VerlSettings
 
@@ -51,7 +51,18 @@ def composed(**keys: Any) -> dict[str, Any]:
         ({"trainer.v1.sampler.custom_sampler.name": "Mine"}, "collected ahead by agl"),
         ({"actor.use_kl_loss": True, "actor.loss_agg_mode": "seq-mean-token-sum"}, "by rows, not by rollouts"),
         ({"model.lora.rank": 8}, "described by model.lora_rank"),
-        ({"critic.shuffle": True}, "has no critic"),
+        ({"actor.use_remove_padding": True}, "set actor_rollout_ref.model.use_remove_padding instead"),
+        ({"actor.use_torch_compile": True}, r"set .*actor\.fsdp_config\.use_torch_compile instead"),
+        ({"actor.qat.enable": True}, r"set .*actor\.fsdp_config\.qat instead"),
+        ({"actor.fsdp_config.use_orig_params": True}, "only its FSDP1 engine"),
+        ({"ref.fsdp_config.param_offload": False}, "always keeps the reference"),
+        ({"ref.rollout_n": 3}, r"actor_rollout_ref\.rollout\.n$"),
+        ({"actor.shuffle": True}, "one mini-batch"),
+        ({"actor.checkpoint.async_save": True}, "once all of its checkpoint is written"),
+        ({"actor.checkpoint.strict": False}, "only VERL's Megatron engine"),
+        ({"rollout.router_config_path": "r.yaml"}, "agl passes the agents' calls on"),
+        ({"rollout.nnodes": 2}, "share the devices of trainer.nnodes"),
+        ({"critic.cliprange_value": 0.1}, "has no critic"),
         (
             {"algorithm.adv_estimator": "gae", "model.lora_rank": 4, "actor.use_kl_loss": True},
             "the critic, which has none",
@@ -80,9 +91,18 @@ def test_keys_that_others_decide_are_told() -> None:
     )
 
 
+def test_keys_of_servers_on_gpus_are_told_where_there_is_none() -> None:
+    keys = {"rollout.max_num_seqs": 7, "rollout.engine_kwargs.vllm.swap_space": 4, "rollout.load_format": "auto"}
+    said = [f'actor_rollout_ref.{name} has no effect with actor_rollout_ref.rollout.name = "agl_hf"' for name in keys]
+    assert said[:2] == read_ray_settings(config(**keys)).notes
+    assert [] == read_ray_settings(config(**keys | {"rollout.name": "vllm"})).notes
+
+
 def test_the_tables_name_keys_that_verl_has() -> None:
     known = verl_keys()
-    absent = {name for name in (*REFUSED, *DECIDED, *ALLOWED, *HERE, *SAME_STRATEGY) if name not in known}
+    known = known | verl_keys("megatron")
+    tables = (*REASONS["fsdp2"], *REASONS["megatron"], *DECIDED, *ALLOWED, *HERE, *SAME_STRATEGY, *FOR_GPU_SERVERS)
+    absent = {name for name in tables if name not in known}
     assert absent <= {"reward_model", "custom_reward_function"}, absent
 
 
@@ -214,12 +234,12 @@ def test_a_guides_configuration_is_taken_and_passed_on() -> None:
     from verl.utils.config import validate_config
 
     read = read_ray_settings(GUIDE)
-    assert 14 == len(read.notes)
+    assert 15 == len(read.notes)
     assert ("vllm", 32) == (read.rollout, read.settings.data.train_batch_size)
     whole = compose(read, model="m", folder=Path("f"), steps=3, tasks=32, checkpoint=None, threads=0)
     served = whole.actor_rollout_ref.rollout
     assert (4, {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}) == (served.n, served.engine_kwargs.vllm)
-    assert whole.actor_rollout_ref.ref.fsdp_config.param_offload
+    assert whole.actor_rollout_ref.actor.fsdp_config.param_offload
     assert "flash_attention_2" == whole.actor_rollout_ref.model.override_config.attn_implementation
     validate_config(whole, use_reference_policy=False, use_critic=False)
 

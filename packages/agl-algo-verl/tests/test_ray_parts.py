@@ -36,7 +36,7 @@ from agl_algo_verl.shaping import distance
 from agl_algo_verl.typed import ragged
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import config, scenario
+from .world import FinishedCredit, config, scenario
 
 if TYPE_CHECKING:
     from agl_algo_verl.bridge import StepRows
@@ -305,6 +305,22 @@ def test_a_step_in_which_the_critic_learns_alone_publishes_nothing(model_dir: Pa
     assert ["verl-000000/global_step_3"] == [
         str(Path(version.resource.uri).relative_to(tmp_path.absolute()).parents[1]) for version in bench.published
     ]
+
+
+def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:
+    policies = {"llm": VerlPolicy(name="llm", model=str(model_dir), threads=1)}
+    bench = AlgorithmBench(replace(scenario(model_dir), policies=lambda _: policies), tmp_path, credit=FinishedCredit())
+    said: list[str] = []
+
+    async def body() -> None:
+        async with bench:
+            algorithm = Alone(**config(**{"rollout.name": "agl_hf"}))
+            await algorithm.setup(replace(bench.context(), defer=lambda save: None, say=said.append))
+            await algorithm.step()
+
+    asyncio.run(body())
+    (line,) = [line for line in said if "estimator" in line]
+    assert 'finished advantages, in which estimator = "grpo" has no part' in line
 
 
 def test_with_a_critic_rows_bring_rewards_that_sum_to_what_credit_gave() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
+import time
 import zlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ import agl  # noqa: E402  # behind the checks
 from agl.algorithms import algorithm  # noqa: E402
 from agl.errors import ConfigError  # noqa: E402
 from agl_algo_verl.engines import make  # noqa: E402
+from agl_algo_verl.learning import VerlLearner  # noqa: E402
 from agl_run import Quiet, policy  # noqa: E402
 
 if TYPE_CHECKING:
@@ -55,15 +58,18 @@ class Small:
         return zlib.crc32(answer.choices[0].text.encode()) % 5 / 4
 
     def fit(self, *, resume: bool = False, **settings: Any) -> Any:
+        return self.trainer(**settings).fit(self.write, TASKS, resume=resume)
+
+    def trainer(self, **settings: Any) -> agl.Trainer:
         return agl.Trainer(
             name="small",
-            algorithm=algorithm("verl", tunes="llm", threads=1, **self.config, **({"save_every": 2} | settings)),
+            algorithm=algorithm("verl", tunes="llm", threads=1, **({"save_every": 2} | self.config | settings)),
             policies={"llm": policy("torch", model=str(self.model), threads=1)},
             store=f"sqlite:///{self.folder}/runs.db",
             n_runners=1,  # the same batches, and so the same rounding, in every run
             folder=self.folder,
             progress=Quiet(),
-        ).fit(self.write, TASKS, resume=resume)
+        )
 
     def steps(self, kind: str) -> list[str]:
         """The steps whose files of a kind are on disk."""
@@ -126,6 +132,39 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
 
     assert small.calls - 100 < ROLLOUTS, "the rollouts that had finished are found again"
     assert undisturbed == small.outcome()
+
+
+def test_run_that_collects_ahead_and_is_stopped_in_an_update_ends_the_step_and_saves_it(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(tmp_path / "small", make_model())
+    ahead = {"save_every": 100, "trainer": CONFIG["trainer"] | {"v1": {"trainer_mode": "colocate_async"}}}
+    is_updating, is_cancelled = threading.Event(), threading.Event()
+    plain, updates = VerlLearner.train, [0]
+
+    async def train(self: VerlLearner, *args: Any, **options: Any) -> Any:
+        updates[0] += 1
+        if updates[0] == 2:
+            is_updating.set()
+            await asyncio.to_thread(is_cancelled.wait, 60)
+            await asyncio.sleep(0.1)  # a step that is cancelled ends here
+        return await plain(self, *args, **options)
+
+    async def stopped() -> None:
+        fit = asyncio.ensure_future(small.trainer(**ahead).fit_async(small.write, TASKS))
+        await asyncio.to_thread(is_updating.wait, 60)
+        fit.cancel()
+        is_cancelled.set()
+        await asyncio.gather(fit, return_exceptions=True)
+
+    monkeypatch.setattr(VerlLearner, "train", train)
+    small.on_call = lambda number: time.sleep(0.2)  # rollouts of the next step are under way in the update
+    asyncio.run(stopped())
+    assert ["000002"] == small.steps("state")
+
+    small.on_call = lambda number: None
+    small.fit(resume=True, **ahead)
+    assert dict.fromkeys(range(1, STEPS + 1), ROLLOUTS) == Counter(small.outcome()["ledger"].values())
 
 
 def test_interval_that_is_none_is_refused_on_ray() -> None:

@@ -139,6 +139,7 @@ def test_every_loss_and_estimator_of_verl_trains_or_is_refused_with_what_it_lack
     for key, name in names:
         keys = {key: name, **NEEDED.get(name, {})}
         keys |= {"rollout.name": "agl_hf"} if read is read_ray_settings else {}
+        keys |= {"actor.ppo_epochs": 2} if name == "kl_cov" else {}
         if name in LACKING:
             with pytest.raises(ConfigError, match=rf"{name}'.*{LACKING[name]}.*; .*use "):
                 read(config(**keys))
@@ -238,6 +239,8 @@ def test_the_keys_of_the_example_without_a_gpu_are_taken() -> None:
         ({"algorithm.filter_groups.enable": True}, r"filter_groups\.enable = True: .*refill = ROUNDS"),
         ({"refill": -1}, r"refill = -1; give the most rounds"),
         ({"refill": 1, "rollout.n": 1, "estimator": "reinforce++"}, r"groups of 1 rollout"),
+        ({"refill": 1, "estimator": "reinforce++"}, r"refill = 1.*over the whole batch"),
+        ({"refill": 1, "algorithm.adv_estimator": "reinforce_plus_plus"}, r"refill = 1.*over the whole batch"),
         ({"curriculum": "easy"}, r"Invalid enum value 'easy'.*curriculum"),
         (
             {"curriculum": "frontier", "refill": 2, "trainer.v1.trainer_mode": "colocate_async"},

@@ -157,6 +157,18 @@ def test_nothing_is_trained_twice_lost_or_too_old_over_restarts(
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("strategy", ["drop", "wait"])
+def test_groups_from_before_a_run_went_back_are_dropped_and_replaced(strategy: str, tmp_path: Path) -> None:
+    async def body() -> tuple[list[list[int]], list[float]]:
+        supply = Town(tmp_path).supply(strategy=strategy, ahead=1, threshold=2)
+        found = [await supply.take(1)]
+        supply.go_back(step=1)
+        found += [await supply.take(step) for step in range(2, STEPS + 1)]
+        return [sorted(numbers(each.groups)) for each in found], [each.metrics["groups_stale"] for each in found]
+
+    assert ([[0, 1], [4, 5], [6, 7], [8, 9]], [0.0, 2.0, 0.0, 0.0]) == asyncio.run(body())
+
+
 def test_a_batch_of_unusable_groups_ends_the_run_and_single_ones_are_replaced(tmp_path: Path) -> None:
     async def body(broken: set[int]) -> dict[str, float]:
         town = Town(tmp_path)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from agl import semconv
 from agl.episodes import Enclosing, Reject, is_answered
 from agl.episodes._rejects import Selection, find_rejects
 from agl.errors import ConfigError
@@ -125,6 +126,17 @@ def test_agent_match_says_whose_call_it_is() -> None:
         "c2": Reject(reason="not_selected", detail="agent_match 'search' does not select a call without an agent"),
     } == found(*spans, agent_match="search")
     assert {} == found(*spans[:3], agent_match="a")
+
+
+def test_helper_call_trains_where_it_is_selected_by_that_name_alone() -> None:
+    helper = call_span(1, parent="codex", attributes={semconv.ROLE: semconv.HELPER})
+    spans = [agent_span("codex"), helper, call_span(2, parent="codex")]
+    detail = "a helper call of 'codex', such as one for a title; agents = 'helper-call' selects these"
+    expected = Reject(reason="not_selected", detail=detail)
+    assert {"c1": expected} == found(*spans)
+    assert {"c1": expected} == found(*spans, agent_match="codex")
+    unmatched = Reject(reason="not_selected", detail="agent_match '^helper-call$' does not select agent 'codex'")
+    assert {"c2": unmatched} == found(*spans, agent_match="^helper-call$")
 
 
 def test_agent_match_that_is_no_expression_is_refused_with_the_reason() -> None:

@@ -47,6 +47,23 @@ def test_a_header_that_would_be_too_long_keeps_the_innermost_names():
     assert tuple(names[:3]) == decode_names(encode_names(names))
 
 
+def test_header_is_percent_encoded_and_separated_by_commas():
+    assert "a%2Fb,c%2Cd%20%2F%20%C3%A9" == encode_names(["a/b", "c,d / é"])
+    assert "search%2Fweb" == encode_names(["search/web"])
+    assert "" == encode_names([])
+
+
+def test_header_has_room_for_4000_characters():
+    assert ("n" * 4000,) == decode_names(encode_names(["n" * 4000, "agent"]))
+    assert ("n" * 1999, "m" * 2000) == decode_names(encode_names(["n" * 1999, "m" * 2000]))
+    assert ("n" * 2000,) == decode_names(encode_names(["n" * 2000, "m" * 2000]))
+    assert () == decode_names(encode_names(["n" * 4001]))
+
+
+def test_header_of_a_stranger_is_read_up_to_twice_that_length():
+    assert ("n" * 3999, "m" * 4000) == decode_names(f"{'n' * 3999},{'m' * 9000}")
+
+
 def test_names_go_from_the_innermost_out_to_the_agent():
     who = Who("solver", ("graph", "solver", "write", "search"), ("solver", "write", "search"))
     assert ("search", "write", "solver") == who.names
@@ -87,6 +104,11 @@ def test_the_most_specific_alias_counts():
     assert ["rest"] == chosen(*upstreams, model="o3")
     assert ["gpt"] == chosen(*upstreams, model="gpt-4o")
     assert ["mini"] == chosen(*upstreams, model="gpt-mini")
+
+
+def test_call_that_names_no_model_is_for_no_policy_by_its_model():
+    assert [] == chosen(policy("rest", aliases=("*",)), policy("other"))
+    assert [] == chosen(policy("rest", aliases=("*",)), policy("other"), names=["write"])
 
 
 def test_two_policies_of_one_model_are_both_found():

@@ -6,7 +6,6 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from agl.contracts import RolloutQuery
 from agl.errors import ConflictError, FencedError, StoreError
 from agl.schemas import (
     LLM,
@@ -103,37 +102,6 @@ def test_value_that_is_too_deep_or_too_long_to_show_is_refused_like_others() -> 
     for task in (deep, 2**20_000):
         with pytest.raises(StoreError, match=r"^Rollout cannot be stored: .*it was too large to show"):
             rules.copied(Rollout(rollout_id="a", task=task))
-
-
-ALL = [
-    queued("a", experiment="x", mode="train", group_id="g"),
-    queued("b", experiment="x", mode="val", status="running"),
-    queued("c", experiment="y", mode="train", status="failed"),
-    queued("d", experiment="x", mode="train", group_id="g", status="succeeded"),
-]
-
-
-@pytest.mark.parametrize(
-    ("query", "expected"),
-    [
-        (RolloutQuery(), "abcd"),
-        (RolloutQuery(is_newest_first=True), "dcba"),
-        (RolloutQuery(limit=2), "ab"),
-        (RolloutQuery(limit=2, is_newest_first=True), "dc"),
-        (RolloutQuery(after="b"), "cd"),
-        (RolloutQuery(after="b", is_newest_first=True), "a"),
-        (RolloutQuery(after="bb"), "cd"),
-        (RolloutQuery(after="bb", is_newest_first=True), "ba"),
-        (RolloutQuery(experiment="x"), "abd"),
-        (RolloutQuery(experiment=""), ""),
-        (RolloutQuery(mode="val"), "b"),
-        (RolloutQuery(group_id="g"), "ad"),
-        (RolloutQuery(status=("running", "failed")), "bc"),
-        (RolloutQuery(experiment="x", mode="train", after="a"), "d"),
-    ],
-)
-def test_query_selects_in_its_order(query: RolloutQuery, expected: str) -> None:
-    assert list(expected) == [rollout.rollout_id for rollout in rules.select(ALL[::-1], query)]
 
 
 def test_definition_is_a_rollout_without_its_progress() -> None:
@@ -334,6 +302,13 @@ def test_rollout_ends_with_the_last_attempt_that_a_store_can_number(
         expected = "the rollout lost its worker in 0 of 16383 attempts and is not tried again: a store can"
         assert last.attempt.error.message.startswith(expected)
         assert last.attempt.error.message.endswith("to try it once more")
+
+
+def test_last_attempt_that_a_store_can_number_is_named_as_the_cause_of_the_end() -> None:
+    before = replace(queued(retry=RetryPolicy(max_losses=1)), attempts=rules.MAX_ATTEMPTS - 1)
+    error = ended(before, ("lost", FAILED)).attempt.error
+    assert error is not None
+    assert "in 1 of 16383 attempts and is not tried again: a store can number no more attempts of it" in error.message
 
 
 def test_outcome_settles_a_running_attempt_once() -> None:

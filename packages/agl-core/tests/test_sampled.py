@@ -23,6 +23,7 @@ CUTS = {
     "min_tokens": 3,
     "best_of": 4,
     "use_beam_search": True,
+    "watermarking": True,
     "temperature": 0,
 }
 FORMS = {
@@ -33,6 +34,10 @@ FORMS = {
     "guided_json": {"properties": {}},
     "structured_outputs": {"regex": "a+"},
     "allowed_token_ids": [1, 2],
+    "thinking_token_budget": 100,
+    "regex": "a+",
+    "json_schema": "{}",
+    "custom_logit_processor": "code",
 }
 FREE = {
     "response_format": {"type": "text"},

@@ -89,6 +89,11 @@ def test_score_by_weights_needs_all_of_them(value: float | None) -> None:
     )
 
 
+def test_score_by_weights_is_none_where_the_sum_is_too_large_for_a_number() -> None:
+    rewards = [Reward(value=1.7e308, name="a"), Reward(value=1.7e308, name="b")]
+    assert (None, "the weighted sum of a, b is inf") == scored(*rewards, weights={"a": 1.0, "b": 1.0})
+
+
 def test_agents_reward_counts_where_it_is_trusted() -> None:
     spans = [reward_span(1, 1.0, source="agent")]
     assert episode_reward(spans) is None

@@ -109,6 +109,17 @@ def test_failure_of_the_only_agent_that_matters_gets_less_than_its_success(make)
 
 
 @pytest.mark.parametrize("make", BOTH)
+def test_equal_shares_leave_no_rounding_to_train_on(make):
+    class Silence(World):
+        def _replayed(self, plan):
+            return Episode(rollout=Rollout(rollout_id="r", task={}, status="succeeded"), attempt=None, reward=0.0)
+
+    given = [episode(f"r{n}", agents=("hero",), reward=0.1) for n in range(3)]
+    credit = make()
+    assert [{"hero": 0.0}] * 3 == shares(credit, prepare(credit, given, Silence()))
+
+
+@pytest.mark.parametrize("make", BOTH)
 def test_credits_are_counterfactual_and_leave_episodes_as_they_were(make):
     given = [episode("r1")]
     before = msgspec.msgpack.encode(given)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
+from agl.schemas import AttemptStatus, JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
-from agl_gateway.split_report import split_report
+from agl_gateway.split_report import SplitReport, split_report
 from agl_gateway.splits import Split, check_labels, parse_split, pins_of, place_rollout, placement_of
-from agl_run import SQLiteStore
+from agl_run import SQLiteStore, interval
 from agl_run.cli.main import cli
 from agl_run.comparison import compare, student_quantile
 from agl_run.experiment import labels
@@ -38,12 +39,15 @@ async def labelled(store: Store, **pointing: str) -> None:
         await labels.move(store, name, label, version)
 
 
-async def serve(store: Store, rewards: dict[str, Sequence[float | None]], *, name: str = "r") -> None:
+async def serve(
+    store: Store, rewards: dict[str, Sequence[float | None]], *, name: str = "r", experiment: str = ""
+) -> None:
     """Finish rollouts whose arm is the one asked for, one by reward; ``None`` has none, ``nan`` fails."""
     pins = await pins_of(store, list(SPLIT.shares))
     waiting = {label: list(values) for label, values in rewards.items()}
     for index in range(10_000):
-        rollout = place_rollout(Rollout(rollout_id=f"{name}-{index:05d}", task=index), SPLIT, pins)
+        plain = Rollout(rollout_id=f"{name}-{index:05d}", task=index, experiment=experiment)
+        rollout = place_rollout(plain, SPLIT, pins)
         placement = placement_of(rollout)
         assert placement is not None
         if not waiting.get(placement.arm):
@@ -78,6 +82,16 @@ def test_a_tenth_of_a_thousand_ids_lands_in_the_candidate_arm() -> None:
     assert 900 < count < 1100  # 3.3 standard deviations
 
 
+def test_labels_divide_the_ids_by_their_shares_in_their_order() -> None:
+    split = parse_split("production=0.2,candidate=0.3,canary=0.5")
+    ids = [f"ro-{i}" for i in range(10_000)]
+    counts = Counter(map(split.arm_of, ids))
+    for label, share in split.shares.items():
+        assert abs(counts[label] / 10_000 - share) < 0.02  # 4 standard deviations
+    merged = parse_split("production=0.5,canary=0.5")
+    assert ["canary" == split.arm_of(each) for each in ids] == ["canary" == merged.arm_of(each) for each in ids]
+
+
 def test_arm_of_an_id_never_changes_between_releases() -> None:
     split = parse_split("production=0.9,candidate=0.1")
     assert ["ro-14", "ro-16", "ro-24"] == [f"ro-{i}" for i in range(40) if split.arm_of(f"ro-{i}") == "candidate"]
@@ -97,10 +111,13 @@ def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float
         ("production=0.9,candidate=0.2", "add up to 1.1"),
         ("production=1.0", "'1.0', not a number between 0 and 1"),
         ("production=0.5", "one arm"),
-        ("production=0.9,candidate=x", "'x', not a number"),
+        ("production=0.9,candidate=x", r"^--split 'production=0.9,.*': the share of 'candidate' is 'x', not a number"),
+        ("production=0.9,candidate=1", "the share of 'candidate' is '1', not a number between 0 and 1"),
+        ("production=0.9,candidate=0", "the share of 'candidate' is '0', not a number between 0 and 1"),
+        ("production=0.5=0.5,candidate=0.5", "the share of 'production' is '0.5=0.5', not a number"),
         ("production=0.9,candidate=nan", "'nan', not a number"),
-        ("production=0.5,production=0.5", "given twice"),
-        ("production=0.5,a/b=0.5", "may hold letters"),
+        ("production=0.5,production=0.5", "the label 'production' is given twice; write"),
+        ("production=0.5,a/b=0.5", "the label 'a/b' may hold letters, digits, '_', '.' and '-' only; write"),
         ("", "may hold letters"),
     ],
 )
@@ -125,6 +142,15 @@ def test_label_that_names_nothing_is_refused(pointing: dict[str, str], message: 
 
     with pytest.raises(ConfigError, match=message):
         asyncio.run(body())
+
+
+def test_resource_with_labels_of_another_use_may_lack_the_first_label() -> None:
+    async def body() -> None:
+        store = MemoryStore()
+        await labelled(store, production="prompt@v1", candidate="prompt@v2", old="tools@t1")
+        await check_labels(store, ["production", "candidate"])
+
+    asyncio.run(body())
 
 
 def test_rollout_gets_the_versions_of_its_arm_and_keeps_what_it_pinned() -> None:
@@ -205,6 +231,96 @@ def test_report_counts_what_was_placed_between_the_present_versions() -> None:
         candidate.mean,
     )
     assert pytest.approx(1.2) == report.against["candidate"].policy_improvement_ratio
+
+
+async def finish(store: Store, rollout: Rollout, *, status: AttemptStatus = "succeeded") -> None:
+    """Run a rollout that gets no reward."""
+    await store.enqueue([rollout])
+    (claim,) = await store.claim(worker="w")
+    await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status=status)])
+
+
+LABELS = ["production", "candidate"]
+
+
+def test_report_counts_every_failure_and_every_missing_reward() -> None:
+    async def body() -> SplitReport:
+        store = MemoryStore()
+        await labelled(store, production="prompt@v1", candidate="prompt@v2")
+        await serve(store, {"production": [math.nan, math.nan, 1.0], "candidate": [None, None, 0.5]})
+        return await split_report(store, LABELS)
+
+    production, candidate = asyncio.run(body()).arms
+    assert (3, 2, 0, 3) == (production.rollouts, production.failed, production.unrewarded, production.rewarded)
+    assert (3, 0, 2, 1) == (candidate.rollouts, candidate.failed, candidate.unrewarded, candidate.rewarded)
+    assert (pytest.approx(1 / 3), 0.5) == (production.mean, candidate.mean)
+
+
+def test_report_reads_one_experiment_or_all() -> None:
+    async def body() -> list[SplitReport]:
+        store = MemoryStore()
+        await labelled(store, production="prompt@v1", candidate="prompt@v2")
+        await serve(store, {"production": [1.0] * 3, "candidate": [1.0] * 3}, name="mine", experiment="mine")
+        await serve(store, {"production": [0.0], "candidate": [0.0]}, name="other", experiment="other")
+        return [await split_report(store, LABELS, experiment=name) for name in ("mine", "other", None)]
+
+    reports = asyncio.run(body())
+    assert [[3, 3], [1, 1], [4, 4]] == [[arm.rollouts for arm in report.arms] for report in reports]
+    assert [1.0, 0.0, 0.75] == [report.arms[0].mean for report in reports]
+
+
+def test_intervals_of_a_report_have_the_confidence_that_was_asked_for() -> None:
+    old, new = [0.1, 0.2, 0.4], [0.5, 0.9]
+
+    async def body() -> SplitReport:
+        store = MemoryStore()
+        await labelled(store, production="prompt@v1", candidate="prompt@v2")
+        await serve(store, {"production": old, "candidate": new})
+        return await split_report(store, LABELS, confidence=0.8)
+
+    report = asyncio.run(body())
+    ends = [interval(rewards, confidence=0.8) for rewards in (old, new)]
+    assert ends == [(arm.low, arm.high) for arm in report.arms]
+    assert (0.8, {"candidate": compare(old, new, confidence=0.8)}) == (report.confidence, report.against)
+
+
+def test_arm_with_a_single_reward_has_a_mean_and_neither_interval_nor_comparison() -> None:
+    async def body() -> SplitReport:
+        store = MemoryStore()
+        await labelled(store, production="prompt@v1", candidate="prompt@v2")
+        await serve(store, {"production": [0.1, 0.2], "candidate": [0.5]})
+        return await split_report(store, LABELS)
+
+    report = asyncio.run(body())
+    production, candidate = report.arms
+    assert (0.5, None, None) == (candidate.mean, candidate.low, candidate.high)
+    assert interval([0.1, 0.2]) == (production.low, production.high)
+    assert {"candidate": None} == report.against
+
+
+def test_report_leaves_out_what_is_unplaced_cancelled_or_placed_between_other_labels() -> None:
+    """A split of three arms compares each pair of them; one of two arms says nothing about a third."""
+    wide = parse_split("production=0.3,candidate=0.3,canary=0.4")
+
+    async def body() -> list[SplitReport]:
+        store = MemoryStore()
+        await labelled(store, production="prompt@v1", candidate="prompt@v2", canary="prompt@v3")
+        pins = await pins_of(store, list(wide.shares))
+        for index in range(30):
+            await finish(store, place_rollout(Rollout(rollout_id=f"wide-{index}", task=0), wide, pins))
+            narrow = {label: pins[label] for label in LABELS}
+            await finish(store, place_rollout(Rollout(rollout_id=f"narrow-{index}", task=0), SPLIT, narrow))
+        await finish(store, Rollout(rollout_id="unplaced", task=0))
+        for index in range(9):
+            cancelled = place_rollout(Rollout(rollout_id=f"cancelled-{index}", task=0), wide, pins)
+            await finish(store, cancelled, status="cancelled")
+        return [await split_report(store, labels) for labels in (LABELS, list(wide.shares))]
+
+    placed = Counter(wide.arm_of(f"wide-{index}") for index in range(30))
+    narrow = Counter(SPLIT.arm_of(f"narrow-{index}") for index in range(30))
+    two, three = asyncio.run(body())
+    assert [placed[label] + narrow[label] for label in LABELS] == [arm.rollouts for arm in two.arms]
+    assert [placed[label] for label in wide.shares] == [arm.rollouts for arm in three.arms]
 
 
 @pytest.fixture

@@ -37,6 +37,25 @@ def test_a_function_of_ones_own_is_a_loss_and_its_keywords_are_the_parameters() 
     assert ("token", False) == (found.entry.aggregation, found.entry.trains_silent)
 
 
+class ReadsEntropy:
+    """A loss that weighs tokens by their entropy; its survey reads it as well where `early`."""
+
+    def __init__(self, *, early: bool = False) -> None:
+        self._early = early
+
+    def survey(self, tokens: TokenBatch) -> dict[str, torch.Tensor]:
+        return {"mean_M": tokens.entropy_M * 2.0} if self._early else {}  # type: ignore[operator]
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M * tokens.entropy_M)  # type: ignore[operator]
+
+
+def test_entropies_are_known_to_a_loss_and_not_to_its_survey() -> None:
+    assert find_loss(f"{__name__}:ReadsEntropy")
+    with pytest.raises(ConfigError, match=r"TypeError: .*NoneType"):
+        find_loss(f"{__name__}:ReadsEntropy", {"early": True})
+
+
 def test_a_function_of_ones_own_is_an_estimator() -> None:
     zeros = torch.zeros(2, dtype=torch.int64)
     scores = Scores(scores_S=torch.tensor([1.0, 2.0]), group_S=zeros, tokens_S=zeros)

@@ -100,6 +100,13 @@ def test_call_comes_back_as_it_was(request_: Json, answer: Json) -> None:
     Kept([called(n, prompt=range(n), response=range(3), request=request_, answer=answer) for n in range(3)]).check()
 
 
+@pytest.mark.parametrize("body", [{"messages": [2**64]}, {"seed": -(2**63) - 1}])
+def test_integer_beyond_64_bits_is_refused_wherever_it_stands(body: Json) -> None:
+    for each in (called(1, request=body), called(1, answer=body)):
+        with pytest.raises(StoreError, match=r"'s1' \('n'\) of attempt 'r\.1' cannot be stored"):
+            Packer().pack(each, attempt="r.1", sequence=1)
+
+
 @pytest.mark.parametrize("ids", [(0,), (1, 255, 256, 65_535, 65_536, 2**24, 2**31 - 1), tuple(range(70_000, 70_300))])
 def test_ids_of_every_size_come_back(ids: tuple[int, ...]) -> None:
     Kept([called(1, prompt=ids, response=ids[::-1]), called(2, prompt=ids[::-1]), called(3, response=ids)]).check()

@@ -72,6 +72,18 @@ def test_line_of_a_step_without_an_update_says_so() -> None:
     assert "grpo step 2 of 3: reward 0.000, trained nothing" == line(skipped, has_published=False)
 
 
+def test_line_of_a_step_whose_gradients_were_not_finite_says_that_it_trained_nothing() -> None:
+    assert "grpo step 2 of 3: trained nothing" == line({"updates_nonfinite": 1.0}, has_published=False)
+    assert "grpo step 2 of 3: done" == line({"updates_nonfinite": 1.0})
+
+
+def test_line_of_a_step_does_not_follow_the_order_in_which_its_numbers_come() -> None:
+    metrics = {"kl_loss": 0.1, "pg_loss": 0.2, "loss": 0.3, "reward_std": 0.4, "vf_loss": 0.5, "reward": 0.6}
+    shown = "reward 0.600, reward_std 0.400, loss 0.300, kl_loss 0.100"
+    for some in (metrics, dict(sorted(metrics.items())), dict(reversed(metrics.items()))):
+        assert f"grpo step 2 of 3: {shown}" == line(some)
+
+
 def test_line_of_a_step_of_which_one_update_was_skipped_does_not() -> None:
     assert "grpo step 2 of 3: done" == line({"updates_skipped": 1.0})
 

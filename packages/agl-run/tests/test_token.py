@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError, TokenError
+from agl.schemas import Attempt, RetryPolicy, Rollout
 from agl.tracing import redact
-from agl_run.tokens import AdminKey, AttemptToken, AttemptTokens
+from agl_run.tokens import AdminKey, AttemptToken, AttemptTokens, issue_token
 
 SECRET = b"0123456789abcdef"
 TOKENS = AttemptTokens(SECRET)
@@ -21,6 +22,43 @@ def test_token_says_what_was_issued():
     expected = AttemptToken(rollout_id="ro-1", attempt_id="ro-1.1", expires_at=100.0, scope="attempt")
     assert expected == TOKENS.verify(TOKEN, now=99.9)
     assert expected == AttemptTokens(SECRET).verify(TOKEN, now=0)
+
+
+def test_token_is_made_for_nobody_in_particular_unless_named():
+    plain = AttemptToken(rollout_id="r", attempt_id="r.1", expires_at=5.0, scope="attempt", name="")
+    assert plain == TOKENS.verify(TOKENS.issue("r", "r.1", expires_at=5.0), now=1.0)
+    client = TOKENS.issue("", "", expires_at=5.0, scope="client", name="ada")
+    expected = AttemptToken(rollout_id="", attempt_id="", expires_at=5.0, scope="client", name="ada")
+    assert expected == TOKENS.verify(client, now=1.0)
+
+
+def test_token_of_a_worker_is_for_its_experiment_and_no_attempt():
+    plain = TOKENS.issue_for_worker("mine", expires_at=5.0)
+    expected = AttemptToken(rollout_id="", attempt_id="", expires_at=5.0, scope="worker", experiment="mine", name="")
+    assert expected == TOKENS.verify(plain, now=1.0)
+    assert "ada" == TOKENS.verify(TOKENS.issue_for_worker("mine", expires_at=5.0, name="ada"), now=1.0).name
+
+
+def test_token_of_a_worker_may_have_the_2048_characters_that_are_accepted():
+    lengths: set[int] = set()
+    for count in range(1300, 1500):
+        try:
+            token = TOKENS.issue_for_worker("e", expires_at=5.0, name="n" * count)
+        except ConfigError:
+            break
+        assert "n" * count == TOKENS.verify(token, now=1.0).name
+        lengths.add(len(token))
+    assert 2048 == max(lengths)
+
+
+@pytest.mark.parametrize(("timeout_s", "lifetime_s"), [(None, 86_400.0), (30.0, 90.0), (0.5, 60.5)])
+def test_token_of_an_attempt_outlives_its_time_limit_by_a_minute(timeout_s: float | None, lifetime_s: float):
+    rollout = Rollout(rollout_id="r", task="?", retry=RetryPolicy(timeout_s=timeout_s))
+    attempt = Attempt(attempt_id="r.2", rollout_id="r", number=2, worker="w")
+    before = time.time()
+    claim = TOKENS.verify(issue_token(TOKENS, rollout, attempt), now=before)
+    assert ("r", "r.2", "attempt") == (claim.rollout_id, claim.attempt_id, claim.scope)
+    assert before + lifetime_s <= claim.expires_at <= time.time() + lifetime_s
 
 
 def test_token_is_shaped_like_an_api_key():
@@ -78,6 +116,21 @@ def test_token_carries_any_ids(rollout_id: str, attempt_id: str, expires_at: flo
 def test_tokens_refuse_a_short_secret():
     with pytest.raises(ConfigError, match=r"^the secret given to AttemptTokens has 5 bytes, at least 16 are needed"):
         AttemptTokens(b"short")
+    with pytest.raises(ConfigError, match="has 0 bytes"):
+        AttemptTokens(b"")
+
+
+def test_tokens_refuse_a_function_that_has_no_key():
+    with pytest.raises(ConfigError, match=r"^the secret given to AttemptTokens has 0 bytes, at least 16 are needed"):
+        AttemptTokens(lambda: b"")
+
+
+def test_secret_in_bytes_is_one_key_and_a_function_returns_one_a_line():
+    lines = SECRET + b"\n" + SECRET[::-1]
+    assert AttemptTokens(lambda: lines).verify(TOKEN, now=0)
+    assert AttemptTokens(lines).verify(AttemptTokens(lines).issue("r", "r.1", expires_at=5.0), now=0)
+    with pytest.raises(TokenError, match="signature"):
+        AttemptTokens(lines).verify(TOKEN, now=0)
 
 
 def test_token_may_have_2048_characters_and_no_more():

@@ -1,4 +1,4 @@
-"""Experiments of two folders in one process, whose agents' modules have the same name."""
+"""Modules beside an experiment: those of two folders with one name, and those that no agent imports."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from agl_run.cli.main import cli
+from agl_testing.plugins import PluginFolder
 
 EXPERIMENT = """
 [experiment]
@@ -55,3 +56,46 @@ def test_agent_in_this_process_that_is_another_folders_is_refused(tmp_path: Path
     second = tried(tmp_path / "b", runner="async", reward=0.75)
     assert 1 == second.exit_code
     assert "'agent_of_folders' for the agent is imported from" in second.output
+
+
+PLUGIN = """
+import importlib
+
+import agl
+
+
+class WithPart:
+    def __init__(self, *, part):
+        self.part = importlib.import_module(part)
+
+    async def setup(self, context):
+        pass
+
+    async def close(self):
+        pass
+
+
+@agl.hookimpl
+def agl_algorithms():
+    yield agl.AlgorithmEntry(name="with-part", factory=WithPart, tunes=("prompt_template",), needs_token_ids=False)
+"""
+
+COMMAND = """
+[[algorithm]]
+use = "with-part"
+params = { part = "part_of_experiment" }
+"""
+
+
+def test_module_beside_an_experiment_is_found_where_the_agent_is_a_program(
+    tmp_path: Path, agl_plugins: PluginFolder
+) -> None:
+    agl_plugins.install(PLUGIN, name="parts")
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"q": 1}\n')
+    text = EXPERIMENT.format(runner="command").replace('"agent_of_folders:solve"', '["true"]')
+    (folder / "e.toml").write_text(text + COMMAND)
+    (folder / "part_of_experiment.py").write_text("")
+    result = CliRunner().invoke(cli, ["check", str(folder / "e.toml")], catch_exceptions=False)
+    assert 0 == result.exit_code, result.output

@@ -101,6 +101,18 @@ def test_a_server_whose_logprobs_leave_the_temperature_out_is_refused(base, fake
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("own", ["own-temperature", "own-top-p"])
+def test_a_server_that_samples_by_the_models_own_parameters_is_refused(base, fake, own):
+    fake(own)
+
+    async def run():
+        with pytest.raises(PolicyError, match=r"generation_config.json where.*start it with --generation-config vllm"):
+            async with serving(base):
+                pass
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_server_without_the_modes_that_updates_need_says_which(base, make_weights, kind):
     weights = make_weights("new", shift=0.5, base=base if kind == "adapter" else None)

@@ -18,6 +18,9 @@ from agl_vllm.policy import VLLMPolicy
 
 from .conftest import noted, published, started
 
+ASKED_AT_START = 7
+"""Requests of the checks at the start: token ids, two of the log-probabilities' temperature, four of sampling."""
+
 
 def run(policy, act):
     async def whole():
@@ -82,9 +85,9 @@ def test_an_adapter_is_loaded_in_place_between_answers_and_named(base, make_weig
 
     found = run(policy, act)
     update = ["/pause?mode=wait", "/v1/load_lora_adapter", "/reset_prefix_cache", "/resume", "/v1/completions"]
-    assert [*["/v1/completions"] * 3, *update, *update] == found["paths"]
+    assert [*["/v1/completions"] * ASKED_AT_START, *update, *update] == found["paths"]
     body = {"lora_name": "main_llm-adapter", "lora_path": second.uri, "load_inplace": True}
-    assert body == found["bodies"][9]
+    assert body == found["bodies"][ASKED_AT_START + 6]
     assert "main_llm-adapter" == found["bodies"][-1]["model"]
 
 
@@ -151,7 +154,7 @@ def test_a_server_takes_new_weights_in_its_sleep(base, make_weights, settings):
         *("/pause?mode=wait", "/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"),
         *("/reset_prefix_cache", "/resume", "/v1/completions"),
     ]
-    assert [*["/v1/completions"] * 3, *update, *update] == run(policy, act)
+    assert [*["/v1/completions"] * ASKED_AT_START, *update, *update] == run(policy, act)
 
 
 def test_a_server_that_wakes_with_other_weights_is_restarted_from_then_on(base, make_weights, fake, caplog):

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import signal
 import time
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run.tokens import AttemptTokens
 from agl_vllm.policy import VLLMPolicy
+from agl_vllm.server import LaunchSettings
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 pytestmark = [
@@ -300,6 +302,28 @@ def test_turns_of_a_conversation_continue_the_recorded_tokens(model):
     assert {"first": 1, "spliced": 4} == counts
     assert ["tool_calls", "tool_calls"] == [call.finish_reason for call in calls[1::2]]
     check_continued(calls, load_model(str(model), device="cpu").model)
+
+
+@pytest.mark.parametrize("own", [{"temperature": 0.7}, {"top_p": 0.95}, {"top_k": 20}, {"repetition_penalty": 1.3}])
+def test_a_models_own_sampling_parameters_are_noticed(model, tmp_path, monkeypatch, own):
+    """As on a server that somebody started without ``--generation-config vllm``."""
+    folder = tmp_path / "own"
+    shutil.copytree(model, folder)
+    (folder / "generation_config.json").write_text(json.dumps(own))
+
+    command = LaunchSettings.command
+
+    def without_the_option(server, **settings):
+        return ["auto" if word == "vllm" else word for word in command(server, **settings)]
+
+    async def run():
+        policy = VLLMPolicy(name="main_llm", model=str(folder), dtype="float32", args=ARGS, env=ENV)
+        with pytest.raises(PolicyError, match="start it with --generation-config vllm"):
+            await policy.start()
+        await policy.stop()
+
+    monkeypatch.setattr(LaunchSettings, "command", without_the_option)
+    asyncio.run(run())
 
 
 def has_gpu():

@@ -160,7 +160,7 @@ class Server:
     async def completions(self, request: web.Request) -> web.Response:
         """As far as a policy's start needs it."""
         body = await request.json()
-        scale = body["temperature"] or 1.0
+        scale = body.get("temperature", 1.0) or 1.0
         scored = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
         logprobs = {"top_logprobs": [{"x": -0.5 / scale, "y": -1.5 / scale}]}
         choice = {"token_ids": [7], "prompt_token_ids": body["prompt"], "prompt_logprobs": scored, "logprobs": logprobs}

@@ -67,10 +67,12 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
     """
     loaded = without_master(loaded)
     model = cast("Any", loaded.model)
+    # To an adapter of the head peft would add all of the head's weights, and of the embedding's.
+    options = {"save_embedding_layers": False} if has_lora(model) else {}
 
     def fill(directory: Path) -> None:
         with no_bars():
-            model.save_pretrained(directory)
+            model.save_pretrained(directory, **options)
         loaded.tokenizer.save_pretrained(directory)
         if (probe := make_probe(loaded)) is not None:
             write_probe(directory, probe)

@@ -16,6 +16,8 @@ Deviations, and why:
   noise.
 - Rollouts have several calls and agents. The gaps of all calls that train count, each in its own context.
 - The gap is that of the sampled token, not of the distributions: a server returns the former for a few bytes.
+- The teacher reads what the policy read. One that reads more, as the solution in OPSD (arXiv 2601.18734), is `sdpo`'s:
+  it reads what the trace holds, and no hidden solution.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance
-from agl_objectives.reports import averaged
+from agl_objectives.reports import UnusedEstimator, averaged
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.uses import call_uses
@@ -166,6 +168,7 @@ class Distill:
         )
         self._objective.check_effect("distill", updates=updates_per_step * epochs)
         self._estimator = estimator_of_samples("distill", estimator)
+        self._unused = UnusedEstimator(estimator)
         needed_by("distill", "reward_coef", reward_coef, estimator=(estimator, ESTIMATOR))
         self._name, self._wait_s = teacher, teacher_wait_s
         self._steps = steps
@@ -179,6 +182,7 @@ class Distill:
             curriculum=curriculum,
             uniform=curriculum_uniform,
             keeps_all=not reward_coef,
+            compares_batch=self._estimator.entry.compares == "batch",
         )
         self._updates_per_step, self._epochs = updates_per_step, epochs
         self._token_budget = token_budget
@@ -298,6 +302,8 @@ class Distill:
         """Return the rows that train, with the rewards' part of the advantages, and metrics of the batch."""
         if self._reward_coef:
             batch = prepare(groups, credit=self._context.credit, estimator=self._estimator.call)
+            if notice := self._unused.news(final=batch.final, calls=batch.calls):
+                self._context.say(f"{self._context.name}: {notice}")
             scaled = [replace(row, advantages=self._reward_coef * row.advantages) for row in batch.samples]
             return scaled, batch.metrics
         episodes = [episode for group in groups for episode in group]

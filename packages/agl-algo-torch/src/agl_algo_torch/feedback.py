@@ -9,18 +9,21 @@ Nothing here knows tokens. Three sources of feedback are known, all recorded any
 What a reward or a tool says may quote fields of the task that are hidden from the agent. They are masked, so that the
 teacher never knows them: their values, each line of longer ones, and any three words in a row. The answers of siblings
 are shown as they are, because the policy wrote them without seeing a hidden field.
-Limit: a hidden value that is only paraphrased, or computed with, is not recognised.
+Limit: a hidden value that is only paraphrased, or computed with, is not recognised, and keys within a hidden field are
+not masked, for they name values.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from agl import semconv
 from agl.dialects import call_messages
+from agl_objectives.tasks import canonical
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +38,10 @@ MASKED = "[...]"
 
 _RUN = 3
 """Words in a row that are enough to recognise a hidden value."""
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"[\w\u0300-\u036f]+")  # accents may stand behind their letters
 _SHORT = 4
-"""Characters below which a value is masked only where it stands as a word of its own."""
+"""Characters below which a value is masked only where neither letters nor digits of its kind go on beside it."""
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +61,15 @@ class HiddenFields:
     def __init__(self, task: Json, hidden: Sequence[str]) -> None:
         fields: dict[str, Json] = cast("dict[str, Json]", task) if isinstance(task, dict) else {}
         leaves = [leaf for key in hidden if key in fields for leaf in _leaves(fields[key])]
-        texts = {text.casefold() for leaf in leaves for text in _spellings(leaf)}
-        self._whole = sorted(text for text in texts if len(text) >= _SHORT or not _WORD.search(text))
+        texts = {_folded(text)[0] for leaf in leaves for text in _spellings(leaf)}
+        self._whole = sorted(texts)
         self._runs = frozenset(run for text in texts for run in _runs(_WORD.findall(text)))
         self._lengths = {len(run) for run in self._runs}
 
     def masked(self, text: str) -> str:
-        """Return `text` with `[...]` in place of every hidden value, in capitals or not."""
+        """Return `text` with `[...]` in place of every hidden value, in capitals or not, composed or not."""
         folded, places = _folded(text)
-        spans = [match.span() for value in self._whole for match in re.finditer(re.escape(value), folded)]
+        spans = [span for value in self._whole for span in _found(value, folded)]
         words = list(_WORD.finditer(folded))
         spans += [
             (run[0].start(), run[-1].end())
@@ -96,9 +100,13 @@ def find_feedback(
 
 
 def find_sibling(group: Sequence[Episode], index: int, *, success: float) -> Episode | None:
-    """Return the best other rollout of the group with a reward of at least `success`; of equal ones the next."""
+    """Return the best other rollout of the same task with a reward of at least `success`; of equal ones the next.
+
+    With a `group_key` a group may have several tasks, whose answers are not each other's.
+    """
     # Beginning behind itself shows different siblings to a group's members, and the same ones in a repeated step.
-    others = [*group[index + 1 :], *group[:index]]
+    task = canonical(group[index].rollout.task)
+    others = [e for e in (*group[index + 1 :], *group[:index]) if canonical(e.rollout.task) == task]
     good = [episode for episode in others if episode.reward is not None and episode.reward >= success]
     return max(good, key=lambda episode: episode.reward or 0.0, default=None)
 
@@ -143,16 +151,51 @@ def _spellings(leaf: Json) -> set[str]:
     else:
         found = {str(leaf), json.dumps(leaf)}
         if isinstance(leaf, int | float) and not isinstance(leaf, bool):
-            found.add(f"{leaf:,}")
+            found |= {f"{leaf:,}", f"{leaf:_}"}
         if isinstance(leaf, float):
             found |= {f"{leaf:g}", str(int(leaf)) if leaf.is_integer() else str(leaf)}
     return {text for text in found if text}
 
 
 def _folded(text: str) -> tuple[str, list[int]]:
-    """Return a text without the difference of capitals, and where each of its characters stands in `text`."""
-    parts = [character.casefold() for character in text]  # one character may become several
+    """Return a text without the difference of capitals and of forms, and where each of its characters stands in `text`.
+
+    Forms of a character are a letter with its accent or both apart, and digits of full or half width.
+    """
+    parts = [_form(character) for character in text]  # one character may become several
     return "".join(parts), [at for at, part in enumerate(parts) for _ in part]
+
+
+def _form(character: str) -> str:
+    if character.isascii():
+        return character.casefold()
+    apart = unicodedata.normalize("NFKD", character.casefold())
+    return unicodedata.normalize("NFKD", apart.casefold())
+
+
+def _found(value: str, text: str) -> Iterator[tuple[int, int]]:
+    """Yield where a value stands in a text, both folded; of a number with the zeros that do not change it."""
+    pattern = re.escape(value)
+    if number := _NUMBER.fullmatch(value):
+        pattern = f"0*{pattern}{'0*' if number[1] else ''}"
+    for match in re.finditer(pattern, text):
+        start, end = match.span()
+        if len(value) >= _SHORT or not (_goes_on(text[start - 1 : start + 1]) or _goes_on(text[end - 1 : end + 1])):
+            yield start, end
+
+
+def _goes_on(pair: str) -> bool:
+    """Return true if the second of two characters continues the word or the number that the first belongs to."""
+    kinds = {_kind(character) for character in pair}
+    return len(pair) == 2 and len(kinds) == 1 and "" not in kinds
+
+
+def _kind(character: str) -> str:
+    """Return `digit` or `letter`, and `""` for all else, as for letters of scripts that put no space between words."""
+    if character.isdecimal():
+        return "digit"
+    category = unicodedata.category(character)
+    return "letter" if category in ("Lu", "Ll", "Lt", "Lm", "Mn") else ""
 
 
 def _runs(words: list[str]) -> set[tuple[str, ...]]:

@@ -54,7 +54,7 @@ from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.registry import find_estimator
-from agl_objectives.reports import averaged
+from agl_objectives.reports import UnusedEstimator, averaged
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 
@@ -188,7 +188,7 @@ class GRPO:
             token_budget=token_budget,
             keep=keep,
         )
-        self._objective.check_effect("grpo", updates=updates_per_step * epochs, replays=replay > 0)
+        self._objective.check_effect("grpo", updates=updates_per_step * epochs)
         # One rollout is its own mean, so every advantage of a group of one is 0 and nothing would ever be learned.
         if group_size == 1 and found.entry.compares == "group" and not found.entry.needs_baseline:
             raise ConfigError(
@@ -210,6 +210,7 @@ class GRPO:
             mask_truncated=mask_truncated,
             overlong=self._overlong,
             has_greedy=found.entry.needs_baseline,
+            compares_batch=found.entry.compares == "batch",
         )
         self._replay = ReplayBuffer("grpo", share=replay, bound=replay_bound, max_staleness=replay_max_staleness)
         self._token_budget, self._keep = token_budget, keep
@@ -239,7 +240,7 @@ class GRPO:
             has_reference=bool(kl_coef or anchor_coef),
         )
         self._step = 0
-        self._has_told = False
+        self._unused = UnusedEstimator(found.entry.name)
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
@@ -348,12 +349,8 @@ class GRPO:
 
     def _tell_unused(self, final: int, calls: int) -> None:
         """Say once that the credit leaves the estimator nothing to do."""
-        if final and not self._has_told:
-            self._has_told = True
-            self._context.say(
-                f"{self._context.name}: the credit gave {final} of {calls} calls finished advantages, in which "
-                f'estimator = "{self._estimator.entry.name}" has no part'
-            )
+        if notice := self._unused.news(final=final, calls=calls):
+            self._context.say(f"{self._context.name}: {notice}")
 
     async def _train(
         self,

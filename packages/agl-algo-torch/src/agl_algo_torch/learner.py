@@ -23,7 +23,15 @@ from agl_algo_torch.checkpoint import (
     served_weights,
     step_directory,
 )
-from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, checkpoint_gradients, load_model, open_adapter
+from agl_algo_torch.model import (
+    LoadedModel,
+    LoraSettings,
+    add_lora,
+    checkpoint_gradients,
+    load_model,
+    open_adapter,
+    refuse_tied_adapters,
+)
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
 from agl_algo_torch.packing import pack
 from agl_algo_torch.scoring import find_head
@@ -176,5 +184,9 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
     # Under LoRA the base is frozen and the adapters are float32 anyway; else the weights in training are a master.
     loaded = load_model(path, device=settings.device, dtype=settings.dtype, is_master=settings.lora is None)
     if origin.format == "hf":
-        return replace(loaded, model=add_lora(loaded.model, settings.lora)) if settings.lora else loaded
-    return replace(loaded, model=open_adapter(loaded.model, origin.uri, settings=settings.lora))
+        model = add_lora(loaded.model, settings.lora) if settings.lora else loaded.model
+    else:
+        model = open_adapter(loaded.model, origin.uri, settings=settings.lora)
+    if settings.lora:
+        refuse_tied_adapters(model)
+    return replace(loaded, model=model)

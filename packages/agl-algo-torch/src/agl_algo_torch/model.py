@@ -9,8 +9,10 @@ Limits: one device; quantised base weights can be loaded, but their LoRA cannot 
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +24,7 @@ from agl.hints import pip_install
 from agl_algo_torch.typed_torch import modules
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from torch import Tensor
 
@@ -164,15 +166,32 @@ def _checkpointed(model: nn.Module) -> Generator[None]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     is_on = getattr(model, _CHECKPOINTS, False) and torch.is_grad_enabled()
-    layers = [layer for _, layer in modules(model) if isinstance(layer, GradientCheckpointingLayer)] if is_on else []
-    modes = [layer.training for layer in layers]
-    for layer in layers:
+    layers: list[Any] = [layer for _, layer in modules(model) if isinstance(layer, GradientCheckpointingLayer)]
+    before = [(layer, layer.training, layer._gradient_checkpointing_func) for layer in layers] if is_on else []
+    for layer, mode, recompute in before:
         layer.training = True  # of the layer alone; `train()` would reach the dropout inside it
+        layer._gradient_checkpointing_func = partial(_recompute_evaluated, layer, mode, recompute)
     try:
         yield
     finally:
-        for layer, mode in zip(layers, modes, strict=True):
-            layer.training = mode
+        for layer, mode, recompute in before:
+            layer.training, layer._gradient_checkpointing_func = mode, recompute
+
+
+def _recompute_evaluated(layer: Any, mode: bool, recompute: Callable[..., Any], compute: Any, *inputs: Any) -> Any:
+    """Let transformers' `recompute` run a layer, now and in the backward pass, as a layer in `mode`.
+
+    Some layers drop out by a flag of their own, and would do so in the first pass and not in the second.
+    """
+
+    def computed(*again: Any) -> Any:
+        marked, layer.training = layer.training, mode
+        try:
+            return compute(*again)
+        finally:
+            layer.training = marked
+
+    return recompute(computed, *inputs)
 
 
 def checkpoint_gradients(model: nn.Module) -> None:
@@ -250,6 +269,25 @@ def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) 
     return cast("nn.Module", adapted).eval()
 
 
+def refuse_tied_adapters(model: nn.Module) -> None:
+    """Raise ConfigError for an adapter on one of two layers that share their weights, as a head with its embedding.
+
+    It trains that layer alone, and merged into the weights it would change the other one as well.
+    """
+    base = cast("Any", model).get_base_model()
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight or not any(map(_is_adapted, (head, embedding))):
+        return
+    raise ConfigError(
+        f"lora_targets has the output layer or the embedding of {type(base).__name__}, which share their weights in "
+        'this model. Leave both out; "all-linear" does.'
+    )
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    return hasattr(layer, "lora_A")
+
+
 def _check_adapter(adapted: Any, found: Any, settings: LoraSettings, path: str) -> None:
     """Raise ConfigError unless the adapter has the rank, the alpha and the targets that were asked for."""
     targets = cast("tuple[str, ...]", tuple(sorted(found.target_modules)))
@@ -306,11 +344,20 @@ def served_state(model: nn.Module) -> dict[str, Tensor]:
     """Return a detached copy of the weights to serve, under the base model's names, with adapters merged.
 
     The merge is computed on the side (W + delta W) and not by peft's merge and unmerge, which would leave rounding in
-    the weights that train.
+    the weights that train; a copy of the model is merged by peft where adapters are more than pairs of matrices (DoRA,
+    trained modules).
     """
     if not has_lora(model):
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if _is_more_than_pairs(model):
+        merged = cast("Any", copy.deepcopy(model)).merge_and_unload()
+        return {name: tensor.detach() for name, tensor in merged.state_dict().items()}
     return {name: tensor for name, tensor in _merged(cast("Any", model).get_base_model())}
+
+
+def _is_more_than_pairs(model: nn.Module) -> bool:
+    """Return true when trained tensors are other than the two matrices of an adapter and biases."""
+    return any(not re.search(r"\.lora_[AB]\.|\.bias$", name) for name in trainable_state(model))
 
 
 def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:

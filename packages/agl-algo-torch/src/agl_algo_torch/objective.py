@@ -116,7 +116,7 @@ class Objective:
         self._kl: KL = kl
         self._kl_coef, self._entropy_coef = kl_coef, entropy_coef
 
-    def check_effect(self, algorithm: str, *, updates: int, replays: bool = False) -> None:
+    def check_effect(self, algorithm: str, *, updates: int) -> None:
         """Raise ConfigError for a setting without an effect, in steps of `updates` updates each."""
         if self._constant_tokens != CONSTANT_TOKENS and self._aggregation != "constant":
             raise ConfigError(
@@ -124,7 +124,7 @@ class Objective:
                 f'"constant" divides, and the aggregation is "{self._aggregation}". Remove it, or give aggregation = '
                 '"constant".'
             )
-        if self._entry.needs_updates and updates == 1 and not replays:
+        if self._entry.needs_updates and updates == 1:
             raise ConfigError(
                 f'{algorithm} got loss = "{self._entry.name}", whose penalty has no gradient in the first update of a '
                 "step, and a step has one update. Give updates_per_step or epochs above 1, or another loss."

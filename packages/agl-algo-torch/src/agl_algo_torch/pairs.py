@@ -12,6 +12,7 @@ from agl_algo_torch.learner import mean
 from agl_algo_torch.preference import Gathered, Judgement, PreferenceAlgorithm, PreferenceSettings, Ratio, can_teach
 from agl_algo_torch.tuned_policy import at_least_one, one_of
 from agl_algo_torch.written_pairs import WrittenPair, check_source, read_pairs, told
+from agl_objectives.tasks import by_task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,8 +107,9 @@ class PairAlgorithm(PreferenceAlgorithm[Pair]):
         """Return the loss of a pair and -d loss / d margin; the margin is in nats."""
 
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Pair]:
-        """Return the pairs of all groups."""
-        return [pair for group in groups for pair in make_pairs(group, gap=self._min_gap, pairing=self._pairing)]
+        """Return the pairs of all groups, each of two answers to one task: with a `group_key` groups have several."""
+        same = [rollouts for group in groups for rollouts in by_task(group).values()]
+        return [pair for rollouts in same for pair in make_pairs(rollouts, gap=self._min_gap, pairing=self._pairing)]
 
     def judge(self, examples: Sequence[Pair], ratios: Mapping[str, Ratio]) -> Judgement:
         """Average the pairs' losses."""

@@ -217,7 +217,7 @@ class PPO:
             token_budget=token_budget,
             keep=keep,
         )
-        self._objective.check_effect("ppo", updates=updates_per_step * epochs, replays=replay > 0)
+        self._objective.check_effect("ppo", updates=updates_per_step * epochs)
         if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0) or value_clip < 0 or critic_warmup < 0:
             raise ConfigError(
                 f"ppo got {gamma=}, {lam=}, {value_clip=} and {critic_warmup=}; "

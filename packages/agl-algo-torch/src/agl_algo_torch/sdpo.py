@@ -73,6 +73,7 @@ from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import GroupSampler, Silence
 from agl_objectives.importance import Importance
+from agl_objectives.reports import UnusedEstimator
 from agl_objectives.saving import SAVE_EVERY
 from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
 
@@ -185,6 +186,8 @@ class SDPO:
         _check_sources(sources, group_size=group_size, grpo_coef=grpo_coef)
         if teach_successes != "agreed" and "siblings" not in sources:
             raise ConfigError('sdpo got teach_successes without "siblings" in sources. Add them, or remove it.')
+        self._estimator = estimator_of_samples("sdpo", estimator)
+        self._unused = UnusedEstimator(estimator)
         self._steps = steps
         self._groups = GroupSampler(
             "sdpo",
@@ -194,6 +197,7 @@ class SDPO:
             curriculum=curriculum,
             uniform=curriculum_uniform,
             silence=Silence(of=self._is_silent, note=NOTHING_TO_LEARN),
+            compares_batch=self._estimator.entry.compares == "batch",
         )
         self._sources, self._success = sources, success
         self._is_heard_where_agreed = teach_successes == "agreed"
@@ -203,7 +207,6 @@ class SDPO:
         self._max_tokens, self._token_budget = max_tokens, token_budget
         self._aggregation: MeanAggregation = aggregation
         self._grpo_coef = grpo_coef
-        self._estimator = estimator_of_samples("sdpo", estimator)
         needed_by("sdpo", "grpo_coef", grpo_coef, estimator=(estimator, ESTIMATOR))
         self._objective = Objective(
             "sdpo",
@@ -272,6 +275,8 @@ class SDPO:
 
         # 2. Tell.
         prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call)
+        if self._grpo_coef and (notice := self._unused.news(final=prepared.final, calls=prepared.calls)):
+            context.say(f"{context.name}: {notice}")
         lessons = await self._teaching.lessons(groups)
         metrics = prepared.metrics | collected.metrics | {"collect_s": collect_s} | lessons.metrics()
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}

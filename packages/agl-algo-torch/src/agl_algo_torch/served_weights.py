@@ -165,7 +165,10 @@ def _held_adapter(held: LoadedModel, model: nn.Module) -> Adapter | None:
     import peft
 
     config: dict[str, Any] = cast("Any", held.model).peft_config["default"].to_dict()
-    state: dict[str, Tensor] = cast("Any", peft).get_peft_model_state_dict(held.model)
+    state: dict[str, Tensor] = cast("Any", peft).get_peft_model_state_dict(
+        held.model,
+        save_embedding_layers=False,  # peft adds all of the head's weights to an adapter of the head
+    )
     return _adapter(config, {name: tensor.detach().clone() for name, tensor in state.items()}, model)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
-from agl_algo_verl.objectives import check_choices, chosen_loss, has_greedy
+from agl_algo_verl.objectives import check_choices, chosen_loss, compares_batch, has_greedy
 from agl_objectives.groups import GroupSampler
 from agl_objectives.replay import ReplayPool
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agl_algo_verl.settings import VerlSettings
+
+IS_THRESHOLD = 2.0
+"""VERL's default of `rollout_is_threshold`."""
 
 
 def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
@@ -161,6 +164,13 @@ def _check_kl(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         is_weighted = is_given(given, "algorithm.kl_ctrl") and algorithm.kl_ctrl.kl_coef
         unused += ["algorithm.kl_ctrl"] if is_weighted else []
         unused += ["algorithm.kl_penalty"] if is_given(given, "algorithm.kl_penalty") else []
+    moved = [f"algorithm.kl_ctrl.{name}" for name in ("horizon", "target_kl")]
+    fixed = [name for name in moved if algorithm.kl_ctrl.type == "fixed" and is_given(given, name)]
+    if fixed and not unused:
+        raise ConfigError(
+            f'VERL would ignore {", ".join(fixed)} with algorithm.kl_ctrl.type = "fixed", whose weight stays '
+            'kl_coef. Remove them, or set algorithm.kl_ctrl.type = "adaptive".'
+        )
     if unused:
         raise ConfigError(
             f"VERL would ignore {', '.join(unused)}, because no KL penalty is switched on. Remove them, or set "
@@ -233,6 +243,7 @@ def _check_draws(settings: VerlSettings) -> None:
         curriculum=settings.curriculum,
         uniform=settings.curriculum_uniform,
         has_greedy=has_greedy(settings),
+        compares_batch=compares_batch(settings),
     )
     asked = [name for name in ("refill", "curriculum") if getattr(settings, name)]
     if asked and settings.trainer.v1.is_async:
@@ -256,8 +267,10 @@ def _check_replay(settings: VerlSettings) -> None:
 def _check_correction(settings: VerlSettings) -> None:
     """Raise ConfigError for a correction with values that mean nothing, or that has no effect."""
     correction, keys, home = settings.correction, settings.algorithm.rollout_correction, "algorithm.rollout_correction"
-    if keys.rollout_is_batch_normalize and keys.rollout_is is None:
-        raise ConfigError(f"{home}.rollout_is_batch_normalize is ignored without rollout_is. Give that, or remove it.")
+    unused = ["rollout_is_batch_normalize"] if keys.rollout_is_batch_normalize else []
+    unused += ["rollout_is_threshold"] if keys.rollout_is_threshold != IS_THRESHOLD else []
+    if unused and keys.rollout_is is None:
+        raise ConfigError(f"{home}.{unused[0]} is ignored without rollout_is. Give that, or remove it.")
     if keys.bypass_mode and correction.is_on:
         raise ConfigError(
             f"{home}.bypass_mode = true takes the recorded log-probabilities for the old ones, so that rollout_is and "

@@ -32,6 +32,7 @@ from agl.errors import ConfigError
 from agl_algo_verl.adapters import prune_merged, whole_weights
 from agl_algo_verl.anchor import held_rows
 from agl_algo_verl.learning import VerlLearner
+from agl_algo_verl.objectives import unused_estimator
 from agl_algo_verl.packing import with_packing
 from agl_algo_verl.replay import VerlReplay
 from agl_algo_verl.runtime import check_attention, check_version, own_device
@@ -140,6 +141,7 @@ class VERL:
             max_nonfinite=self._max_nonfinite,
         )
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
+        self._unused = unused_estimator(self.settings)
         self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
         begin_saving(context, self.save, algorithm="verl", save_every=self._save_every, serves=self._tuned)
         for note in (*self.notes, *told, *advice(self.settings)):
@@ -154,6 +156,8 @@ class VERL:
         collect_s = time.perf_counter() - started
         # In a thread: while groups are collected ahead, agents go on in this event loop.
         prepared = await asyncio.to_thread(self._prepare, supplied)
+        if notice := self._unused.news(**prepared.finished):
+            self._context.say(f"{self._context.name}: {notice}")
         held, unheld = held_rows(supplied.groups, policy=self._tuned, settings=self.settings)
         metrics = prepared.metrics | supplied.metrics | unheld | {"collect_s": collect_s}
 
@@ -224,6 +228,7 @@ class VERL:
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
         self._live_at_saves.note()
+        self._supply.go_back(step=self._step)
         await asyncio.to_thread(self._replay.clear, step=self._step)
         if missing := await self._learner.go_back(state, rate=rate):
             self._context.say(

@@ -31,7 +31,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from agl.errors import ConfigError
+from agl_objectives.plugin import agl_losses
 from agl_objectives.registry import find_estimator, find_loss
+from agl_objectives.reports import UnusedEstimator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -111,9 +113,19 @@ def chosen_estimator(settings: VerlSettings) -> FoundEstimator:
     return find_estimator("dr_grpo" if name == "grpo" and not algorithm.norm_adv_by_std_in_grpo else name)
 
 
+def unused_estimator(settings: VerlSettings) -> UnusedEstimator:
+    """Return what tells that a run's estimator has nothing to do; a critic refuses such credit itself."""
+    return UnusedEstimator("gae" if settings.has_critic else chosen_estimator(settings).entry.name)
+
+
 def has_greedy(settings: VerlSettings) -> bool:
     """Return whether every task of a step has a greedy rollout, which its groups are compared with."""
     return not settings.has_critic and chosen_estimator(settings).entry.needs_baseline
+
+
+def compares_batch(settings: VerlSettings) -> bool:
+    """Return whether rollouts of different tasks are compared with each other."""
+    return not settings.has_critic and chosen_estimator(settings).entry.compares == "batch"
 
 
 def chosen_loss(settings: VerlSettings) -> LossChoice | None:
@@ -128,6 +140,13 @@ def chosen_loss(settings: VerlSettings) -> LossChoice | None:
         return None
     aggregation, constant = _weights(actor)
     return LossChoice(name=name, params=params, aggregation=aggregation, constant=constant)
+
+
+def needs_entropies(settings: VerlSettings) -> bool:
+    """Return whether updates compute entropies: for a bonus, and for losses of others, which may read them."""
+    choice = chosen_loss(settings)
+    is_ours = choice is None or choice.name in {entry.name for entry in agl_losses()}
+    return settings.actor.entropy_coeff != 0.0 or not is_ours
 
 
 def loss_mode(settings: VerlSettings) -> str:
@@ -182,8 +201,20 @@ def _check_loss(settings: VerlSettings, is_given: Callable[[str], bool]) -> None
     if not settings.loss and mode == "dro" and not actor.policy_loss.dro_beta:
         raise ConfigError(f"loss_mode = 'dro' needs {home}.policy_loss.dro_beta, a number above 0 such as 0.1.")
     choice = chosen_loss(settings)
-    if choice is not None:
-        choice.found()
+    if choice is not None and choice.found().entry.needs_updates:
+        _check_updates(settings, f"loss = {settings.loss!r}" if settings.loss else f"loss_mode = {mode!r}")
+
+
+def _check_updates(settings: VerlSettings, shown: str) -> None:
+    """Raise ConfigError where a step has one update, in which the policy is the old one."""
+    actor, tasks = settings.actor, settings.data.train_batch_size
+    updates = actor.ppo_epochs * (tasks // (actor.ppo_mini_batch_size or tasks))
+    # In bypass mode the old policy is the one that drew the tokens, as the server computed it.
+    if updates == 1 and not settings.algorithm.rollout_correction.bypass_mode:
+        raise ConfigError(
+            f"{shown} has a penalty without a gradient in the first update of a step, and a step has one update. Give "
+            "actor_rollout_ref.actor.ppo_epochs above 1 or a smaller ppo_mini_batch_size, or another loss."
+        )
 
 
 def _check_estimator(settings: VerlSettings, is_given: Callable[[str], bool]) -> None:

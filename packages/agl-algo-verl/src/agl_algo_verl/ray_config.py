@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.contracts import POLICY_KEY_ENV
-from agl_algo_verl.objectives import chosen_loss, loss_mode
+from agl_algo_verl.objectives import chosen_loss, loss_mode, needs_entropies
 from agl_algo_verl.policy import policy_key
 from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
@@ -111,6 +111,8 @@ def _worker(read: RaySettings, *, here: Mapping[str, Any], rate: float) -> dict[
         worker["actor_rollout_ref.actor.optim.lr"] = rate * read.settings.actor.optim.lr
     if choice is None:
         return worker
+    if needs_entropies(read.settings):
+        worker["actor_rollout_ref.actor.calculate_entropy"] = True
     return worker | {
         "actor_rollout_ref.actor.policy_loss.loss_mode": loss_mode(read.settings),
         "actor_rollout_ref.actor.loss_agg_mode": read.settings.actor.loss_agg_mode,
@@ -223,3 +225,12 @@ def environment(read: RaySettings, *, folder: Path, threads: int, schedule: Sche
         "VERL_USE_EXTERNAL_MODULES": "agl_algo_verl.ray_process",
         "OMP_NUM_THREADS": str(threads or 1),
     }
+
+
+def module_path(folder: Path) -> dict[str, str]:
+    """Return the variable by which every process of the cluster finds the modules beside an experiment, as this one.
+
+    A loss may be one of them. On several machines the folder must be there, or the module be installed.
+    """
+    own = [str(folder.absolute()), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, own))}

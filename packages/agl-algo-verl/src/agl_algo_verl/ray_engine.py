@@ -46,10 +46,10 @@ from agl_algo_verl.anchor import held_rows
 from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
 from agl_algo_verl.inproc import advice
-from agl_algo_verl.objectives import chosen_loss
+from agl_algo_verl.objectives import chosen_loss, unused_estimator
 from agl_algo_verl.packing import with_packing
 from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
+from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment, module_path
 from agl_algo_verl.ray_files import (
     STARTS,
     Unsaved,
@@ -214,6 +214,7 @@ class RayVERL:
         self._steps = self.settings.steps(len(context.train))
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
         self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
+        self._unused = unused_estimator(self.settings)
         self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
         begin_saving(context, self.save, algorithm="verl", save_every=self._save_every)
         for note in (*self.notes, *told, *told_of_agents, *advice(self.settings)):
@@ -236,6 +237,8 @@ class RayVERL:
         supplied = await self._while_served(cluster, self._supply.take(step))
         metrics = {"collect_s": time.perf_counter() - started, **await self._policy.counts()}
         prepared = await asyncio.to_thread(self._prepare, supplied)
+        if notice := self._unused.news(**prepared.finished):
+            self._context.say(f"{self._context.name}: {notice}")
         metrics |= prepared.metrics | supplied.metrics
         version = self._context.current(self._tuned).version
         replayed = self._replay.take(prepared, version=version)
@@ -319,6 +322,7 @@ class RayVERL:
         Without the checkpoint, and for an empty state, it starts from the live weights.
         """
         await self._stop()
+        self._supply.go_back(step=self._step)
         await asyncio.to_thread(self._replay.clear, step=self._step)
         checkpoint = str(state.get("checkpoint", ""))
         self._rate, self._unsaved, self._start = rate, None, STARTS.format(self._step)
@@ -398,6 +402,7 @@ class RayVERL:
         await asyncio.to_thread(forget_after, self._folder, step=self._done)
         schedule = schedule_after(self._base + self._done, settings=self.settings, steps=self._steps)
         variables = environment(self.read, folder=self._folder, threads=self._threads, schedule=schedule)
+        variables |= module_path(self._context.folder)
         self._cluster = cluster = Cluster(self.read, environment=variables)
         await cluster.start(self._config)
         self._request = await cluster.request()

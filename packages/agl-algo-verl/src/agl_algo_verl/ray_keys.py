@@ -17,7 +17,16 @@ from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_verl.keys import FIXED, has, is_verl_key, leaves, misspelling, put
 from agl_algo_verl.objectives import chosen_loss
-from agl_algo_verl.ray_refused import ALLOWED, DECIDED, MINI_BATCH, REFUSED, SAME_STRATEGY
+from agl_algo_verl.ray_refused import (
+    ALLOWED,
+    DECIDED,
+    FOR_GPU_SERVERS,
+    MINI_BATCH,
+    REASONS,
+    REFUSED,
+    SAME_STRATEGY,
+    SERVING,
+)
 from agl_algo_verl.runtime import check_attention
 from agl_algo_verl.settings import OWN, VerlSettings, read_settings
 
@@ -127,6 +136,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     for name, value in given.items():
         if has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)
+    notes += _unserved(given)
     settings, unheld = read_settings(own | beside)[0], ""
     if "anchor_coef" not in beside and settings.has_critic and settings.is_lora:
         settings, unheld = changed(settings, anchor_coef=0.0), UNHELD
@@ -135,15 +145,24 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     return RaySettings(settings=settings, given=given, ray_init=ray_init, notes=notes, unheld=unheld)
 
 
+def _unserved(given: Mapping[str, Any]) -> list[str]:
+    """Return a note for every key that the replica for machines without a GPU does not read."""
+    if given.get(f"{SERVING}.name") != CPU:
+        return []
+    keys = dict.fromkeys(FOR_GPU_SERVERS, "")
+    return [f'{name} has no effect with {SERVING}.name = "{CPU}"' for name in given if _covering(keys, name)]
+
+
 def classify(name: str, value: Any, *, strategy: str = STRATEGIES[0]) -> tuple[str, str]:
     """Return what is wrong with a key, and what else to say of it; both are `""` for a key that goes to VERL."""
     if strategy == "megatron" and not is_verl_key(name, strategy) and is_verl_key(name):
         return f"{name}: VERL's Megatron engine has no such key", ""
     if name.startswith("trainer.v1.") and has(VerlSettings, tuple(name.split("."))):
         return "", ""
-    if refused := _covering(REFUSED, name):
+    reasons = REASONS.get(strategy, REFUSED)  # `_check_engine` refuses other engines
+    if refused := _covering(reasons, name):
         allowed = (strategy,) if name in SAME_STRATEGY else ALLOWED.get(name, ())
-        return ("" if value in allowed else f"{name}: {REFUSED[refused]}"), f"{name} holds anyway"
+        return ("" if value in allowed else f"{name}: {reasons[refused]}"), f"{name} holds anyway"
     if decided := _covering(DECIDED, name):
         return "", f"{name} is decided by {DECIDED[decided]}"
     if name in FIXED and name not in HERE:

@@ -78,10 +78,18 @@ _REWARDS = (
 _TASKS = "tasks are the experiment's `train` and `val`, and agents write the prompts; VERL loads no data set here"
 _VALIDATION = "validation is the experiment's, and its rollouts are in the store"
 _NOT_READ = "VERL 0.9.1 has this key, and its V1 trainer on FSDP2 never reads it"
+_NOT_READ_BY_MEGATRON = "VERL 0.9.1 has this key, and its Megatron engine never reads it"
 _OTHER_ESTIMATOR = "it belongs to an estimator of VERL's that cannot be used here"
 _WHOLE_STATE = "a step that counts as done is never repeated, so each saves and loads all of the model and optimizer"
 _OWN_OLD = 'old log-probabilities are always the engine\'s here; use rollout_is = "token", or engine = "inproc"'
 _BY_TOKENS_ALWAYS = "micro-batches are always cut by tokens, as if it were true"
+_READ_ELSEWHERE = "VERL's engine does not read it; set {} instead"
+_ONE_MINI_BATCH = "an update has all of its rows in one mini-batch, in whatever order"
+_NO_SECOND_COUNT = "VERL only checks that it is there; the rollouts of a task are actor_rollout_ref.rollout.n"
+_FSDP1 = "VERL's FSDP2 engine never reads it, only its FSDP1 engine does"
+_ASYNC_SAVE = "a step counts as done once all of its checkpoint is written"
+_OFFLOADED = "VERL's FSDP2 engine always keeps the reference, which has no optimizer, in the CPU's memory"
+_ENGINES = (f"{ACTOR}.fsdp_config", f"{REFERENCE}.fsdp_config", "critic.fsdp")
 
 SAME_STRATEGY = (
     f"{REFERENCE}.strategy",
@@ -121,11 +129,36 @@ REFUSED = (
     )
     | _each("use_pf_ppo pf_ppo", _NOT_READ, below=["algorithm"])
     | _each("esi_redundant_time ray_wait_register_center_timeout", _NOT_READ, below=["trainer"])
+    | _each("model.mtp", _NOT_READ, below=["critic"])
+    | _each("tiled_mlp", _NOT_READ, below=["actor_rollout_ref.model", "critic.model"])
+    | _each("dtype use_orig_params wrap_policy.min_num_params", _FSDP1, below=_ENGINES)
+    | _each("rollout_n", _NO_SECOND_COUNT, below=[ACTOR, REFERENCE, "critic"])
+    | _each("shuffle data_loader_seed", _ONE_MINI_BATCH, below=[ACTOR, "critic"])
+    | _each("param_offload offload_policy optimizer_offload", _OFFLOADED, below=[f"{REFERENCE}.fsdp_config"])
+    | _each("checkpoint.async_save", _ASYNC_SAVE, below=[ACTOR, "critic"])
+    | _each("qat", _READ_ELSEWHERE.format(f"{ACTOR}.fsdp_config.qat"), below=[ACTOR])
+    | _each("use_remove_padding", _READ_ELSEWHERE.format("actor_rollout_ref.model.use_remove_padding"), below=[ACTOR])
+    | _each("use_fused_kernels", _READ_ELSEWHERE.format("actor_rollout_ref.model.use_fused_kernels"), below=[ACTOR])
+    | {
+        f"{group}.use_torch_compile": _READ_ELSEWHERE.format(f"{group}.fsdp_config.use_torch_compile")
+        for group in (ACTOR, REFERENCE)
+    }
+    | {
+        f"{group}.megatron.use_remove_padding": _READ_ELSEWHERE.format(f"{model}.use_remove_padding")
+        for group, model in ((ACTOR, "actor_rollout_ref.model"), (REFERENCE, "actor_rollout_ref.model"))
+    }
+    | _each(
+        "megatron.dist_checkpointing_prefix megatron.router_replay.record_file megatron.router_replay.replay_file",
+        _NOT_READ_BY_MEGATRON,
+        below=[ACTOR, REFERENCE],
+    )
     | dict.fromkeys(SAME_STRATEGY, f"it is the engine of {ACTOR}.strategy")
     | _each("use_dynamic_bsz", _BY_TOKENS_ALWAYS, below=[ACTOR])
     | _each("log_prob_use_dynamic_bsz", _BY_TOKENS_ALWAYS, below=[SERVING, REFERENCE])
     | {
         "critic.ppo_mini_batch_size": "all rows of a step share one update of the critic, too",
+        "critic.loss_scale_factor": "the critic's loss is always a mean over tokens here",
+        "critic.ulysses_sequence_parallel_size": _READ_ELSEWHERE.format("critic.fsdp.ulysses_sequence_parallel_size"),
         "distillation": "this engine collects for policy gradients only",
         "data.gen_batch_size": "a step collects the tasks of data.train_batch_size at once",
         f"{CORRECTION}.loss_type": "it is read in bypass_mode alone, which is refused",
@@ -139,6 +172,10 @@ REFUSED = (
         "exclude_modules, and merged for serving",
         "actor_rollout_ref.model.lora_adapter_path": "training starts from whole weights; merge the adapter first",
         "actor_rollout_ref.rollout.agent": "the agents are the experiment's",
+        "actor_rollout_ref.rollout.nnodes": "replicas share the devices of trainer.nnodes",
+        "actor_rollout_ref.rollout.router_config_path": "agl passes the agents' calls on to the replicas itself",
+        "actor_rollout_ref.rollout.engine_kwargs.trtllm": "TensorRT-LLM is no replica that serves here",
+        "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": "the routing of experts is not recorded",
         "actor_rollout_ref.rollout.trace": "every call is recorded in the store; export it from there",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": "replicas return the routing of experts to VERL's "
         "own client only, and it is not recorded",
@@ -155,6 +192,33 @@ REFUSED = (
 )
 """Keys of VERL that would have no effect here, with the reason and what to do instead; each covers those below it."""
 
+FOR_GPU_SERVERS = tuple(
+    f"{SERVING}.{name}"
+    for name in (
+        *("dtype", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes", "max_num_batched_tokens"),
+        *("max_model_len", "max_num_seqs", "enable_chunked_prefill", "enable_prefix_caching", "logprobs_mode"),
+        *("scheduling_policy", "seed", "full_determinism", "quantization", "quantization_config_file", "qat", "mtp"),
+        *("prompt_length", "response_length", "expert_parallel_size", "engine_kwargs.vllm", "engine_kwargs.sglang"),
+    )
+)
+"""Keys that VERL's replicas on GPUs read, and the one for machines without does not; each covers those below it."""
+
+REFUSED_FSDP2 = {
+    f"{ACTOR}.checkpoint.strict": "only VERL's Megatron engine reads it",
+    "trainer.default_hdfs_dir": "VERL's FSDP2 engine never copies a checkpoint there, only its Megatron engine does",
+}
+"""Further keys that have an effect with `actor.strategy = "megatron"` alone."""
+
+REFUSED_MEGATRON = _each(
+    "entropy_from_logits_with_chunking entropy_from_logits_chunk_size",
+    _READ_ELSEWHERE.format(f"{REFERENCE}.megatron.entropy_from_logits_with_chunking and _chunk_size"),
+    below=[REFERENCE],
+)
+"""Further keys that have an effect with `actor.strategy = "fsdp2"` alone."""
+
+REASONS = {"fsdp2": REFUSED | REFUSED_FSDP2, "megatron": REFUSED | REFUSED_MEGATRON}
+"""The refused keys with each engine."""
+
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "algorithm.filter_groups.enable": (False,),
     "algorithm.use_kl_in_reward": (False,),
@@ -166,6 +230,10 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "reward.reward_model.enable": (False,),
     "trainer.balance_batch": (True,),
     "trainer.use_v1": (True,),
+    **dict.fromkeys((f"{ACTOR}.checkpoint.async_save", "critic.checkpoint.async_save"), (False,)),
+    **dict.fromkeys((f"{REFERENCE}.fsdp_config.{name}" for name in ("param_offload", "offload_policy")), (True,)),
+    f"{REFERENCE}.fsdp_config.optimizer_offload": (True, False),
+    "trainer.default_hdfs_dir": (None,),
     f"{ACTOR}.use_dynamic_bsz": (True,),
     f"{SERVING}.log_prob_use_dynamic_bsz": (True,),
     f"{REFERENCE}.log_prob_use_dynamic_bsz": (True,),

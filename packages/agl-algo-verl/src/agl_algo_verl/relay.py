@@ -50,8 +50,8 @@ CONNECTION_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding",
 """Headers that belong to one connection, or to a body that may be rewritten; they are not passed on."""
 
 
-HANG_UPS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
-"""Errors of a replica that cannot be reached, or that hangs up: before its headers, or behind them."""
+HANG_UPS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError)
+"""Errors of a replica that cannot be reached, hangs up before its headers or behind them, or does not speak HTTP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,10 +313,10 @@ def _parts(opening: msgspec.Raw | None) -> list[bytes]:
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw] | None:
-    """Return the fields of a JSON object as they are written, None for anything else."""
+    """Return the fields of a JSON object as they are written, None for anything else and for too deep ones."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 

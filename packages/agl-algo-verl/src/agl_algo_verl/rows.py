@@ -127,6 +127,12 @@ class PreparedStep:
     uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
     tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
+    @property
+    def finished(self) -> dict[str, int]:
+        """The number of calls with credit, and of those whose credit was an advantage already."""
+        calls = [call for given in self.credits for call in given]
+        return {"calls": len(calls), "final": sum(call.is_advantage for call in calls)}
+
 
 def prepare(
     groups: Sequence[Sequence[Episode]],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from agl.errors import ConfigError
-from agl_algo_verl.combinations import check_settings, is_given
+from agl_algo_verl.combinations import IS_THRESHOLD, check_settings, is_given
 from agl_algo_verl.correction import correction_of
 from agl_algo_verl.keys import check_keys
 from agl_algo_verl.objectives import with_aggregation
@@ -54,7 +54,7 @@ class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
     """Correction of the loss for tokens that another policy drew (`correction.py`). Off by default, as in VERL."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    rollout_is_threshold: float | str = 2.0  # a ratio above it counts as this; "LOW_HIGH" drops those outside
+    rollout_is_threshold: float | str = IS_THRESHOLD  # a ratio above it counts as this; "LOW_HIGH" drops those outside
     rollout_is_batch_normalize: bool = False  # weights over their mean, which keeps the gradient's size
     rollout_rs: str | None = None  # statistics by which tokens are rejected
     rollout_rs_threshold: float | str | None = None

@@ -9,6 +9,9 @@ that asked for it spans 1, and none spans more than `max_off_policy_threshold`:
     wait   a step takes the groups in the order in which they were asked for, and waits for its slowest
     drop   a step takes the first that finish; one that finishes too late is dropped, counted and replaced
 
+Where a run goes back to earlier weights, groups that were asked for before are dropped as well: weights that the run
+has left wrote them.
+
 `drop` never waits for a slow rollout, and so trains quick ones more often than slow ones; `wait` has no such bias.
 
 Over a restart nothing is trained twice and nothing is lost: the state names the groups that were asked for and not
@@ -112,6 +115,7 @@ class VerlSupply:
         )
         self._sampler.begin(context)
         self._asked, self._dropped = 0, 0  # groups over the whole run; dropped ones are among those asked for
+        self._left = 0  # the step at whose end the run left its weights for earlier ones
         self._pending: list[PendingGroup] = []
         self._saved: list[GroupRequest] = []  # of a resumed run; asked for again with its first step
 
@@ -135,7 +139,8 @@ class VerlSupply:
             done = await self._next()
             self._pending.remove(done)
             # A group asked for in step s and trained in step t spans the versions s to t: t - s + 1 of them.
-            if step - done.request.step >= self._v1.sampler.max_off_policy_threshold:
+            is_old = step - done.request.step >= self._v1.sampler.max_off_policy_threshold
+            if is_old or done.request.step <= self._left:
                 stale += 1
                 self._replace(step)
                 continue
@@ -157,6 +162,10 @@ class VerlSupply:
         lost = supplied.dropped + unusable.total() * self._n
         return StepGroups(groups=supplied.groups, metrics=supplied.metrics | metrics, dropped=lost)
 
+    def go_back(self, *, step: int) -> None:
+        """Leave the weights of `step` for earlier ones: no group that was asked for until then is trained."""
+        self._left = step
+
     def state(self) -> dict[str, Json]:
         """Return what was asked for and not trained, as JSON."""
         # Before the first step of a resumed run, requests from the saved state were not made yet.
@@ -164,6 +173,7 @@ class VerlSupply:
         return {
             "asked": self._asked,
             "dropped": self._dropped,
+            "left": self._left,
             "pending": [request.saved() for request in waiting],
             "groups": self._sampler.state(),
         }
@@ -171,6 +181,7 @@ class VerlSupply:
     def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from `state`; the next step asks again for what was under way."""
         self._asked, self._dropped = int(state["asked"]), int(state["dropped"])
+        self._left = int(state.get("left", 0))
         self._sampler.restore(state.get("groups", {}))
         self._saved = [
             GroupRequest(number=int(entry["number"]), step=int(entry["step"]), live=dict(entry["live"]))

@@ -25,7 +25,7 @@ from agl.schemas import Weights
 from agl_algo_verl.adapters import adapter_of, write_adapter
 from agl_algo_verl.batches import micro_batched, per_rollout, responses, weighting
 from agl_algo_verl.files import prune, step_directory, write_directory
-from agl_algo_verl.objectives import chosen_loss
+from agl_algo_verl.objectives import chosen_loss, needs_entropies
 from agl_algo_verl.opening import open_policy
 from agl_algo_verl.privates import schedule_of, tensors_of, use_rate_of_schedule, with_own_settings
 from agl_algo_verl.probe import put_probe
@@ -134,7 +134,7 @@ class VerlWorker:
             # that a rollout weighs the same in one row as in ten.
             "global_batch_size": rollouts,
             "update_lr_scheduler": is_last,
-            "calculate_entropy": actor.entropy_coeff != 0.0,  # a softmax over the vocabulary: only where it is used
+            "calculate_entropy": needs_entropies(self._settings),  # a softmax over the vocabulary
             "weighting": None if choice is None else weighting(samples, rollouts=rollouts, choice=choice),
         }
         if held:

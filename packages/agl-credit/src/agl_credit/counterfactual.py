@@ -18,6 +18,9 @@ from agl_credit.episodes import by_group, group_of, live_calls, players_of, retu
 from agl_credit.games import Replaced, Worth
 from agl_run.replay import ReplayFn, ReplayPlan
 
+ROUNDING = 1e-6
+"""Shares of one agent closer than this, relative to the largest of them (at least 1), are equal."""
+
 Baseline = Literal["centred", "counterfactual", "group"]
 
 
@@ -243,17 +246,19 @@ def _centred(shares: Sequence[Mapping[str, float] | None]) -> list[Mapping[str, 
     """Return the shares of a group's episodes less the mean of the same agent's in the others.
 
     The mean holds nothing of the episode itself, so subtracting it leaves the expected gradient unchanged. An agent
-    that the others do not have keeps its share.
+    that the others do not have keeps its share. Shares that differ only by rounding are equal, and leave nothing.
     """
-    totals: dict[str, tuple[float, int]] = {}
+    given: dict[str, list[float]] = {}
     for own in shares:
         for agent, share in (own or {}).items():
-            total, count = totals.get(agent, (0.0, 0))
-            totals[agent] = total + share, count + 1
+            given.setdefault(agent, []).append(share)
 
     def less_others(agent: str, share: float) -> float:
-        total, count = totals[agent]
-        return share - (total - share) / (count - 1) if count > 1 else share
+        every = given[agent]
+        if len(every) == 1:
+            return share
+        are_equal = max(every) - min(every) <= ROUNDING * max(1.0, *map(abs, every))
+        return 0.0 if are_equal else share - (sum(every) - share) / (len(every) - 1)
 
     return [
         None if own is None else {agent: less_others(agent, share) for agent, share in own.items()} for own in shares

@@ -44,7 +44,7 @@ class TokenBatch:
     weight_M: Tensor  # w_t of the aggregation, at least 0; a token of weight 0 must have no effect
     row_M: Tensor  # int64, the row of each token
     rollout_M: Tensor  # int64, the rollout of each token
-    entropy_M: Tensor | None = None  # H_t in nats, without gradient, where the engine knows it
+    entropy_M: Tensor | None = None  # H_t in nats, without gradient; none in a survey, and for losses of agl itself
     extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # [M] each, see `SurveyedLoss`
 
 
@@ -73,8 +73,8 @@ class SurveyedLoss(Loss, Protocol):
     """A loss whose tokens depend on others: those of their rollout, or those of the whole update.
 
     Micro-batches may cut rollouts and always cut updates. Before the first of them the engine shows the loss all
-    tokens of the update, silent ones included and without gradient. What the loss makes of them comes back with each
-    micro-batch in `TokenBatch.extras`. This costs one more forward pass.
+    tokens of the update, silent ones included, without gradient and without entropies. What the loss makes of them
+    comes back with each micro-batch in `TokenBatch.extras`. This costs one more forward pass.
     """
 
     def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
@@ -86,7 +86,7 @@ def surveyed(loss: Loss, tokens: TokenBatch) -> TokenBatch:
     """Return the tokens of a whole update with what the loss finds in a survey of them; unchanged where it has none."""
     if not isinstance(loss, SurveyedLoss):
         return tokens
-    found = loss.survey(replace(tokens, logp_M=tokens.logp_M.detach()))
+    found = loss.survey(replace(tokens, logp_M=tokens.logp_M.detach(), entropy_M=None))
     return replace(tokens, extras={**tokens.extras, **found})
 
 

@@ -38,7 +38,7 @@ from agl.errors import ConfigError, RunError
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
 from agl_objectives.estimating import Baseline, baseline_of, call_advantages, trained_tokens
 from agl_objectives.estimators import dr_grpo
-from agl_objectives.tasks import Curriculum, TaskDraws, canonical
+from agl_objectives.tasks import Curriculum, TaskDraws, by_task, canonical
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DROPPED", "GREEDY", "NO_BASELINE", "GroupSampler", "SampledGroups", "Silence"]
 
-DROPPED = "silent, dropped: every advantage of its group is 0, and the step took further tasks in its place (refill)"
+DROPPED = (
+    "silent, dropped: the rollouts of its group do not differ, and the step took further tasks in its place (refill)"
+)
 """Said by `agl why` of the calls of a group that was replaced."""
 
 UNFINISHED = ("failed", "cancelled")
@@ -115,6 +117,7 @@ class GroupSampler:
         silence: Which groups are silent, in place of those that do not differ.
         keeps_all: Whether failed and unrewarded rollouts are handed over as well.
         has_greedy: Whether every task has a greedy rollout, which groups are compared with.
+        compares_batch: Whether rollouts are compared over the whole batch, so that equal ones teach as well.
 
     Raises:
         ConfigError: A value is out of range, or has no effect with the others.
@@ -134,6 +137,7 @@ class GroupSampler:
         silence: Silence | None = None,
         keeps_all: bool = False,
         has_greedy: bool = False,
+        compares_batch: bool = False,
     ) -> None:
         if refill < 0:
             raise ConfigError(f"{algorithm} got refill = {refill}; give the most rounds of a step, or 0 for none.")
@@ -146,6 +150,12 @@ class GroupSampler:
             raise ConfigError(
                 f"{algorithm} got refill = {refill} and groups of {n} rollout, which has nothing to differ from: every "
                 "group would be replaced. Give at least 2 rollouts per task, or remove refill."
+            )
+        if refill and compares_batch:
+            raise ConfigError(
+                f"{algorithm} got refill = {refill}, which replaces groups whose rollouts do not differ, and an "
+                "estimator that compares over the whole batch, where these teach as well. Remove refill, or use "
+                "reinforce++-baseline."
             )
         self._count, self._n, self._refill = count, n, refill
         self._draws = TaskDraws(algorithm, curriculum=curriculum, uniform=uniform)
@@ -257,7 +267,7 @@ class GroupSampler:
             baseline = baseline_of(episode, credit=self._context.credit)
             if baseline is not None:
                 known[canonical(episode.rollout.task)] = baseline
-        found = [(part, known.get(task)) for group in sampled.groups for task, part in _by_task(group).items()]
+        found = [(part, known.get(task)) for group in sampled.groups for task, part in by_task(group).items()]
         uses = {e.rollout.rollout_id: call_uses(e, trained=(), left_out=GREEDY) for e in greedy.episodes}
         for episode in (episode for group, baseline in found if baseline is None for episode in group):
             uses[episode.rollout.rollout_id] = call_uses(episode, trained=(), left_out=NO_BASELINE)
@@ -310,14 +320,6 @@ class GroupSampler:
             episode.rollout.rollout_id: call_uses(episode, trained=(), credits=given, left_out=DROPPED)
             for episode, given in zip(group, credits, strict=True)
         }
-
-
-def _by_task(group: Sequence[Episode]) -> dict[str, list[Episode]]:
-    """Return the rollouts of a group by their task: with a `group_key` tasks that differ may share a group."""
-    found: dict[str, list[Episode]] = {}
-    for episode in group:
-        found.setdefault(canonical(episode.rollout.task), []).append(episode)
-    return found
 
 
 def _totals(episodes: Sequence[Episode]) -> dict[str, float]:

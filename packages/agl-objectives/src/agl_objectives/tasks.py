@@ -209,3 +209,11 @@ def _apart(fresh: Sequence[int], taken: set[int], *, places: int) -> list[int]:
 def canonical(task: Json) -> str:
     """Return a task as text that is the same for equal tasks: a store may return the keys in another order."""
     return json.dumps(task, sort_keys=True)
+
+
+def by_task(group: Sequence[Episode]) -> dict[str, list[Episode]]:
+    """Return the rollouts of a group by their task: with a `group_key` tasks that differ may share a group."""
+    found: dict[str, list[Episode]] = {}
+    for episode in group:
+        found.setdefault(canonical(episode.rollout.task), []).append(episode)
+    return found

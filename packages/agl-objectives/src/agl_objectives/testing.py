@@ -55,6 +55,7 @@ def example_tokens(seed: int) -> TokenBatch:
         weight_M=share[place_M],
         row_M=2 * place_M + torch.arange(24) % 2,
         rollout_M=7 * place_M,  # ids need not be dense
+        entropy_M=normal(24).abs(),
     )
 
 
@@ -69,7 +70,9 @@ def chosen(tokens: TokenBatch, places: Tensor) -> TokenBatch:
         name: getattr(tokens, name)[places]
         for name in ("logp_M", "old_M", "behaviour_M", "advantages_M", "weight_M", "row_M", "rollout_M")
     }
-    return TokenBatch(**parts, extras={name: values_M[places] for name, values_M in tokens.extras.items()})
+    entropy_M = None if tokens.entropy_M is None else tokens.entropy_M[places]
+    extras = {name: values_M[places] for name, values_M in tokens.extras.items()}
+    return TokenBatch(**parts, entropy_M=entropy_M, extras=extras)
 
 
 class LossConformance:
@@ -153,7 +156,7 @@ class LossConformance:
     def test_extreme_ratios_give_finite_numbers(self, loss: Loss, distance: float) -> None:
         """In float32, where exp(200) is infinite; gradients too."""
         exact = example_tokens(0)
-        names = ("logp_M", "old_M", "behaviour_M", "advantages_M", "weight_M")
+        names = ("logp_M", "old_M", "behaviour_M", "advantages_M", "weight_M", "entropy_M")
         tokens = replace(exact, **{name: getattr(exact, name).float() for name in names})
         logp_M = (tokens.logp_M - (distance < 0) * 200.0).requires_grad_()
         old_M = tokens.old_M - (distance > 0) * 200.0

@@ -46,6 +46,12 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
         raise ConfigError(_no_attribute(module, attribute, kind)) from None
 
 
+def make_importable(folder: str) -> None:
+    """Append a folder to ``sys.path``, where its modules hide no installed ones; once."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _meant_by(path: str, folder: str) -> str:
     """Return what is meant by the name of a file, of a module alone, or of an attribute behind a dot."""
     words = path.split()

@@ -95,7 +95,7 @@ class AttemptTokens:
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
-        self._found = b""
+        self._found: bytes | None = None
         self._keyed: list[hmac.HMAC] = []
         self._changes = 0
         self._current()
@@ -156,8 +156,8 @@ class AttemptTokens:
     def _current(self) -> list[hmac.HMAC]:
         secret = self._secret
         found = secret if isinstance(secret, bytes) else secret()
-        if found != self._found or not found:
-            keys = [found] if isinstance(secret, bytes) else found.splitlines()
+        if found != self._found:
+            keys = [found] if isinstance(secret, bytes) else found.splitlines() or [b""]
             source = "the secret given to AttemptTokens"
             self._keyed = [hmac.new(check_secret(key, source=source), digestmod="sha256") for key in keys]
             self._found = found

@@ -63,7 +63,8 @@ class Tinker:
         curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
             `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
             without preference.
-        estimator: `grpo`, `dr_grpo` or `rloo`. A credit that gives finished advantages leaves it nothing to do.
+        estimator: `grpo`, `dr_grpo` or `rloo`. A credit that gives finished advantages leaves it nothing to do,
+            which the first such step says.
         loss: `importance_sampling`, `ppo` or `cispo`, computed by the server; `loss_params` are its parameters, such
             as `{clip_low_threshold = 0.8, clip_high_threshold = 1.2}`.
         aggregation: `token` gives every token of an update one weight, `sequence` every rollout; `sum` divides by
@@ -126,6 +127,7 @@ class Tinker:
             uniform=curriculum_uniform,
             is_silent=self._is_silent,
         )
+        self._has_told = False
         self._estimator, self._loss, self._loss_params = estimator, loss, dict(loss_params or {})
         self._aggregation: Aggregation = aggregation
         self._updates_per_step, self._rank = updates_per_step, lora_rank
@@ -195,6 +197,7 @@ class Tinker:
         # 2. Advantages: one number per call, spread over the call's tokens.
         episodes = [episode for group in groups for episode in group]
         credits = [list(calls) for group in groups for calls in context.credit.assign(group)]
+        self._tell_unused([call for calls in credits for call in calls])
         places = [index for index, group in enumerate(groups) for _ in group]
         advantages = call_advantages(credits, groups=places, estimator=self._estimator)
         rows = trained_rows(episodes, advantages)
@@ -233,6 +236,16 @@ class Tinker:
         credits = [list(calls) for calls in self._context.credit.assign(group)]
         found = call_advantages(credits, groups=[0] * len(group), estimator="dr_grpo")
         return all(abs(value) <= TOLERANCE for by_span in found for value in by_span.values())
+
+    def _tell_unused(self, calls: Sequence[CallCredit]) -> None:
+        """Say once that the credit leaves the estimator nothing to do."""
+        final = sum(call.is_advantage for call in calls)
+        if final and not self._has_told:
+            self._has_told = True
+            self._context.say(
+                f"{self._context.name}: the credit gave {final} of {len(calls)} calls finished advantages, in which "
+                f'estimator = "{self._estimator}" has no part'
+            )
 
     async def _trained(self, rows: Sequence[TrainedRow], *, step: int) -> tuple[dict[str, float], tuple[str, str]]:
         """Return the metrics of a step's updates, and the paths of the state and of the weights after them."""

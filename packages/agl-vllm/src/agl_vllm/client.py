@@ -11,6 +11,12 @@ import aiohttp
 
 from agl.errors import PolicyError
 
+_REPEATED = (1,) * 16
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_SAME_NATS, _SAME_NATS_HOT = 0.1, 0.01
+"""Difference of log-probabilities between two requests that rounding alone does not make, in nats: at temperature 1,
+and at 100, where the differences of logits count a hundredth."""
+
 
 class RouteMissingError(PolicyError):
     """The server runs without the mode that has this route."""
@@ -104,19 +110,45 @@ class ServerClient:
                 "--logprobs-mode processed_logprobs"
             )
 
+    async def check_own_sampling(self, *, model: str) -> None:
+        """Check that requests which do not say how to sample are answered from the full distribution.
+
+        A server that was started without ``--generation-config vllm`` gives them the model's own temperature, top-p,
+        top-k and penalty, and training would not know. Each of two requests is made twice, with these left out and
+        with neutral ones. The first repeats a token, which the model then finds likely and a penalty shows. The second
+        is so hot that all tokens are nearly even, and what top-p and top-k cut off is a large part of them.
+
+        Raises:
+            PolicyError: The server has sampling parameters of its own.
+        """
+        for heat, least in (({}, _SAME_NATS), ({"temperature": 100.0}, _SAME_NATS_HOT)):
+            told = await self._likely(_REPEATED, model=model, **{**_NEUTRAL, **heat})
+            untold = await self._likely(_REPEATED, model=model, **heat)
+            if max(abs(one - other) for one, other in zip(told, untold, strict=True)) > least:
+                raise PolicyError(
+                    f"the server at {self.base_url} samples by the model's generation_config.json where a request does "
+                    "not say how, and training would take that for the policy's whole distribution; start it with "
+                    "--generation-config vllm"
+                )
+
     async def _lead(self, token_ids: Sequence[int], *, model: str, temperature: float) -> float:
         """Return by how much the likeliest next token leads over the second, in nats."""
+        first, second = await self._likely(token_ids, model=model, temperature=temperature)
+        return first - second
+
+    async def _likely(self, token_ids: Sequence[int], *, model: str, **sampling: float) -> list[float]:
+        """Return the log-probabilities of the two likeliest next tokens, in nats."""
         body = {
             "model": model,
             "prompt": list(token_ids),
             "max_tokens": 1,
-            "temperature": temperature,
             "logprobs": 2,
             "return_tokens_as_token_ids": True,  # else two tokens with the same text would be one entry
+            **sampling,
         }
         answer = await self._call("POST", f"{self.base_url}/completions", body)
         likely = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
-        return float(likely[0]) - float(likely[1])
+        return [float(likely[0]), float(likely[1])]
 
     async def takes_tokens(self, *, model: str) -> bool:
         """Return whether the server makes prompts of token ids and answers of them (vLLM's ``--enable-scale-out``)."""

@@ -96,7 +96,7 @@ class VLLMPolicy:
 
         Raises:
             PolicyError: vLLM is absent, a server does not start (with the last lines that it printed), cannot be
-                reached, serves another model, or gives no token ids.
+                reached, serves another model, gives no token ids, or has sampling parameters of its own.
         """
         if not self._settings.urls:
             await self._start_servers()
@@ -104,6 +104,7 @@ class VLLMPolicy:
             await self._find_model()
         await self._each(self._ask)
         await self._each(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
+        await self._each(lambda client: client.check_own_sampling(model=self._base_name))
         await self._take_tokens()
         self._is_well = True
         return self._serving("")

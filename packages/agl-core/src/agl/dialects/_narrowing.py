@@ -13,12 +13,23 @@ from agl.schemas import Json
 _NEUTRAL: dict[str, tuple[Json, ...]] = {
     **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty"), (1.0,)),
     **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "no_repeat_ngram_size"), (0,)),
-    **{"top_k": (-1, 0), "best_of": (None, 1), "use_beam_search": (False,), "logit_bias": ({},), "bad_words": ([],)},
+    **{
+        "top_k": (-1, 0),
+        "best_of": (None, 1),
+        "use_beam_search": (False,),
+        "watermarking": (False,),
+        "logit_bias": ({},),
+        "bad_words": ([],),
+    },
 }
 """Values that leave the distribution whole. The first is sent, for a server may have another default."""
 
 _TYPED = ("response_format", "text", "output_config", "tool_choice")
-_GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "allowed_token_ids")
+_GUIDES = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "allowed_token_ids"),
+    *("thinking_token_budget", "logits_processors"),  # vLLM's too, as those above
+    *("regex", "ebnf", "json_schema", "structural_tag", "custom_logit_processor"),  # SGLang's
+)
 """Constraints on the answer's form, which an agent cannot do without."""
 
 

@@ -5,6 +5,7 @@ A reward that was appended after the attempt was decided counts only when it com
 evaluator, a hook or a person. ``None`` stays ``None``; nothing here turns a missing reward into a number.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
@@ -175,7 +176,10 @@ def _weighted(named: Mapping[str, Reward], weights: Mapping[str, float]) -> Scor
         if found is None or found[1] is None:
             return Score(value=None, note=f"the weighted reward {name!r} is missing")
         total += weight * found[1]
-    return Score(value=total, note="weighted sum of " + ", ".join(weights))
+    names = ", ".join(weights)
+    if not math.isfinite(total):
+        return Score(value=None, note=f"the weighted sum of {names} is {total}")
+    return Score(value=total, note=f"weighted sum of {names}")
 
 
 def _lookup(named: Mapping[str, Reward], key: str) -> tuple[Reward, float | None] | None:

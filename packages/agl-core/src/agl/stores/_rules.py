@@ -181,6 +181,8 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
 def bare(span: Span) -> Span:
     """The span without its contents, to find the actors around others."""
     names = {key: value for key, value in span.attributes.items() if key in NAMING or key == semconv.FRAMEWORK_SPAN_ID}
+    if span.call is not None or span.reward is not None:  # else its name would be that of an operation around others
+        names.setdefault(semconv.OPERATION, "")
     return replace(span, attributes=names, events=(), call=None, reward=None)
 
 

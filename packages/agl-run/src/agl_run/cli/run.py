@@ -102,8 +102,9 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> str:
     lines = [f"finished {result.experiment} in {result.seconds:.0f} s"]
-    if result.before is not None and result.after is not None:
-        lines.append(f"validation reward: {result.before:.3f} before, {result.after:.3f} after")
+    if result.after is not None:
+        before = "" if result.before is None else f"{result.before:.3f} before, "  # its tasks may be given later
+        lines.append(f"validation reward: {before}{result.after:.3f} after")
         lines += _loss(result)
     lines += [f"{name}: {version}" for name, version in sorted(result.resources.items())]
     lines.append(f"metrics and checkpoints: {result.workdir}")

@@ -1,5 +1,6 @@
 """Makes a plan from a configuration, with every check that needs no rollout."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from agl_run.experiment.store_url import check_store_url
 from agl_run.experiment.tables import Tasks
 from agl_run.experiment.validations import FEWEST_TASKS
 from agl_run.experiment.work_folder import work_folder
-from agl_run.importing import OtherModuleError
+from agl_run.importing import OtherModuleError, make_importable
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 
 
@@ -140,6 +141,7 @@ def _check_section(plan: Plan) -> None:
             )
     if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
         raise ConfigError(f"an algorithm is called {VALIDATION!r}, a name reserved for validation; rename it")
+    _check_finite(section)
     if section.penalty and "penalise" not in (section.failed, section.missing_reward):
         raise ConfigError(
             f"experiment.penalty is {section.penalty:g}, and penalty is ignored unless failed or missing_reward is "
@@ -162,6 +164,17 @@ def _check_section(plan: Plan) -> None:
     if config.schedule.every < 1:
         raise ConfigError(f"schedule.every is {config.schedule.every}; it must be at least 1")
     _check_workdir(plan)
+
+
+def _check_finite(section: ExperimentSection) -> None:
+    """Raise ConfigError for a number of the section that would make rewards NaN or infinite."""
+    weights = {f"reward_weights.{name}": weight for name, weight in section.reward_weights.items()}
+    for key, number in {"penalty": section.penalty, **weights}.items():
+        if not math.isfinite(number):
+            raise ConfigError(
+                f"experiment.{key} is {number}, and no rollout could be compared with a reward that is; write a finite "
+                "number"
+            )
 
 
 def _check_workdir(plan: Plan) -> None:
@@ -462,6 +475,7 @@ def _tunable(plan: Plan) -> list[str]:
 
 def _check_agent(plan: Plan) -> None:
     if not plan.agent.is_imported:
+        make_importable(str(plan.folder))  # for losses of its own, as where the agent comes from there
         return
     try:
         loaded = load_agent(plan.agent)

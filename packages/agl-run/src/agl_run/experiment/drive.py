@@ -46,11 +46,14 @@ from agl_run.experiment.step_line import step_line, version_of_step
 from agl_run.experiment.step_shares import StepShares
 from agl_run.experiment.step_tallies import StepTallies, keep_tallies
 from agl_run.experiment.step_watch import StepWatch
-from agl_run.experiment.validations import Validations, files_of
+from agl_run.experiment.validations import Validations, failures_of, files_of, rewards_of
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
 from agl_run.means import mean
 from agl_run.suggestions import Suggestion
 from agl_run.training_records import TrainingRecord, save_training
+
+ENDS_SOON_S = 1.0
+"""Seconds for which a run that stops says nothing, because a step that waits for rollouts ends at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,28 +358,21 @@ class Driver:
         versions = await collector.pinned_before(step=step, mode="val") or moment.versions
         files = files_of([await self.session.store.resource(*version) for version in versions.items()], states)
         self.validations.begin(files)
-        collected = await collector(tasks, step=step, mode="val", resources=versions)
+        episodes = (await collector(tasks, step=step, mode="val", resources=versions)).episodes
         if not step:
-            self.validated = collected.episodes
-        rewards = rewards_of(collected.episodes)
-        reward = mean(rewards)
-        failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
+            self.validated = episodes
+        reward, failed = mean(rewards_of(episodes)), failures_of(episodes)
         report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
         tallies = self.reports.steps.take(VALIDATION, step=step, uses={})
         await keep_tallies(self.session.store, self.state, tallies)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
-        await self.validations.add(turn=step, versions=versions, steps=files, rewards=rewards, states=states)
+        await self.validations.add(turn=step, versions=versions, steps=files, episodes=episodes, states=states)
         self._tell(VALIDATION, report, turn=step)
         self.view_validations()
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)
         note = f" ({failed} of {len(tasks)} failed)" if failed else ""
         self.progress.say(f"validation reward after step {step}: {reward:.3f}{note}")
         return reward
-
-
-def rewards_of(episodes: Sequence[Episode]) -> list[float]:
-    """Return the reward of each validation rollout, 0 for one without."""
-    return [0.0 if episode.reward is None else episode.reward for episode in episodes]
 
 
 class DrivenAlgorithm:
@@ -510,15 +506,24 @@ class DrivenAlgorithm:
         try:
             return await asyncio.shield(step), False
         except asyncio.CancelledError:
-            if self._collecting.is_waiting or not self._driver.waiting():
+            if not self._driver.waiting():
                 step.cancel()
-            elif not step.done():
-                self._collecting.is_refused = True
-                self._driver.progress.say(
-                    f"stopping {self.name} once it has ended its update and saved it; stop it again to end at once, "
-                    "and --resume repeats what is not saved"
-                )
-            return await step, True
+                return await step, True
+            patience = ENDS_SOON_S if self._collecting.is_under_way else 0.0
+            self._collecting.stop()
+            telling = asyncio.get_running_loop().call_later(patience, self._tell_stopping, step)
+            try:
+                return await step, True
+            finally:
+                telling.cancel()
+
+    def _tell_stopping(self, step: "asyncio.Task[StepReport]") -> None:
+        """Say that a step goes on although the run stops: it is in its update."""
+        if not step.done():
+            self._driver.progress.say(
+                f"stopping {self.name} once it has ended its update and saved it; stop it again to end at once, "
+                "and --resume repeats what is not saved"
+            )
 
     @property
     def can_go_back(self) -> bool:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from agl.contracts import Metric, Store
 from agl.schemas import Record, Weights
-from agl_run.experiment.drive import Driver, rewards_of
+from agl_run.experiment.drive import Driver
 from agl_run.experiment.plan import VALIDATION
-from agl_run.experiment.validations import Validation, is_below
+from agl_run.experiment.validations import Validation, is_below, rewards_of
 from agl_run.means import mean
 
 _KEY = "final"

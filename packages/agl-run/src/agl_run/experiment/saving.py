@@ -11,6 +11,7 @@ in the store as well, see :func:`unsaved`.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -46,32 +47,40 @@ async def to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Collecting:
-    """Knows whether an algorithm's step waits for rollouts, during which it changes nothing and may be interrupted.
+    """Ends an algorithm's waiting for rollouts, during which it changes nothing, and leaves an update alone.
 
-    Attributes:
-        is_refused: No further rollouts are collected, because the run stops.
+    Rollouts may be collected by tasks that go on while an algorithm updates. Such a task ends, and the update does not
+    see it.
     """
 
     def __init__(self) -> None:
-        self._count = 0
-        self.is_refused = False
+        self._tasks: Counter[asyncio.Task[Any] | None] = Counter()
+        self._is_over = False
 
     @property
-    def is_waiting(self) -> bool:
-        """True while it waits for rollouts."""
-        return self._count > 0
+    def is_under_way(self) -> bool:
+        """True while rollouts are collected, which a step waits for or will take later."""
+        return self._tasks.total() > 0
+
+    def stop(self) -> None:
+        """Cancel what collects, and whatever is to collect from now on: the run stops."""
+        self._is_over = True
+        for task in [task for task, count in self._tasks.items() if task is not None and count]:
+            task.cancel()
 
     def watched(self, call: F) -> F:
         """Wrap a coroutine function that collects."""
 
         async def collect(*args: Any, **kwargs: Any) -> Any:
-            if self.is_refused:
+            if self._is_over:
                 raise asyncio.CancelledError
-            self._count += 1
+            task = asyncio.current_task()
+            self._tasks[task] += 1
             try:
                 return await call(*args, **kwargs)
             finally:
-                self._count -= 1
+                self._tasks[task] -= 1
+                self._tasks += Counter()  # forgets tasks that have ended
 
         return cast("F", collect)
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 
 _SHOWN = re.compile(r"reward|loss|score")
+_FIRST = ("reward", "reward_std", "loss", "score", "best_val_score")
+"""Metrics that are shown before others of these words."""
 _SHARES = ("truncated", "dropped", "silent", "effective")
 """Shares that an algorithm may report of a step's rollouts or tokens, as metrics such as `silent_share`."""
 _COUNTS = {
@@ -17,6 +19,8 @@ _COUNTS = {
 """Counts that an algorithm may report of a step; those of 0 are left out."""
 _HEALTH = ("kl", "anchor_kl", "entropy", "logprob_gap", "staleness")
 """Metrics that tell why a policy learns or does not."""
+_SKIPPED = ("updates_skipped", "updates_nonfinite")
+"""Counts of updates that were not made, for want of a gradient or of a finite one."""
 _CLIPPED = ("clipped", "clipped_low", "clipped_high")
 """Shares of tokens whose gradient a bound has removed or bounded; a loss reports the first, or the others."""
 
@@ -35,18 +39,19 @@ def step_line(
     Args:
         name: The algorithm.
         step: The algorithm's own step, from 1.
-        metrics: Its metrics by name; of those about rewards, losses and scores the first four are shown.
+        metrics: Its metrics by name, in any order; of those about rewards, losses and scores four are shown.
         has_published: True if the step published a version; one that did not, and skipped updates, trained nothing.
         total: Number of steps in all; smaller than `step` where it is not known.
         ending: What else to say of the step, such as the time left; empty parts are left out.
     """
-    shown = [f"{key} {value:.3f}" for key, value in metrics.items() if _SHOWN.search(key)][:4]
+    named = sorted(key for key in metrics if _SHOWN.search(key) and key not in _FIRST)
+    shown = [f"{key} {metrics[key]:.3f}" for key in [*filter(metrics.__contains__, _FIRST), *named][:4]]
     shown += [f"{metrics[f'{key}_share']:.0%} {key}" for key in _SHARES if f"{key}_share" in metrics]
     shown += [f"{key} {metrics[key]:.3g}" for key in _HEALTH if key in metrics]
     shown += [f"{metrics[key]:.0f} {text}" for key, text in _COUNTS.items() if metrics.get(key)]
     clipped = sum(metrics.get(key, 0.0) for key in _CLIPPED)
     shown += [f"{clipped:.0%} clipped"] if clipped else []
-    if metrics.get("updates_skipped") and not has_published:
+    if any(metrics.get(key) for key in _SKIPPED) and not has_published:
         shown.append("trained nothing")
     place = f"step {step} of {total}" if total >= max(step, 1) else f"step {step}"
     return "; ".join((f"{name} {place}: {', '.join(shown) or 'done'}", *filter(None, ending)))

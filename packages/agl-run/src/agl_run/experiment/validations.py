@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from agl.contracts import Store, VersionScore
-from agl.schemas import Json, Record, ResourceVersion, to_json
+from agl.schemas import Episode, Json, Record, ResourceVersion, to_json
 from agl_run.comparison import interval
 from agl_run.experiment import labels
 from agl_run.experiment.state import AlgorithmState, run_key
 from agl_run.means import mean
+from agl_run.runners.judging import broke_in_reward
 
 BEST = "best"
 """The label of the best validated versions."""
@@ -48,6 +49,8 @@ class Validation(Record, frozen=True, kw_only=True):
         tasks: Digest of the tasks: validations on other tasks are not compared.
         train: Digest of the training tasks, ``""`` in records of older releases.
         agent: The agent, ``""`` in records of older releases.
+        failed: Rollouts that failed.
+        unjudged: Places of the rollouts whose reward broke, which says nothing about the versions.
     """
 
     turn: int
@@ -57,6 +60,8 @@ class Validation(Record, frozen=True, kw_only=True):
     steps: dict[str, tuple[int, ...]] = {}
     train: str = ""
     agent: str = ""
+    failed: int = 0
+    unjudged: tuple[int, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -70,8 +75,9 @@ class Validation(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The mean reward and its place, such as ``0.950 after step 5``."""
-        return f"{self.mean:.3f} {self.place}"
+        """The mean reward and its place, such as ``0.950 after step 5``, with the failed rollouts if there are any."""
+        note = f" ({self.failed} of {len(self.rewards)} failed)" if self.failed else ""
+        return f"{self.mean:.3f} {self.place}{note}"
 
 
 class _Best(Record, frozen=True, kw_only=True):
@@ -151,7 +157,7 @@ class Validations:
         turn: int,
         versions: Mapping[str, str],
         steps: Mapping[str, tuple[int, ...]],
-        rewards: Sequence[float],
+        episodes: Sequence[Episode],
         states: Mapping[str, AlgorithmState],
     ) -> Validation:
         """Keep a validation that has ended, with the states of the algorithms then, and move the label if it is best.
@@ -162,10 +168,12 @@ class Validations:
             turn=turn,
             versions=dict(versions),
             steps=dict(steps),
-            rewards=tuple(rewards),
+            rewards=tuple(rewards_of(episodes)),
             tasks=self._digest,
             train=self._train,
             agent=self._agent,
+            failed=failures_of(episodes),
+            unjudged=tuple(place for place, one in enumerate(episodes) if broke_in_reward(one.attempt)),
         )
         self._found[turn] = one
         saved = {self._key(f"{turn:08d}"): msgspec.json.encode(one)}
@@ -223,6 +231,16 @@ async def read_validations(store: Store, name: str, run: int) -> list[Validation
     return sorted(_decoded(await store.load_state(run_key(name, run, "validation/"))), key=lambda one: one.turn)
 
 
+def rewards_of(episodes: Sequence[Episode]) -> list[float]:
+    """Return the reward of each validation rollout, 0 for one without."""
+    return [0.0 if episode.reward is None else episode.reward for episode in episodes]
+
+
+def failures_of(episodes: Sequence[Episode]) -> int:
+    """Count the rollouts that did not succeed."""
+    return sum(episode.rollout.status != "succeeded" for episode in episodes)
+
+
 def digest_of(tasks: Sequence[Json]) -> str:
     """Return the digest by which validations know tasks."""
     return hashlib.blake2b(to_json(list(tasks)), digest_size=8).hexdigest()
@@ -243,15 +261,23 @@ def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, Algorithm
 
 
 def is_below(one: Validation, other: Validation, *, confidence: float) -> bool:
-    """Return true if a validation's rewards are below another one's by more than chance explains."""
-    # Half of each difference: it has the same sign, and the whole one may be beyond the largest float.
-    differences = [mine / 2 - theirs / 2 for mine, theirs in zip(one.rewards, other.rewards, strict=True)]
-    return interval(differences, confidence=confidence)[1] < 0
+    """Return true if a validation's rewards are below another one's by more than chance explains.
+
+    Tasks without a judgement in either say nothing.
+    """
+    return interval(_differences(one, other), confidence=confidence)[1] < 0
 
 
 def has_fallen(one: Validation, best: Validation) -> bool:
     """Return true if a validation is below the best one by so much that training has lost what it had learned."""
-    return len(one.rewards) >= FEWEST_TASKS and is_below(one, best, confidence=FALL_CONFIDENCE)
+    return len(_differences(one, best)) >= FEWEST_TASKS and is_below(one, best, confidence=FALL_CONFIDENCE)
+
+
+def _differences(one: Validation, other: Validation) -> list[float]:
+    """Return half of each task's difference, which has the sign of the whole one and never overflows."""
+    left_out = {*one.unjudged, *other.unjudged}
+    pairs = enumerate(zip(one.rewards, other.rewards, strict=True))
+    return [mine / 2 - theirs / 2 for place, (mine, theirs) in pairs if place not in left_out]
 
 
 def after_step(turn: int) -> str:

@@ -1,0 +1,245 @@
+"""Which ids, pages and queries a store takes, and the rollouts and spans that a query selects."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from agl import semconv
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, SpanQuery
+from agl.episodes import Enclosing
+from agl.errors import InvalidIdError, StoreError
+from agl.schemas import JsonResource, ResourceVersion, Reward, Rollout, Span, SpanEvent
+from agl.stores import MemoryStore
+from agl.stores import _rules as rules
+from agl_testing.cases import agent_span, call_span, plain_span, reward_span
+
+
+def queued(rollout_id: str = "a", **fields: object) -> Rollout:
+    return Rollout(rollout_id=rollout_id, task={"q": 1}, **fields)  # pyright: ignore[reportArgumentType]  # shorthand
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        (queued("a/b"), "rollout_id 'a/b' of a Rollout"),
+        (queued(""), "rollout_id '' of a Rollout"),
+        (queued("a" * 257), f"rollout_id '{'a' * 80}' of a Rollout"),
+        (queued(experiment="a\n"), "experiment 'a\\n' of a Rollout"),
+        (ResourceVersion(name="", version="1", resource=JsonResource(value=1)), "name '' of a ResourceVersion"),
+        (ResourceVersion(name="n", version="/", resource=JsonResource(value=1)), "version '/' of a ResourceVersion"),
+        (LabelMove(name="n", label="", version="1"), "label '' of a LabelMove"),
+        (ExperimentRecord(name="\ud800"), "name '\\ud800' of a ExperimentRecord"),
+        (Presence(experiment="e", member="a/b", session="s"), "member 'a/b' of a Presence"),
+        (Metric(experiment="a/b", algorithm="a", step=1, name="loss", value=1.0), "experiment 'a/b' of a Metric"),
+    ],
+)
+def test_id_that_no_store_takes_is_named(record: object, shown: str) -> None:
+    for records in ([record], [queued(), [queued("b"), (record,)]]):
+        with pytest.raises(InvalidIdError) as caught:
+            rules.check_ids(records)
+        assert str(caught.value).startswith(shown)
+        assert " characters; an id or a name has 1 to 256, without slashes" in str(caught.value)
+
+
+def test_ids_of_up_to_256_characters_and_empty_names_of_owners_are_taken() -> None:
+    rules.check_ids(["", "/", 1, None, [queued("a" * 256), queued("ä b.1"), queued(experiment="")]])
+    rules.check_ids([Presence(experiment="e", member="", session=""), Presence(experiment="", session="s")])
+
+
+@pytest.mark.parametrize(("text", "expected"), [("a", True), ("grpo.1", True), ("", False), ("a/b", False)])
+def test_text_may_be_a_name(text: str, expected: bool) -> None:
+    assert expected is rules.is_name(text)
+
+
+MOST = 2**63 - 1
+
+
+@pytest.mark.parametrize("limit", [0, 1, MOST])
+def test_pages_that_a_store_can_count_to_are_taken(limit: int) -> None:
+    rules.check_page({"limit": limit, "after": limit}, RolloutQuery(limit=limit), SpanQuery(limit=limit, after=limit))
+    rules.check_page({"after": None, "query": RolloutQuery(limit=limit, after="a")}, "a")
+
+
+@pytest.mark.parametrize("number", [-1, MOST + 1])
+def test_page_that_no_store_can_count_to_is_refused(number: int) -> None:
+    queries: list[RolloutQuery | SpanQuery] = [RolloutQuery(limit=number), SpanQuery(limit=number)]
+    for query in queries:
+        for arguments in ({"query": query}, {"limit": 1, "spans": query}):
+            with pytest.raises(StoreError, match=rf"^limit = {number}; choose between 0 and {MOST}$"):
+                rules.check_page(arguments)
+        with pytest.raises(StoreError, match=rf"^limit = {number};"):
+            rules.check_page({}, "a", query)
+    with pytest.raises(StoreError, match=rf"^after = {number};"):
+        rules.check_page({}, SpanQuery(after=number))
+    for name in ("limit", "after"):
+        with pytest.raises(StoreError, match=rf"^{name} = {number};"):
+            rules.check_page({name: number})
+
+
+ALL = [
+    queued("a", experiment="x", mode="train", group_id="g"),
+    queued("b", experiment="x", mode="val", status="running"),
+    queued("c", experiment="y", mode="train", status="failed"),
+    queued("d", experiment="x", mode="train", group_id="g", status="succeeded"),
+]
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (RolloutQuery(), "abcd"),
+        (RolloutQuery(is_newest_first=True), "dcba"),
+        (RolloutQuery(limit=2), "ab"),
+        (RolloutQuery(limit=2, is_newest_first=True), "dc"),
+        (RolloutQuery(after="b"), "cd"),
+        (RolloutQuery(after="b", is_newest_first=True), "a"),
+        (RolloutQuery(after="bb"), "cd"),
+        (RolloutQuery(after="bb", is_newest_first=True), "ba"),
+        (RolloutQuery(experiment="x"), "abd"),
+        (RolloutQuery(experiment=""), ""),
+        (RolloutQuery(mode="val"), "b"),
+        (RolloutQuery(group_id="g"), "ad"),
+        (RolloutQuery(status=("running", "failed")), "bc"),
+        (RolloutQuery(experiment="x", mode="train", after="a"), "d"),
+    ],
+)
+def test_query_selects_in_its_order(query: RolloutQuery, expected: str) -> None:
+    assert list(expected) == [rollout.rollout_id for rollout in rules.select(ALL[::-1], query)]
+
+
+TIMED = [
+    queued("a", finished_at=2.0),
+    queued("b", finished_at=1.0),
+    queued("c", finished_at=2.0),
+    queued("d"),
+]
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (RolloutQuery(sort="finished_at"), "dbac"),
+        (RolloutQuery(sort="finished_at", is_newest_first=True), "cabd"),
+        (RolloutQuery(sort="finished_at", after="b", after_value=1.0), "ac"),
+        (RolloutQuery(sort="finished_at", after="a", after_value=2.0), "c"),
+        (RolloutQuery(sort="finished_at", after="c", after_value=2.0, is_newest_first=True), "abd"),
+        (RolloutQuery(after="b", after_value=9.0), "cd"),
+    ],
+)
+def test_page_behind_a_rollout_goes_on_by_the_field_that_sorts(query: RolloutQuery, expected: str) -> None:
+    assert list(expected) == [rollout.rollout_id for rollout in rules.select(TIMED, query)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", ["red-1", "x", "y"]), ("red", ["red-1", "x"]), ('"q":"red', ["x"]), ("-1", ["red-1"]), ("null", [])],
+)
+def test_text_is_looked_for_in_ids_and_tasks(text: str, expected: list[str]) -> None:
+    tasks = {"red-1": "blue", "x": {"q": "redder"}, "y": ["green"]}
+    rollouts = [Rollout(rollout_id=name, task=task) for name, task in tasks.items()]
+    assert expected == [rollout.rollout_id for rollout in rules.select(rollouts, RolloutQuery(contains=text))]
+
+
+TEAM = [
+    plain_span("plan"),
+    agent_span("writer", parent="plan"),
+    plain_span("web", parent="writer", name="search web", attributes={semconv.OPERATION: semconv.OP_EXECUTE_TOOL}),
+    call_span(1, parent="writer", attributes={semconv.OPERATION: semconv.OP_CHAT}),
+    plain_span("over", parent="writer", name="handoff critic", attributes={semconv.OPERATION: semconv.OP_HANDOFF}),
+    agent_span("critic", parent="plan"),
+    call_span(2, parent="critic"),
+    reward_span(2, 1.0, parent="critic"),
+    call_span(3, parent="plan"),
+]
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (SpanQuery(), [span.span_id for span in TEAM]),
+        (SpanQuery(name="search web"), ["web"]),
+        (SpanQuery(name="search"), []),
+        (SpanQuery(contains="r"), ["writer", "web", "over", "critic"]),
+        (SpanQuery(name="writer", contains="chat"), []),
+        (SpanQuery(kind="call"), ["c1", "c2", "c3"]),
+        (SpanQuery(kind="chat"), []),
+        (SpanQuery(kind="reward"), ["w2"]),
+        (SpanQuery(kind="tool"), ["web"]),
+        (SpanQuery(kind="handoff"), ["over"]),
+        (SpanQuery(kind="agent"), ["writer", "critic"]),
+        (SpanQuery(kind="None"), []),
+        (SpanQuery(agent="critic"), ["critic", "c2", "w2"]),
+        (SpanQuery(agent="plan"), ["plan", "c3"]),
+        (SpanQuery(agent="critic", kind="call"), ["c2"]),
+        (SpanQuery(agent="critic", kind="tool"), []),
+        (SpanQuery(agent="writer", name="chat m"), ["c1"]),
+        (SpanQuery(name="search web", kind="call"), []),
+        (SpanQuery(agent="nobody"), []),
+    ],
+)
+def test_spans_are_chosen_by_name_kind_and_agent(query: SpanQuery, expected: list[str]) -> None:
+    around = Enclosing([rules.bare(span) for span in TEAM])
+    assert expected == [span.span_id for span in TEAM if rules.is_chosen(span, query, around)]
+
+
+def test_kind_is_the_last_word_of_the_operation() -> None:
+    span = plain_span("s", attributes={semconv.OPERATION: "invoke_inner_agent"})
+    assert rules.is_chosen(span, SpanQuery(kind="agent"), Enclosing([]))
+
+
+def test_bare_span_has_the_names_of_actors_alone() -> None:
+    names = {semconv.AGENT_NAME: "a", semconv.OPERATION: "chat", semconv.FRAMEWORK_SPAN_ID: "f"}
+    full = replace(
+        call_span(1, attributes={**names, "long": "x" * 1000}),
+        events=(SpanEvent(name="e", time_ns=1),),
+        reward=Reward(value=1.0),
+    )
+    assert replace(full, attributes=names, events=(), call=None, reward=None) == rules.bare(full)
+
+
+ACTORS = [
+    {},
+    {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: "solver"},
+    {semconv.NODE: "draft"},
+    {semconv.ROLE: "judge"},
+    {semconv.FRAMEWORK_SPAN_ID: "s0"},
+    {"other": 1},
+]
+
+
+def span_in_tree(number: int, parent: int, what: str, attributes: dict[str, object]) -> Span:
+    """The span ``s<number>`` in a tree of operations, calls and rewards."""
+    made = plain_span(f"s{number}", parent=f"s{parent}" if parent < number else None, attributes=attributes)
+    if what == "call":
+        return replace(made, call=call_span(number).call)
+    return replace(made, reward=Reward(value=1.0)) if what == "reward" else made
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 7), st.sampled_from(["plain", "call", "reward"]), st.sampled_from(ACTORS)), max_size=7
+    )
+)
+def test_bare_spans_name_the_same_actors_around_others(tree: list[tuple[int, str, dict[str, object]]]) -> None:
+    spans = [span_in_tree(number, *each) for number, each in enumerate(tree)]
+    whole, bare = Enclosing(spans), Enclosing([rules.bare(span) for span in spans])
+    assert [whole.who(span) for span in spans] == [bare.who(span) for span in spans]
+
+
+def test_spans_inside_a_judged_step_are_chosen_by_the_operation_around_it() -> None:
+    """An evaluation that came by OTLP may enclose calls, and its name is no operation's."""
+
+    async def body() -> None:
+        store = MemoryStore()
+        await store.enqueue([queued("r")])
+        await store.claim(worker="w")
+        judged = replace(reward_span(1, 1.0, parent="plan"), span_id="judge", name="judge")
+        await store.append_spans([plain_span("plan"), judged, call_span(2, parent="judge")])
+        for agent, expected in (("plan", ["plan", "judge", "c2"]), ("judge", [])):
+            (found,) = await store.recordings(RolloutQuery(ids=("r",)), spans=SpanQuery(agent=agent))
+            assert sorted(expected) == sorted(span.span_id for span in found.spans)
+
+    asyncio.run(body())
