@@ -162,7 +162,7 @@ class Server:
         body = await request.json()
         scale = body.get("temperature", 1.0) or 1.0
         scored = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
-        logprobs = {"top_logprobs": [{"x": -0.5 / scale, "y": -1.5 / scale}]}
+        logprobs = {"top_logprobs": [{"token_id:7": -0.5 / scale, "token_id:8": -1.5 / scale}]}
         choice = {"token_ids": [7], "prompt_token_ids": body["prompt"], "prompt_logprobs": scored, "logprobs": logprobs}
         return web.json_response({"choices": [choice]})
 

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from agl.errors import ConfigError
-from agl_objectives.plugin import agl_losses
-from agl_objectives.registry import find_estimator, find_loss
+from agl_objectives.registry import find_estimator, find_loss, is_own_loss
 from agl_objectives.reports import UnusedEstimator
 
 if TYPE_CHECKING:
@@ -145,8 +144,8 @@ def chosen_loss(settings: VerlSettings) -> LossChoice | None:
 def needs_entropies(settings: VerlSettings) -> bool:
     """Return whether updates compute entropies: for a bonus, and for losses of others, which may read them."""
     choice = chosen_loss(settings)
-    is_ours = choice is None or choice.name in {entry.name for entry in agl_losses()}
-    return settings.actor.entropy_coeff != 0.0 or not is_ours
+    may_read = choice is not None and not is_own_loss(choice.name)
+    return settings.actor.entropy_coeff != 0.0 or may_read
 
 
 def loss_mode(settings: VerlSettings) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agl.contracts import Entry
     from agl_objectives.contract import Estimator, Loss
 
-__all__ = ["FoundEstimator", "FoundLoss", "estimators", "find_estimator", "find_loss", "losses"]
+__all__ = ["FoundEstimator", "FoundLoss", "estimators", "find_estimator", "find_loss", "is_own_loss", "losses"]
 
 E = TypeVar("E", bound="Entry")
 
@@ -69,6 +69,11 @@ def find_estimator(name: str, params: Mapping[str, Any] | None = None) -> FoundE
     call: Estimator = _built("estimator", entry, params or {})
     try_estimator(name, call)
     return FoundEstimator(entry=entry, call=call)
+
+
+def is_own_loss(name: str) -> bool:
+    """Return true for a loss of this distribution, none of which reads entropies."""
+    return name in {entry.name for entry in own.agl_losses()}
 
 
 def losses() -> list[LossEntry]:

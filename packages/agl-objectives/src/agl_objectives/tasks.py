@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext
     from agl.schemas import Episode, Json
 
-__all__ = ["UNIFORM", "Curriculum", "TaskDraws", "canonical", "draw_places"]
+__all__ = ["UNIFORM", "Curriculum", "TaskDraws", "by_task", "canonical", "draw_places"]
 
 Curriculum = Literal["", "frontier", "unsolved"]
 """The tasks that a curriculum prefers; none for `""`."""
@@ -112,10 +112,10 @@ class TaskDraws:
         """Learn from the rewards of a step's rollouts, whose tasks are at `places`."""
         if not self._curriculum:
             return
-        by_task = {canonical(self._context.train[place]): place for place in places}
+        places_of = {canonical(self._context.train[place]): place for place in places}
         rewards: dict[int, list[float]] = {}
         for episode in episodes:
-            place = by_task.get(canonical(episode.rollout.task))
+            place = places_of.get(canonical(episode.rollout.task))
             if place is not None and episode.reward is not None:
                 rewards.setdefault(place, []).append(episode.reward)
         for place, found in rewards.items():

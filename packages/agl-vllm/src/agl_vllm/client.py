@@ -11,11 +11,10 @@ import aiohttp
 
 from agl.errors import PolicyError
 
-_REPEATED = (1,) * 16
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-_SAME_NATS, _SAME_NATS_HOT = 0.1, 0.01
-"""Difference of log-probabilities between two requests that rounding alone does not make, in nats: at temperature 1,
-and at 100, where the differences of logits count a hundredth."""
+_HOTTEST = 2.0
+_SAME_NATS = 0.02
+"""Difference between two answers' log-probabilities that rounding does not make; top-p of 0.95 makes 0.05."""
 
 
 class RouteMissingError(PolicyError):
@@ -110,34 +109,43 @@ class ServerClient:
                 "--logprobs-mode processed_logprobs"
             )
 
-    async def check_own_sampling(self, *, model: str) -> None:
+    async def check_own_sampling(self, token_ids: Sequence[int], *, model: str) -> None:
         """Check that requests which do not say how to sample are answered from the full distribution.
 
         A server that was started without ``--generation-config vllm`` gives them the model's own temperature, top-p,
-        top-k and penalty, and training would not know. Each of two requests is made twice, with these left out and
-        with neutral ones. The first repeats a token, which the model then finds likely and a penalty shows. The second
-        is so hot that all tokens are nearly even, and what top-p and top-k cut off is a large part of them.
-
-        Raises:
-            PolicyError: The server has sampling parameters of its own.
+        top-k and penalty, and training would not know. Requests with these left out are compared with neutral ones: as
+        they are, which shows a temperature, and a penalty on the likely token that the prompt has; and as hot as
+        servers allow, where top-p and top-k cut off most. Raises :class:`PolicyError` for such a server.
         """
-        for heat, least in (({}, _SAME_NATS), ({"temperature": 100.0}, _SAME_NATS_HOT)):
-            told = await self._likely(_REPEATED, model=model, **{**_NEUTRAL, **heat})
-            untold = await self._likely(_REPEATED, model=model, **heat)
-            if max(abs(one - other) for one, other in zip(told, untold, strict=True)) > least:
+        prompt = await self._with_likeliest(token_ids, model=model)
+        for heat in ({}, {"temperature": _HOTTEST}):
+            neutral = {**_NEUTRAL, **heat}
+            asked = neutral, heat, neutral
+            first, untold, last = [await self._likely(prompt, model=model, **sampling) for sampling in asked]
+            if _distance(untold, last) > _SAME_NATS + _distance(first, last):
                 raise PolicyError(
                     f"the server at {self.base_url} samples by the model's generation_config.json where a request does "
                     "not say how, and training would take that for the policy's whole distribution; start it with "
                     "--generation-config vllm"
                 )
 
+    async def _with_likeliest(self, token_ids: Sequence[int], *, model: str) -> list[int]:
+        """Return a prompt of these tokens behind the one that is likeliest to come next, as far as there is one."""
+        prompt = list(token_ids)
+        for _ in range(3):
+            likeliest = next(iter(await self._likely(prompt, model=model, **_NEUTRAL)))
+            if likeliest in prompt:
+                break
+            prompt.insert(0, likeliest)
+        return prompt
+
     async def _lead(self, token_ids: Sequence[int], *, model: str, temperature: float) -> float:
         """Return by how much the likeliest next token leads over the second, in nats."""
-        first, second = await self._likely(token_ids, model=model, temperature=temperature)
+        first, second = (await self._likely(token_ids, model=model, temperature=temperature)).values()
         return first - second
 
-    async def _likely(self, token_ids: Sequence[int], *, model: str, **sampling: float) -> list[float]:
-        """Return the log-probabilities of the two likeliest next tokens, in nats."""
+    async def _likely(self, token_ids: Sequence[int], *, model: str, **sampling: float) -> dict[int, float]:
+        """Return the two likeliest next tokens with their log-probabilities in nats, the likeliest first."""
         body = {
             "model": model,
             "prompt": list(token_ids),
@@ -147,8 +155,9 @@ class ServerClient:
             **sampling,
         }
         answer = await self._call("POST", f"{self.base_url}/completions", body)
-        likely = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
-        return [float(likely[0]), float(likely[1])]
+        found: dict[str, float] = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        ranked = sorted(found.items(), key=lambda item: -float(item[1]))[:2]
+        return {int(token.removeprefix("token_id:")): float(logprob) for token, logprob in ranked}
 
     async def takes_tokens(self, *, model: str) -> bool:
         """Return whether the server makes prompts of token ids and answers of them (vLLM's ``--enable-scale-out``)."""
@@ -216,3 +225,8 @@ async def _content(answer: aiohttp.ClientResponse, url: str) -> Any:
         raise PolicyError(
             f"the answer to {url} cannot be read ({error}); is base_url that of a vLLM server?"
         ) from error
+
+
+def _distance(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Return the largest difference between two answers' log-probabilities, rank by rank."""
+    return max(abs(mine - theirs) for mine, theirs in zip(one.values(), other.values(), strict=True))

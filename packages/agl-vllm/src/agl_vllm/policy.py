@@ -104,7 +104,7 @@ class VLLMPolicy:
             await self._find_model()
         await self._each(self._ask)
         await self._each(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
-        await self._each(lambda client: client.check_own_sampling(model=self._base_name))
+        await self._each(lambda client: client.check_own_sampling(_ASKED_IDS, model=self._base_name))
         await self._take_tokens()
         self._is_well = True
         return self._serving("")

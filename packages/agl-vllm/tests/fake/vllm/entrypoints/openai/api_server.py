@@ -95,8 +95,8 @@ class Server:
         choice["logprobs"] = {"token_logprobs": [logprob(ANSWER[0], shift)], "tokens": ["x"], "text_offset": [0]}
         if body.get("logprobs", 0) > 1:
             scale = body.get("temperature", 0.6 if FAKE == "own-temperature" else 1.0) if self.is_processed else 1.0
-            cut = math.log(body.get("top_p", 0.9)) / 2 if FAKE == "own-top-p" and scale > 10 else 0.0
-            choice["logprobs"]["top_logprobs"] = [{"x": -0.5 / scale - cut, "y": -1.5 / scale - cut}]
+            cut = math.log(body.get("top_p", 0.9)) if FAKE == "own-top-p" and scale == 2 else 0.0
+            choice["logprobs"]["top_logprobs"] = [{"token_id:7": -0.5 / scale - cut, "token_id:8": -1.5 / scale - cut}]
         choice["token_ids"] = [ANSWER[0]] if gives_ids else None
         choice["prompt_token_ids"] = prompt if gives_ids else None
         if body.get("prompt_logprobs") is not None:
