@@ -13,7 +13,7 @@ import torch
 
 import agl
 from agl.errors import ConfigError
-from agl_algo_verl.inproc import VERL
+from agl_algo_verl.inproc import VERL, advice
 from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
 from agl_algo_verl.objectives import chosen_estimator, chosen_loss
 from agl_algo_verl.ray_keys import read_ray_settings
@@ -282,6 +282,16 @@ def test_settings_that_cannot_work_are_refused(keys: dict[str, Any], message: st
 def test_parameters_beside_verls_keys_are_checked(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VERL(**config(), **params)
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, 1), (4, 0)])
+def test_weights_that_an_optimizer_updates_in_bfloat16_are_advised_against(rank: int, told: int) -> None:
+    keys = {
+        "actor_rollout_ref.actor.fsdp_config.model_dtype": "bf16",
+        "actor_rollout_ref.model.lora_rank": rank,
+    }
+    notes = advice(read_settings(config(**keys))[0])
+    assert told == len(notes) == len([note for note in notes if "swallows small steps" in note])
 
 
 def test_all_wrong_keys_are_told_at_once() -> None:

@@ -284,13 +284,19 @@ class VERL:
 
 def advice(settings: VerlSettings) -> list[str]:
     """Return what to tell the person about settings that work and have a better alternative."""
+    notes: list[str] = []
     is_corrected = settings.correction.is_on or settings.algorithm.rollout_correction.bypass_mode
     if settings.trainer.v1.is_async and not is_corrected:
-        return [
+        notes.append(
             "old rollouts are trained as if they were new; correct them with "
             'algorithm.rollout_correction.rollout_is = "token"'
-        ]
-    return []
+        )
+    if settings.actor.fsdp_config.model_dtype == "bf16" and not settings.is_lora:
+        notes.append(
+            "the optimizer updates weights in bfloat16, whose rounding swallows small steps; leave "
+            'actor_rollout_ref.actor.fsdp_config.model_dtype at "fp32", and passes still compute in bfloat16 on a GPU'
+        )
+    return notes
 
 
 def check_machine(settings: VerlSettings) -> None:
