@@ -1,6 +1,7 @@
 """Which ids, pages and queries a store takes, and the rollouts and spans that a query selects."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -85,6 +86,26 @@ ALL = [
     queued("c", experiment="y", mode="train", status="failed"),
     queued("d", experiment="x", mode="train", group_id="g", status="succeeded"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("sort", "value", "fits"),
+    [
+        ("rollout_id", "", True),
+        ("created_at", 0.0, True),
+        ("finished_at", "", False),
+        ("created_at", "queued", False),
+        ("status", "queued", True),
+        ("status", 1.5, False),
+    ],
+)
+def test_page_behind_a_value_of_another_type_is_refused(sort: Any, value: str | float, fits: bool) -> None:
+    query = RolloutQuery(sort=sort, after="a", after_value=value)
+    if fits:
+        rules.check_page({}, query)
+        return
+    with pytest.raises(StoreError, match=rf"after_value = .* is no {sort} of a rollout; .*RolloutQuery.next"):
+        rules.check_page({"query": query})
 
 
 @pytest.mark.parametrize(
