@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from agl import semconv
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, SpanQuery
 from agl.episodes import Enclosing
-from agl.errors import InvalidIdError, StoreError
+from agl.errors import InvalidIdError, InvalidQueryError, StoreError
 from agl.schemas import JsonResource, ResourceVersion, Reward, Rollout, Span, SpanEvent
 from agl.stores import MemoryStore
 from agl.stores import _rules as rules
@@ -104,7 +104,7 @@ def test_page_behind_a_value_of_another_type_is_refused(sort: Any, value: str | 
     if fits:
         rules.check_page({}, query)
         return
-    with pytest.raises(StoreError, match=rf"after_value = .* is no {sort} of a rollout; .*RolloutQuery.next"):
+    with pytest.raises(InvalidQueryError, match=rf"after_value = .* is no {sort} of a rollout; .*RolloutQuery.next"):
         rules.check_page({"query": query})
 
 

@@ -13,6 +13,7 @@
     │   ├── ConflictError        the same id with other content, or a state that forbids the change
     │   ├── FencedError          the attempt is no longer the caller's
     │   ├── InvalidIdError       an id or a name is empty, too long, or holds what none may hold
+    │   ├── InvalidQueryError    a query asks for a page that no store can find
     │   └── SchemaVersionError   the data was written by a newer release
     ├── CaptureError             model calls were not, or could not be, recorded
     │   ├── NoModelCallsError
@@ -40,6 +41,7 @@ __all__ = [
     "FencedError",
     "GatewayLostError",
     "InvalidIdError",
+    "InvalidQueryError",
     "MissingExtraError",
     "MissingTokenIdsError",
     "NoModelCallsError",
@@ -119,6 +121,10 @@ class FencedError(StoreError):
 
 class InvalidIdError(StoreError):
     """An id or a name is empty, longer than 256 characters, or holds a slash or a control character."""
+
+
+class InvalidQueryError(StoreError):
+    """A query asks for a page that no store can find: beyond what is counted, or behind a value of another type."""
 
 
 class SchemaVersionError(StoreError):

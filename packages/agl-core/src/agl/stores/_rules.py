@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from agl import semconv
 from agl._actors import NAMING, Enclosing
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, SpanQuery
-from agl.errors import ConflictError, FencedError, InvalidIdError, StoreError
+from agl.errors import ConflictError, FencedError, InvalidIdError, InvalidQueryError, StoreError
 from agl.schemas import (
     LLM,
     Attempt,
@@ -145,7 +145,7 @@ def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
 
 
 def check_page(given: Mapping[str, object], *queries: object) -> None:
-    """Raise :class:`StoreError` for a page, given or in a query, that no store can find."""
+    """Raise :class:`InvalidQueryError` for a page, given or in a query, that no store can find."""
     for query in (*queries, *given.values()):
         if isinstance(query, RolloutQuery | SpanQuery):
             check_page({"limit": query.limit, "after": query.after})
@@ -153,14 +153,14 @@ def check_page(given: Mapping[str, object], *queries: object) -> None:
             _check_start(query)
     for name in ("limit", "after"):
         if isinstance(value := given.get(name), int) and not 0 <= value <= MAX_COUNT:
-            raise StoreError(f"{name} = {value}; choose between 0 and {MAX_COUNT}")
+            raise InvalidQueryError(f"{name} = {value}; choose between 0 and {MAX_COUNT}")
 
 
 def _check_start(query: RolloutQuery) -> None:
-    """Raise :class:`StoreError` for a page behind a rollout whose field to sort by has another type."""
+    """Raise :class:`InvalidQueryError` for a page behind a rollout whose field to sort by has another type."""
     is_text = isinstance(query.after_value, str)
     if query.after and query.sort != "rollout_id" and is_text != (query.sort == "status"):
-        raise StoreError(
+        raise InvalidQueryError(
             f"after_value = {query.after_value!r} is no {query.sort} of a rollout; take the query of a page from "
             "RolloutQuery.next, which sets it"
         )

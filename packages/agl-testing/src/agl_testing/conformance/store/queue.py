@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from agl.contracts import RolloutQuery, Store
-from agl.errors import ConflictError, FencedError, NotFoundError
+from agl.errors import ConflictError, FencedError, InvalidQueryError, NotFoundError
 from agl.schemas import AttemptStatus, Outcome, RetryPolicy, Rollout
 from agl_testing.conformance.store.case import store_test
 from agl_testing.stores.samples import (
@@ -247,6 +247,16 @@ class QueueTests:
         assert asked[:-3:-1] == [r.rollout_id for r in newest]
         older = await store.rollouts(RolloutQuery(after=asked[2], is_newest_first=True))
         assert asked[1::-1] == [r.rollout_id for r in older]
+
+    @store_test
+    async def test_page_behind_a_value_of_another_type_is_refused(self, store: Store) -> None:
+        [known] = await store.enqueue([make_rollout()])
+        queries = (RolloutQuery(sort="created_at"), RolloutQuery(sort="finished_at"), RolloutQuery(sort="status"))
+        for query in queries:
+            wrong = 0.0 if query.sort == "status" else ""
+            with pytest.raises(InvalidQueryError, match=f"after_value = {wrong!r} is no {query.sort} of a rollout"):
+                await store.rollouts(msgspec.structs.replace(query, after=known.rollout_id, after_value=wrong))
+            assert [] == await store.rollouts(query.next(known))
 
     @store_test
     async def test_rollouts_filter_by_each_field(self, store: Store) -> None:
