@@ -19,10 +19,10 @@ from agl_algo_torch.model import LoadedModel, load_model
 from agl_algo_torch.packing import packed_inputs
 from agl_algo_torch.policy import TorchPolicy
 from agl_algo_torch.teachers import LocalTeacher, ServedTeacher
-from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import FinishedCredit, World, published, run
+from .token_world import World, published, run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -357,15 +357,5 @@ def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(
     model_dir: Path, teacher_dir: Path, tmp_path: Path
 ) -> None:
     bench = AlgorithmBench(scenario_of(model_dir, teacher_dir, reward_coef=0.5), tmp_path, credit=FinishedCredit())
-    said: list[str] = []
-
-    async def body() -> None:
-        async with bench:
-            algorithm = bench.scenario.make()
-            await algorithm.setup(replace(bench.context(), say=said.append))
-            await algorithm.step()
-            await algorithm.step()
-
-    asyncio.run(body())
-    (line,) = [line for line in said if "estimator" in line]
+    (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
     assert 'finished advantages, in which estimator = "grpo" has no part' in line

@@ -19,7 +19,7 @@ from agl_algo_torch.model import load_model
 from agl_algo_torch.preparation import prepare
 from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.estimators import dr_grpo
-from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .token_world import PROMPT, World, episode
@@ -219,18 +219,10 @@ def test_final_advantages_are_not_normalised_again() -> None:
 
 
 def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:
-    bench = AlgorithmBench(scenario_of(model_dir, steps=2, estimator="rloo"), tmp_path / "work", credit=Credit())
-    said: list[str] = []
-
-    async def body() -> None:
-        async with bench:
-            algorithm = bench.scenario.make()
-            await algorithm.setup(replace(bench.context(), say=said.append))
-            await algorithm.step()
-            await algorithm.step()
-
-    asyncio.run(body())
-    (line,) = said
+    bench = AlgorithmBench(
+        scenario_of(model_dir, steps=2, estimator="rloo"), tmp_path / "work", credit=FinishedCredit()
+    )
+    (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
     assert 'the credit gave 8 of 16 calls finished advantages, in which estimator = "rloo" has no part' in line
 
 

@@ -19,11 +19,11 @@ from agl_algo_torch.lessons import Teaching
 from agl_algo_torch.model import load_model
 from agl_algo_torch.retelling import Retelling, Words
 from agl_algo_torch.sdpo import CLOSING_WORDS, FEEDBACK_WORDS, NOTHING_TO_LEARN, SDPO, SIBLING_WORDS
-from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .chat_world import ChatWorld
-from .token_world import FinishedCredit, run
+from .token_world import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -393,15 +393,5 @@ def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: 
 
 def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario_of(model_dir, grpo_coef=0.5), tmp_path, credit=FinishedCredit())
-    said: list[str] = []
-
-    async def body() -> None:
-        async with bench:
-            algorithm = bench.scenario.make()
-            await algorithm.setup(replace(bench.context(), say=said.append))
-            await algorithm.step()
-            await algorithm.step()
-
-    asyncio.run(body())
-    (line,) = [line for line in said if "estimator" in line]
+    (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
     assert 'finished advantages, in which estimator = "grpo" has no part' in line

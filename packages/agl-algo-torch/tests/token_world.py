@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 
-from agl.schemas import CallCredit, Episode, Rollout, Row, Segment, Transition, Weights, pack_floats, pack_ids
+from agl.schemas import Episode, Rollout, Row, Segment, Transition, Weights, pack_floats, pack_ids
 from agl_algo_torch.model import load_model
 from agl_algo_torch.preference import PreferenceAlgorithm, live_rows
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
@@ -64,19 +64,6 @@ class World:
             ids.append(token)
             logprobs.append(float(logp_V[token]))
         return ids, logprobs
-
-
-class FinishedCredit:
-    """The reward to the calls of a rollout, and a finished advantage to the last one."""
-
-    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        return [list(self._calls(episode)) for episode in group]
-
-    def _calls(self, episode: Episode) -> Iterator[CallCredit]:
-        *calls, last = episode.transitions
-        for call in calls:
-            yield CallCredit(span_id=call.span_id, value=episode.reward or 0.0, baseline="b")
-        yield CallCredit(span_id=last.span_id, value=0.5, baseline="", is_advantage=True)
 
 
 def episode(rollout: Any, ids: list[int], logprobs: list[float], reward: float, *, rows: int) -> Episode:

@@ -18,10 +18,10 @@ from agl_algo_verl.rows import RowSample
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.worker import VerlWorker
 from agl_run.commands import token_values
-from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import FinishedCredit, World, config, good_tokens, scenario, whole_model
+from .world import World, config, good_tokens, scenario, whole_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -263,15 +263,5 @@ def test_policies_without_reachable_weights_are_refused(model_dir: Path, tmp_pat
 
 def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario(model_dir), tmp_path, credit=FinishedCredit())
-    said: list[str] = []
-
-    async def body() -> None:
-        async with bench:
-            algorithm = bench.scenario.make()
-            await algorithm.setup(replace(bench.context(), say=said.append))
-            await algorithm.step()
-            await algorithm.step()
-
-    asyncio.run(body())
-    (line,) = [line for line in said if "estimator" in line]
+    (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
     assert 'finished advantages, in which estimator = "grpo" has no part' in line

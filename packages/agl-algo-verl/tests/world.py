@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from agl.schemas import CallCredit, Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
+from agl.schemas import Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
 from agl_algo_verl.inproc import VERL
 from agl_algo_verl.settings import OWN
 from agl_testing.conformance import AlgorithmScenario
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from agl.schemas import Rollout
@@ -103,19 +103,6 @@ class SharedWorld(World):
     def play(self, order: RolloutOrder) -> Episode:
         played = super().play(order)
         return replace(played, transitions=(*played.transitions, other_call(order.rollout.rollout_id)))
-
-
-class FinishedCredit:
-    """The reward to the calls of a rollout, and a finished advantage to the last one."""
-
-    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        return [list(self._calls(episode)) for episode in group]
-
-    def _calls(self, episode: Episode) -> Iterator[CallCredit]:
-        *calls, last = episode.transitions
-        for call in calls:
-            yield CallCredit(span_id=call.span_id, value=episode.reward or 0.0, baseline="b")
-        yield CallCredit(span_id=last.span_id, value=0.5, baseline="", is_advantage=True)
 
 
 def episode(rollout: Rollout, ids: list[int], logprobs: list[float], reward: float, *, rows: int = 1) -> Episode:

@@ -1,4 +1,4 @@
-"""Which ids, pages and queries a store takes, and the rollouts and spans that a query selects."""
+"""Stores take ids, pages and queries of certain forms, and a query selects rollouts and spans by each of its fields."""
 
 import asyncio
 from typing import Any

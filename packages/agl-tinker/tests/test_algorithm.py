@@ -4,7 +4,7 @@ import asyncio
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, ResourceVersion, Row, Segment, Transition, Weights, pack_floats, pack_ids
 from agl_objectives.estimating import call_advantages as theirs
 from agl_objectives.registry import find_estimator
+from agl_testing.conformance import FinishedCredit
 from agl_testing.conformance.algorithm import AlgorithmConformance
 from agl_testing.conformance.bench import AlgorithmBench, AlgorithmScenario, RolloutOrder
 from agl_tinker.advantages import ESTIMATORS, call_advantages
@@ -127,31 +128,10 @@ def test_sampler_and_trainer_agree_about_fresh_tokens(served: Served, tmp_path: 
     assert max(metrics["logprob_gap"] for metrics in found) < 1e-3
 
 
-class FinishedCredit:
-    """A finished advantage to every call."""
-
-    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        return [
-            [CallCredit(span_id=call.span_id, value=0.5, baseline="", is_advantage=True) for call in each.transitions]
-            for each in group
-        ]
-
-
 def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(served: Served, tmp_path: Path) -> None:
     bench = AlgorithmBench(scenario_of(served), tmp_path, credit=FinishedCredit())
-    said: list[str] = []
-
-    async def body() -> None:
-        async with bench:
-            algorithm = make()
-            await algorithm.setup(replace(bench.context(), say=said.append))
-            await algorithm.step()
-            await algorithm.step()
-            await algorithm.close()
-
-    asyncio.run(body())
-    (line,) = [line for line in said if "estimator" in line]
-    assert '8 of 8 calls finished advantages, in which estimator = "grpo" has no part' in line
+    (line,) = [line for line in asyncio.run(bench.said(steps=2)) if "estimator" in line]
+    assert 'finished advantages, in which estimator = "grpo" has no part' in line
 
 
 def test_server_that_lost_the_model_gets_the_last_state(launch: Callable[..., Served], tmp_path: Path) -> None:

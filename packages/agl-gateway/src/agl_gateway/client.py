@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote
 
 import aiohttp
 import msgspec
@@ -29,7 +29,7 @@ from agl.contracts import (
 )
 from agl.errors import ConfigError, StoreError, TokenError
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
-from agl.stores import shown_url, without_credentials
+from agl.stores import shown_url, web_parts, without_credentials
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
 from agl_gateway.store_replies import RESTART_DELAYS_S, RETRY_DELAYS_S, Pauses, StoreReply
@@ -427,11 +427,7 @@ def error_text(answer: bytes) -> str:
 
 
 def _parts(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # of brackets that hold no address
-        parts = None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+    if (parts := web_parts(url)) is None:
         raise ConfigError(f"the store's URL {shown_url(url)!r} is not an http(s) URL; write http://HOST:PORT")
     return parts
 

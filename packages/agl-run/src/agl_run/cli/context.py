@@ -1,4 +1,4 @@
-"""What commands find in click's context: the plugin manager, made on first use, and the options that were given."""
+"""Reads click's context for commands: the plugin manager, made on first use, and the options that were given."""
 
 import click
 from click.core import ParameterSource

@@ -154,6 +154,17 @@ class AlgorithmBench:
             agents=self.scenario.agents,
         )
 
+    async def said(self, *, steps: int) -> list[str]:
+        """Return what a new algorithm says in its setup and its first steps; enters and leaves the bench itself."""
+        lines: list[str] = []
+        async with self:
+            algorithm = self.scenario.make()
+            await algorithm.setup(replace(self.context(), say=lines.append))
+            for _ in range(steps):
+                await algorithm.step()
+            await algorithm.close()
+        return lines
+
     def policy(self, name: str) -> Policy:
         """Return a policy that runs."""
         if name not in self._policies:

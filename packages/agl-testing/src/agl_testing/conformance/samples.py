@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from agl import semconv
 from agl.schemas import (
     Attempt,
+    CallCredit,
     Episode,
     Json,
     ModelCall,
@@ -22,6 +23,21 @@ from agl.schemas import (
     pack_ids,
 )
 from agl_testing.model_server.codec import ConversationTurn, encode, logprob, render_prompt
+
+
+class FinishedCredit:
+    """Gives the reward to a rollout's calls, and a finished advantage of 0.5 to its last one."""
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """Return the credit of each call."""
+        return [[*self._shared(episode), self._finished(episode)] for episode in group]
+
+    def _shared(self, episode: Episode) -> list[CallCredit]:
+        reward = episode.reward or 0.0
+        return [CallCredit(span_id=call.span_id, value=reward, baseline="b") for call in episode.transitions[:-1]]
+
+    def _finished(self, episode: Episode) -> CallCredit:
+        return CallCredit(span_id=episode.transitions[-1].span_id, value=0.5, baseline="", is_advantage=True)
 
 
 def rollout_of(task: Json, *, group_id: str = "group") -> Rollout:
