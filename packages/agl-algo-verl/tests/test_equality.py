@@ -203,8 +203,10 @@ def test_generalised_advantages_are_the_same_numbers(
     flat = torch.cat(own)
     if len(flat) > 1:
         theirs = torch.cat([found[: len(r.mask)][r.mask] for r, found in zip(samples, whitened_B_R, strict=True)])
-        expected = (flat - flat.mean()) / (flat.var() + 1e-8).sqrt()
-        torch.testing.assert_close(expected, theirs, atol=1e-6, rtol=1e-6)  # VERL's mean divides by the count + 1e-8
+        deviation = (flat.var() + 1e-8).sqrt()
+        # VERL's mean divides by the count + 1e-8, which moves it by up to 1e-8 of it; nearly equal values show that.
+        moved = float(1e-8 * flat.mean().abs() / len(flat) / deviation)
+        torch.testing.assert_close((flat - flat.mean()) / deviation, theirs, atol=1e-6 + 1.1 * moved, rtol=1e-6)
 
 
 @PRECISION

@@ -34,9 +34,10 @@ from agl_algo_verl.rows import PreparedStep, RowSample
 from agl_algo_verl.settings import RolloutCorrectionKeys
 from agl_algo_verl.shaping import distance
 from agl_algo_verl.typed import ragged
+from agl_testing.conformance import FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .world import FinishedCredit, config, scenario
+from .world import config, scenario
 
 if TYPE_CHECKING:
     from agl_algo_verl.bridge import StepRows

@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import cache
@@ -60,6 +61,13 @@ def _is_notebook() -> bool:
     return kernel is not None and kernel.IPKernelApp.initialized()
 
 
+SAME_S = 1.0
+"""Seconds in which interrupts count as one: a terminal and a program in between may each send it."""
+
+AT_ONCE_S = 10.0
+"""Seconds that a run has for its end after a second interrupt; a third one does not wait for it."""
+
+
 class _Home:
     """An event loop in a thread, until the interpreter ends."""
 
@@ -106,15 +114,27 @@ class _Run(Generic[T]):
         self._loop.call_soon_threadsafe(self._start)
 
     def wait(self) -> T:
-        """Block until it ends; an interrupt stops it first."""
+        """Block until it ends; an interrupt stops it first, and a second one ends the step that it is in as well."""
         try:
             while not self._ended.wait(0.2):  # waits without a limit ignore Ctrl-C on Windows
                 pass
         except KeyboardInterrupt:
             self._cancel()
-            self._ended.wait()
+            self._wait_for_end()
             raise
         return self._outcome()
+
+    def _wait_for_end(self) -> None:
+        stopped = time.monotonic()
+        while not self._ended.is_set():
+            try:
+                self._ended.wait(0.2)
+            except KeyboardInterrupt:
+                if time.monotonic() - stopped < SAME_S:
+                    continue
+                self._cancel()
+                self._ended.wait(AT_ONCE_S)  # else the process would end while the run still writes
+                raise
 
     async def wait_async(self) -> T:
         """Wait without blocking the loop; cancelling stops the work."""

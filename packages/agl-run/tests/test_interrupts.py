@@ -1,0 +1,64 @@
+"""Ctrl-C once, twice at a time, and again: a run that blocks ends its work before the interrupt goes on."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from agl_run.experiment.blocking import SAME_S, run_blocking
+
+
+class Work:
+    """Waits until it is stopped, and then ends within a time; counts how often it was stopped."""
+
+    def __init__(self, *, ending_s: float) -> None:
+        self.ending_s, self.stops, self.has_ended = ending_s, 0, False
+        self.began = threading.Event()
+
+    async def run(self) -> None:
+        self.began.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.stops += 1
+            await self._end()
+            raise
+
+    async def _end(self) -> None:
+        try:
+            await asyncio.sleep(self.ending_s)
+        except asyncio.CancelledError:
+            self.stops += 1
+            raise
+        finally:
+            self.has_ended = True
+
+
+def interrupted(work: Work, *pauses_s: float) -> None:
+    """Run the work, and interrupt it after each of these pauses."""
+
+    def interrupt() -> None:
+        assert work.began.wait(10)
+        for pause_s in pauses_s:
+            threading.Event().wait(pause_s)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_blocking(work.run)
+    thread.join()
+
+
+def test_interrupts_at_a_time_count_as_one() -> None:
+    work = Work(ending_s=0.5)
+    interrupted(work, 0.1, 0.01, 0.1)
+    assert (1, True) == (work.stops, work.has_ended)
+
+
+def test_interrupt_while_the_work_ends_stops_that_as_well() -> None:
+    work = Work(ending_s=60.0)
+    interrupted(work, 0.1, SAME_S + 0.1)
+    assert (2, True) == (work.stops, work.has_ended)
