@@ -17,7 +17,7 @@ import pytest
 import agl
 from agl.schemas import LLM, ErrorInfo, Rollout
 from agl.stores import MemoryStore
-from agl_algo_apo.faults import is_foreign
+from agl_algo_apo.measurement.faults import is_foreign
 from agl_run import Quiet, policy
 from agl_run.experiment.state import load_algorithm
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, Step

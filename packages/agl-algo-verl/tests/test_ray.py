@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Transition, Weights, pack_floats, pack_ids
-from agl_algo_verl.engines import make
-from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
 from agl_run import SQLiteStore
 from agl_run.experiment.collect import EpisodeSelection, read_episodes
