@@ -1,4 +1,4 @@
-"""The parts of :mod:`agl_testing.team_world` that an experiment runs: agent, model server and a tabular algorithm.
+"""The parts of :mod:`worlds.team` that an experiment runs: agent, model server and a tabular algorithm.
 
 Everything but the model is real: the agent calls its model with the ``openai`` client, calls are captured and
 stored, and the algorithm learns from collected episodes by the experiment's credit.
@@ -28,7 +28,7 @@ from agl.contracts import AlgorithmContext, ServedModel, StepReport
 from agl.schemas import LLM, CallCredit, Episode, Json, ResourceVersion, Transition, Weights, unpack_ids
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, decode
 from agl_testing.model_server.codec import OFFSET
-from agl_testing.team_world import (
+from worlds.team import (
     ROLES,
     ROOMS,
     WORDS,
@@ -96,8 +96,7 @@ class TeamTable:
 
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve the table in the file that the version names."""
-        assert isinstance(version.resource, Weights)
-        if version.resource.uri:
+        if isinstance(version.resource, Weights) and version.resource.uri:
             self._table = json.loads(Path(version.resource.uri).read_text(encoding="utf-8"))
         self._version = version.version
         self._server.clear_calls()

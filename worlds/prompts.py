@@ -20,8 +20,8 @@ and slips now and then. So a prompt is as good as the lines that it holds, whate
 - *Roles*: a rule belongs to one prompt, and the same line in another prompt does nothing.
 
 All randomness follows from seeds that are passed in, so equal seeds give equal runs whatever the concurrency.
-:mod:`agl_testing.prompt_world_run` has the agent, the reward and the model server of this world, and
-:mod:`agl_testing.prompt_world_optimizer` a critic and editor for it.
+:mod:`worlds.prompts_run` has the agent, the reward and the model server of this world, and
+:mod:`worlds.prompts_optimizer` a critic and editor for it.
 """
 
 import random

@@ -10,8 +10,8 @@ from typing import Any
 
 from agl.schemas import LLM
 from agl_run import Quiet, Trainer, runner
-from agl_testing.adapters import MODEL
 from agl_testing.model_server import ScriptedModelServer
+from tests.adapters import MODEL
 
 AT_ONCE = 8
 ROLLOUTS = 16

@@ -3,9 +3,9 @@
 import httpx
 import pytest
 
-from agl_testing.prompt_world import easy, obeyed_styles
-from agl_testing.prompt_world_optimizer import Mode, ScriptedOptimizer, edit, find_prompts
-from agl_testing.prompt_world_run import model_server
+from worlds.prompts import easy, obeyed_styles
+from worlds.prompts_optimizer import Mode, ScriptedOptimizer, edit, find_prompts
+from worlds.prompts_run import model_server
 
 PROMPT = "You are the clerk.\nComplete the order.\n{order}"
 SAID = "[clerk] fax: expected seven words, found plain."

@@ -1,4 +1,4 @@
-"""The parts of :mod:`agl_testing.prompt_world` that an experiment runs: its agent, reward, task model and server.
+"""The parts of :mod:`worlds.prompts` that an experiment runs: its agent, reward, task model and server.
 
 The agent is the same whether its model is a function in this process (fast, for benchmarks) or an endpoint that it
 calls with the ``openai`` client (for tests of the whole way); with equal rollout ids both give equal answers.
@@ -22,7 +22,7 @@ from agl import semconv
 from agl.algorithms import ComponentConfig, component
 from agl.schemas import LLM, Reward, Rollout, Span
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Step
-from agl_testing.prompt_world import (
+from worlds.prompts import (
     PromptWorld,
     complete_order,
     is_brief,
@@ -31,7 +31,7 @@ from agl_testing.prompt_world import (
     order_text,
     prompt_name,
 )
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from worlds.prompts_optimizer import ScriptedOptimizer
 
 __all__ = [
     "HIDDEN",
@@ -122,7 +122,7 @@ class OrderReward:
 def order_reward(world: PromptWorld) -> ComponentConfig:
     """The reward as ``agl.Trainer(rewards=...)`` takes it."""
     plain = cast("dict[str, Any]", msgspec.to_builtins(world))
-    return component("agl_testing.prompt_world_run:OrderReward", world=plain)
+    return component("worlds.prompts_run:OrderReward", world=plain)
 
 
 def filled(prompt: Any, order: str) -> str:

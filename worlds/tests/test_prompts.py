@@ -14,7 +14,7 @@ from agl.contracts import RolloutQuery
 from agl.schemas import LLM, Rollout
 from agl.stores import MemoryStore
 from agl_run import Quiet
-from agl_testing.prompt_world import (
+from worlds.prompts import (
     PLAIN,
     STYLES,
     TRAP,
@@ -32,7 +32,7 @@ from agl_testing.prompt_world import (
     order_text,
     prompt_name,
 )
-from agl_testing.prompt_world_run import HIDDEN, TASK_MODEL, model_server, order_agent, order_reward
+from worlds.prompts_run import HIDDEN, TASK_MODEL, model_server, order_agent, order_reward
 
 LINES = st.lists(st.tuples(st.sampled_from([*VOCABULARY, TRAP[0]]), st.sampled_from([*STYLES, TRAP[1]])), max_size=8)
 

@@ -1,4 +1,4 @@
-"""A scripted critic and editor for :mod:`agl_testing.prompt_world`: an optimiser's model behind an OpenAI endpoint.
+"""A scripted critic and editor for :mod:`worlds.prompts`: an optimiser's model behind an OpenAI endpoint.
 
 They know only the text of their request, as a language model would:
 
@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from agl.schemas import to_json
 from agl_testing.model_server import Garbage, ModelRequest, Reply, Status, Step
-from agl_testing.prompt_world import LINE, NOTE, STYLES, VOCABULARY, line_of, note_of
+from worlds.prompts import LINE, NOTE, STYLES, VOCABULARY, line_of, note_of
 
 Mode = Literal["honest", "dead", "corrupt", "garbage", "silent", "broken"]
 """``dead`` answers 503, ``corrupt`` sends what no API sends, ``garbage`` talks about something else, ``silent`` says
