@@ -65,10 +65,6 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_testing",
         "agl_testing.conformance",
         "agl_testing.model_server",
-        "agl_testing.prompt_world",
-        "agl_testing.prompt_world_optimizer",
-        "agl_testing.prompt_world_run",
-        "agl_testing.team_world_run",
     ),
 }
 """Public modules by distribution; a distribution that is not here offers plugins and nothing to import."""
