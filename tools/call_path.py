@@ -56,8 +56,8 @@ tunes = "calc-lm"
 params = { steps = 1, tasks_per_step = 1, group_size = 4 }
 """
 SERVER = frozenset(
-    f"agl_algo_torch/{name}.py"
-    for name in ("codec", "engine", "exchange", "scheduling", "sequence", "server", "templates", "wire", "writers")
+    f"agl_algo_torch/serving/{name}.py"
+    for name in ("codec", "engine", "exchange", "sequence", "server", "templates", "wire", "writers")
 )
 MAX_DEPTH = 6
 MAX_ITEMS = 64

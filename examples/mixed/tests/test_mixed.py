@@ -30,7 +30,7 @@ from reward import FormIsRight  # noqa: E402
 
 from agl_run import load_config  # noqa: E402
 from agl_testing.model_server import Reply, ScriptedModelServer  # noqa: E402
-from agl_testing.prompt_world import line_of  # noqa: E402
+from worlds.prompts import line_of  # noqa: E402
 
 FACTS = {"name": "Holt", "city": "Bergen", "item": "lamps", "quantity": "7", "amount": "80", "date": "3 May 2027"}
 RULES = [line_of(field, style) for field, style in house.HOUSE.items()]

@@ -16,8 +16,8 @@ from agl_algo_apo.demonstrations import Demonstration, demonstrated, is_escapabl
 from agl_algo_apo.filled_templates import filled_template
 from agl_algo_apo.templates import TextRules, field_names, violation
 from agl_run.messages import value_for_agent
-from agl_testing.prompt_world import demonstrable, easy
-from agl_testing.prompt_world_run import filled
+from worlds.prompts import demonstrable, easy
+from worlds.prompts_run import filled
 
 from .test_demonstrations import read, record
 

@@ -69,7 +69,7 @@ from agl_algo_verl.runtime import check_version
 from agl_algo_verl.supply import VerlSupply
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
 from agl_algo_verl.worker_metrics import COUNTS, finite
-from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
+from agl_objectives.reports import MAX_NONFINITE, Skipped
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
 
 if TYPE_CHECKING:
