@@ -24,7 +24,7 @@ IMPORTS = (
     "agl_run.experiment.remote",
     "agl_run.runners.process",
     "agl_run.sqlite",
-    "agl_gateway.cli",
+    "agl_gateway.cli.serve",
     "agl_gateway.client",
     "agl_gateway.embedded",
     "agl_store_postgres.store",

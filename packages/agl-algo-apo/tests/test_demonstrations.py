@@ -20,8 +20,8 @@ from agl_algo_apo.measurement.scores import Measured, Scores
 from agl_algo_apo.proposals.good_runs import GoodRun, good_runs, read_demonstration
 from agl_algo_apo.texts.demonstrations import HEADING, Demonstration, demonstrated, is_escapable
 from agl_algo_apo.texts.lineage import PromptCandidate
-from agl_testing.prompt_world import demonstrable, easy
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from worlds.prompts import demonstrable, easy
+from worlds.prompts_optimizer import ScriptedOptimizer
 
 Optimize = Callable[..., Any]
 

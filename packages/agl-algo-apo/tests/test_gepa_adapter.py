@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agl_testing.prompt_world import PromptWorld, complete_order, easy, judge, order_text
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from worlds.prompts import PromptWorld, complete_order, easy, judge, order_text
+from worlds.prompts_optimizer import ScriptedOptimizer
 
 gepa = pytest.importorskip("gepa", reason="needs gepa")
 

@@ -16,8 +16,8 @@ from agl_algo_apo.texts.demonstrations import Demonstration, demonstrated, is_es
 from agl_algo_apo.texts.filled_templates import filled_template
 from agl_algo_apo.texts.lineage import resource_of, text_of
 from agl_run.messages import value_for_agent
-from agl_testing.prompt_world import demonstrable, easy
-from agl_testing.prompt_world_run import filled
+from worlds.prompts import demonstrable, easy
+from worlds.prompts_run import filled
 
 from .test_demonstrations import read, record
 

@@ -12,8 +12,8 @@ from agl.schemas import PromptTemplate
 from agl_algo_apo.acceptance.deletion import changes, without
 from agl_algo_apo.acceptance.static_gate import identifiers_of
 from agl_algo_apo.measurement.evaluation import Evaluator
-from agl_testing.prompt_world import LINE, NOTE, cluttered, easy, line_of, memorising
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from worlds.prompts import LINE, NOTE, cluttered, easy, line_of, memorising
+from worlds.prompts_optimizer import ScriptedOptimizer
 
 Optimize = Callable[..., Any]
 

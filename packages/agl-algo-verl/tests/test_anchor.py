@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["other", "policy"]
 
-torch_anchor = pytest.importorskip("agl_algo_torch.anchor", reason="needs agl-algo-torch")
-torch_forward = pytest.importorskip("agl_algo_torch.forward", reason="needs agl-algo-torch")
+torch_anchor = pytest.importorskip("agl_algo_torch.learner.anchor", reason="needs agl-algo-torch")
+torch_forward = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
 
 
 def episode_of(*calls: Transition) -> Any:

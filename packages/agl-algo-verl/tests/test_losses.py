@@ -36,9 +36,9 @@ from .world import World, config, scenario
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-torch_batch = pytest.importorskip("agl_algo_torch.batch", reason="needs agl-algo-torch")
-torch_objective = pytest.importorskip("agl_algo_torch.objective", reason="needs agl-algo-torch")
-torch_forward = pytest.importorskip("agl_algo_torch.forward", reason="needs agl-algo-torch")
+torch_batch = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
+torch_objective = pytest.importorskip("agl_algo_torch.learner.objective", reason="needs agl-algo-torch")
+torch_forward = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
 
 CPU = torch.device("cpu")
 

@@ -33,7 +33,7 @@ from agl.schemas import (
 )
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService, Settings
-from agl_gateway.splits import parse_split, placement_of
+from agl_gateway.traffic.splits import parse_split, placement_of
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.comparison import student_quantile

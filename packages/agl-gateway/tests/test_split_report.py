@@ -17,8 +17,8 @@ from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import AttemptStatus, JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
-from agl_gateway.split_report import SplitReport, split_report
-from agl_gateway.splits import Split, check_labels, parse_split, pins_of, place_rollout, placement_of
+from agl_gateway.traffic.split_report import SplitReport, split_report
+from agl_gateway.traffic.splits import Split, check_labels, parse_split, pins_of, place_rollout, placement_of
 from agl_run import SQLiteStore, interval
 from agl_run.cli.main import cli
 from agl_run.comparison import compare, student_quantile

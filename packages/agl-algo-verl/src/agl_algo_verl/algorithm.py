@@ -6,7 +6,7 @@ from typing import Any
 
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
-from agl_objectives.nonfinite import MAX_NONFINITE
+from agl_objectives.reports import MAX_NONFINITE
 
 ENGINES = ("inproc", "ray")
 

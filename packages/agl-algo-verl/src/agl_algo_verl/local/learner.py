@@ -30,8 +30,7 @@ from agl_algo_verl.losses.metrics import finite
 from agl_algo_verl.rows.replay import beside
 from agl_algo_verl.rows.token_numbers import mean_entropy
 from agl_algo_verl.weights.directories import step_directory
-from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
-from agl_objectives.reports import averaged
+from agl_objectives.reports import MAX_NONFINITE, Skipped, averaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

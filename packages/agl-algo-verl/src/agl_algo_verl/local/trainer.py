@@ -40,8 +40,8 @@ from agl_algo_verl.settings.packing import with_packing
 from agl_algo_verl.settings.settings import read_settings
 from agl_algo_verl.weights.adapters import prune_merged, whole_weights
 from agl_algo_verl.weights.tuned_policy import own_weights, tuned_policy
-from agl_objectives.nonfinite import MAX_NONFINITE
 from agl_objectives.replay import Replayed
+from agl_objectives.reports import MAX_NONFINITE
 from agl_objectives.saving import SAVE_EVERY, LiveAtSaves, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:

@@ -49,8 +49,7 @@ from agl_algo_verl.rows.batches import per_row
 from agl_algo_verl.typed import integers, ragged, verl_part
 from agl_objectives.contract import SurveyedLoss, TokenBatch
 from agl_objectives.kl import kl_estimate
-from agl_objectives.registry import find_loss
-from agl_objectives.trial import checked_terms
+from agl_objectives.registry import checked_terms, find_loss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

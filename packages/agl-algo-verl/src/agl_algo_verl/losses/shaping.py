@@ -43,7 +43,7 @@ from agl.errors import ConfigError
 from agl_algo_verl.losses.choice import chosen_estimator
 from agl_algo_verl.rows.rows import spread
 from agl_algo_verl.typed import floats, verl_part
-from agl_objectives.estimating import call_advantages
+from agl_objectives.advantages import call_advantages
 from agl_objectives.kl import kl_estimate
 
 if TYPE_CHECKING:

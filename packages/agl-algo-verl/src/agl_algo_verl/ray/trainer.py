@@ -69,7 +69,7 @@ from agl_algo_verl.settings.packing import with_packing
 from agl_algo_verl.settings.ray import check_machine, read_ray_settings
 from agl_algo_verl.weights.adapters import prune_merged, whole_weights
 from agl_algo_verl.weights.tuned_policy import own_weights, tuned_policy
-from agl_objectives.nonfinite import MAX_NONFINITE, Skipped
+from agl_objectives.reports import MAX_NONFINITE, Skipped
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
 
 if TYPE_CHECKING:
