@@ -6,7 +6,7 @@ from typing import Any
 
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
-from agl_algo_verl.settings.own import Replay, Sampling, Saving  # noqa: TC001 - the parameter check resolves them
+from agl_algo_verl.settings.own import REPLAY, SAMPLING, SAVING, Replay, Sampling, Saving
 from agl_objectives.reports import MAX_NONFINITE
 
 ENGINES = {"inproc": "entropy", "ray": "probe"}
@@ -21,9 +21,9 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
     loss_params: dict[str, Any] | None = None,
     estimator: str = "",
     estimator_params: dict[str, Any] | None = None,
-    sampling: Sampling | None = None,
-    replay: Replay | None = None,
-    saving: Saving | None = None,
+    sampling: Sampling = SAMPLING,
+    replay: Replay = REPLAY,
+    saving: Saving = SAVING,
     anchor_coef: float | None = None,
     max_nonfinite: int = MAX_NONFINITE,
     entropy: bool | None = None,
@@ -55,14 +55,14 @@ def make(  # noqa: PLR0913 - one argument per key of the experiment file
     if engine not in ENGINES:
         hint = did_you_mean(engine, ENGINES, otherwise=f"use one of: {', '.join(ENGINES)}.")
         raise ConfigError(f"verl got engine = {engine!r}; {hint}")
-    optional = {"sampling": sampling, "replay": replay, "saving": saving, "anchor_coef": anchor_coef}
-    optional |= {"entropy": entropy, "probe": probe}
+    optional = {"anchor_coef": anchor_coef, "entropy": entropy, "probe": probe}
     given = {name: value for name, value in optional.items() if value is not None}
     unread = given.keys() & (set(ENGINES.values()) - {ENGINES[engine]})
     if unread:
         raise ConfigError(f'verl got {min(unread)}, which has no effect with engine = "{engine}"; remove it.')
     config |= given
     config |= {"threads": threads, "max_nonfinite": max_nonfinite, "loss": loss, "loss_params": loss_params or {}}
+    config |= {"sampling": sampling, "replay": replay, "saving": saving}
     config |= {"estimator": estimator, "estimator_params": estimator_params or {}}
     if engine == "inproc":
         from agl_algo_verl.local.trainer import VERL

@@ -53,3 +53,6 @@ class Saving(Keys, frozen=True, kw_only=True):
 
     keep: Annotated[int, Meta(ge=1)] = 2
     save_every: int | str = SAVE_EVERY
+
+
+SAMPLING, REPLAY, SAVING = Sampling(), Replay(), Saving()
