@@ -16,7 +16,7 @@ from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span
 from agl_algo_apo.estimates import Range, estimate
 from agl_algo_apo.scores import FRESH, Measured, Scores, Split
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.prompt_world import PromptWorld, easy
 from agl_testing.prompt_world_run import OrderReward
 

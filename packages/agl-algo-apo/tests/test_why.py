@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from agl.schemas import LLM
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.prompt_world import demonstrable, easy, noisy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 from agl_testing.prompt_world_run import model_server

@@ -13,7 +13,7 @@ import pytest
 from agl_gateway.conversation_ids import conversation_id
 from agl_gateway.identity import Identities
 from agl_gateway.problems import Problem
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 
 CALL = json.dumps({"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}).encode()
 MODEL = "/v1/chat/completions"

@@ -20,7 +20,7 @@ from agl_gateway.conversation_ids import HEADER
 from agl_gateway.openapi import openapi_document
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import parse_split
-from agl_run.tokens import AttemptTokens, TokenScope
+from agl_run.access.tokens import AttemptTokens, TokenScope
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import ADMIN, SECRET

@@ -34,6 +34,7 @@ from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
 from agl_gateway.store_replies import RESTART_DELAYS_S, RETRY_DELAYS_S, Pauses, StoreReply
 from agl_gateway.tokens_api import WORKER_TOKENS, IssuedToken, TokenRequest
+from agl_inspect.keys import KeyFile
 from agl_run import (
     SECRET_ENV,
     WORKER_TOKEN_ENV,
@@ -44,7 +45,7 @@ from agl_run import (
     signing_keys,
     worker_key,
 )
-from agl_run.tokens import AdminKey, IssuedClaim, KeyFile
+from agl_run.access import AdminKey, IssuedClaim
 
 _CONNECT_S = 10.0
 _REPLY_S = 120.0

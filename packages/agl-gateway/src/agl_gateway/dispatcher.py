@@ -16,7 +16,7 @@ from agl_gateway.quotas import Quotas
 from agl_gateway.relay import Relay
 from agl_gateway.side_calls import COMPACT, SIDE_CALLS, SideCalls
 from agl_gateway.translation import Shape
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from agl_gateway.routing import Router
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.spooling import default_folder, left_text, spools_for
 from agl_gateway.tls import certificate_of
-from agl_run.tokens import AttemptTokens, Secret
+from agl_run.access import AttemptTokens, Secret
 
 _log = logging.getLogger(__name__)
 

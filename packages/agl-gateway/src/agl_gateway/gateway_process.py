@@ -36,7 +36,7 @@ from agl_gateway.routing import Router
 from agl_gateway.service import BACKLOG, Settings, bind_error
 from agl_gateway.spooling import OFF
 from agl_gateway.supervisor import listening
-from agl_run.tokens import Secret
+from agl_run.access import Secret
 
 PROGRAM = (sys.executable, "-m", "agl_gateway.process_program")
 """The command of the process, before its arguments."""

@@ -26,8 +26,9 @@ from agl_gateway.process_lines import LONGEST, Beginning, GateState, Note, Order
 from agl_gateway.service import GatewayService
 from agl_gateway.spooling import left_text, spools_for
 from agl_gateway.tls import certificate_of
-from agl_run.commands import build_store, settle_heap
-from agl_run.tokens import AttemptTokens
+from agl_inspect.stores import build_store
+from agl_run import settle_heap
+from agl_run.access import AttemptTokens
 
 _log = logging.getLogger(__name__)
 

@@ -53,7 +53,8 @@ from agl_gateway.traces_api import TracesApi
 from agl_gateway.upstream_client import make_session
 from agl_gateway.worker_reach import WorkerReach
 from agl_gateway.workers_api import WorkersApi
-from agl_run.tokens import AttemptTokens, Keys
+from agl_inspect.keys import Keys
+from agl_run.access import AttemptTokens
 
 _SHUTDOWN_S = 2.0
 BACKLOG = 1024

@@ -22,7 +22,7 @@ from agl_gateway.problems import Problem
 from agl_gateway.quotas import Quotas
 from agl_gateway.splitter import Splitter
 from agl_gateway.worker_reach import WORKER_METHODS, WorkerReach
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"

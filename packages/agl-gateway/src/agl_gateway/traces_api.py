@@ -16,7 +16,7 @@ from agl_gateway.metrics import SpanRate
 from agl_gateway.otlp import IngestResult, ingest
 from agl_gateway.problems import Problem
 from agl_gateway.quotas import Quotas
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 PROTOBUF = "application/x-protobuf"
 _MAX_BODY = 16 * 1024 * 1024

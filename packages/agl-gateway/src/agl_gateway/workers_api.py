@@ -22,7 +22,7 @@ from agl_gateway.problems import Problem
 from agl_gateway.recorder import Recorder
 from agl_gateway.siblings import PEER_HEADER, SIBLING
 from agl_gateway.worker_reach import WorkerReach
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 _MAX_BODY = 64 * 1024
 _VERSION = version("agl-gateway")
