@@ -24,7 +24,7 @@ IMPORTS = (
     "agl_run.worker.remote",
     "agl_run.runners.process",
     "agl_store_sqlite",
-    "agl_gateway.cli",
+    "agl_gateway.cli.serve",
     "agl_gateway.client",
     "agl_gateway.embedded",
     "agl_store_postgres.store",
@@ -78,7 +78,7 @@ class Place:
 def shorten_leases(seconds: float) -> None:
     """Let this process's leases of attempts and of the experiment last so long."""
     from agl_inspect.retention.ownership import Ownership
-    from agl_run.worker import worker
+    from agl_run.worker import worker as worker
 
     worker.LEASE_S = seconds
     Ownership.__init__.__kwdefaults__ |= {"lease_s": seconds, "beat_s": seconds / 4}

@@ -43,7 +43,7 @@ def gateway_of(pid: int) -> int:
     """The gateway's process that a trainer has; 0 for none."""
     listing = subprocess.run(["ps", "-ww", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 2) for line in listing.stdout.splitlines()]
-    found = [int(one) for one, parent, args in rows if int(parent) == pid and "agl_gateway.process_program" in args]
+    found = [int(one) for one, parent, args in rows if int(parent) == pid and "agl_gateway.processes.program" in args]
     return found[0] if found else 0
 
 

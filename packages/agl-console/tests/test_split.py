@@ -7,7 +7,7 @@ from agl.schemas import ErrorInfo, Json, Outcome, PromptTemplate, ResourceVersio
 from agl.stores import MemoryStore
 from agl_console.split import split_part
 from agl_console.versions import VersionsFilter, versions_view
-from agl_gateway.splits import parse_split, pins_of, place_rollout
+from agl_gateway.traffic.splits import parse_split, pins_of, place_rollout
 
 from .conftest import Open
 

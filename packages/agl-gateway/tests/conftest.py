@@ -15,10 +15,10 @@ from openai import AsyncOpenAI
 from agl.contracts import Store, Upstream
 from agl.schemas import ModelCall, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
+from agl_gateway.access.certificate import Certificate
 from agl_gateway.embedded import EmbeddedGateway
+from agl_gateway.record.spools import spools_for
 from agl_gateway.service import GatewayService, Settings
-from agl_gateway.spooling import spools_for
-from agl_gateway.tls import Certificate
 from agl_run.access.tokens import AttemptTokens, Secret
 from agl_testing.model_server import Reply, ScriptedModelServer
 

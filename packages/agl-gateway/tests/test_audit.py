@@ -27,8 +27,8 @@ from agl.schemas import (
     new_trace_id,
 )
 from agl_gateway.client import HttpStore
-from agl_gateway.conversation_ids import HEADER
 from agl_gateway.service import GatewayService
+from agl_gateway.traffic.conversation_ids import HEADER
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AdminKey
 from agl_testing.model_server import ScriptedModelServer

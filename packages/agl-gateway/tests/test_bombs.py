@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 import zstandard
 
-from agl_gateway.json_values import check_values
-from agl_gateway.problems import Problem
+from agl_gateway.relay.json_values import check_values
+from agl_gateway.wire.problems import Problem
 from agl_testing.waiting import stopwatch
 
 CALL = json.dumps({"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}).encode()

@@ -19,9 +19,9 @@ from agl.contracts import RolloutQuery, Upstream
 from agl.dialects import Request
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl_gateway.client_apis import ClientApis, translation_of
-from agl_gateway.problems import Problem
-from agl_gateway.relay import DROPPED_HEADER
+from agl_gateway.relay.relay import DROPPED_HEADER
+from agl_gateway.wire.client_apis import ClientApis, translation_of
+from agl_gateway.wire.problems import Problem
 from agl_testing.model_server import Cut, Garbage, Reply, Status, ToolCall
 
 HELLO = "hello there, how are you?"

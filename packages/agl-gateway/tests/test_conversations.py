@@ -23,9 +23,9 @@ from agl.episodes import build_episode
 from agl.schemas import Episode, ResourceVersion, Reward, Rollout, Span, Weights, new_span_id
 from agl.stores import all_spans
 from agl_gateway.service import GatewayService, Settings
-from agl_gateway.split_report import split_report
-from agl_gateway.splits import parse_split
-from agl_inspect.records import labels
+from agl_gateway.traffic.split_report import split_report
+from agl_gateway.traffic.splits import parse_split
+from agl_inspect.records import labels as labels
 from agl_inspect.terminal.program import cli
 from agl_inspect.versions.lineage import arms
 from agl_run.access.tokens import AttemptTokens

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from agl_gateway.conversation_ids import conversation_id
-from agl_gateway.identity import Identities
-from agl_gateway.problems import Problem
+from agl_gateway.access.identity import Identities
+from agl_gateway.traffic.conversation_ids import conversation_id
+from agl_gateway.wire.problems import Problem
 from agl_run.access.tokens import AttemptTokens
 
 CALL = json.dumps({"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}).encode()

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from agl.contracts import ExperimentRecord, RolloutQuery, Upstream
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Reward, Span, new_span_id
-from agl_gateway.conversations import rollout_id_of
-from agl_gateway.kept_traffic import KeptTraffic, RewardSweep, Share
 from agl_gateway.service import GatewayService, Settings
-from agl_gateway.splits import parse_split
+from agl_gateway.traffic.conversations import rollout_id_of
+from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
+from agl_gateway.traffic.splits import parse_split
 from agl_inspect.records.state import AlgorithmState, algorithm_key
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from agl_gateway.loop_thread import LoopThread
+from agl_gateway.processes.loop_thread import LoopThread
 
 
 def test_threads_that_start_it_at_once_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_threads_that_start_it_at_once_share_one_loop(monkeypatch: pytest.Monkey
 
     thread = LoopThread("several")
     with monkeypatch.context() as patch:
-        patch.setattr("agl_gateway.loop_thread.asyncio.new_event_loop", slowly)
+        patch.setattr("agl_gateway.processes.loop_thread.asyncio.new_event_loop", slowly)
         starters = [threading.Thread(target=thread.start) for _ in range(4)]
         for starter in starters:
             starter.start()

@@ -12,13 +12,13 @@ from agl.errors import AglError, FencedError, NotFoundError, StoreError
 from agl.schemas import Outcome, Rollout, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
-from agl_gateway.contract import METHODS, Fault, error_of, fault_of
 from agl_gateway.embedded import EmbeddedGateway
-from agl_gateway.exchanges import RequestIds, span_id_of, trace_of
-from agl_gateway.feed import Feed, QueueLength
-from agl_gateway.gate import Gate
-from agl_gateway.metrics import SpanRate, render
-from agl_gateway.openapi import openapi_document
+from agl_gateway.record.exchanges import RequestIds, span_id_of, trace_of
+from agl_gateway.relay.gate import Gate
+from agl_gateway.status.metrics import SpanRate, render
+from agl_gateway.status.openapi import openapi_document
+from agl_gateway.store_api.contract import METHODS, Fault, error_of, fault_of
+from agl_gateway.store_api.feed import Feed, QueueLength
 from agl_testing.waiting import eventually
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
-from agl_gateway.replicas import Replicas
-from agl_gateway.routing import Router
+from agl_gateway.relay.replicas import Replicas
+from agl_gateway.relay.routing import Router
 from agl_testing.model_server import Cut, Reply, ScriptedModelServer, Status
 
 MESSAGES = [{"role": "user", "content": "hi"}]

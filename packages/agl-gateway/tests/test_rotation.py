@@ -9,10 +9,10 @@ import pytest
 from agl.errors import TokenError
 from agl.schemas import Rollout, new_rollout_id
 from agl.stores import MemoryStore
-from agl_gateway.cli import admin_key_of, client_key_of
+from agl_gateway.cli.serve import admin_key_of, client_key_of
 from agl_gateway.client import HttpStore
-from agl_gateway.problems import Problem
 from agl_gateway.service import GatewayService, Settings
+from agl_gateway.wire.problems import Problem
 from agl_run import signing_keys
 from agl_run.access.tokens import AdminKey, AttemptTokens
 from agl_run.worker.remote_gateway import RemoteGateway

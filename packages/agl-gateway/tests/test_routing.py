@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from agl import operation
 from agl.contracts import Upstream
 from agl.tracing import ActiveAttempt, SpanRecorder, activate, decode_names
-from agl_gateway.problems import Problem
-from agl_gateway.routing import Router
+from agl_gateway.relay.routing import Router
+from agl_gateway.wire.problems import Problem
 
 GATEWAY = "http://gateway.example"
 HOST = "http://gpu.example/v1"

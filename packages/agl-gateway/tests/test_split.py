@@ -33,8 +33,8 @@ from agl.schemas import (
 )
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService, Settings
-from agl_gateway.splits import parse_split, placement_of
-from agl_inspect.records import labels
+from agl_gateway.traffic.splits import parse_split, placement_of
+from agl_inspect.records import labels as labels
 from agl_inspect.statistics.comparison import student_quantile
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens

@@ -13,12 +13,12 @@ import pytest
 from agl.errors import StoreError
 from agl.schemas import Outcome, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
-from agl_gateway import spool as spools
 from agl_gateway.client import HttpStore
-from agl_gateway.gateway_presence import GATEWAYS, gateways_of, gone_gateways
+from agl_gateway.processes.presence import GATEWAYS, gateways_of, gone_gateways
+from agl_gateway.record import spool as spools
+from agl_gateway.record.spool_file import SpoolBusyError, SpoolFile, spools_in
+from agl_gateway.record.spools import folder_of, spools_for
 from agl_gateway.service import GatewayService
-from agl_gateway.spool_file import SpoolBusyError, SpoolFile, spools_in
-from agl_gateway.spooling import folder_of, spools_for
 from agl_run.access.tokens import AdminKey
 from agl_run.worker.remote_gateway import RemoteGateway
 from agl_store_sqlite._store import SQLiteStore
@@ -296,7 +296,7 @@ async def test_attempt_that_ends_at_one_gateway_waits_for_the_calls_at_another(s
 async def test_gateway_that_lives_and_cannot_be_asked_fails_the_end_of_an_attempt_with_advice(
     serving, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("agl_gateway.peers._PATIENCE_S", 0.0)
+    monkeypatch.setattr("agl_gateway.processes.peers._PATIENCE_S", 0.0)
     store = FickleStore()
     sharing = {"store": store, "spool": tmp_path, "is_shared": True}
     async with serving(**sharing, advertise="127.0.0.1") as one, serving(**sharing) as two:
@@ -402,7 +402,7 @@ async def test_gateway_that_is_gone_with_calls_is_named_to_the_next(serving, tmp
 
 
 async def test_settle_over_http_says_that_the_gateway_waits(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr("agl_gateway.workers_api._SETTLE_S", 0.2)
+    monkeypatch.setattr("agl_gateway.store_api.workers._SETTLE_S", 0.2)
     store = FickleStore()
     async with serving(store=store, spool=tmp_path) as it:
         attempt_id, token = await open_attempt(it)
@@ -422,7 +422,7 @@ async def test_settle_over_http_says_that_the_gateway_waits(serving, tmp_path, m
 async def test_worker_goes_on_with_a_gateway_that_lost_nothing_and_knows_that_calls_were_cut_off(
     serving, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("agl_gateway.workers_api._SETTLE_S", 0.2)
+    monkeypatch.setattr("agl_gateway.store_api.workers._SETTLE_S", 0.2)
     store = FickleStore()
     async with serving(store=store, spool=tmp_path) as it:
         port = urlsplit(it.url).port
@@ -478,4 +478,4 @@ async def test_store_keeps_its_identity_for_all_who_ask(tmp_path):
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that ends does not try for long."""
-    monkeypatch.setattr("agl_gateway.recorder._SPOOL_STOP_S", 0.3)
+    monkeypatch.setattr("agl_gateway.record.recorder._SPOOL_STOP_S", 0.3)

@@ -14,7 +14,7 @@ from agl.errors import StoreError
 from agl.schemas import Span, new_rollout_id, new_span_id
 from agl_gateway import client
 from agl_gateway.client import HttpStore
-from agl_gateway.contract import Fault
+from agl_gateway.store_api.contract import Fault
 from agl_testing.waiting import eventually
 
 from .conftest import ADMIN

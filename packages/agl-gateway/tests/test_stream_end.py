@@ -14,8 +14,8 @@ from aiohttp import web
 
 from agl.contracts import Upstream
 from agl.dialects import call_messages
-from agl_gateway import relay
-from agl_gateway.stream_end import StreamEnd
+from agl_gateway.relay import relay
+from agl_gateway.relay.stream_end import StreamEnd
 from agl_testing.model_server import Reply
 
 from .test_relay import BODIES, NATIVE

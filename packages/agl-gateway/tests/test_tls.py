@@ -15,9 +15,9 @@ import trustme
 from agl.errors import ConfigError, StoreError
 from agl.schemas import Rollout, new_rollout_id
 from agl.stores import MemoryStore
+from agl_gateway.access.certificate import Certificate
 from agl_gateway.client import HttpStore
-from agl_gateway.gateway_presence import gateways_of
-from agl_gateway.tls import Certificate
+from agl_gateway.processes.presence import gateways_of
 from agl_run.access.tokens import AdminKey
 from agl_run.worker.remote_gateway import RemoteGateway
 from agl_testing.model_server import Reply, ScriptedModelServer

@@ -19,11 +19,11 @@ from agl.contracts import Upstream
 from agl.errors import StoreError
 from agl.schemas import Outcome, Rollout, new_rollout_id
 from agl.stores import MemoryStore
-from agl_gateway.cli import wait_for_store
+from agl_gateway.cli.serve import wait_for_store
 from agl_gateway.client import HttpStore
+from agl_gateway.processes.siblings import Board, Group
+from agl_gateway.record.spools import spools_for
 from agl_gateway.service import GatewayService, Settings
-from agl_gateway.siblings import Board, Group
-from agl_gateway.spooling import spools_for
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens
 from agl_testing.model_server import ScriptedModelServer
@@ -44,14 +44,7 @@ class Serve:
         self.lines: list[str] = []
 
     def __enter__(self) -> "Serve":
-        command = [
-            sys.executable,
-            "-c",
-            "from agl_inspect.terminal.program import main; main()",
-            "serve",
-            "--port",
-            "0",
-        ]
+        command = [sys.executable, "-c", "from agl_inspect.terminal.main import main; main()", "serve", "--port", "0"]
         self.log = (self.folder / "serve.log").open("w+")
         environment = {**os.environ, "AGL_TOKEN": TOKEN, "AGL_SECRET": SECRET, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
@@ -287,7 +280,7 @@ class AwayStore(MemoryStore):
 
 SIGNALLED = """
 import asyncio, os, signal
-from agl_gateway.supervisor import Supervisor, listening
+from agl_gateway.processes.supervisor import Supervisor, listening
 
 fork, parent = os.fork, os.getpid()
 

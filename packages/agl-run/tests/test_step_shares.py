@@ -20,7 +20,7 @@ from agl_run.runners.judging import judged
 from agl_run.runners.result import describe_error
 from agl_run.watch.step_shares import StepShares
 from agl_run.worker.slots import Places
-from agl_testing.cases import ATTEMPT, ROLLOUT
+from tests.cases import ATTEMPT, ROLLOUT
 
 
 class Clock:

@@ -20,7 +20,7 @@ from agl_inspect.rollouts.step_tallies import (
     keep_tallies,
     read_tallies,
 )
-from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span
+from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span
 
 RUN = ExperimentRecord(name="sums", run=2)
 

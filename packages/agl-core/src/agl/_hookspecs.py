@@ -112,7 +112,7 @@ class AglSpec:
 
             @agl.hookimpl
             def agl_policies():
-                yield agl.PolicyEntry(name="torch", factory="agl_algo_torch.policy:TorchPolicy", trains=True)
+                yield agl.PolicyEntry(name="torch", factory="agl_algo_torch.serving.policy:TorchPolicy", trains=True)
         """
 
     @hookspec
@@ -151,7 +151,7 @@ class AglSpec:
 
             @agl.hookimpl
             def agl_commands():
-                yield agl.CommandEntry(name="serve", factory="agl_gateway.cli:serve", summary="run the gateway")
+                yield agl.CommandEntry(name="serve", factory="agl_gateway.cli.serve:serve", summary="run the gateway")
         """
 
     @hookspec

@@ -30,10 +30,10 @@ from agl.contracts import (
 from agl.errors import ConfigError, StoreError, TokenError
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
 from agl.stores import shown_url, web_parts, without_credentials
-from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
-from agl_gateway.loop_thread import LoopThread
-from agl_gateway.store_replies import RESTART_DELAYS_S, RETRY_DELAYS_S, Pauses, StoreReply
-from agl_gateway.tokens_api import WORKER_TOKENS, IssuedToken, TokenRequest
+from agl_gateway.access.tokens import WORKER_TOKENS, IssuedToken, TokenRequest
+from agl_gateway.processes.loop_thread import LoopThread
+from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
+from agl_gateway.store_api.replies import RESTART_DELAYS_S, RETRY_DELAYS_S, Pauses, StoreReply
 from agl_inspect.keys import KeyFile
 from agl_run import (
     SECRET_ENV,

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
-from agl_gateway.arms import with_distinct_names
-from agl_gateway.gate import Gate
-from agl_gateway.gateway_process import GatewayProcess, refusal
-from agl_gateway.loop_thread import LoopThread
-from agl_gateway.routing import Router
+from agl_gateway.access.certificate import certificate_of
+from agl_gateway.processes.gateway_process import GatewayProcess, refusal
+from agl_gateway.processes.loop_thread import LoopThread
+from agl_gateway.record.spools import default_folder, left_text, spools_for
+from agl_gateway.relay.gate import Gate
+from agl_gateway.relay.routing import Router
 from agl_gateway.service import GatewayService, Settings
-from agl_gateway.spooling import default_folder, left_text, spools_for
-from agl_gateway.tls import certificate_of
+from agl_gateway.traffic.arms import with_distinct_names
 from agl_run.access import AttemptTokens, Secret
 
 _log = logging.getLogger(__name__)

@@ -27,19 +27,19 @@ def agl_stores() -> Iterable[StoreEntry]:
 def agl_commands() -> Iterable[CommandEntry]:
     """Registers ``agl serve``, ``agl worker-token``, ``agl doctor`` and ``agl resources split``."""
     yield CommandEntry(
-        name="serve", factory="agl_gateway.cli:serve", summary="serve a store and a gateway to other processes"
+        name="serve", factory="agl_gateway.cli.serve:serve", summary="serve a store and a gateway to other processes"
     )
     yield CommandEntry(
         name="worker-token",
-        factory="agl_gateway.worker_token_command:worker_token",
+        factory="agl_gateway.cli.worker_token:worker_token",
         summary="make a token for the workers of one experiment",
     )
     yield CommandEntry(
-        name="doctor", factory="agl_gateway.doctor_command:doctor", summary="examine a deployment and say what is wrong"
+        name="doctor", factory="agl_gateway.cli.doctor:doctor", summary="examine a deployment and say what is wrong"
     )
     yield CommandEntry(
         name="split",
         parent="resources",
-        factory="agl_gateway.split_command:split_",
+        factory="agl_gateway.cli.split:split_",
         summary="Report the rewards of a serving split's arms.",
     )

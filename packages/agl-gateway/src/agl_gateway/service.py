@@ -13,46 +13,46 @@ from aiohttp import web
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.schemas import new_trace_id
-from agl_gateway.arms import ArmRoutes, with_distinct_names
-from agl_gateway.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
-from agl_gateway.audit import Audit
-from agl_gateway.bodies import BodyReader
-from agl_gateway.budget import ByteBudget
-from agl_gateway.callers import HelperRules
-from agl_gateway.client_apis import ClientApis
-from agl_gateway.connections import ConnectionServer
-from agl_gateway.conversations import Conversations, IdleConversationEnder
-from agl_gateway.conversations_api import END, ConversationsApi
-from agl_gateway.dispatcher import Dispatcher, Handle
-from agl_gateway.draws import DrawSeeds
-from agl_gateway.feed import Feed, QueueLength
-from agl_gateway.gateway_presence import GatewayPresence
-from agl_gateway.identity import Identities, RunningAttempts
-from agl_gateway.kept_traffic import KeptTraffic, RewardSweep, Share
-from agl_gateway.metrics import SpanRate
-from agl_gateway.outage import Outage
-from agl_gateway.peers import Peers
-from agl_gateway.quotas import Quotas
-from agl_gateway.recorder import Recorder
-from agl_gateway.relay import Relay
-from agl_gateway.rollout_facts import RolloutFacts
-from agl_gateway.routing import Router
-from agl_gateway.sampling import SamplingRules
-from agl_gateway.siblings import Group, Siblings
-from agl_gateway.side_calls import SideCalls
-from agl_gateway.split_api import RESOURCES, SplitApi
-from agl_gateway.splits import Split, check_labels
-from agl_gateway.splitter import Splitter
-from agl_gateway.spool_file import SpoolFile
-from agl_gateway.status_access import StatusAccess
-from agl_gateway.status_api import OWN_METRICS, StatusApi
-from agl_gateway.store_api import StoreApi
-from agl_gateway.tls import Certificate
-from agl_gateway.tokens_api import WORKER_TOKENS, TokensApi
-from agl_gateway.traces_api import TracesApi
-from agl_gateway.upstream_client import make_session
-from agl_gateway.worker_reach import WorkerReach
-from agl_gateway.workers_api import WorkersApi
+from agl_gateway.access.audit import Audit
+from agl_gateway.access.certificate import Certificate
+from agl_gateway.access.identity import Identities, RunningAttempts
+from agl_gateway.access.quotas import Quotas
+from agl_gateway.access.status_access import StatusAccess
+from agl_gateway.access.tokens import WORKER_TOKENS, TokensApi
+from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
+from agl_gateway.processes.peers import Peers
+from agl_gateway.processes.presence import GatewayPresence
+from agl_gateway.processes.siblings import Group, Siblings
+from agl_gateway.record.outage import Outage
+from agl_gateway.record.recorder import Recorder
+from agl_gateway.record.spool_file import SpoolFile
+from agl_gateway.record.traces import TracesApi
+from agl_gateway.relay.bodies import BodyReader
+from agl_gateway.relay.budget import ByteBudget
+from agl_gateway.relay.callers import HelperRules
+from agl_gateway.relay.connections import ConnectionServer
+from agl_gateway.relay.dispatcher import Dispatcher, Handle
+from agl_gateway.relay.draws import DrawSeeds
+from agl_gateway.relay.relay import Relay
+from agl_gateway.relay.rollout_facts import RolloutFacts
+from agl_gateway.relay.routing import Router
+from agl_gateway.relay.sampling import SamplingRules
+from agl_gateway.relay.side_calls import SideCalls
+from agl_gateway.relay.upstream_client import make_session
+from agl_gateway.status.api import OWN_METRICS, StatusApi
+from agl_gateway.status.metrics import SpanRate
+from agl_gateway.store_api.feed import Feed, QueueLength
+from agl_gateway.store_api.methods import StoreApi
+from agl_gateway.store_api.worker_reach import WorkerReach
+from agl_gateway.store_api.workers import WorkersApi
+from agl_gateway.traffic.arms import ArmRoutes, with_distinct_names
+from agl_gateway.traffic.conversations import Conversations, IdleConversationEnder
+from agl_gateway.traffic.conversations_api import END, ConversationsApi
+from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
+from agl_gateway.traffic.split_api import RESOURCES, SplitApi
+from agl_gateway.traffic.splits import Split, check_labels
+from agl_gateway.traffic.splitter import Splitter
+from agl_gateway.wire.client_apis import ClientApis
 from agl_inspect.keys import Keys
 from agl_run.access import AttemptTokens
 

@@ -1,0 +1,1 @@
+"""Verifies callers and bounds what each of them may do."""

@@ -1,0 +1,1 @@
+"""The verbs that the gateway adds to `agl`."""

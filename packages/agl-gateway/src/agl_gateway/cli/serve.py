@@ -1,0 +1,465 @@
+"""``agl serve``: a store and a gateway for other processes and machines."""
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from agl.contracts import Store, Upstream
+from agl.errors import ConfigError, StoreError
+from agl.hints import did_you_mean
+from agl.stores import shown_url
+from agl_gateway.access.certificate import certificate_of
+from agl_gateway.processes.supervisor import Place, Supervisor, listening, refusal
+from agl_gateway.record.spools import OFF, default_folder, left_text, spools_for
+from agl_gateway.service import BACKLOG, GatewayService, Settings, bind_error
+from agl_gateway.traffic.kept_traffic import Share
+from agl_gateway.traffic.splits import Split, parse_split
+from agl_inspect.keys import KeyFile, Keys, state_dir
+from agl_inspect.retention import RetentionLimits, retaining
+from agl_inspect.stores import as_url, build_store, command
+from agl_inspect.terminal import manager_of, seconds_of
+from agl_run import settle_heap, signing_keys
+from agl_run.access import AttemptTokens
+
+_ENV = "AGL_TOKEN"
+_CLIENT_ENV = "AGL_CLIENT_TOKEN"
+_MIN_KEY = 16
+_FILE = "_FILE"
+"""Ends the name of a variable that names a file with the token, instead of holding it."""
+
+_WAKE_S = 0.2
+_OPEN_PAUSES = 5
+_TELL_S = 30.0
+_UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
+_TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "false", "no"), False)}
+
+
+class _ServeCommand(click.Command):
+    """``agl serve``, which ``--tinker`` makes ``agl tinker serve``."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if "--tinker" not in args or parent is None:
+            return super().make_context(info_name, args, parent, **extra)
+        # Without agl-tinker this is a usage error that says what to install.
+        tinker = cast("click.Group", cast("click.Group", parent.command).get_command(parent, "tinker"))
+        serve = cast("click.Command", tinker.get_command(parent, "serve"))
+        rest = [word for word in args if word != "--tinker"]
+        return serve.make_context(f"{info_name} --tinker", rest, parent, **extra)
+
+
+@click.command(cls=_ServeCommand)
+@click.option("--store", "url", required=True, help="The store's URL, or a SQLite file such as runs.db.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=4747, show_default=True, help="Port to listen on; 0 takes any free one.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Processes that serve the port together; they are started again when they end.",
+)
+@click.option(
+    "--upstream",
+    "upstreams",
+    multiple=True,
+    metavar="NAME=URL[,model=M][,key_env=VAR][,aliases=A|B][,trained=1][,version=V]",
+    help="A model API to relay calls to; repeatable.",
+)
+@click.option(
+    "--split",
+    "split_text",
+    metavar="LABEL=SHARE,LABEL=SHARE",
+    help="Share of rollouts and conversations for each label's versions, the baseline first.",
+)
+@click.option(
+    "--conversation-idle",
+    "idle_s",
+    type=seconds_of,
+    default="30m",
+    show_default=True,
+    metavar="DURATION",
+    help="Silence after which a conversation is over.",
+)
+@click.option(
+    "--base-rate",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="SHARE",
+    help="Share of the conversations to record, chosen by their ids.",
+)
+@click.option(
+    "--reward-threshold",
+    type=float,
+    metavar="REWARD",
+    help="Keep the others too if their reward reaches this.",
+)
+@click.option(
+    "--reward-wait",
+    "reward_wait_s",
+    type=seconds_of,
+    default="1h",
+    show_default=True,
+    metavar="DURATION",
+    help="Time for that reward after a conversation's end.",
+)
+@click.option(
+    "--max-spans-per-minute",
+    default=0,
+    metavar="N",
+    help="Calls of a minute after which no further conversation is recorded; 0 for no limit.",
+)
+@click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
+@click.option(
+    "--spool",
+    metavar="FOLDER|off",
+    default="",
+    help="Folder for calls that the store does not take at once; by default one of this user's state, and off for a "
+    "SQLite store.",
+)
+@click.option(
+    "--advertise",
+    metavar="HOST",
+    default="",
+    help="Name by which other gateways of the store reach this one; by default --host, or this machine's address.",
+)
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate's chain in PEM: listen with TLS alone.")
+@click.option(
+    "--tls-key", type=click.Path(path_type=Path), help="Its private key in PEM, unless it is in the same file."
+)
+@click.option(
+    "--audit-log",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to which a line of JSON is appended for each privileged action.",
+)
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
+@click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
+@click.option("--max-spans", default=1_000_000, show_default=True, help="Spans that one attempt may append.")
+@click.option(
+    "--protect-status",
+    "is_status_protected",
+    is_flag=True,
+    help="Ask for the admin token at /metrics and /openapi.json.",
+)
+@click.option(
+    "--allow-host",
+    "known_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Host name for which both answer without a token.",
+)
+@click.option(
+    "--helper-match",
+    default="",
+    metavar="REGEX",
+    help="Mark calls whose opening it is found in as helper calls, which do not train.",
+)
+@click.option(
+    "--helper-max-tokens",
+    default=0,
+    metavar="N",
+    help="Mark calls without tools for at most so many tokens likewise.",
+)
+@click.option(
+    "--native-api",
+    "native_apis",
+    multiple=True,
+    type=click.Choice(["messages", "responses"]),
+    help="Pass calls of this API to policies in training as they are: their server returns token ids in it.",
+)
+@click.option(
+    "--older-than",
+    type=seconds_of,
+    metavar="DURATION",
+    help="Remove rollouts that finished longer ago, such as 30d: at the start, and every hour.",
+)
+@click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, likewise.")
+@click.option("--tinker", is_flag=True, expose_value=False, help="Serve Tinker's API instead: agl tinker serve.")
+@click.pass_context
+def serve(
+    ctx: click.Context,
+    url: str,
+    host: str,
+    port: int,
+    workers: int,
+    upstreams: tuple[str, ...],
+    split_text: str | None,
+    idle_s: float,
+    token_file: Path | None,
+    spool: str,
+    older_than: float | None,
+    keep: int | None,
+    **settings: Any,
+) -> None:
+    """Serve a store and a gateway to other processes."""
+    manager, url = manager_of(ctx), as_url(url)
+    parsed = [parse_upstream(text) for text in upstreams]
+    split = parse_split(split_text) if split_text else None
+    admin_key, source = admin_key_of(token_file)
+    tokens = AttemptTokens(signing_keys())
+    certificate = certificate_of(settings.pop("tls_cert"), settings.pop("tls_key"))
+    audit_log = str(settings.pop("audit_log") or "")
+    share = Share(**{one.name: settings.pop(one.name) for one in fields(Share)})
+    found = Settings(
+        host=host,
+        port=port,
+        conversation_idle_s=_idle(idle_s),
+        is_shared=True,
+        share=share,
+        audit_log=audit_log,
+        **settings,
+    )
+    retention = RetentionLimits.of(older_than, keep)
+
+    async def run(place: Place | None = None) -> None:
+        store = build_store(manager, url)
+        folder = spool
+        if place is not None:
+            folder = spool or str(default_folder())
+        elif not parsed and not spool:
+            folder = OFF  # a gateway without upstreams records no calls
+        stopping = _stopping(place)
+        if not await wait_for_store(store, shown_url(url), stopping):
+            await store.close()
+            return
+        taken = () if place is None else place.group.taken
+        spools = await spools_for(store, folder, shown=shown_url(url), without=taken)
+        if place is not None:
+            place.report(spools=[str(file.path) for file in spools])
+        service = GatewayService(
+            store=store,
+            upstreams=parsed,
+            tokens=tokens,
+            settings=found,
+            admin_key=admin_key,
+            client_key=client_key_of(),
+            arms=True,
+            split=split,
+            certificate=certificate,
+            spools=spools,
+            group=None if place is None else place.group,
+            listener=None if place is None else place.listener,
+        )
+        is_first = place is None or place.group.number == 0
+        await _serve(
+            service, url, source, split, retention=retention if is_first else None, place=place, stopping=stopping
+        )
+
+    if workers > 1:
+        ctx.exit(_supervised(run, workers, found, url, spool))
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        click.echo("stopped", err=True)
+
+
+def _supervised(
+    run: Callable[[Place], Coroutine[Any, Any, None]], workers: int, found: Settings, url: str, spool: str
+) -> int:
+    """Serve with several processes until a signal arrives; returns the exit status."""
+    reasons = refusal(url, spool=spool, max_spans_per_minute=found.share.max_spans_per_minute)
+    if reasons:
+        raise ConfigError(f"--workers {workers} is refused: {'; '.join(reasons)}")
+    try:
+        listener = listening(found.host, found.port, backlog=BACKLOG)
+    except OSError as error:
+        raise bind_error(found.host, found.port, error) from error
+    return Supervisor(count=workers, listener=listener, serve=run, say=click.echo, run_async=asyncio.run).run()
+
+
+def _stopping(place: Place | None) -> asyncio.Event:
+    """Return an event that is set when a signal arrives, or the parent of one of several processes is gone."""
+    stopping = asyncio.Event()
+    _on_signals(stopping)
+    if place is not None:
+        asyncio.get_running_loop().add_reader(place.parent, stopping.set)
+    return stopping
+
+
+async def wait_for_store(store: Store, shown: str, stopping: asyncio.Event) -> bool:
+    """Return true once the store answers, false if ``stopping`` is set before; says every half minute that it waits."""
+    told_at = float("-inf")
+    while not stopping.is_set():
+        try:
+            await store.cursor()
+        except StoreError as error:
+            if time.monotonic() - told_at > _TELL_S:
+                told_at = time.monotonic()
+                click.echo(f"the store {shown} does not answer; the gateway starts once it does: {error}", err=True)
+            for _ in range(_OPEN_PAUSES):
+                await _wait(stopping)
+        else:
+            return True
+    return False
+
+
+def parse_upstream(text: str) -> Upstream:
+    """Parse an upstream from ``NAME=URL,key=value,...``; raises :class:`ConfigError`."""
+    head, *rest = text.split(",")
+    name, is_pair, base_url = head.partition("=")
+    if not (name and is_pair and base_url):
+        raise ConfigError(f"--upstream {text!r} is not NAME=URL; write --upstream main_llm=http://127.0.0.1:8000/v1")
+    given: dict[str, str] = {}
+    for key, _, value in (part.partition("=") for part in rest):
+        if key in given:
+            raise ConfigError(f"--upstream {text!r} has {key!r} twice; leave one away")
+        given[key] = value
+    unknown = sorted(given.keys() - _UPSTREAM_KEYS)
+    if unknown:
+        hint = did_you_mean(unknown[0], _UPSTREAM_KEYS, otherwise=f"known are {sorted(_UPSTREAM_KEYS)}")
+        raise ConfigError(f"--upstream {text!r} has unknown settings {unknown}; {hint}")
+    return Upstream(
+        name=name,
+        base_url=base_url,
+        model=given.get("model", ""),
+        api_key_env=given.get("key_env", ""),
+        aliases=tuple(alias for alias in given.get("aliases", "").split("|") if alias),
+        is_trained=_is_trained(given["trained"], text) if "trained" in given else False,
+        model_version=given.get("version", ""),
+    )
+
+
+def _is_trained(value: str, text: str) -> bool:
+    found = _TRUTHS.get(value.lower())
+    if found is None:
+        raise ConfigError(f"--upstream {text!r} has trained={value}; write trained=1, or leave it away")
+    return found
+
+
+def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
+    """Return the admin token and its source in words: the environment, else a file that only this user can read.
+
+    An existing file is kept, so clients survive a restart. A file may hold several tokens, one a line, and is read
+    again when it changes.
+    """
+    if given := os.environ.get(_ENV, ""):
+        return given, f"the environment variable {_ENV}"
+    named = os.environ.get(_ENV + _FILE, "")
+    path = token_file or (Path(named) if named else state_dir() / "serve-token")
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(f"agl_admin_{secrets.token_urlsafe(32)}\n")
+        return KeyFile(path, purpose="admin token"), str(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the admin token's file {path} cannot be made or read ({error}); choose another with --token-file, "
+            f"or set {_ENV}"
+        ) from error
+
+
+def client_key_of() -> str | Keys:
+    """Return the keys of conversation clients from the environment or its file; ``""`` if neither is set."""
+    key, named = os.environ.get(_CLIENT_ENV, ""), os.environ.get(_CLIENT_ENV + _FILE, "")
+    if key and len(key) < _MIN_KEY:
+        raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
+    if key or not named:
+        return key
+    try:
+        return KeyFile(Path(named), purpose="client token")
+    except OSError as error:
+        raise ConfigError(
+            f"the client token's file {named}, from {_CLIENT_ENV}{_FILE}, cannot be read: {error}"
+        ) from error
+
+
+def _idle(seconds: float) -> float:
+    if seconds <= 0:
+        raise ConfigError("--conversation-idle must be above 0; write 30m, 2h or 1d")
+    return seconds
+
+
+async def _serve(
+    service: GatewayService,
+    store_url: str,
+    token_source: str,
+    split: Split | None,
+    *,
+    retention: RetentionLimits | None,
+    place: Place | None,
+    stopping: asyncio.Event,
+) -> None:
+    """Serve until ``stopping`` is set, then write what is recorded."""
+    try:
+        url = await service.start()
+        lines = [
+            *_banner(service, url, store_url, token_source),
+            *_conversation_banner(service, url, split, store_url),
+            "stop with Ctrl-C",
+        ]
+        if place is not None:
+            place.report(lines=lines)
+        else:
+            for line in lines:
+                click.echo(line)
+        settle_heap()
+        async with retaining(service.store, retention, say=click.echo):
+            while not stopping.is_set():
+                await _wait(stopping)
+    finally:
+        left = await service.stop()
+        await service.store.close()
+    told = left_text(left, service.spool_path) if left else "everything recorded is in the store"
+    who = "" if place is None else f"process {place.group.number} "
+    click.echo(f"{who}stopped: {told}", err=True)
+
+
+async def _wait(stopping: asyncio.Event) -> None:
+    """Wait for the event in short intervals: Windows delivers signals only between wake-ups."""
+    try:
+        async with asyncio.timeout(_WAKE_S):
+            await stopping.wait()
+    except TimeoutError:
+        return
+
+
+def _on_signals(stopping: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, stopping.set)
+        except NotImplementedError:
+            signal.signal(number, _setter(loop, stopping))
+
+
+def _setter(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Callable[[int, object], None]:
+    def stop(number: int, frame: object) -> None:
+        del number, frame
+        loop.call_soon_threadsafe(stopping.set)
+
+    return stop
+
+
+def _banner(service: GatewayService, url: str, store_url: str, token_source: str) -> list[str]:
+    policies = ", ".join(service.router.targets) or "none; add one with --upstream NAME=URL"
+    return [
+        f"serving {shown_url(store_url)} at {url}",
+        f"  admin token  in {token_source}",
+        f'  runners      AGL_TOKEN=<admin token>, store = "{url}"',
+        f"  agents       OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<the attempt's token>",
+        f"  policies     {policies}",
+        f"  spool        {service.spool_path or 'none; the store takes every call at once'}",
+        f"  API          {url}/openapi.json, {url}/metrics, {url}/healthz, {url}/v1/traces (OTLP)",
+    ]
+
+
+def _conversation_banner(service: GatewayService, url: str, split: Split | None, store_url: str) -> list[str]:
+    clients = f"  clients      OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<{_CLIENT_ENV}, or the admin token>"
+    if split is None:
+        return [clients] if service.has_conversations else []
+    shares = ", ".join(f"{label} {share:g}" for label, share in split.shares.items())
+    report = command("resources", "split", *split.shares, store_url=store_url)
+    return [f"  split        {shares}; the report is {url}/split, or: {report}", clients]

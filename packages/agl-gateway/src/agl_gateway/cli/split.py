@@ -1,0 +1,131 @@
+"""``agl resources split``: reports the rewards of a serving split's arms, and promotes on that evidence."""
+
+import click
+
+from agl import PluginManager
+from agl.contracts import LabelMove, Store
+from agl.errors import ConfigError
+from agl_gateway.traffic.split_report import ArmReport, SplitReport, samples, split_report
+from agl_gateway.traffic.splits import check_labels, differing, pins_of
+from agl_inspect.records import move
+from agl_inspect.statistics import Criterion, check_better
+from agl_inspect.terminal import json_option, pass_manager, print_json, print_table, store_option, with_store
+
+_DEFAULT = ("production", "candidate")
+
+
+@click.command("split")
+@click.argument("labels", nargs=-1)
+@click.option("--experiment", help="Only rollouts of this experiment.")
+@click.option("--confidence", default=0.95, show_default=True, help="Confidence of the intervals.")
+@click.option("--promote", "promoted", metavar="NAME", help="Promote NAME of the second of two arms, if it is better.")
+@click.option("--min-gain", default=0.0, show_default=True, help="With --promote: smallest difference of the means.")
+@click.option(
+    "--min-rollouts", default=20, show_default=True, help="With --promote: smallest number of rewards per arm."
+)
+@click.option("--reason", default="", help="With --promote: reason to keep in the history.")
+@store_option
+@json_option
+@pass_manager
+def split_(
+    manager: PluginManager,
+    labels: tuple[str, ...],
+    experiment: str | None,
+    confidence: float,
+    promoted: str | None,
+    min_gain: float,
+    min_rollouts: int,
+    reason: str,
+    store_url: str | None,
+    as_json: bool,
+) -> None:
+    """Report the rewards of the arms LABELS of a serving split, the baseline first; by default production, candidate.
+
+    The report counts finished rollouts that a split placed between the versions that the labels name now. A failed
+    rollout counts 0, and one without a reward is left out. With --promote the first label moves to the second one's
+    version of NAME, if that is better.
+    """
+    names = labels or _DEFAULT
+    if len(set(names)) < 2 or len(set(names)) < len(names):
+        raise ConfigError(f"the arms {' '.join(names)} cannot be compared; name two different labels or more")
+    if promoted:
+        bar = Criterion(confidence=confidence, min_gain=min_gain, min_rollouts=min_rollouts)
+        _promote(manager, promoted, names, bar, experiment, reason, store_url, as_json)
+        return
+
+    async def work(store: Store) -> SplitReport:
+        await check_labels(store, names)
+        return await split_report(store, names, experiment=experiment, confidence=confidence)
+
+    report = with_store(manager, store_url, work)
+    if as_json:
+        print_json(report)
+        return
+    columns = ("arm", "rollouts", "failed", "no reward", "mean", f"{confidence:.0%} interval", "versions")
+    print_table(columns, [_row(arm) for arm in report.arms])
+    for line in _lines(report):
+        click.echo(line)
+
+
+async def better_arm(store: Store, name: str, pair: tuple[str, str], bar: Criterion, *, experiment: str | None) -> str:
+    """Check that the second arm's version of ``name`` is better than the first one's; returns the numbers in words.
+
+    Raises:
+        ConfigError: The criterion is not met, or the arms differ in other resources than ``name``, so their rewards
+            do not show which change helped.
+    """
+    await check_labels(store, pair)
+    pins = await pins_of(store, pair)
+    names = differing(pins)
+    if names != [name]:
+        what = f"in {', '.join(names)}" if names else "in no resource"
+        raise ConfigError(
+            f"the arms {pair[0]} and {pair[1]} differ {what}, so their rewards say nothing about {name!r} alone; "
+            "read agl resources split, and promote resources that change together without --if-better"
+        )
+    found = await samples(store, pins, experiment=experiment)
+    old, new = (((f"{label} ({pins[label][name]})"), found[label].rewards) for label in pair)
+    return check_better(old, new, bar)
+
+
+def _promote(
+    manager: PluginManager,
+    name: str,
+    labels: tuple[str, ...],
+    bar: Criterion,
+    experiment: str | None,
+    reason: str,
+    store_url: str | None,
+    as_json: bool,
+) -> None:
+    if len(labels) != 2:
+        raise ConfigError(f"--promote compares two arms and got {len(labels)}: {' '.join(labels)}; name two labels")
+    old, new = labels
+
+    async def work(store: Store) -> tuple[LabelMove, str]:
+        numbers = await better_arm(store, name, (old, new), bar, experiment=experiment)
+        version = (await pins_of(store, (old, new)))[new][name]
+        return await move(store, name, old, version, reason=reason or numbers), numbers
+
+    made, numbers = with_store(manager, store_url, work)
+    if as_json:
+        print_json(made)
+    else:
+        click.echo(f"{name}: {old} is now {made.version} ({numbers})")
+
+
+def _row(arm: ArmReport) -> tuple[str, ...]:
+    interval = "-" if arm.low is None else f"[{arm.low:.4f}, {arm.high:.4f}]"
+    mean = "-" if arm.mean is None else f"{arm.mean:.4f}"
+    versions = ", ".join(f"{name}@{version}" for name, version in arm.versions.items()) or "-"
+    return (arm.label, str(arm.rollouts), str(arm.failed), str(arm.unrewarded), mean, interval, versions)
+
+
+def _lines(report: SplitReport) -> list[str]:
+    if not report.differing:
+        return ["the labels name the same version of every resource: there is nothing to compare"]
+    baseline = report.arms[0].label
+    missing = "an interval needs at least two rewards of each arm"
+    return [
+        f"{label} against {baseline}: {result.words if result else missing}" for label, result in report.against.items()
+    ]

@@ -1,0 +1,200 @@
+"""Waits for an attempt's calls at every gateway that may have answered some of them.
+
+Behind a balancer, the gateway that ends an attempt need not be the one that answered its calls, and only that one knows
+what waits in its memory and spool. So it asks the others on the same store, which it finds by their signs of life. A
+gateway of several processes is asked once, and the process that gets the question asks its siblings.
+"""
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from agl.contracts import Store
+from agl.errors import CaptureError, ConfigError, StoreError
+from agl_gateway.processes.presence import BEAT_S, GatewayRecord, gateways_of
+from agl_gateway.processes.siblings import PEER_HEADER, Siblings
+from agl_gateway.record.outage import Outage
+from agl_gateway.record.recorder import Recorder
+from agl_run import client_context, refusal_of
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT = aiohttp.ClientTimeout(total=15.0)
+_PATIENCE_S = 30.0
+_RETRY_S = 0.5
+_SIBLING_RETRY_S = 0.05
+
+
+class Peers:
+    """The other gateways on a store. Used in one event loop only.
+
+    Args:
+        siblings: The other processes of this gateway.
+        outage: While it is on, the gateways that were known last are asked.
+        start: Returns the id of this gateway's newest start.
+        admin_key: Returns a key that all gateways with the same secret accept.
+        is_shared: Whether other gateways may answer calls of the same attempts: those of ``agl serve`` do.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        recorder: Recorder,
+        session: aiohttp.ClientSession,
+        *,
+        siblings: Siblings,
+        outage: Outage,
+        start: Callable[[], str],
+        admin_key: Callable[[], str],
+        is_shared: bool,
+    ) -> None:
+        self._siblings = siblings
+        self._outage = outage
+        self._start = start
+        self._store = store
+        self._recorder = recorder
+        self._session = session
+        self._admin_key = admin_key
+        self._is_shared = is_shared
+        self._known: list[GatewayRecord] = []
+        self._looked_at = float("-inf")
+        self._context: ssl.SSLContext | None = None
+
+    async def settle(self, attempt_id: str) -> None:
+        """Return once every answered call of the attempt is in the store, whichever gateway answered it.
+
+        Raises:
+            CaptureError: The store refused some of the calls, or a gateway that lives cannot be asked.
+        """
+        await self.settle_here(attempt_id)
+        if self._has_peers:
+            await self._look()
+        for peer in self._others():
+            await self._settle_at(peer, attempt_id)
+
+    async def settle_here(self, attempt_id: str) -> None:
+        """Return once every call of the attempt that this gateway's processes answered is in the store.
+
+        Raises:
+            CaptureError: The store refused some of the calls, or a process does not come back.
+        """
+        await self._recorder.settle(attempt_id)
+        for number in self._siblings.holding():
+            await self._settle_sibling(number, attempt_id)
+
+    async def gateways(self) -> list[GatewayRecord]:
+        """Return the other gateways that live, one record for each; those known last if the store does not answer."""
+        if self._has_peers:
+            await self._outage.unless(self._read, lambda: None)
+        return self._others()
+
+    async def start(self) -> str:
+        """Return an id of the newest starts of all gateways, this one's first of all."""
+        others = sorted(f"{each.group} {each.start}" for each in await self.gateways())
+        found = [f"{self.own_id} {self._start()}", *others]
+        return blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest()
+
+    async def ask(self, peer: GatewayRecord, path: str, body: Any) -> tuple[int, str]:
+        """Return the status and the text of another gateway's answer; 0 and the reason if there is none."""
+        headers = {"authorization": f"Bearer {self._admin_key()}", PEER_HEADER: "1"}
+        try:
+            async with self._session.post(
+                f"{peer.url}{path}", json=body, headers=headers, timeout=_TIMEOUT, ssl=self._trust(peer.url)
+            ) as answer:
+                return answer.status, await answer.text()
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ConfigError) as error:
+            return 0, refusal_of(error) or str(error) or type(error).__name__
+
+    @property
+    def own_id(self) -> str:
+        """The id by which the others know this gateway, with all of its processes."""
+        if self._siblings.group is not None:
+            return self._siblings.group.group_id
+        return "" if self._recorder.spool is None else self._recorder.spool.gateway_id
+
+    @property
+    def _has_peers(self) -> bool:
+        return self._recorder.spool is not None and self._is_shared
+
+    def _others(self) -> list[GatewayRecord]:
+        """Return one record, the newest, for each other gateway that lives."""
+        found = [each for each in self._known if each.group != self.own_id and each.is_shared and not each.is_gone]
+        return list({each.group: each for each in sorted(found, key=lambda each: each.seen_at)}.values())
+
+    async def _look(self) -> None:
+        """Read the gateways from the store, which has to answer before anything can end."""
+        while True:
+            try:
+                return await self._read()
+            except StoreError:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _read(self) -> None:
+        """Read the gateways from the store, twice as often as they announce themselves."""
+        if time.monotonic() - self._looked_at > BEAT_S / 2:
+            self._known = await gateways_of(self._store)
+            self._looked_at = time.monotonic()
+
+    async def _settle_sibling(self, number: int, attempt_id: str) -> None:
+        """Ask until the process has stored its calls; one that was killed is started again on its spool."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            status, answer = await self._siblings.ask(number, "/settle", {"attempt_id": attempt_id})
+            if status == 200:
+                return
+            if status == 409:
+                raise CaptureError(_message_of(answer))
+            if status == 202:
+                deadline = time.monotonic() + _PATIENCE_S
+                continue
+            if time.monotonic() > deadline:
+                raise CaptureError(
+                    f"process {number} of this gateway may hold calls of attempt {attempt_id!r} and does not answer "
+                    f"({answer}); see why it cannot be started, then run the rollout again"
+                )
+            await asyncio.sleep(_SIBLING_RETRY_S)
+
+    async def _settle_at(self, peer: GatewayRecord, attempt_id: str) -> None:
+        """Ask until the peer has stored its calls, or is gone by its signs of life."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            status, text = await self.ask(peer, "/settle", {"attempt_id": attempt_id})
+            if status == 200:
+                return
+            if status == 409:
+                raise CaptureError(text)
+            if status == 202:
+                deadline = time.monotonic() + _PATIENCE_S
+                continue
+            await self._look()
+            if not any(each.group == peer.group for each in self._others()):
+                _log.warning("%s; attempt %s ends without asking it for calls", peer, attempt_id)
+                return
+            if time.monotonic() > deadline:
+                raise CaptureError(
+                    f"the gateway {peer.url} on {peer.machine} may hold calls of attempt {attempt_id!r} and cannot be "
+                    f"asked from here ({text}): let the gateways of one store reach each other, and give each the "
+                    "name by which the others do with --advertise"
+                )
+            await asyncio.sleep(_RETRY_S)
+
+    def _trust(self, url: str) -> ssl.SSLContext | bool:
+        """Return what checks the certificate of another gateway, made once it is needed."""
+        if url.startswith("https:") and self._context is None:
+            self._context = client_context()
+        return self._context or True
+
+
+def _message_of(answer: Any) -> str:
+    """Return the message in a gateway's error."""
+    try:
+        return str(answer["error"]["message"])
+    except (KeyError, TypeError):
+        return msgspec.json.encode(answer).decode()

@@ -1,0 +1,224 @@
+"""Names the gateways of a store in the store itself, and with them their spools.
+
+A spool lies on one machine's disk. If that machine is gone for good, only this record says that calls are missing, and
+how many at the last sign of life.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agl.contracts import Presence, Store
+from agl.errors import FencedError, StoreError
+from agl.schemas import Json, new_trace_id
+from agl_gateway.record.recorder import Recorder
+
+_log = logging.getLogger(__name__)
+
+GATEWAYS = "agl-gateways"
+"""The experiment under whose name gateways announce themselves."""
+
+STORE_ID_KEY = "gateway/store-id"
+
+BEAT_S = 10.0
+SILENT_S = 60.0
+"""Seconds without a sign of life after which a gateway counts as gone."""
+
+
+async def store_identity(store: Store) -> str:
+    """Return the identity that lies in a store, made on the first call; equal for all who use the store."""
+    while True:
+        if known := (await store.load_state(STORE_ID_KEY)).get(STORE_ID_KEY):
+            return known.decode()
+        try:
+            await store.save_state({STORE_ID_KEY: new_trace_id()[:16].encode()}, expected={STORE_ID_KEY: b""})
+        except FencedError:  # another gateway was first
+            continue
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayRecord:
+    """A gateway as it announced itself last.
+
+    Attributes:
+        member: Its identity, that of its spool.
+        group: The gateway that it is a process of; its own identity where it is the only one.
+        calls: Calls that it held and that were not in the store.
+        silent_s: Seconds since then.
+        is_ended: It ended in good order; ``calls`` of them stayed in its spool.
+        is_shared: It answers calls of any attempt of the store, as those of ``agl serve`` do.
+        start: The id of its newest start.
+    """
+
+    member: str
+    group: str
+    url: str
+    machine: str
+    spool: str
+    calls: int
+    size: int
+    seen_at: float
+    silent_s: float
+    is_ended: bool
+    is_shared: bool
+    start: str
+
+    @property
+    def is_gone(self) -> bool:
+        """Return true if nothing serves from its spool."""
+        return self.is_ended or self.silent_s > SILENT_S
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.seen_at))
+        held = f"held {self.calls} calls ({self.size} bytes)" if self.calls else "held no calls then"
+        how = "ended" if self.is_ended else "was last heard of"
+        return f"the gateway {self.url or self.member} on {self.machine} {how} at {when} and {held} in {self.spool}"
+
+
+async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
+    """Return the gateways with spools that announced themselves in a store.
+
+    Args:
+        now: Unix seconds by the store's clock; by default the newest sign of life of all, which is right for a gateway
+            that announces itself, whatever its own clock says.
+    """
+    found = await store.presences(GATEWAYS)
+    newest = max((presence.seen_at for presence in found), default=0.0)
+    return [_record(presence, max(now, newest)) for presence in found]
+
+
+class GatewayPresence:
+    """Announces a gateway with a spool until it ends. Used in one event loop only.
+
+    Args:
+        url: Returns the address at which others reach it.
+        start: Returns the id of its newest start.
+        is_shared: See :class:`GatewayRecord`, like ``group``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        recorder: Recorder,
+        *,
+        url: Callable[[], str],
+        start: Callable[[], str],
+        is_shared: bool,
+        group: str = "",
+    ) -> None:
+        self._group = group
+        self._start_id = start
+        self._is_shared = is_shared
+        self._store = store
+        self._recorder = recorder
+        self._url = url
+        self._session = new_trace_id()
+        self._since = time.time()
+        self._beat = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Announce the gateway every ten seconds, and warn of those that are gone with calls in their spools."""
+        if self._recorder.spool is not None:
+            self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop announcing; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def leave(self, left: int) -> None:
+        """Withdraw a gateway that ends with an empty spool; one with calls in it stays on record."""
+        if self._recorder.spool is None:
+            return
+        try:
+            async with asyncio.timeout(BEAT_S / 5):
+                if left:
+                    await self._announce(is_ended=True)
+                else:
+                    await self._store.withdraw(GATEWAYS, [self._recorder.spool.gateway_id])
+        except (StoreError, TimeoutError):
+            _log.warning("the store could not be told that this gateway ends; it will be listed as gone")
+
+    async def _run(self) -> None:
+        has_looked = False
+        while True:
+            try:
+                await self._announce()
+                if not has_looked:
+                    await self._warn_of_gone()
+                    has_looked = True
+            except StoreError as error:
+                _log.debug("the gateway could not announce itself: %s", error)
+            await asyncio.sleep(BEAT_S)
+
+    async def _announce(self, *, is_ended: bool = False) -> None:
+        spool = self._recorder.spool
+        assert spool is not None  # noqa: S101  # callers look
+        self._beat += 1
+        details: dict[str, Json] = {
+            "url": self._url(),
+            "machine": socket.gethostname(),
+            "pid": os.getpid(),
+            "spool": str(spool.file.path),
+            "calls": self._recorder.pending,
+            "bytes": self._recorder.pending_bytes,
+            "is_ended": is_ended,
+            "is_shared": self._is_shared,
+            "group": self._group,
+            "start": self._start_id(),
+        }
+        await self._store.announce(
+            Presence(
+                experiment=GATEWAYS,
+                member=spool.gateway_id,
+                session=self._session,
+                since=self._since,
+                beat=self._beat,
+                details=details,
+            )
+        )
+
+    async def _warn_of_gone(self) -> None:
+        for gone in await gone_gateways(self._store, own=self._own()):
+            _log.warning("%s; start a gateway on that machine to have them stored", gone)
+
+    def _own(self) -> tuple[str, ...]:
+        return () if self._recorder.spool is None else (self._recorder.spool.gateway_id,)
+
+
+async def gone_gateways(store: Store, *, own: Sequence[str] = (), now: float = 0.0) -> list[GatewayRecord]:
+    """Return the gateways that are gone with calls in their spools, other than ``own``; see :func:`gateways_of`."""
+    found = await gateways_of(store, now=now)
+    return [each for each in found if each.is_gone and each.calls and each.member not in own]
+
+
+def _record(presence: Presence, now: float) -> GatewayRecord:
+    details = presence.details
+
+    def text(key: str) -> str:
+        return str(details.get(key, ""))
+
+    def number(key: str) -> int:
+        return found if isinstance(found := details.get(key), int) else 0
+
+    return GatewayRecord(
+        member=presence.member,
+        group=text("group") or presence.member,
+        url=text("url"),
+        machine=text("machine"),
+        spool=text("spool"),
+        calls=number("calls"),
+        size=number("bytes"),
+        seen_at=presence.seen_at,
+        silent_s=now - presence.seen_at,
+        is_ended=details.get("is_ended") is True,
+        is_shared=details.get("is_shared") is True,
+        start=text("start"),
+    )

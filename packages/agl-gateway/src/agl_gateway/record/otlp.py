@@ -1,0 +1,144 @@
+"""Converts OTLP traces into spans of an attempt, so that any OpenTelemetry exporter can add to the record."""
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
+
+from agl import semconv
+from agl.schemas import Json, Reward, Span, SpanEvent, SpanStatus
+from agl_gateway.record.agent_spans import as_said_by_agent
+from agl_run.access import AttemptToken
+
+ROLLOUT_ID = "agl.rollout_id"
+ATTEMPT_ID = "agl.attempt_id"
+
+_Kind = Literal["internal", "client", "server", "producer", "consumer"]
+_KINDS: dict[int, _Kind] = {2: "server", 3: "client", 4: "producer", 5: "consumer"}
+_STATUSES: dict[int, SpanStatus] = {1: "ok", 2: "error"}
+
+
+@dataclass(kw_only=True)
+class IngestResult:
+    """The spans of an export request.
+
+    Attributes:
+        spans: Spans that belong to an attempt.
+        rejected: Number of the other spans.
+        reason: The reason for the first rejection.
+    """
+
+    spans: list[Span] = field(default_factory=list[Span])
+    rejected: int = 0
+    reason: str = ""
+
+    def reject(self, reason: str) -> None:
+        """Count a rejected span; keeps the first reason."""
+        self.rejected += 1
+        self.reason = self.reason or reason
+
+
+def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> IngestResult:
+    """Return the spans of ``request`` that ``claim`` may append.
+
+    An attempt's token attaches everything to its attempt. With an admin token, each span or its resource names its
+    attempt in ``agl.rollout_id`` and ``agl.attempt_id``.
+    """
+    found = IngestResult()
+    for group in request.resource_spans:
+        resource = _attributes(group.resource.attributes)
+        for scope in group.scope_spans:
+            for span in scope.spans:
+                _add(found, span, resource, claim)
+    return found
+
+
+def _add(found: IngestResult, span: OtlpSpan, resource: dict[str, Json], claim: AttemptToken) -> None:
+    attributes = _attributes(span.attributes)
+    rollout_id, attempt_id = _owner(attributes, resource, claim)
+    if not rollout_id or not attempt_id:
+        found.reject(
+            f"span {span.name!r} has no {ROLLOUT_ID} and {ATTEMPT_ID}; set them on the span or its resource, "
+            "or export with the attempt's own token"
+        )
+    elif claim.scope != "admin" and (rollout_id, attempt_id) != (claim.rollout_id, claim.attempt_id):
+        found.reject(f"span {span.name!r} names attempt {attempt_id!r}, and the token belongs to another one")
+    elif len(span.span_id) != 8 or len(span.trace_id) != 16:
+        found.reject(f"span {span.name!r} has no valid trace and span id")
+    else:
+        made = _span(span, attributes, rollout_id, attempt_id)
+        if made.reward is not None and made.reward.fault:
+            found.reject(f"span {span.name!r} has the score {made.reward.fault}; export a finite number")
+        else:
+            found.spans.append(made if claim.scope == "admin" else as_said_by_agent(made))
+
+
+def _owner(attributes: dict[str, Json], resource: dict[str, Json], claim: AttemptToken) -> tuple[str, str]:
+    rollout_id = attributes.pop(ROLLOUT_ID, None) or resource.get(ROLLOUT_ID) or claim.rollout_id
+    attempt_id = attributes.pop(ATTEMPT_ID, None) or resource.get(ATTEMPT_ID) or claim.attempt_id
+    return str(rollout_id), str(attempt_id)
+
+
+def _span(span: OtlpSpan, attributes: dict[str, Json], rollout_id: str, attempt_id: str) -> Span:
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        span_id=span.span_id.hex(),
+        trace_id=span.trace_id.hex(),
+        parent_id=span.parent_span_id.hex() or None,
+        name=span.name,
+        kind=_KINDS.get(span.kind, "internal"),
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        status=_STATUSES.get(span.status.code, "unset"),
+        status_message=span.status.message,
+        attributes=attributes,
+        events=tuple(_events(span.events)),
+        reward=_reward(attributes),
+    )
+
+
+def _events(events: Sequence[OtlpSpan.Event]) -> Iterable[SpanEvent]:
+    for event in events:
+        yield SpanEvent(name=event.name, time_ns=event.time_unix_nano, attributes=_attributes(event.attributes))
+
+
+def _reward(attributes: dict[str, Json]) -> Reward | None:
+    """Return the reward that an evaluation of the GenAI conventions gives; ``None`` without a score."""
+    score = attributes.get(semconv.EVALUATION_SCORE)
+    if not isinstance(score, int | float):
+        return None
+    return Reward(
+        value=float(score),
+        name=str(attributes.get(semconv.EVALUATION_NAME, "")),
+        feedback=str(attributes.get(semconv.EVALUATION_EXPLANATION, "")),
+        source="evaluator",
+    )
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Json]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: AnyValue) -> Json:
+    match value.WhichOneof("value"):
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case "int_value":
+            return value.int_value
+        case "double_value":
+            return value.double_value
+        case "array_value":
+            return [_value(item) for item in value.array_value.values]
+        case "kvlist_value":
+            return _attributes(value.kvlist_value.values)
+        case "bytes_value":
+            return base64.b64encode(value.bytes_value).decode()
+        case _:
+            return None

@@ -1,0 +1,393 @@
+"""Turns finished exchanges into spans in the store, off the reply path, with a bounded queue and one worker.
+
+Calls are admitted only while the queue has room, so a slow store slows calls down instead of filling the memory.
+Parsing yields to the event loop after every exchange, so replies do not wait for it. A batch that the store refuses is
+written attempt by attempt, each in a task of its own, so that no attempt's trouble delays another's calls.
+
+With a spool a call is acknowledged once it is durable: in the store, or in the spool where the store does not take it
+at once. Without one, calls are in memory until the store has them.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from agl.contracts import Store
+from agl.errors import CaptureError, StoreError
+from agl.schemas import Span
+from agl_gateway.record.attempt_writer import AttemptWriter
+from agl_gateway.record.exchanges import RecordedExchange, spans_of
+from agl_gateway.record.outage import Outage
+from agl_gateway.record.spool import Spool
+from agl_gateway.record.spool_file import SpooledCall, SpoolFile
+from agl_gateway.status.metrics import SpanRate
+
+_log = logging.getLogger(__name__)
+
+_MAX_QUEUED = 2048
+_MAX_BYTES = 64 * 1024 * 1024
+_BATCH = 64
+_MAX_FAILURES = 10_000
+_STREAM_GRACE_S = 2.0
+_LINGER_S = 0.005
+_SPOOL_RETRY_S = 0.5
+_STOP_TRIES = 10
+"""Tries of a gateway that ends to get calls into the spool or the store."""
+
+_SPOOL_STOP_S = 5.0
+"""Seconds in which a gateway that ends brings the spool's calls to the store; the others stay there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Queued:
+    """An exchange with its number."""
+
+    number: int
+    recorded: RecordedExchange
+
+    @property
+    def attempt_id(self) -> str:
+        return self.recorded.context.attempt_id
+
+
+class Recorder:
+    """Writes the recorded calls of the gateway to the store. Used in one event loop only.
+
+    Args:
+        spools: The gateway's own spool, and those of gateways that are gone; none to go without.
+        spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
+        on_held: Takes the number of calls that are not in the store, and of open streams, whenever it changes.
+
+    Attributes:
+        lost: Number of spans that could not be written.
+        spool: Calls that are durable and not in the store; ``None`` without one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rate: SpanRate,
+        outage: Outage,
+        spools: Sequence[SpoolFile] = (),
+        spool_after_s: float = 0.05,
+        on_held: Callable[[int], None] | None = None,
+    ) -> None:
+        self._on_held = on_held
+        self._held = 0
+        self._spool_after_s = spool_after_s
+        self._store = store
+        self._outage = outage
+        self._rate = rate
+        self._writer = AttemptWriter(store, rate=rate, on_failure=self._fail)
+        self._queue: deque[_Queued] = deque()
+        self._bytes = 0
+        self._pending: Counter[str] = Counter()
+        self._open_streams: Counter[str] = Counter()
+        self._failures: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._flush_now = asyncio.Event()
+        self._waiters = 0
+        self._put = 0
+        self._unwritten: dict[int, asyncio.Future[None] | None] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._oldest_at = 0.0
+        self.lost = 0
+        self.spool = self._new_spool(spools, rate) if spools else None
+
+    @property
+    def pending(self) -> int:
+        """Number of calls that are not in the store, in memory and in the spool."""
+        return self._pending.total()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of these calls."""
+        return self._bytes + (self.spool.size if self.spool else 0)
+
+    @property
+    def pending_s(self) -> float:
+        """Seconds for which the oldest of them has waited."""
+        in_memory = time.monotonic() - self._oldest_at if self._unwritten else 0.0
+        return max(in_memory, self.spool.age_s if self.spool else 0.0)
+
+    @property
+    def queued(self) -> int:
+        """Number of exchanges that wait to be parsed."""
+        return len(self._queue)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the exchanges that are not written yet."""
+        return self._bytes
+
+    def start(self) -> None:
+        """Start the worker, and to drain the spool."""
+        if self.spool is not None:
+            self._pending.update(self.spool.start())
+        self._hold(self._pending.total())
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> int:
+        """Write the queued exchanges, then end the worker; returns how many calls stay in the spool. Idempotent."""
+        self._flush_now.set()
+        self._is_stopping = True
+        self._work.set()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self._writer.stop()
+            self._task = None
+        return 0 if self.spool is None else await self.spool.stop(limit_s=_SPOOL_STOP_S)
+
+    async def admit(self) -> None:
+        """Wait until the queue has room for one more exchange.
+
+        Raises:
+            Problem: 429 if the spool is full, 503 if it is needed and its disk is full.
+        """
+        if self.spool is not None:
+            self.spool.check_room()
+        await self._room.wait()
+
+    def put(self, recorded: RecordedExchange) -> int:
+        """Queue an exchange; never blocks. Returns its number, for :meth:`written`."""
+        self._put += 1
+        self._pending[recorded.context.attempt_id] += 1
+        self._hold(1)
+        if not self._unwritten:
+            self._oldest_at = time.monotonic()
+        self._unwritten[self._put] = None
+        self._queue.append(_Queued(number=self._put, recorded=recorded))
+        self._bytes += recorded.size
+        if len(self._unwritten) >= _MAX_QUEUED or self._bytes >= _MAX_BYTES:
+            self._room.clear()
+        self._work.set()
+        return self._put
+
+    async def durable(self, number: int) -> None:
+        """Return once the exchange of that number is in the store or in the spool, or is lost."""
+        if number in self._unwritten:
+            waiting = self._unwritten[number]
+            if waiting is None:
+                waiting = self._unwritten[number] = asyncio.get_running_loop().create_future()
+            await asyncio.shield(waiting)
+
+    async def written(self, number: int, attempt_id: str) -> None:
+        """Return once the attempt's exchange of that number is in the store or in the spool.
+
+        Raises:
+            CaptureError: The store refused it, or another exchange of the attempt.
+        """
+        with self._flushing():
+            await self.durable(number)
+        self._raise_failure(attempt_id)
+
+    def stream_opened(self, attempt_id: str) -> None:
+        """Record the start of a streamed answer, whose end :meth:`settle` then awaits."""
+        self._open_streams[attempt_id] += 1
+        self._hold(1)
+
+    async def stream_closed(self, attempt_id: str) -> None:
+        """Record the end of a streamed answer, after it was queued."""
+        self._hold(-1)
+        self._open_streams[attempt_id] -= 1
+        if self._open_streams[attempt_id] <= 0:
+            del self._open_streams[attempt_id]
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def settle(self, attempt_id: str) -> None:
+        """Return once every answered call of the attempt is in the store.
+
+        Open streams get two seconds to end, because their client may have read the last event already.
+
+        Raises:
+            CaptureError: The store refused some of the calls.
+        """
+        with self._flushing():
+            await self._wait_written(attempt_id)
+        self._raise_failure(attempt_id)
+
+    @contextmanager
+    def _flushing(self) -> Generator[None]:
+        """Write batches at once while a caller waits for them."""
+        self._waiters += 1
+        self._flush_now.set()
+        try:
+            yield
+        finally:
+            self._waiters -= 1
+            if not self._waiters and not self._is_stopping:
+                self._flush_now.clear()
+
+    def _raise_failure(self, attempt_id: str) -> None:
+        failure = self._failures.pop(attempt_id, "")
+        if failure:
+            raise CaptureError(
+                f"model calls of attempt {attempt_id!r} are not in the store: {failure}. "
+                "Check the store's disk and connection, then run the rollout again"
+            )
+
+    async def _wait_written(self, attempt_id: str) -> None:
+        async with self._changed:
+            if attempt_id in self._open_streams:
+                try:
+                    async with asyncio.timeout(_STREAM_GRACE_S):
+                        await self._changed.wait_for(lambda: attempt_id not in self._open_streams)
+                except TimeoutError:
+                    _log.warning("attempt %s ends while one of its streams is still open", attempt_id)
+            await self._changed.wait_for(
+                lambda: attempt_id not in self._pending or (self.spool is not None and attempt_id in self._failures)
+            )
+
+    async def _run(self) -> None:
+        while True:
+            if not self._queue:
+                if self._is_stopping:
+                    return
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._linger()
+            await self._write_batch()
+
+    async def _linger(self) -> None:
+        """Let a batch grow for a moment, because each write has a fixed cost; skipped while a caller waits."""
+        if len(self._queue) < _BATCH and not self._flush_now.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_S):
+                    await self._flush_now.wait()
+
+    async def _write_batch(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+        parsed: list[tuple[_Queued, list[Span]]] = []
+        for queued in batch:
+            parsed.append((queued, self._parse(queued.recorded)))
+            await asyncio.sleep(0)
+        if self.spool is not None:
+            await self._keep(self.spool, parsed)
+        else:
+            await self._write(parsed)
+
+    async def _write(self, parsed: Sequence[tuple[_Queued, list[Span]]]) -> None:
+        """Store a batch; what the store refuses is tried again attempt by attempt."""
+        spans: defaultdict[str, list[Span]] = defaultdict(list)
+        for queued, own in parsed:
+            spans[queued.attempt_id] += own
+        at_once = [attempt_id for attempt_id in spans if not self._writer.is_behind(attempt_id)]
+        is_written = await self._append([span for attempt_id in at_once for span in spans[attempt_id]])
+        done = set(at_once) if is_written else set[str]()
+        await self._finish([queued for queued, _ in parsed if queued.attempt_id in done])
+        for attempt_id in spans.keys() - done:
+            batch = [queued for queued, _ in parsed if queued.attempt_id == attempt_id]
+            self._writer.write(attempt_id, spans[attempt_id], then=partial(self._finish, batch))
+
+    async def _keep(self, spool: Spool, parsed: Sequence[tuple[_Queued, list[Span]]]) -> None:
+        """Store a batch, or write it to the spool if earlier calls are there or the store does not take it at once."""
+        batch = [queued for queued, _ in parsed]
+        calls = [SpooledCall(attempt_id=queued.attempt_id, spans=own) for queued, own in parsed if own]
+        append: asyncio.Task[bool] | None = None
+        tries = 0
+        while True:
+            if append is None and spool.is_empty and not self._outage.is_on:
+                append = asyncio.create_task(self._append([span for call in calls for span in call.spans]))
+            if append is not None:
+                await asyncio.wait([append], timeout=self._spool_after_s)
+            if append is not None and append.done():
+                if append.result():
+                    await self._finish(batch)
+                    return
+                append = None
+            try:
+                await spool.put(calls, under_way=append)
+            except StoreError as error:  # neither takes them: their clients wait for their answers
+                tries += self._is_stopping
+                if tries > _STOP_TRIES:
+                    self._lose(calls, str(error))
+                    await self._finish(batch)
+                    return
+                await asyncio.sleep(_SPOOL_RETRY_S)
+            else:
+                self._acknowledge(batch)
+                await self._stored([queued.attempt_id for queued, own in parsed if not own])
+                return
+
+    async def _append(self, spans: list[Span]) -> bool:
+        """Write spans of several attempts at once; returns false if the store refuses."""
+        try:
+            if spans:
+                await self._store.append_spans(spans)
+                self._rate.add(len(spans))
+        except Exception:  # noqa: BLE001  # isolation: repeated and reported for each attempt
+            return False
+        return True
+
+    async def _finish(self, batch: Sequence[_Queued]) -> None:
+        """Record that exchanges are in the store, or never will be."""
+        self._acknowledge(batch)
+        await self._stored([queued.attempt_id for queued in batch])
+
+    def _acknowledge(self, batch: Sequence[_Queued]) -> None:
+        """Make room for further exchanges, and wake the callers that wait until these are durable."""
+        self._bytes -= sum(queued.recorded.size for queued in batch)
+        self._oldest_at = time.monotonic()
+        for queued in batch:
+            waiting = self._unwritten.pop(queued.number, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        if len(self._unwritten) < _MAX_QUEUED and self._bytes < _MAX_BYTES:
+            self._room.set()
+
+    async def _stored(self, attempt_ids: Iterable[str]) -> None:
+        """Wake the callers that wait for all calls of an attempt."""
+        async with self._changed:
+            for attempt_id in attempt_ids:
+                self._hold(-1)
+                self._pending[attempt_id] -= 1
+                if self._pending[attempt_id] <= 0:
+                    del self._pending[attempt_id]
+            self._changed.notify_all()
+
+    def _hold(self, change: int) -> None:
+        self._held += change
+        if self._on_held is not None:
+            self._on_held(self._held)
+
+    def _new_spool(self, spools: Sequence[SpoolFile], rate: SpanRate) -> Spool:
+        return Spool(
+            spools[0],
+            leftovers=spools[1:],
+            store=self._store,
+            outage=self._outage,
+            rate=rate,
+            on_stored=self._stored,
+            on_failure=self._fail,
+        )
+
+    def _parse(self, recorded: RecordedExchange) -> list[Span]:
+        try:
+            return spans_of(recorded)
+        except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording
+            _log.exception("a model call of attempt %s could not be read", recorded.context.attempt_id)
+            self._fail(recorded.context.attempt_id, repr(error), 1)
+            return []
+
+    def _lose(self, calls: Sequence[SpooledCall], message: str) -> None:
+        _log.error("%d calls are lost: the gateway ends, and neither the store nor the spool takes them", len(calls))
+        for call in calls:
+            self._fail(call.attempt_id, message, len(call.spans))
+
+    def _fail(self, attempt_id: str, message: str, count: int) -> None:
+        self._failures[attempt_id] = message
+        if len(self._failures) > _MAX_FAILURES:
+            del self._failures[next(iter(self._failures))]
+        self.lost += count

@@ -1,0 +1,334 @@
+"""Keeps calls that the store has not taken yet in a file, and brings them there in batches.
+
+A call in the spool may be acknowledged: it survives the end of the process and any outage of the store. One task
+drains the file, oldest first. Spans that the store refuses for good are set aside in the file with the reason; all
+others are tried until they are stored.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from shutil import disk_usage
+from typing import TypeVar
+
+from agl.contracts import Store
+from agl.errors import StoreError
+from agl_gateway.record.outage import FINAL, Outage
+from agl_gateway.record.spool_file import SpooledCall, SpoolFile
+from agl_gateway.status.metrics import SpanRate
+from agl_gateway.wire.problems import Problem
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+WARN_CALLS = 5_000
+MAX_CALLS = 50_000
+MAX_BYTES = 256 << 20
+
+_BATCH = 512
+_BATCH_BYTES = 8 << 20
+_DELAYS_S = (0.05, 0.2, 0.5, 1.0)
+"""Pauses between tries while the store does not answer; the last one is repeated."""
+
+_TRIES = 5
+"""Tries after which those who wait for an attempt are told; its calls stay in the spool and are tried further."""
+
+_DEFER_S = 0.25
+_MAX_DOUBLINGS = 7
+"""Pauses between the tries of an attempt that alone is refused: 0.5 s at first, half a minute at last."""
+
+_MIN_FREE_BYTES = 64 << 20
+_FREE_FOR_S = 1.0
+_RETRY_AFTER_S = 5
+
+
+class Spool:
+    """Calls on their way to the store. Used in one event loop only.
+
+    Args:
+        file: The gateway's own file.
+        leftovers: Files of gateways that are gone, drained and then closed.
+        on_stored: Takes the attempt ids of calls that are in the store, or will never be.
+        on_failure: Takes attempt, message and number of spans that the store refused for good.
+        max_calls: Calls in the spool from which no further one is let through.
+        max_bytes: Bytes of calls in the spool, likewise.
+    """
+
+    def __init__(
+        self,
+        file: SpoolFile,
+        *,
+        store: Store,
+        outage: Outage,
+        rate: SpanRate,
+        on_stored: Callable[[Sequence[str]], Awaitable[None]],
+        on_failure: Callable[[str, str, int], None],
+        leftovers: Sequence[SpoolFile] = (),
+        max_calls: int = MAX_CALLS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.file = file
+        self._files = [file, *leftovers]
+        self._store = store
+        self._outage = outage
+        self._rate = rate
+        self._on_stored = on_stored
+        self._on_failure = on_failure
+        self._max_calls = max_calls
+        self._max_bytes = max_bytes
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agl-spool")
+        self._work = asyncio.Event()
+        self._under_way: asyncio.Task[bool] | None = None
+        self._brought: list[SpooledCall] = []
+        self._tries: Counter[str] = Counter()
+        self._deferred: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._fault = ""
+        self._free = (0.0, 0)
+        self._oldest_at = 0.0
+        self._has_warned = False
+        self.calls = 0
+        self.size = 0
+
+    @property
+    def gateway_id(self) -> str:
+        """Identity of the gateway, the same at every start on this spool."""
+        return self.file.gateway_id
+
+    @property
+    def is_empty(self) -> bool:
+        """Return true if no call waits, so that new ones may go to the store directly."""
+        return not self.calls
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the oldest call was written; 0 if there is none."""
+        return max(0.0, time.time() - self._oldest_at) if self.calls else 0.0
+
+    def start(self) -> Counter[str]:
+        """Drain what is in the files, in a task; returns the number of calls of each attempt."""
+        found: Counter[str] = Counter()
+        for file in self._files:
+            content = file.content()
+            found.update(content.attempts)
+            self.calls += content.calls
+            self.size += content.size
+            if content.calls:
+                self._oldest_at = min(self._oldest_at or content.oldest_at, content.oldest_at)
+                _log.warning("%d calls of an earlier start wait in %s and are stored now", content.calls, file.path)
+        self._work.set()
+        self._task = asyncio.create_task(self._run())
+        return found
+
+    async def stop(self, *, limit_s: float) -> int:
+        """Drain for up to ``limit_s`` seconds, and close the files; returns the number of calls that stay in them.
+
+        Idempotent.
+        """
+        self._is_stopping = True
+        self._work.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=limit_s)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        files, self._files = self._files, []
+        for file in files:
+            await self._do(file.close)
+        if files:
+            self._thread.shutdown()
+        return self.calls
+
+    def check_room(self) -> None:
+        """Raise a :class:`Problem` if the spool could not take a further call: 429 if it is full, 503 without disk."""
+        if self.is_empty and not self._outage.is_on:
+            return
+        if self.calls >= self._max_calls or self.size >= self._max_bytes:
+            raise Problem(
+                429,
+                f"{self.calls} calls ({self.size >> 20} MiB) wait for the gateway's store, which does not answer or "
+                "is too slow; the model was not asked. Try again later, and see to the store",
+                code="store_behind",
+                is_retryable=True,
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        fault = self._fault or self._disk_fault()
+        if fault:
+            raise Problem(
+                503,
+                f"the gateway's store does not answer, and {fault}; the model was not asked",
+                code="spool_failed",
+                is_retryable=True,
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    async def put(self, calls: Sequence[SpooledCall], *, under_way: "asyncio.Task[bool] | None" = None) -> None:
+        """Write calls to the file.
+
+        Args:
+            under_way: A write of these very calls to the store that takes its time; true once they are there.
+
+        Raises:
+            StoreError: The file cannot be written.
+        """
+        try:
+            added = await self._do(lambda: self.file.add(calls))
+        except StoreError as error:
+            if not self._fault:
+                _log.error("%s", error)
+            self._fault = str(error)
+            raise
+        self._fault = ""
+        if self.is_empty:
+            self._oldest_at = time.time()
+        self.calls += len(added)
+        self.size += sum(call.size for call in added)
+        if under_way is not None:
+            self._under_way, self._brought = under_way, added
+        self._warn()
+        self._work.set()
+
+    async def _run(self) -> None:
+        while True:
+            if self._outage.is_on:
+                await self._wait_for_store()
+            if self._under_way is not None:
+                await self._follow(self._under_way)
+            if self.is_empty:
+                if self._is_stopping:
+                    return
+                await self._wait_for_work()
+                continue
+            try:
+                await self._drain_some()
+            except StoreError:  # the spool's own disk; the store takes repeated spans once
+                _log.exception("the spool could not be drained; trying again")
+                await asyncio.sleep(_DELAYS_S[-1])
+
+    async def _wait_for_work(self) -> None:
+        """Return when a call is put, or when the store stops to answer."""
+        await self._do(self.file.shrink)
+        self._work.clear()
+        waits = [asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(self._outage.begun.wait())]
+        try:
+            if self.is_empty and not self._is_stopping:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _wait_for_store(self) -> None:
+        delays = iter(_DELAYS_S)
+        while not await self._outage.is_over():
+            await asyncio.sleep(next(delays, _DELAYS_S[-1]))
+
+    async def _follow(self, under_way: "asyncio.Task[bool]") -> None:
+        """Wait for a slow write to the store; what it brings there is not written again."""
+        is_stored = await asyncio.shield(under_way)
+        calls, self._under_way, self._brought = self._brought, None, []
+        if is_stored:
+            await self._remove(self.file, calls)
+
+    async def _drain_some(self) -> None:
+        """Bring the oldest calls of the first file that has some to the store."""
+        now = time.monotonic()
+        waiting = [attempt_id for attempt_id, until in self._deferred.items() if until > now]
+        for file in self._files:
+            calls = await self._do(lambda file=file: file.oldest(limit=_BATCH, max_bytes=_BATCH_BYTES, without=waiting))
+            if calls:
+                self._oldest_at = calls[0].at
+                await self._bring(file, calls)
+                return
+        if waiting:
+            await asyncio.sleep(max(0.01, min(self._deferred[attempt_id] for attempt_id in waiting) - now))
+
+    async def _bring(self, file: SpoolFile, calls: Sequence[SpooledCall]) -> None:
+        """Store a batch; one that is refused is stored attempt by attempt, if the store answers at all."""
+        if await self._append(calls) is None:
+            self._outage.end()
+            await self._remove(file, calls)
+            return
+        if not await self._outage.is_over():
+            return
+        for attempt_id in dict.fromkeys(call.attempt_id for call in calls):
+            own = [call for call in calls if call.attempt_id == attempt_id]
+            error = await self._append(own)
+            if error is None:
+                await self._remove(file, own)
+            elif not isinstance(error, FINAL) and not await self._outage.is_over():
+                return
+            else:
+                await self._defer_or_refuse(file, own, error)
+
+    async def _append(self, calls: Sequence[SpooledCall]) -> Exception | None:
+        spans = [span for call in calls for span in call.spans]
+        try:
+            await self._store.append_spans(spans)
+        except Exception as error:  # noqa: BLE001  # isolation: kept, and repeated or reported by the caller
+            return error
+        self._rate.add(len(spans))
+        return None
+
+    async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
+        """Try an attempt again later, for ever; set it aside only where the store will never take it."""
+        attempt_id = calls[0].attempt_id
+        message = str(error) if isinstance(error, StoreError) else repr(error)
+        spans = sum(len(call.spans) for call in calls)
+        if isinstance(error, FINAL):
+            _log.error("the store refused %d spans of attempt %s: %s", spans, attempt_id, message)
+            await self._do(lambda: file.refuse([call.seq for call in calls], message))
+            self._on_failure(attempt_id, message, spans)
+            await self._count_down(calls)
+            return
+        self._tries[attempt_id] += 1
+        self._deferred[attempt_id] = time.monotonic() + _DEFER_S * 2 ** min(self._tries[attempt_id], _MAX_DOUBLINGS)
+        if self._tries[attempt_id] == _TRIES:
+            _log.error("%d spans of attempt %s stay in the spool: %s", spans, attempt_id, message)
+            self._on_failure(attempt_id, message, 0)
+            await self._on_stored([])
+
+    async def _remove(self, file: SpoolFile, calls: Sequence[SpooledCall]) -> None:
+        await self._do(lambda: file.remove(call.seq for call in calls))
+        await self._count_down(calls)
+
+    async def _count_down(self, calls: Sequence[SpooledCall]) -> None:
+        self.calls -= len(calls)
+        self.size -= sum(call.size for call in calls)
+        if self.calls < WARN_CALLS // 2:
+            self._has_warned = False
+        attempts = [call.attempt_id for call in calls]
+        for attempt_id in set(attempts):
+            self._tries.pop(attempt_id, None)
+            self._deferred.pop(attempt_id, None)
+        await self._on_stored(attempts)
+
+    def _warn(self) -> None:
+        if self.calls >= WARN_CALLS and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%d calls wait for the store, the oldest for %.0f s; at %d further calls are refused",
+                self.calls,
+                self.age_s,
+                self._max_calls,
+            )
+
+    def _disk_fault(self) -> str:
+        """Return the fault of a disk that is nearly full, looked at once a second; ``""`` for none."""
+        looked_at, free = self._free
+        if time.monotonic() - looked_at > _FREE_FOR_S:
+            free = disk_usage(self.file.path.parent).free
+            self._free = (time.monotonic(), free)
+        if free >= _MIN_FREE_BYTES:
+            return ""
+        return (
+            f"the disk of its spool {self.file.path} has {free >> 20} MiB left, which is less than "
+            f"{_MIN_FREE_BYTES >> 20}; make room there"
+        )
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

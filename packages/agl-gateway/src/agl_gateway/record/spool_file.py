@@ -1,0 +1,313 @@
+"""One SQLite file of calls that are not in the store yet; survives ``kill -9`` and the loss of power.
+
+Every write is one transaction and is on the disk (``synchronous = FULL``) when it returns. The process that has a file
+open holds it alone, and its end, however it comes, lets it go. A file belongs to one store, by an identity that lies in
+the store itself, so that it is never written to another one whatever its address is called.
+"""
+
+import socket
+import sqlite3
+import time
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from agl.errors import ConfigError, StoreError
+from agl.schemas import Span, decode, encode, new_trace_id
+from agl_gateway.record.storable import storable
+
+_FORMAT = "1"
+_SUFFIX = ".spool"
+_MAX_FILES = 64
+_LARGE_BYTES = 32 << 20
+"""Size from which a file without calls is written anew, to give the disk's space back."""
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS calls (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, attempt TEXT NOT NULL, at REAL NOT NULL, spans INTEGER NOT NULL,
+  size INTEGER NOT NULL, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS refused (
+  seq INTEGER PRIMARY KEY, attempt TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, data BLOB NOT NULL);
+"""
+_ADD = "INSERT INTO calls (attempt, at, spans, size, data) VALUES (?, ?, ?, ?, ?)"
+_REFUSE = "INSERT OR REPLACE INTO refused SELECT seq, attempt, at, ?, data FROM calls WHERE seq = ?"
+_HELD = "SELECT attempt, count(*), coalesce(sum(size), 0), min(at) FROM calls GROUP BY attempt"
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+class SpoolBusyError(StoreError):
+    """Another process has the spool open."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpooledCall:
+    """The spans of one call, and its row in the file.
+
+    Attributes:
+        seq: Number of the row; 0 before it is written.
+        at: Unix seconds at which it was written.
+        size: Bytes of its spans in the file.
+    """
+
+    attempt_id: str
+    spans: Sequence[Span]
+    seq: int = 0
+    at: float = 0.0
+    size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpoolContent:
+    """The calls in a file: their number by attempt, their bytes, and the Unix seconds of the oldest."""
+
+    attempts: dict[str, int]
+    size: int = 0
+    oldest_at: float = 0.0
+
+    @property
+    def calls(self) -> int:
+        """Number of calls."""
+        return sum(self.attempts.values())
+
+
+class SpoolFile:
+    """An open spool; its methods block, and are called by one thread at a time.
+
+    Args:
+        path: The file; created if it is missing.
+        store_id: Identity of the store that its calls belong to.
+        store_url: Address of the store, without credentials, for people who find the file.
+
+    Raises:
+        SpoolBusyError: Another process has it open.
+        ConfigError: It belongs to another store, or to another release, or cannot be written.
+    """
+
+    def __init__(self, path: Path, *, store_id: str, store_url: str) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.0)
+        except (OSError, sqlite3.Error) as error:
+            raise _unusable(path, error) from error
+        try:
+            self._prepare(store_id, store_url)
+        except BaseException as error:
+            self._db.close()
+            if isinstance(error, sqlite3.Error):
+                raise (_busy(path) if "locked" in str(error) else _unusable(path, error)) from error
+            raise
+
+    @property
+    def gateway_id(self) -> str:
+        """Identity of the gateway whose file this is; the same at every start."""
+        return self._about["gateway"]
+
+    @property
+    def store_id(self) -> str:
+        """Identity of the store that its calls belong to."""
+        return self._about["store"]
+
+    def add(self, calls: Sequence[SpooledCall]) -> list[SpooledCall]:
+        """Write calls durably; returns them with their rows. A repeated call gets a row of its own.
+
+        Raises:
+            StoreError: The disk is full, or the file cannot be written; nothing was.
+        """
+        now, added = time.time(), list[SpooledCall]()
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for call in calls:
+                data = _pack([encode(storable(span)) for span in call.spans])
+                cursor = self._db.execute(_ADD, (call.attempt_id, now, len(call.spans), len(data), data))
+                seq = cursor.lastrowid or 0
+                added.append(SpooledCall(attempt_id=call.attempt_id, spans=call.spans, seq=seq, at=now, size=len(data)))
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            self._roll_back()
+            if isinstance(error, sqlite3.Error):
+                raise StoreError(_failure(self.path, error)) from error
+            raise
+        return added
+
+    def oldest(self, *, limit: int, max_bytes: int, without: Collection[str] = ()) -> list[SpooledCall]:
+        """Read the oldest calls, at least one and up to ``max_bytes``, but none of the attempts in ``without``."""
+        places = ", ".join("?" * len(without))
+        where = f"WHERE attempt NOT IN ({places})" if without else ""
+        query = f"SELECT seq, attempt, at, size, data FROM calls {where} ORDER BY seq LIMIT ?"
+        found, total = list[SpooledCall](), 0
+        with closing(self._db.execute(query, (*without, limit))) as rows:
+            for seq, attempt_id, at, size, data in rows:
+                total += size
+                if found and total > max_bytes:
+                    break
+                spans = [decode(one, Span) for one in _unpack(data)]
+                found.append(SpooledCall(attempt_id=attempt_id, spans=spans, seq=seq, at=at, size=size))
+        return found
+
+    def remove(self, seqs: Iterable[int]) -> None:
+        """Remove calls that are in the store."""
+        self._change("DELETE FROM calls WHERE seq = ?", [(seq,) for seq in seqs])
+
+    def refuse(self, seqs: Iterable[int], reason: str) -> None:
+        """Set calls aside that the store will never take, with its reason."""
+        kept = list(seqs)
+        self._change(_REFUSE, [(reason, seq) for seq in kept])
+        self.remove(kept)
+
+    def content(self) -> SpoolContent:
+        """Count the calls in the file."""
+        rows = self._db.execute(_HELD).fetchall()
+        return SpoolContent(
+            attempts={attempt_id: count for attempt_id, count, _, _ in rows},
+            size=sum(size for _, _, size, _ in rows),
+            oldest_at=min((at for *_, at in rows), default=0.0),
+        )
+
+    def shrink(self) -> None:
+        """Give the disk's space back if the file is large; call it while no calls are in it."""
+        (pages,), (page,) = (self._db.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
+        if pages * page > _LARGE_BYTES:
+            with suppress(sqlite3.Error):  # a full disk; the space is used again
+                self._db.execute("VACUUM")
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        """Close the file and let others have it; removes it if nothing is in it."""
+        is_unused = not self._db.execute("SELECT 1 FROM calls UNION ALL SELECT 1 FROM refused LIMIT 1").fetchone()
+        self._db.close()
+        if is_unused:
+            self.path.unlink(missing_ok=True)
+
+    def _prepare(self, store_id: str, store_url: str) -> None:
+        for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+            self._db.execute(f"PRAGMA {pragma}")
+        self._db.execute("BEGIN EXCLUSIVE")
+        for statement in _TABLES.split(";"):
+            self._db.execute(statement)
+        first = {
+            "format": _FORMAT,
+            "store": store_id,
+            "url": store_url,
+            "gateway": new_trace_id(),
+            "machine": socket.gethostname(),
+        }
+        self._db.executemany("INSERT OR IGNORE INTO about VALUES (?, ?)", first.items())
+        self._about: dict[str, str] = dict(self._db.execute("SELECT key, value FROM about"))
+        self._db.execute("COMMIT")
+        if self._about["format"] != _FORMAT:
+            raise ConfigError(
+                f"the spool {self.path} has the format {self._about['format']!r} of a newer release; start that "
+                "release once to have it drained, or choose another folder with --spool"
+            )
+        if self._about["store"] != store_id:
+            raise ConfigError(
+                f"the spool {self.path} belongs to the store {self._about['url']}, which is another one than "
+                f"{store_url}; start a gateway of that store to have it drained, or choose another folder with --spool"
+            )
+
+    def _change(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany(statement, rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._roll_back()
+            raise StoreError(_failure(self.path, error)) from error
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+
+def open_spools(folder: Path, *, store_id: str, store_url: str, without: Collection[Path] = ()) -> list[SpoolFile]:
+    """Open the files of a store that no other process holds; the first is the gateway's own, the others are drained.
+
+    Args:
+        without: Files that belong to other processes of the same gateway, even while these do not run.
+
+    Raises:
+        ConfigError: The folder cannot be used, or holds as many busy spools as there may be.
+    """
+    found = list[SpoolFile]()
+    free = list[Path]()
+    for number in range(_MAX_FILES):
+        path = folder / f"{store_id}-{number}{_SUFFIX}"
+        if path in without:
+            continue
+        if not path.exists():
+            free.append(path)
+            continue
+        with suppress(SpoolBusyError):
+            found.append(SpoolFile(path, store_id=store_id, store_url=store_url))
+    for path in free:
+        if found:
+            break
+        with suppress(SpoolBusyError):  # a gateway that started at the same moment took it
+            found.append(SpoolFile(path, store_id=store_id, store_url=store_url))
+    if not found:
+        raise ConfigError(f"{_MAX_FILES} gateways of one store use the folder {folder}; choose another with --spool")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolReport:
+    """A spool that was found in a folder.
+
+    Attributes:
+        store_url: The store that its calls belong to.
+        is_busy: A gateway has it open; nothing else is known of it then.
+        refused: Number of calls that the store did not take, which are kept for people to look at.
+    """
+
+    path: Path
+    is_busy: bool = False
+    store_url: str = ""
+    calls: int = 0
+    size: int = 0
+    oldest_at: float = 0.0
+    refused: int = 0
+
+
+def spools_in(folder: Path) -> list[SpoolReport]:
+    """Describe every spool in a folder, of whatever store; changes nothing."""
+    return [_report(path) for path in sorted(folder.glob(f"*{_SUFFIX}"))] if folder.is_dir() else []
+
+
+def _report(path: Path) -> SpoolReport:
+    try:
+        with closing(sqlite3.connect(path, isolation_level=None, timeout=0.0)) as db:
+            about = dict(db.execute("SELECT key, value FROM about"))
+            ((calls, size, oldest),) = db.execute("SELECT count(*), coalesce(sum(size), 0), min(at) FROM calls")
+            ((refused,),) = db.execute("SELECT count(*) FROM refused")
+    except sqlite3.Error:
+        return SpoolReport(path=path, is_busy=True)
+    return SpoolReport(
+        path=path, store_url=about["url"], calls=calls, size=size, oldest_at=oldest or 0.0, refused=refused
+    )
+
+
+def _busy(path: Path) -> SpoolBusyError:
+    return SpoolBusyError(f"another gateway uses the spool {path}; it lets go when it ends")
+
+
+def _unusable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the spool {path} cannot be used ({error}); it keeps calls while the store does not answer. Choose a folder "
+        "on a local disk that this user can write to with --spool, or --spool off to go without"
+    )
+
+
+def _failure(path: Path, error: Exception) -> str:
+    is_full = "full" in str(error)
+    return (
+        f"the spool {path} cannot be written ({error}); "
+        + ("make room on its disk" if is_full else "check its disk and rights")
+        + ", or start the gateway with --spool FOLDER on another one"
+    )

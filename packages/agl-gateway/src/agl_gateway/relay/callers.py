@@ -1,0 +1,262 @@
+"""Recognises coding agents by what they send anyway: who calls, in which session, and whether the call is a helper's.
+
+Claude Code, Codex, OpenCode, Qwen Code, Gemini CLI and Copilot CLI name themselves in ``user-agent`` or a header of
+their own, and most of them their session and their sub-agents. Beside the turns of its task such a program asks for
+titles, summaries and memories. These helper calls get the role :data:`agl.semconv.HELPER`, and do not train.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from agl import semconv
+from agl.dialects import Request
+from agl.errors import ConfigError
+from agl_gateway.traffic.conversation_ids import opening_of
+
+ROLE_HEADER = "x-agl-role"
+"""Request header that names the role of a call; ``helper`` marks a helper call."""
+
+_MAX_NAME = 80
+_MAX_SESSION = 200
+_MAX_METADATA = 16_384
+_MAX_OPENING = 4_000
+_MAX_ARGUMENTS = 256 * 1024
+"""Bytes of a request above which its opening is not read: helper calls are short, and reading costs time."""
+
+_SMALL = 1024
+"""Tokens up to which an answer to a coding agent without tools is a helper's, whatever came before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The program that made a call, as far as the call says.
+
+    Attributes:
+        agent: The coding agent's name, with that of its sub-agent behind a slash; ``""`` if unknown.
+        agent_id: The id of its sub-agent.
+        session: The id of its session.
+        role: The call's role: :data:`agl.semconv.HELPER` for a helper call, ``compaction`` for one that makes the
+            conversation shorter, which trains; ``""`` for a turn.
+    """
+
+    agent: str = ""
+    agent_id: str = ""
+    session: str = ""
+    role: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which policies select their callers, innermost first."""
+        return tuple(name for name in (self.role, self.agent) if name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """A coding agent: its name, the header that shows it, and those that hold its session and its sub-agent's mark."""
+
+    name: str
+    shown_by: str
+    pattern: re.Pattern[str]
+    session: str = ""
+    subagent: str = ""
+    helpers: re.Pattern[str] | None = None
+
+
+def _begins(text: str) -> re.Pattern[str]:
+    return re.compile(re.escape(text), re.IGNORECASE)
+
+
+_PROGRAMS = (
+    _Program(
+        name="claude-code",
+        shown_by="user-agent",
+        pattern=_begins("claude-cli/"),
+        session="x-claude-code-session-id",
+        subagent="x-claude-code-agent-id",
+    ),
+    _Program(name="codex", shown_by="user-agent", pattern=_begins("codex"), session="session-id"),
+    _Program(
+        name="opencode",
+        shown_by="user-agent",
+        pattern=_begins("opencode/"),
+        session="x-session-id",
+        subagent="x-parent-session-id",
+    ),
+    _Program(
+        name="qwen-code",
+        shown_by="user-agent",
+        pattern=_begins("qwencode/"),
+        helpers=re.compile(r"managed memory extraction subagent|suggest(?:ing)? (?:the )?next", re.IGNORECASE),
+    ),
+    _Program(name="gemini-cli", shown_by="user-agent", pattern=_begins("geminicli")),
+    _Program(name="copilot-cli", shown_by="x-interaction-type", pattern=_begins("conversation-")),
+)
+
+_SUBAGENT = "subagent"
+_COMPACTION = "compaction"
+_SUMMARIZING = re.compile(
+    r"context summari[sz]ation|summari[sz](?:es?|ing) (?:a|the|this|our) conversation|compact the conversation",
+    re.IGNORECASE,
+)
+"""The opening of a call that makes a conversation shorter, which some programs make without tools or earlier turns."""
+
+_CODEX_METADATA = "x-codex-turn-metadata"
+_CODEX_ROOT = "/root"
+_CODEX_HELPERS = ("memory_consolidation",)
+_UNKNOWN = Origin()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperRules:
+    """Finds helper calls: those of known coding agents, and those that the gateway's settings describe.
+
+    Attributes:
+        is_on: Whether helper calls of known coding agents are marked.
+        match: Regular expression; a call without an answer in its prompt is a helper's where the expression is found
+            in the first 4,000 characters of its opening. ``""`` for none.
+        max_tokens: A call of any client that has no tools and asks for at most so many tokens is a helper's; 0 for
+            none, because short answers without tools are what many small agents train on.
+
+    Raises:
+        ConfigError: ``match`` is no regular expression.
+    """
+
+    is_on: bool = True
+    match: str = ""
+    max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ConfigError(
+                f"helper_match = {self.match!r} is not a regular expression: {error}; escape special characters with "
+                "a backslash"
+            ) from error
+
+    def origin_of(self, headers: Mapping[str, str], asked: Request, *, has_tracer: bool = False) -> Origin:
+        """Return the origin of a call; with ``has_tracer`` only its session and the role that a header gives."""
+        program = _program_of(headers)
+        found = _UNKNOWN if program is None else _described(program, headers)
+        role = clean(headers.get(ROLE_HEADER, ""), _MAX_NAME)
+        if has_tracer:
+            return Origin(session=found.session, role=_known_role(role))
+        if not role and asked.dialect != "embeddings":
+            role = found.role or self._role(program, asked)
+        return Origin(agent=found.agent, agent_id=found.agent_id, session=found.session, role=_known_role(role))
+
+    def _role(self, program: _Program | None, asked: Request) -> str:
+        if not self._is_helper(program, asked):
+            return ""
+        is_known = program is not None and len(asked.body) <= _MAX_ARGUMENTS
+        return _COMPACTION if is_known and _SUMMARIZING.search(_text_of(opening_of(asked))) else "helper"
+
+    def _is_helper(self, program: _Program | None, asked: Request) -> bool:
+        is_known = self.is_on and program is not None
+        if not (is_known or self.match or self.max_tokens) or not asked.is_object:
+            return False
+        has_tools, limit = bool(asked.get("tools")), _limit_of(asked)
+        if not has_tools and limit and limit <= max(self.max_tokens, _SMALL if is_known else 0):
+            return True
+        if len(asked.body) > _MAX_ARGUMENTS:
+            return False
+        opening = _text_of(opening_of(asked))
+        helpers = program.helpers if is_known and program is not None else None
+        if helpers is not None and helpers.search(opening):
+            return True
+        if _has_answer(asked):
+            return False
+        return (is_known and not has_tools) or bool(self.match and re.search(self.match, opening))
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """Return the id of a known coding agent's session, with its name in front; ``""`` without one."""
+    program = _program_of(headers)
+    session = "" if program is None else _described(program, headers).session
+    return f"{program.name}:{session}" if program is not None and session else ""
+
+
+def clean(text: str, limit: int) -> str:
+    """Return text that a stranger sent, cut to ``limit`` characters and without those that do not print."""
+    return "".join(letter for letter in text[: 4 * limit] if letter.isprintable()).strip()[:limit]
+
+
+def _program_of(headers: Mapping[str, str]) -> _Program | None:
+    return next((one for one in _PROGRAMS if one.pattern.match(headers.get(one.shown_by, ""))), None)
+
+
+def _described(program: _Program, headers: Mapping[str, str]) -> Origin:
+    session = clean(headers.get(program.session, ""), _MAX_SESSION) if program.session else ""
+    if program.name == "codex":
+        return _codex(headers, session)
+    mark = clean(headers.get(program.subagent, ""), _MAX_SESSION) if program.subagent else ""
+    agent = f"{program.name}/{_SUBAGENT}" if mark else program.name
+    is_parent = program.subagent == "x-parent-session-id"
+    return Origin(agent=agent, agent_id=session if mark and is_parent else mark, session=session)
+
+
+def _codex(headers: Mapping[str, str], session: str) -> Origin:
+    """Return what Codex says about a turn in JSON: ``agent_name`` is a path from ``/root`` to the sub-agent."""
+    about = _object(headers.get(_CODEX_METADATA, ""))
+    path = clean(_text(about.get("agent_name")), _MAX_NAME)
+    below = path.removeprefix(_CODEX_ROOT).strip("/")
+    mark = clean(headers.get("x-openai-subagent", ""), _MAX_NAME)
+    kind = clean(_text(about.get("request_kind")), _MAX_NAME)
+    is_helper = mark in _CODEX_HELPERS or "x-openai-memgen-request" in headers
+    role = "helper" if is_helper else _COMPACTION if kind == _COMPACTION else ""
+    thread = clean(_text(about.get("thread_id")), _MAX_SESSION)
+    return Origin(
+        agent=f"codex/{below or _SUBAGENT}" if below or mark == "collab_spawn" else "codex",
+        agent_id=thread if below or mark else "",
+        session=clean(_text(about.get("session_id")), _MAX_SESSION) or session,
+        role=role,
+    )
+
+
+def _known_role(role: str) -> str:
+    return semconv.HELPER if role == "helper" else role
+
+
+def _limit_of(asked: Request) -> int:
+    found = (asked.get(key) for key in ("max_completion_tokens", "max_output_tokens", "max_tokens"))
+    return next((value for value in found if isinstance(value, int)), 0)
+
+
+def _has_answer(asked: Request) -> bool:
+    """Return true if the prompt holds an answer of the model, as every prompt but the first of a conversation does."""
+    listed = asked.get("input" if asked.dialect == "responses" else "messages")
+    items = cast("list[Any]", listed) if isinstance(listed, list) else []
+    return any(isinstance(item, dict) and cast("dict[str, Any]", item).get("role") == "assistant" for item in items)
+
+
+def _text_of(value: object) -> str:
+    """Return the first characters of all text in a JSON value."""
+    found, size, waiting = list[str](), 0, [value]
+    while waiting and size < _MAX_OPENING:
+        item = waiting.pop()
+        if isinstance(item, str):
+            found.append(item)
+            size += len(item)
+        elif isinstance(item, list):
+            waiting += reversed(cast("list[object]", item))
+        elif isinstance(item, dict):
+            waiting += reversed([*cast("dict[str, object]", item).values()])
+    return "\n".join(found)[:_MAX_OPENING]
+
+
+def _object(text: str) -> dict[str, Any]:
+    if not text or len(text) > _MAX_METADATA:
+        return {}
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

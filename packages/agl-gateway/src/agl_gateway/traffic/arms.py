@@ -1,0 +1,197 @@
+"""Routes the calls of a split's rollouts to the backend that serves the version of their arm.
+
+The pinned versions are in the store, so all gateways route alike and a restart changes nothing. A cache of them
+follows the change feed. Addresses and keys come from the command line alone: a resource in the store names a version
+or a model, never an address.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from agl.contracts import Change, RolloutQuery, Store, Upstream
+from agl.errors import ConfigError, NotFoundError
+from agl.schemas import LLM, Resource, Rollout, Weights
+from agl_gateway.record.outage import Outage
+from agl_gateway.relay.routing import Router, UpstreamTarget
+from agl_gateway.traffic.splits import Pins, differing, placement_of
+from agl_gateway.wire.problems import Problem
+
+_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRoute:
+    """The destination of a call.
+
+    Attributes:
+        model: The model to request from the backend; ``""`` leaves the choice to the upstream.
+        version: The policy's version; ``""`` if the split does not choose it.
+        arm: The label of the rollout's arm; ``""`` if it is in none.
+    """
+
+    target: UpstreamTarget
+    model: str = ""
+    version: str = ""
+    arm: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RolloutPins:
+    """A rollout's arm, its pinned versions, and the names of the resources whose version the split chose."""
+
+    arm: str
+    resources: dict[str, str]
+    chosen: frozenset[str]
+
+
+_UNPLACED = _RolloutPins(arm="", resources={}, chosen=frozenset())
+
+
+def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
+    """Return the upstreams under distinct names: further ones of a policy are renamed to ``NAME@VERSION``.
+
+    Raises:
+        ConfigError: Two upstreams of one name do not state two versions.
+    """
+    found: dict[str, Upstream] = {}
+    versions: dict[str, set[str]] = {}
+    for upstream in upstreams:
+        known = versions.setdefault(upstream.name, set())
+        if known and (not upstream.model_version or known & {"", upstream.model_version}):
+            raise ConfigError(
+                f"two upstreams are named {upstream.name!r}; give each policy a name of its own, and each of several "
+                "versions of one policy its own version=V, as the arms of a split need"
+            )
+        name = f"{upstream.name}@{upstream.model_version}" if known else upstream.name
+        known.add(upstream.model_version)
+        found[name] = msgspec.structs.replace(upstream, name=name)
+    return list(found.values())
+
+
+def policy_of(upstream: Upstream) -> str:
+    """Return the policy's name, without the version."""
+    return upstream.name.partition("@")[0]
+
+
+class ArmRoutes:
+    """Routes the calls of rollouts that a split placed; other calls keep the target that their model's name gives."""
+
+    def __init__(self, store: Store, router: Router, *, outage: Outage) -> None:
+        self._store = store
+        self._outage = outage
+        self._targets = list(router.targets.values())
+        self._pinned: OrderedDict[str, _RolloutPins] = OrderedDict()
+        self._resources: dict[tuple[str, str], Resource] = {}
+
+    async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
+        """Return the destination of a call whose model's name leads to ``target``.
+
+        Raises:
+            Problem: 503 when no upstream serves the version that the split chose, and where the store does not
+                answer, several do, and the rollout's arm is not known.
+        """
+        name = policy_of(target.upstream)
+        pinned = await self._pins(rollout_id)
+        if pinned is None:
+            if len([each for each in self._targets if policy_of(each.upstream) == name]) > 1:
+                raise Problem(503, _unknown_arm_message(name), code="store_away", is_retryable=True, retry_after_s=5)
+            return CallRoute(target=target)
+        version = pinned.resources.get(name, "")
+        if not version:
+            return CallRoute(target=target, arm=pinned.arm)
+        found = await self._find_upstream(name, version)
+        if found is not None:
+            return CallRoute(target=found[0], model=found[1], version=version, arm=pinned.arm)
+        if name in pinned.chosen:
+            raise Problem(503, _unserved_message(name, version), code="version_not_served")
+        return CallRoute(target=target, arm=pinned.arm)
+
+    def on_changes(self, changes: Sequence[Change]) -> None:
+        """Drop changed rollouts from the cache; the next call reads them again."""
+        for change in changes:
+            self._pinned.pop(change.key, None)
+
+    def forget(self, rollout_id: str = "") -> None:
+        """Drop a rollout from the cache, or all of them without an id, unless the store does not answer.
+
+        What an outage hides is the end of rollouts, and never another arm.
+        """
+        if rollout_id:
+            self._pinned.pop(rollout_id, None)
+        elif not self._outage.is_on:
+            self._pinned.clear()
+
+    async def check(self, pins: Pins) -> None:
+        """Raise :class:`ConfigError` if no upstream serves one of the model versions in the arms."""
+        for name in differing(pins):
+            for version in dict.fromkeys(own[name] for own in pins.values()):
+                is_model = isinstance(await self._resource(name, version), LLM | Weights)
+                if is_model and await self._find_upstream(name, version) is None:
+                    raise ConfigError(_unserved_message(name, version))
+
+    async def _find_upstream(self, name: str, version: str) -> tuple[UpstreamTarget, str] | None:
+        """Find the upstream that states a version, else the backend that an LLM names; with the model to request."""
+        own = [target for target in self._targets if policy_of(target.upstream) == name]
+        for target in own:
+            if target.upstream.model_version == version:
+                return target, ""
+        resource = await self._resource(name, version)
+        if not isinstance(resource, LLM) or not resource.model:
+            return None
+        wanted = resource.endpoint.rstrip("/")
+        found = (target for target in own if wanted in ("", target.upstream.base_url.rstrip("/")))
+        target = next(found, None)
+        return None if target is None else (target, resource.model)
+
+    async def _resource(self, name: str, version: str) -> Resource:
+        key = (name, version)
+        if key not in self._resources:
+            self._resources[key] = (await self._store.resource(name, version)).resource
+        return self._resources[key]
+
+    async def _pins(self, rollout_id: str) -> _RolloutPins | None:
+        """Return the rollout's pins; ``None`` where the store does not answer and they are not known."""
+        known = self._pinned.get(rollout_id)
+        if known is None:
+            known = await self._read(rollout_id)
+            if known is None:
+                return None
+            self._pinned[rollout_id] = known
+            if len(self._pinned) > _REMEMBERED:
+                self._pinned.popitem(last=False)
+        return known
+
+    async def _read(self, rollout_id: str) -> _RolloutPins | None:
+        query = RolloutQuery(ids=(rollout_id,))
+        try:
+            found = await self._outage.unless(lambda: self._store.rollouts(query), list[Rollout])
+        except NotFoundError:
+            return _UNPLACED
+        if not found:
+            return None
+        rollout = found[0]
+        placement = placement_of(rollout)
+        if placement is None:
+            return _UNPLACED
+        return _RolloutPins(
+            arm=placement.arm,
+            resources=rollout.resources,
+            chosen=frozenset(differing(placement.versions)),
+        )
+
+
+def _unknown_arm_message(name: str) -> str:
+    return (
+        f"the gateway's store does not answer, so it is not known which of the versions of {name!r} serves this "
+        "rollout; the model was not asked. Try again later"
+    )
+
+
+def _unserved_message(name: str, version: str) -> str:
+    return (
+        f"no upstream serves {name}@{version}; start the gateway with --upstream {name}=URL,version={version}, or "
+        f"publish the version as an LLM whose endpoint is that of an upstream {name!r}"
+    )

@@ -1,0 +1,293 @@
+"""Records model calls without a rollout: each conversation becomes a rollout, with versions, a record and a reward.
+
+The rollout's id is derived from the conversation's, so all gateways find the same rollout; the first one to queue it
+decides its versions. The attempt runs until a client ends the conversation, or until ``idle_s`` seconds pass without a
+call. Then it has succeeded, since a user who leaves is no failure. Later calls are answered and marked late.
+
+The attempt's lease holds the time of the last activity: ``LEASE_S`` before it expires. Each renewal moves it, and it is
+long enough to outlast any downtime of the gateways. So every gateway can tell which conversations are over, and a
+restart changes nothing.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from agl.contracts import Change, RolloutQuery, Store
+from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
+from agl.schemas import Outcome, RetryPolicy, Rollout
+from agl_gateway.record.outage import Outage
+from agl_gateway.traffic.kept_traffic import KeptTraffic
+from agl_gateway.traffic.splits import CONVERSATION, placement_of
+from agl_inspect.terminal import CONVERSATIONS
+
+_log = logging.getLogger(__name__)
+
+LEASE_S = 366 * 86_400.0
+"""Seconds of a lease, the same in every gateway."""
+
+CHECKS = 4
+"""Renewals of a lease, and sweeps for idle conversations, per ``idle_s``."""
+
+_PAGE = 1000
+_REMEMBERED = 10_000
+_LAPSES = 100
+"""Leases of a conversation that may lapse after all; a new attempt begins each time."""
+
+Enqueue = Callable[[Sequence[Rollout]], Awaitable[list[Rollout]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """The rollout, attempt and arm of a conversation."""
+
+    rollout_id: str
+    attempt_id: str
+    arm: str
+    is_over: bool = False
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that the client needs to report a reward."""
+        arm = {"x-agl-arm": self.arm} if self.arm else {}
+        return {"x-agl-rollout-id": self.rollout_id, "x-agl-attempt-id": self.attempt_id, **arm}
+
+
+class Conversations:
+    """Finds or creates the rollout of a conversation, and ends it. It only caches what the store holds.
+
+    Args:
+        enqueue: Queues a rollout and pins its versions.
+        settle: Waits until the calls of an attempt are in the store.
+        idle_s: Seconds without a call after which a conversation is over.
+        clock: Returns Unix seconds, like the store's clock.
+        outage: While it is on, known conversations go on, and no other can begin.
+        traffic: Says of new conversations what becomes of them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        enqueue: Enqueue,
+        settle: Callable[[str], Awaitable[None]],
+        idle_s: float,
+        outage: Outage,
+        traffic: KeptTraffic | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._outage = outage
+        self._traffic = traffic
+        self._store = store
+        self._enqueue = enqueue
+        self._settle = settle
+        self._idle_s = idle_s
+        self._clock = clock
+        self._known: OrderedDict[str, Conversation] = OrderedDict()
+        self._renewed: OrderedDict[str, float] = OrderedDict()
+        self._in_flight: Counter[str] = Counter()
+
+    async def left_out_by(self, conversation: str, traffic: KeptTraffic) -> str:
+        """Return the setting for which a conversation is not recorded; ``""`` for one that is.
+
+        One of which some calls are recorded is recorded to its end, whatever the limit per minute.
+        """
+        rollout_id = rollout_id_of(conversation)
+        reason = traffic.left_out_by(rollout_id, is_known=rollout_id in self._known)
+        return "" if reason and await self._is_recorded(rollout_id) else reason
+
+    async def open(self, conversation: str) -> Conversation:
+        """Return a conversation, with the arm that its first call was placed in; create it if it is new."""
+        rollout_id = rollout_id_of(conversation)
+        while True:
+            known = self._known.get(rollout_id)
+            if known is None:
+                known = self._known[rollout_id] = await self._open(rollout_id, conversation)
+                if len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+            if await self._renew(known):
+                return known
+            self.forget(rollout_id)
+
+    @asynccontextmanager
+    async def hold_open(self, conversation: str) -> AsyncGenerator[Conversation]:
+        """Open a conversation for a call; it does not become idle while the context lasts."""
+        rollout_id = rollout_id_of(conversation)
+        self._in_flight[rollout_id] += 1
+        try:
+            found = await self.open(conversation)
+            yield found
+            with suppress(StoreError):  # the client has its answer, and the next call renews the lease
+                await self._renew(found)
+        finally:
+            self._in_flight[rollout_id] -= 1
+            if not self._in_flight[rollout_id]:
+                del self._in_flight[rollout_id]
+
+    async def end(self, conversation: str) -> Conversation:
+        """End a conversation; idempotent. Raises :class:`NotFoundError` if it never began."""
+        rollout = await self._read(rollout_id_of(conversation))
+        while not rollout.is_finished:
+            if rollout.attempt_id is None:
+                await self._claim()
+            else:
+                await self._finish(rollout.attempt_id)
+            rollout = await self._read(rollout.rollout_id)
+        self.forget(rollout.rollout_id)
+        return _conversation(rollout)
+
+    async def end_idle(self) -> int:
+        """End the conversations that had no call for ``idle_s`` seconds; returns their number.
+
+        Those with a call in flight here are renewed, so that no other gateway takes them for idle.
+        """
+        await self._renew_in_flight()
+        query = RolloutQuery(experiment=CONVERSATIONS, status=("running",), limit=_PAGE)
+        count = 0
+        while page := await self._store.rollouts(query):
+            idle = [attempt_id for rollout in page if (attempt_id := await self._idle_attempt(rollout))]
+            for attempt_id in idle:
+                await self._finish(attempt_id)
+            count += len(idle)
+            query = query.next(page[-1])
+        return count
+
+    def on_changes(self, changes: Sequence[Change]) -> None:
+        """Drop changed rollouts from the cache; the next call reads them again."""
+        for change in changes:
+            if change.kind == "rollout":
+                self._known.pop(change.key, None)
+
+    def forget(self, rollout_id: str = "") -> None:
+        """Drop a rollout from the cache, or all of them without an id."""
+        if rollout_id:
+            self._known.pop(rollout_id, None)
+            self._renewed.pop(rollout_id, None)
+        elif not self._outage.is_on:
+            self._known.clear()
+            self._renewed.clear()
+
+    async def _open(self, rollout_id: str, conversation: str) -> Conversation:
+        try:
+            stored = await self._read(rollout_id)
+        except NotFoundError:
+            stored = await self._queue(rollout_id, conversation)
+        while stored.status == "queued":
+            await self._claim()
+            stored = await self._read(rollout_id)
+        return _conversation(stored)
+
+    async def _is_recorded(self, rollout_id: str) -> bool:
+        try:
+            return bool(await self._outage.unless(lambda: self._read(rollout_id), lambda: None))
+        except NotFoundError:
+            return False
+
+    async def _queue(self, rollout_id: str, conversation: str) -> Rollout:
+        rollout = Rollout(
+            rollout_id=rollout_id,
+            task={CONVERSATION: conversation},
+            experiment=CONVERSATIONS,
+            group_id=rollout_id,
+            retry=RetryPolicy(max_losses=_LAPSES),
+            metadata={CONVERSATION: conversation, **(self._traffic.marks(rollout_id) if self._traffic else {})},
+        )
+        return (await self._enqueue([rollout]))[0]
+
+    async def _read(self, rollout_id: str) -> Rollout:
+        return (await self._store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+
+    async def _claim(self) -> None:
+        """Start the attempts of all queued conversations, also those that a killed gateway left behind."""
+        await self._store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
+
+    async def _renew(self, known: Conversation) -> bool:
+        """Renew the lease unless that happened recently; returns false if the attempt has ended or was removed."""
+        now = self._clock()
+        if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self._idle_s / CHECKS:
+            return True
+        try:
+            renewed = await self._outage.unless(
+                lambda: self._store.renew([known.attempt_id], lease_s=LEASE_S), lambda: None
+            )
+        except NotFoundError:
+            renewed = []
+        if renewed is None:
+            return True
+        is_running = bool(renewed)
+        if is_running:
+            self._renewed[known.rollout_id] = now
+            if len(self._renewed) > _REMEMBERED:
+                self._renewed.popitem(last=False)
+        return is_running
+
+    async def _renew_in_flight(self) -> None:
+        for rollout_id in list(self._in_flight):
+            known = self._known.get(rollout_id)
+            if known is not None and not known.is_over:
+                self._renewed.pop(rollout_id, None)
+                await self._renew(known)
+
+    async def _idle_attempt(self, rollout: Rollout) -> str:
+        """Return the id of the attempt if the conversation is idle; ``""`` otherwise."""
+        rollout_id, now = rollout.rollout_id, self._clock()
+        if self._in_flight[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self._idle_s:
+            return ""
+        attempts = await self._store.attempts(rollout_id)
+        since = next((a.lease_until - LEASE_S for a in attempts if a.attempt_id == rollout.attempt_id), math.inf)
+        is_idle = now - since >= self._idle_s * (1 + 1 / CHECKS) and not self._in_flight[rollout_id]
+        return (rollout.attempt_id or "") if is_idle else ""
+
+    async def _finish(self, attempt_id: str) -> None:
+        with suppress(CaptureError):  # a call that the store refused; the recorder has logged and counted it
+            await self._settle(attempt_id)
+        with suppress(FencedError):  # its lease lapsed
+            await self._store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
+
+
+class IdleConversationEnder:
+    """Ends idle conversations periodically, from :meth:`start` to :meth:`stop`."""
+
+    def __init__(self, conversations: Conversations, *, idle_s: float) -> None:
+        self._conversations = conversations
+        self._pause_s = idle_s / CHECKS
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the periodic sweep."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop the sweep; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._pause_s)
+            try:
+                await self._conversations.end_idle()
+            except StoreError:
+                _log.warning("idle conversations could not be ended; trying again", exc_info=True)
+
+
+def rollout_id_of(conversation: str) -> str:
+    """Return the id of a conversation's rollout."""
+    return f"conversation-{blake2b(conversation.encode(), digest_size=16).hexdigest()}"
+
+
+def _conversation(stored: Rollout) -> Conversation:
+    placement = placement_of(stored)
+    return Conversation(
+        rollout_id=stored.rollout_id,
+        attempt_id=stored.attempt_id or "",
+        arm="" if placement is None else placement.arm,
+        is_over=stored.is_finished,
+    )

@@ -1,0 +1,194 @@
+"""Carries a model's thoughts through clients that keep no more of them than a field that they cannot read.
+
+OpenAI's responses without a memory (``store: false``) hand back ``encrypted_content`` of a reasoning item, and drop its
+text; Anthropic's messages hand back ``signature`` of a thinking block, and may drop its text. Servers of open models
+fill neither, so the thoughts would be missing in the next prompt, which then continues nothing that was sampled. The
+gateway fills both, and restores the thoughts before it sends the next request.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from agl.dialects import Request
+from agl_gateway.wire.sealed import MARK, Unsealer, seal
+from agl_gateway.wire.translation import EventSplitter, Shape, as_object, data_of, named_event, object_of, objects_in
+
+_INCLUDE = "reasoning.encrypted_content"
+_ITEM_EVENTS = ("response.output_item.added", "response.output_item.done")
+
+
+def thoughts_of(asked: Request) -> "SealedResponses | SealedMessages | None":
+    """Return what carries the thoughts of a call; ``None`` where its client asks for none."""
+    if asked.dialect == "responses":
+        include = asked.get("include")
+        return SealedResponses() if isinstance(include, list) and _INCLUDE in include else None
+    if asked.dialect == "messages":
+        thinking = as_object(asked.get("thinking")).get("type", "disabled")
+        return SealedMessages() if thinking != "disabled" else None
+    return None
+
+
+def restored(asked: Request) -> Request:
+    """Return the request with the thoughts that were sealed in earlier answers.
+
+    Raises:
+        Problem: 413 when these are longer than any model's context.
+    """
+    if MARK not in asked.body:
+        return asked
+    unsealer = Unsealer()
+    if asked.dialect == "responses" and isinstance(items := asked.get("input"), list):
+        return asked.changed({"input": [_restored_item(item, unsealer) for item in cast("list[Any]", items)]})
+    if asked.dialect == "messages" and isinstance(messages := asked.get("messages"), list):
+        return asked.changed({"messages": [_restored_message(one, unsealer) for one in cast("list[Any]", messages)]})
+    return asked
+
+
+def _restored_item(item: Any, unsealer: Unsealer) -> Any:
+    fields = as_object(item)
+    sealed = as_object(unsealer.read(fields.get("encrypted_content")))
+    return {key: value for key, value in fields.items() if key != "encrypted_content"} | sealed if sealed else item
+
+
+def _restored_message(message: Any, unsealer: Unsealer) -> Any:
+    fields = as_object(message)
+    blocks = fields.get("content")
+    if not isinstance(blocks, list):
+        return message
+    return {**fields, "content": [_restored_block(block, unsealer) for block in cast("list[Any]", blocks)]}
+
+
+def _restored_block(block: Any, unsealer: Unsealer) -> Any:
+    return as_object(unsealer.read(as_object(block).get("signature"))) or block
+
+
+class _Unchanged:
+    """A translation that leaves all but the thoughts as they are."""
+
+    content_type = "text/event-stream"
+    dropped: tuple[str, ...] = ()
+
+    def asked(self, request: Request) -> Request:
+        """Return the request with earlier thoughts restored."""
+        return restored(request)
+
+    def failure(self, body: bytes, status: int) -> bytes:
+        """Return an error as it is."""
+        del status
+        return body
+
+
+class SealedResponses(_Unchanged):
+    """Fills ``encrypted_content`` of reasoning items that have text and no such content."""
+
+    shape: Shape = "responses"
+
+    def answer(self, body: bytes) -> bytes:
+        """Return the answer with its reasoning items sealed."""
+        given = object_of(body)
+        return msgspec.json.encode(_sealed_response(given)) if _has_thoughts(given.get("output")) else body
+
+    def stream(self) -> "_SealedStream":
+        """Return what seals the items of a stream."""
+        return _SealedStream(_responses_event)
+
+
+class SealedMessages(_Unchanged):
+    """Fills ``signature`` of thinking blocks that have none."""
+
+    shape: Shape = "messages"
+
+    def answer(self, body: bytes) -> bytes:
+        """Return the answer with its thinking blocks signed."""
+        given = object_of(body)
+        blocks = objects_in(given.get("content"))
+        if not any(block.get("type") == "thinking" and not block.get("signature") for block in blocks):
+            return body
+        signed = [signed_block(block) if block.get("type") == "thinking" else block for block in blocks]
+        return msgspec.json.encode({**given, "content": signed})
+
+    def stream(self) -> "_SealedStream":
+        """Return what signs the blocks of a stream."""
+        return _SealedStream(_OpenBlocks().event)
+
+
+def _has_thoughts(output: Any) -> bool:
+    return any(item.get("type") == "reasoning" for item in objects_in(output))
+
+
+def _sealed_response(response: dict[str, Any]) -> dict[str, Any]:
+    return {**response, "output": [sealed_item(item) for item in objects_in(response.get("output"))]}
+
+
+def sealed_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of a response, with its thoughts in ``encrypted_content`` where it has any and no such content."""
+    if item.get("type") != "reasoning" or item.get("encrypted_content") or not item.get("content"):
+        return item
+    return {**item, "encrypted_content": seal({"content": item["content"], "summary": item.get("summary") or []})}
+
+
+def signed_block(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a thinking block with its thoughts in ``signature``, unless it has one."""
+    return block if block.get("signature") else {**block, "signature": seal(block)}
+
+
+def _responses_event(event: bytes) -> bytes:
+    if b'"reasoning"' not in event:
+        return event
+    data = data_of(event)
+    if data.get("type") in _ITEM_EVENTS:
+        data["item"] = sealed_item(as_object(data.get("item")))
+    elif _has_thoughts(as_object(data.get("response")).get("output")):
+        data["response"] = _sealed_response(as_object(data["response"]))
+    else:
+        return event
+    return _event(data)
+
+
+class _OpenBlocks:
+    """Collects the thinking blocks of a stream, and adds a signature before one ends without."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Any, dict[str, Any]] = {}
+
+    def event(self, event: bytes) -> bytes:
+        if b"thinking" not in event and b"signature" not in event and b"content_block_stop" not in event:
+            return event
+        data = data_of(event)
+        kind, index = data.get("type"), data.get("index")
+        block, delta = as_object(data.get("content_block")), as_object(data.get("delta"))
+        if kind == "content_block_start" and block.get("type") == "thinking":
+            self._blocks[index] = block
+        elif kind == "content_block_delta" and index in self._blocks:
+            self._add(self._blocks[index], delta)
+        elif kind == "content_block_stop" and (done := self._blocks.pop(index, None)) and not done.get("signature"):
+            signature = {"type": "signature_delta", "signature": seal(done)}
+            return _event({"type": "content_block_delta", "index": index, "delta": signature}) + b"\n\n" + event
+        return event
+
+    def _add(self, block: dict[str, Any], delta: dict[str, Any]) -> None:
+        block["thinking"] = str(block.get("thinking") or "") + str(delta.get("thinking") or "")
+        if delta.get("signature"):
+            block["signature"] = delta["signature"]
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return named_event(data).removesuffix(b"\n\n")
+
+
+class _SealedStream:
+    """Rewrites the events of a stream one by one."""
+
+    def __init__(self, rewrite: Callable[[bytes], bytes]) -> None:
+        self._events = EventSplitter()
+        self._rewrite = rewrite
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return the events that have ended."""
+        return b"".join(self._rewrite(event) + b"\n\n" for event in self._events.feed(chunk))
+
+    def end(self) -> bytes:
+        """Return what is left of a stream without a last blank line."""
+        return self._events.rest()
