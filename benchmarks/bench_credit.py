@@ -20,8 +20,8 @@ from agl import PluginManager
 from agl.algorithms import algorithm, component
 from agl.stores import MemoryStore
 from agl_run import Quiet, policy
-from agl_testing.team_world_run import TeamPlugin, play, tasks
 from benchmarks._harness import Figure, table
+from worlds.team_run import TeamPlugin, play, tasks
 
 REPLAYING = ("leave-one-out", "shapley")
 CREDITS = ("episode", *REPLAYING)

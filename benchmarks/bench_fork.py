@@ -26,8 +26,8 @@ from agl.schemas import CallCredit, Episode, Reward
 from agl.stores import MemoryStore
 from agl_run import Quiet, policy
 from agl_run.replay import ForkPlan, ReplayFn
-from agl_testing.team_world_run import TeamPlugin, play, tasks
 from benchmarks._harness import Figure, table
+from worlds.team_run import TeamPlugin, play, tasks
 
 ROOMS = 4
 AGENTS = 3

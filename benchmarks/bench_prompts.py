@@ -30,10 +30,10 @@ from agl.schemas import Rollout
 from agl.stores import MemoryStore
 from agl_run import Quiet
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.prompt_world import LINE, NOTE, WORLDS, PromptWorld, prompt_name
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
-from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward
 from benchmarks._harness import Figure
+from worlds.prompts import LINE, NOTE, WORLDS, PromptWorld, prompt_name
+from worlds.prompts_optimizer import ScriptedOptimizer
+from worlds.prompts_run import HIDDEN, model_server, order_agent, order_reward
 
 ALGORITHMS = ("apo", "gepa", "random")
 BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000, "memorising": 600, "cluttered": 600}

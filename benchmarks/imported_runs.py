@@ -107,7 +107,7 @@ def main() -> None:
             subprocess.run([sys.executable, *words], cwd=folder, check=True)
 
         call("make_data.py", "--seed", str(seed))
-        call("make_model.py", "--seed", str(seed))
+        call(str(EXAMPLE.parent / "make_model.py"), "--seed", str(seed))
         record(folder, seed=seed)
         store = ("--store", "sqlite:///imported.db")
         call("-m", "agl", "import", "runs.jsonl", "--reward", "score", *store)

@@ -48,6 +48,7 @@ PROGRAMS = {
     "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
     "npm": ["npm"],
 }
+CHECKOUT = Path(__file__).parents[2]
 COMMAND_S = 300
 """Seconds that a command may take; most take one or two, and a busy machine may need many times that."""
 
@@ -197,8 +198,8 @@ class PageRunner:
         assert done.returncode == 0, f"{block.where}: $ {INSTALL[0]}\n{done.stdout}{done.stderr}"
 
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a command, in which the page's own distribution is installed."""
-        paths = [str(self._site), os.environ.get("PYTHONPATH", "")]
+        """The environment of a command, which finds the page's own distribution and the checkout's ``worlds``."""
+        paths = [str(self._site), str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
         return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
 
     def _start(self, line: list[str], settings: dict[str, Any]) -> str:

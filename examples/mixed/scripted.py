@@ -1,16 +1,21 @@
 """The scripted half of the example, so that it runs without a key: the checker's model and the optimiser's model.
 
 The checker's model follows its prompt to the letter and knows nothing by itself: it copies the draft, and writes those
-entries in another style for which the prompt holds a line such as `Write the date as ISO 8601.` The optimiser is the
-one of `agl_testing`: it reads complaints in the runs that it is shown and writes the line that answers one, and every
-fourth time it misreads what it reads.
+entries in another style for which the prompt holds a line such as `Write the date as ISO 8601.` The optimiser is that
+of the checkout's `worlds`: it reads complaints in the runs that it is shown and writes the line that answers one, and
+misreads every fourth of them.
 """
+
+import sys
+from pathlib import Path
 
 import house
 
+sys.path.append(str(Path(__file__).parents[2]))  # the checkout, which holds worlds/
+
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Step
-from agl_testing.prompt_world import obeyed_styles
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from worlds.prompts import obeyed_styles
+from worlds.prompts_optimizer import ScriptedOptimizer
 
 CHECKER_MODEL, OPTIMIZER_MODEL = "checker", "editor"
 

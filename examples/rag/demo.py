@@ -85,7 +85,7 @@ def train(seed: int) -> Curve:
     shutil.rmtree(WORK, ignore_errors=True)
     started, before = time.monotonic(), os.times()
     call("make_data.py", "--seed", str(seed))
-    call("make_model.py", "--seed", str(seed))
+    call("../make_model.py", "--seed", str(seed))
     call("-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
     seconds, after = time.monotonic() - started, os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system

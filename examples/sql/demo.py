@@ -79,7 +79,7 @@ def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     started = time.monotonic()
     call(sys.executable, "make_data.py", "--seed", str(seed))
-    call(sys.executable, "make_model.py", "--seed", str(seed))
+    call(sys.executable, "../make_model.py", "--seed", str(seed))
     call(sys.executable, "-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started
     parts = asyncio.run(read_parts(WORK / "runs.db"))

@@ -30,7 +30,7 @@ from reward import FormIsRight  # noqa: E402
 
 from agl_run import load_config  # noqa: E402
 from agl_testing.model_server import Reply, ScriptedModelServer  # noqa: E402
-from agl_testing.prompt_world import line_of  # noqa: E402
+from worlds.prompts import line_of  # noqa: E402
 
 FACTS = {"name": "Holt", "city": "Bergen", "item": "lamps", "quantity": "7", "amount": "80", "date": "3 May 2027"}
 RULES = [line_of(field, style) for field, style in house.HOUSE.items()]
@@ -170,7 +170,7 @@ def paid(config: dict[str, Any]) -> int:
 def test_a_short_training_runs_from_the_first_step_to_the_last(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(MIXED, tmp_path / "mixed", ignore=shutil.ignore_patterns("out", "tests", "__py*")))
     run(folder, "make_data.py")
-    run(folder, "make_model.py")
+    run(folder, str(MIXED.parent / "make_model.py"))
     val = folder / "out/data/val.jsonl"
     val.write_text("".join(val.read_text(encoding="utf-8").splitlines(keepends=True)[:8]), encoding="utf-8")
     with scripted.server() as server:

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import JsonResource, PromptTemplate, Rollout
-from agl_algo_apo.answers import extract
+from agl_algo_apo.proposals.answers import extract
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_testing.model_server import Reply
-from agl_testing.prompt_world import WORLDS, PromptWorld, StyleRule, easy, line_of
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from worlds.prompts import WORLDS, PromptWorld, StyleRule, easy, line_of
+from worlds.prompts_optimizer import ScriptedOptimizer
 
 Optimize = Callable[..., Any]
 

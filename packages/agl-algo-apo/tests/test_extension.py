@@ -9,8 +9,8 @@ import pytest
 from agl.errors import ConfigError
 from agl.stores import MemoryStore
 from agl_testing.model_server import Status
-from agl_testing.prompt_world import easy
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from worlds.prompts import easy
+from worlds.prompts_optimizer import ScriptedOptimizer
 
 Optimize = Callable[..., Any]
 

@@ -15,9 +15,9 @@ from agl.errors import PluginError
 from agl.schemas import Rollout
 from agl.stores import MemoryStore
 from agl_run import Quiet
-from agl_testing.prompt_world import PromptWorld, duo, easy
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
-from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward
+from worlds.prompts import PromptWorld, duo, easy
+from worlds.prompts_optimizer import ScriptedOptimizer
+from worlds.prompts_run import HIDDEN, model_server, order_agent, order_reward
 
 pytest.importorskip("gepa", reason="needs gepa")
 
@@ -117,7 +117,7 @@ def test_what_joins_the_pool_was_measured_on_every_validation_task_itself(tmp_pa
 
 def test_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = PluginManager.from_environment()
-    for name in ("gepa", "agl_algo_apo.gepa", "agl_algo_apo.gepa_adapter"):
+    for name in ("gepa", "agl_algo_apo.gepa", "agl_algo_apo.proposals.gepa_adapter"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "gepa", None)
     with pytest.raises(PluginError, match=r"agl-algo-apo\[gepa\]"):
@@ -129,8 +129,8 @@ import json, os, sys
 from pathlib import Path
 import agl, agl_run, msgspec
 from agl_run import Quiet
-from agl_testing.prompt_world import easy
-from agl_testing.prompt_world_run import HIDDEN, order_agent, order_reward
+from worlds.prompts import easy
+from worlds.prompts_run import HIDDEN, order_agent, order_reward
 
 folder, url, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 world = msgspec.structs.replace(easy(), train_size=16, val_size=16)

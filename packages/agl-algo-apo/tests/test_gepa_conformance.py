@@ -7,14 +7,14 @@ import pytest
 from agl.schemas import Attempt, Episode, Reward
 from agl_testing import AlgorithmConformance
 from agl_testing.conformance.bench import AlgorithmScenario, RolloutOrder
-from agl_testing.prompt_world import PromptWorld, complete_order, easy, judge, order_text
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
-from agl_testing.prompt_world_run import model_server
+from worlds.prompts import PromptWorld, complete_order, easy, judge, order_text
+from worlds.prompts_optimizer import ScriptedOptimizer
+from worlds.prompts_run import model_server
 
 pytest.importorskip("gepa", reason="needs gepa")
 
 from agl_algo_apo.gepa import GEPA
-from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.proposals.optimizer import OptimizerSettings
 
 
 def play(world: PromptWorld, order: RolloutOrder) -> Episode:

@@ -14,17 +14,17 @@ from agl.contracts import RolloutQuery
 from agl_run import SQLiteStore
 from agl_run.experiment.state import load_algorithm
 from agl_testing.model_server import ModelRequest, Step
-from agl_testing.prompt_world import noisy
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
-from agl_testing.prompt_world_run import model_server
+from worlds.prompts import noisy
+from worlds.prompts_optimizer import ScriptedOptimizer
+from worlds.prompts_run import model_server
 
 PROGRAM = """
 import json, os, signal, sys
 from pathlib import Path
 import agl
 from agl.algorithms import algorithm
-from agl_testing.prompt_world import noisy
-from agl_testing.prompt_world_run import HIDDEN, order_agent, order_reward
+from worlds.prompts import noisy
+from worlds.prompts_run import HIDDEN, order_agent, order_reward
 
 folder, base_url, use, last = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 params = json.loads(sys.argv[5])

@@ -14,8 +14,8 @@ from agl.algorithms import algorithm
 from agl.errors import AglError
 from agl.schemas import PromptTemplate, Rollout
 from agl_run import Quiet
-from agl_testing.prompt_world import easy, noisy
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from worlds.prompts import easy, noisy
+from worlds.prompts_optimizer import ScriptedOptimizer
 
 Optimize = Callable[..., Any]
 

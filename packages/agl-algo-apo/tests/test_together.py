@@ -17,9 +17,9 @@ from agl.schemas import Rollout
 from agl.stores import MemoryStore
 from agl_run import Quiet, ScheduleConfig, policy
 from agl_run.experiment.state import load_algorithm
-from agl_testing.prompt_world import duo, easy
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
-from agl_testing.prompt_world_run import HIDDEN, TASK_MODEL, model_server, order_agent, order_reward
+from worlds.prompts import duo, easy
+from worlds.prompts_optimizer import ScriptedOptimizer
+from worlds.prompts_run import HIDDEN, TASK_MODEL, model_server, order_agent, order_reward
 
 
 class Both:

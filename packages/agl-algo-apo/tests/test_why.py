@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 from agl.schemas import LLM
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
-from agl_testing.prompt_world import demonstrable, easy, noisy
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
-from agl_testing.prompt_world_run import model_server
+from worlds.prompts import demonstrable, easy, noisy
+from worlds.prompts_optimizer import ScriptedOptimizer
+from worlds.prompts_run import model_server
 
 Optimize = Callable[..., Any]
 PRICES = {"input": 1.0, "output": 2.0, "rollout": 0.001}

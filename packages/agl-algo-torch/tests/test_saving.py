@@ -25,9 +25,9 @@ from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.stores import read_recordings
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.model import load_model
-from agl_algo_torch.policy import TorchPolicy
-from agl_algo_torch.tuned_policy import TunedPolicy
+from agl_algo_torch.learner.model import load_model
+from agl_algo_torch.learner.tuned_policy import TunedPolicy
+from agl_algo_torch.serving.policy import TorchPolicy
 from agl_run import Quiet, policy
 from agl_testing.waiting import wait_until
 

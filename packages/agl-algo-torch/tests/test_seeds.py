@@ -14,7 +14,7 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.schemas import unpack_ids
-from agl_algo_torch.sampling import SamplingParams, draw
+from agl_algo_torch.serving.sampling import SamplingParams, draw
 from agl_run import Quiet, SQLiteStore, policy
 
 if TYPE_CHECKING:

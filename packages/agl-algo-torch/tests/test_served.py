@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from agl_algo_torch.policy import TorchPolicy
+    from agl_algo_torch.serving.policy import TorchPolicy
 
 CLIENT = "a-client-token-of-the-tests"
 LIKED = (0, 2, 3)

@@ -13,7 +13,7 @@ import torch
 from agl.schemas import Weights, unpack_floats, unpack_ids
 from agl_algo_torch.distill import Distill
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.model import load_model
+from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.sdpo import SDPO
 from agl_run.commands import token_values

@@ -14,10 +14,10 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.schemas import CallCredit
-from agl_algo_torch.dpo import DPO
+from agl_algo_torch.data.preparation import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.ppo import PPO
-from agl_algo_torch.preparation import prepare
+from agl_algo_torch.preferences import DPO
 from agl_algo_torch.rft import RFT
 from agl_objectives import uses
 from agl_objectives.registry import find_estimator

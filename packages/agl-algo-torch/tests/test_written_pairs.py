@@ -11,11 +11,9 @@ import pytest
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import Episode, Weights
-from agl_algo_torch.dpo import DPO
-from agl_algo_torch.ipo import IPO
-from agl_algo_torch.kto import KTO
-from agl_algo_torch.model import load_model
-from agl_algo_torch.written_pairs import read_answers, read_pairs
+from agl_algo_torch.data.written_pairs import read_answers, read_pairs
+from agl_algo_torch.learner.model import load_model
+from agl_algo_torch.preferences import DPO, IPO, KTO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Transition, Weights, pack_floats, pack_ids
-from agl_algo_verl.engines import make
-from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
 from agl_run import SQLiteStore
 from agl_run.experiment.collect import EpisodeSelection, read_episodes
@@ -123,7 +123,7 @@ def _address_of_an_ended_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(CALC, tmp_path / "calc", ignore=shutil.ignore_patterns("out", "tests")))
     run(folder, [sys.executable, "make_data.py", "--out", "out/data"])
-    run(folder, [sys.executable, "make_model.py", "--data", "out/data", "--out", "out/model"])
+    run(folder, [sys.executable, str(CALC.parent / "make_model.py")])
     changes = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
     words = command("run", "verl-ray-cpu.toml", *changes)
     with (tmp_path / "log.txt").open("w") as log:

@@ -8,8 +8,8 @@ import pytest
 
 from agl.tracing import OtelTracer, WireTracer
 from agl_autogen.tracer import AutoGenTracer
-from agl_testing.adapters import Played, play
 from agl_testing.model_server import ScriptedModelServer
+from tests.adapters import Played, play
 
 Play = Callable[[Any, Sequence[Any]], list[Played]]
 

@@ -8,8 +8,8 @@ from autogen_ext.models.cache import ChatCompletionCache
 from autogen_ext.models.replay import ReplayChatCompletionClient
 
 from agl_autogen.tracer import AutoGenTracer
-from agl_testing.adapters import play
 from agl_testing.model_server import ScriptedModelServer
+from tests.adapters import play
 
 
 class Pigeon(ReplayChatCompletionClient):

@@ -11,7 +11,7 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.repeats import check_processes, check_repeats
+from tests.repeats import check_processes, check_repeats
 
 from . import agents
 

@@ -5,8 +5,8 @@ from agl.contracts import Credit
 from agl.episodes import EpisodeCredit
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, Transition
-from agl_testing.cases import ATTEMPT, ROLLOUT
 from agl_testing.conformance.credit import CreditConformance
+from tests.cases import ATTEMPT, ROLLOUT
 
 
 class TestEpisodeCredit(CreditConformance):

@@ -5,7 +5,7 @@ import pytest
 
 from agl.episodes import final_text
 from agl.schemas import Span
-from agl_testing.cases import agent_span, call_span
+from tests.cases import agent_span, call_span
 
 
 def chat(number: int, text: str | None, **fields: Any) -> Span:

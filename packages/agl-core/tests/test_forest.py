@@ -12,7 +12,7 @@ from agl.episodes import Forest, ForestOptions, build_episode, build_forest
 from agl.episodes._prefix import NONE, common_prefix, link
 from agl.errors import CaptureError
 from agl.schemas import ModelCall, Row, Span, pack_floats, pack_ids, unpack_ids
-from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span
+from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span
 
 Ids = tuple[int, ...]
 

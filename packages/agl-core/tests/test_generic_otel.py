@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("agl_testing.adapters", reason="agl-testing is not installed")
+pytest.importorskip("tests.adapters", reason="agl-testing is not installed")
 
 from agl import semconv
 from agl.schemas import LLM
 from agl.tracing import OtelTracer, WireTracer
-from agl_testing.adapters import Played, check_rollouts, play
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, Step, ToolCall
+from tests.adapters import Played, check_rollouts, play
 
 ONE = [{"marker": "task-0;"}]
 MANY = [{"marker": f"task-{number};"} for number in range(8)]

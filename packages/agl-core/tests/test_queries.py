@@ -15,7 +15,7 @@ from agl.errors import InvalidIdError, InvalidQueryError, StoreError
 from agl.schemas import JsonResource, ResourceVersion, Reward, Rollout, Span, SpanEvent
 from agl.stores import MemoryStore
 from agl.stores import _rules as rules
-from agl_testing.cases import agent_span, call_span, plain_span, reward_span
+from tests.cases import agent_span, call_span, plain_span, reward_span
 
 
 def queued(rollout_id: str = "a", **fields: object) -> Rollout:

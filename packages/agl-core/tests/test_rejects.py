@@ -7,7 +7,7 @@ from agl.episodes import Enclosing, Reject, is_answered
 from agl.episodes._rejects import Selection, find_rejects
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Span
-from agl_testing.cases import agent_span, call_span, plain_span
+from tests.cases import agent_span, call_span, plain_span
 
 UNFIT: dict[str, object] = {"ids_missing": "none", "inputs": ("sha256:1",), "is_complete": False, "error": "boom"}
 """Everything that speaks against a call at once."""

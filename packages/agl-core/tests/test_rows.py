@@ -4,7 +4,7 @@ from agl.episodes import attach, build_episode
 from agl.episodes._rows import make_rows
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, Segment, unpack_floats, unpack_ids
-from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span
+from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span
 
 
 def episode_of_two_turns() -> Episode:

@@ -4,7 +4,7 @@ import pytest
 
 from agl.episodes import Enclosing, ScoreOptions, call_rewards, chronological, counts, episode_reward, score
 from agl.schemas import Reward, Span
-from agl_testing.cases import agent_span, call_span, plain_span, reward_span
+from tests.cases import agent_span, call_span, plain_span, reward_span
 
 
 def scored(*rewards: Reward, **options: object) -> tuple[float | None, str]:

@@ -6,7 +6,7 @@ from agl.episodes._scores import ScoreOptions, episode_reward
 from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.errors import ConfigError
 from agl.schemas import Reward, Sampling, Span, Transition
-from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
+from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
 
 
 def only(*spans: Span) -> Transition:

@@ -19,8 +19,8 @@ from agl.stores import MemoryStore
 from agl_run import Quiet, policy
 from agl_run.replay import fork_of, replay_of
 from agl_run.replay.player import VERSION
-from agl_testing.team_world import ROLES
-from agl_testing.team_world_run import TeamGradient, TeamPlugin, play, tasks
+from worlds.team import ROLES
+from worlds.team_run import TeamGradient, TeamPlugin, play, tasks
 
 pytest.importorskip("openai", exc_type=ImportError)
 
@@ -132,7 +132,7 @@ def test_siblings_stand_in_for_each_other(team: Team) -> None:
 
 
 def test_replays_run_in_child_processes_too(team: Team) -> None:
-    team.fit(COUNTERFACTUAL, agent="agl_testing.team_world_run:play", runner="process")
+    team.fit(COUNTERFACTUAL, agent="worlds.team_run:play", runner="process")
     assert [1.0] == team.metric("signs_right")
     assert [24.0] == team.metric("replays")
 

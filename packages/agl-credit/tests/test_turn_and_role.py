@@ -11,8 +11,8 @@ from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, RejectReason, Reward, Transition
 from agl_credit.role import RoleCredit
 from agl_credit.turn import TurnCredit
-from agl_testing.cases import ATTEMPT, ROLLOUT, call_span, reward_span
 from agl_testing.conformance.credit import CreditConformance
+from tests.cases import ATTEMPT, ROLLOUT, call_span, reward_span
 
 
 class TestEpisodeCredit(CreditConformance):

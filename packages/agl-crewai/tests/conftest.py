@@ -10,8 +10,8 @@ import pytest
 
 from agl.tracing import WireTracer
 from agl_crewai.tracer import CrewAITracer
-from agl_testing.adapters import Played, play
 from agl_testing.model_server import ScriptedModelServer
+from tests.adapters import Played, play
 
 Play = Callable[[Any, Sequence[Any]], list[Played]]
 

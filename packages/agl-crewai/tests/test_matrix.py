@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 
 from agl import semconv
-from agl_testing.adapters import check_rollouts
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, Step, ToolCall
+from tests.adapters import check_rollouts
 
 from . import agents
 from .conftest import Play

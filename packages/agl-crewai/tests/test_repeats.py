@@ -8,7 +8,7 @@ import crewai
 import pytest
 
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.repeats import check_processes, check_repeats
+from tests.repeats import check_processes, check_repeats
 
 from . import agents
 

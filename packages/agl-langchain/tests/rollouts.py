@@ -15,8 +15,8 @@ from agl.stores import MemoryStore
 from agl.tracing import OtelTracer, WireTracer
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run import AgentSpec, AsyncRunner, RunSetup, Worker, WorkerSetup
-from agl_testing.adapters import ANYBODY, check_callers, check_selection
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, ToolCall
+from tests.adapters import ANYBODY, check_callers, check_selection
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 MARK = re.compile(r"#\d+#")

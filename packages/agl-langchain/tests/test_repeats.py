@@ -9,7 +9,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.repeats import check_processes, check_repeats
+from tests.repeats import check_processes, check_repeats
 
 LANGGRAPH = '''"""LangGraph's functional API, in a module as processes import it."""
 

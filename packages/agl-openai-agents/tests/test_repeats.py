@@ -10,7 +10,7 @@ from agents import Agent, Runner
 from openai import AsyncOpenAI
 
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.repeats import check_processes, check_repeats
+from tests.repeats import check_processes, check_repeats
 
 from . import programs
 

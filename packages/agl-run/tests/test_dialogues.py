@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from agl.episodes import build_episode
 from agl_run.cli.dialogues import dialogues
-from agl_testing.cases import ATTEMPT, ROLLOUT, call_span
+from tests.cases import ATTEMPT, ROLLOUT, call_span
 
 QUESTION = {"role": "user", "name": "ann", "content": "2+3?"}
 TOOL = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "5"}

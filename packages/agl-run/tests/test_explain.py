@@ -12,7 +12,7 @@ from agl.schemas import Attempt, Reward
 from agl.tracing import make_reward_span
 from agl_run.explain import explain, explain_training
 from agl_run.training_records import TrainingRecord
-from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
+from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
 
 
 def test_explain_says_what_became_of_every_call() -> None:

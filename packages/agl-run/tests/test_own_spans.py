@@ -12,8 +12,8 @@ import pytest
 from agl.schemas import LLM
 from agl.tracing import OtelTracer, WireTracer
 from agl_run.own_spans import OwnSpans
-from agl_testing.adapters import play
 from agl_testing.model_server import ScriptedModelServer
+from tests.adapters import play
 
 DOCS = Path(__file__).parents[3] / "docs"
 IMPORTED = {"pydantic_ai": "pydantic_ai", "agent_framework": "agent_framework.observability"}

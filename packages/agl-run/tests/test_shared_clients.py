@@ -12,9 +12,9 @@ from openai import AsyncOpenAI
 from agl.schemas import LLM
 from agl.stores import MemoryStore
 from agl_run import Quiet, Trainer
-from agl_testing.adapters import MODEL
 from agl_testing.model_server import Reply, ScriptedModelServer
-from agl_testing.repeats import check_repeats
+from tests.adapters import MODEL
+from tests.repeats import check_repeats
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # connections of loops that ended
 

@@ -19,7 +19,7 @@ from agl_run.experiment.step_shares import StepShares
 from agl_run.runners.judging import broke_in_reward, judged
 from agl_run.runners.places import Places
 from agl_run.runners.result import describe_error
-from agl_testing.cases import ATTEMPT, ROLLOUT
+from tests.cases import ATTEMPT, ROLLOUT
 
 
 class Clock:

@@ -13,7 +13,7 @@ from agl.episodes import build_episode
 from agl.schemas import Episode
 from agl.stores import MemoryStore
 from agl_run.experiment.step_tallies import MOST_AGENTS, Observed, StepTallies, StepTally, keep_tallies, read_tallies
-from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span
+from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span
 
 RUN = ExperimentRecord(name="sums", run=2)
 

@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.supply import RolloutSupply
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
-from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.data.supply import RolloutSupply
+from agl_algo_torch.learner.batch import RowSample, from_row, loss_weights, micro_batches
+from agl_algo_torch.learner.model import LoraSettings
+from agl_algo_torch.learner.optim import OptimSettings
+from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.tuned_policy import TunedPolicy, at_least_one, one_of
+from agl_algo_torch.learner.typed_torch import backward
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import Silence
 from agl_objectives.reports import averaged

@@ -112,7 +112,7 @@ class AglSpec:
 
             @agl.hookimpl
             def agl_policies():
-                yield agl.PolicyEntry(name="torch", factory="agl_algo_torch.policy:TorchPolicy", trains=True)
+                yield agl.PolicyEntry(name="torch", factory="agl_algo_torch.serving.policy:TorchPolicy", trains=True)
         """
 
     @hookspec

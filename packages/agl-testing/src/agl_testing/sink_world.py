@@ -5,13 +5,12 @@ run(folder, "mlflow", {}, left={"steps": 3}, right={"steps": 2})
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 import agl
 from agl.algorithms import algorithm as config_of
@@ -20,9 +19,7 @@ from agl.contracts import AlgorithmContext, AlgorithmEntry, Metric, StepReport
 from agl.schemas import Json, PromptTemplate
 from agl.stores import MemoryStore
 from agl_run import FitResult, Quiet
-from agl_testing.prompt_world import easy
-from agl_testing.prompt_world_optimizer import ScriptedOptimizer
-from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward
+from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 __all__ = ["HELD", "Counting", "run", "search", "started"]
 
@@ -30,6 +27,10 @@ HELD = "held"
 """The file that an algorithm makes when it has reached the step at which it waits to be killed."""
 
 _PROGRAM = "import json, sys\nfrom agl_testing.sink_world import run\nrun(**json.loads(sys.argv[1]))"
+
+
+_HINT = re.compile(r"Hint \d\.")
+_HINTS = 4
 
 
 class Counting:
@@ -138,7 +139,9 @@ def started(folder: Path, use: str, params: Mapping[str, Any], **counting: Any) 
 
 
 def search(folder: str, use: str, params: Mapping[str, Any], *, algorithm: str, budget: int = 120) -> list[Metric]:
-    """Let a prompt search of ``agl-algo-apo`` run in a small world with one sink; returns the numbers that it logged.
+    """Let a prompt search of ``agl-algo-apo`` run with one sink, and return the numbers that it logged.
+
+    A prompt scores a quarter for each of four hints in it, and every answer of the optimiser's model adds one.
 
     Args:
         folder: The folder of the experiment ``small``, its store and its work directory.
@@ -147,24 +150,35 @@ def search(folder: str, use: str, params: Mapping[str, Any], *, algorithm: str, 
         algorithm: The search, such as ``apo`` or ``gepa``.
         budget: Rollouts that it may pay for.
     """
-    world = msgspec.structs.replace(easy(), train_size=16, val_size=16)
     store = MemoryStore("memory://")
-    with model_server(world, ScriptedOptimizer()) as server:
+    with ScriptedModelServer(respond=_with_a_hint) as server:
         endpoint = {"base_url": server.base_url, "model": "editor", "retry_s": 0.01, "wait_s": 0.2}
         trainer = agl.Trainer(
-            algorithm=config_of(algorithm, tunes=list(world.seeds()), optimizer=endpoint, budget=budget),
+            algorithm=config_of(algorithm, tunes="prompt", optimizer=endpoint, budget=budget),
             name="small",
             store=store,
-            initial_resources=world.seeds(),
-            rewards=(order_reward(world),),
-            hidden=HIDDEN,
+            initial_resources={"prompt": PromptTemplate(template="Complete the order.\n{order}")},
             folder=folder,
             workdir=f"{folder}/work",
             exporters=component(use, **params),
             progress=Quiet(),
         )
-        trainer.fit(order_agent(world).rollout, world.train, world.val)
+        trainer.fit(_follow, [{"order": f"train-{n}"} for n in range(16)], [{"order": f"val-{n}"} for n in range(16)])
     return asyncio.run(store.metrics("small"))
+
+
+def _follow(task: dict[str, str], prompt: PromptTemplate) -> float:
+    return len(set(_HINT.findall(prompt.format(**task)))) / _HINTS
+
+
+def _with_a_hint(request: ModelRequest) -> Reply:
+    """Return the prompt in the request with one more hint, in the form that the request asks for."""
+    text = "\n\n".join(turn.text for turn in request.turns)
+    held = set(_HINT.findall(text))
+    hints = [f"Hint {n}." for n in range(min(len(held) + 1, _HINTS))]
+    prompt = "\n".join(["Complete the order.", *hints, "{order}"])
+    wanted = re.search(r"between <(\w+)> and </\1>", text)
+    return Reply(text=f"<{wanted[1]}>\n{prompt}\n</{wanted[1]}>" if wanted else f"```\n{prompt}\n```")
 
 
 def _solve(task: dict[str, int]) -> float:
