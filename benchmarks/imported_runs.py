@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "sql"
 TASKS, SAMPLES, RIGHT = 250, 4, 1 / 3

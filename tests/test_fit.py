@@ -20,8 +20,9 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Episode, PromptTemplate, Reward, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
-from agl_run import Quiet, ScheduleConfig, SQLiteStore, policy
-from agl_run.experiment.state import load_experiment
+from agl_inspect.records.state import load_experiment
+from agl_run import Quiet, ScheduleConfig, policy
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder
 from agl_testing.waiting import eventually

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 
 import agl
 from agl.algorithms import algorithm
-from agl_run import Quiet, ScheduleConfig, SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_run import Quiet, ScheduleConfig
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
 
 STEPPER = '''

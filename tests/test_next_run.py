@@ -14,13 +14,13 @@ from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord
 from agl.errors import ConfigError
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.experiment.fitted import Fit, fit
-from agl_run.experiment.history import History, Kind, PastRun
-from agl_run.experiment.kept_fits import read_fits
-from agl_run.experiment.state import AlgorithmState
-from agl_run.experiment.validations import Validation
+from agl_inspect.advice.fits import read_fits
+from agl_inspect.advice.history import History, Kind, PastRun
+from agl_inspect.advice.ranking import Fit, fit
+from agl_inspect.records.state import AlgorithmState
+from agl_inspect.records.validations import Validation
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
 
 LR, LOSS, SIZE = "algorithm.dial.params.lr", "algorithm.dial.params.loss", "algorithm.dial.params.size"

@@ -14,12 +14,12 @@ from click.testing import CliRunner, Result
 from agl import PluginManager
 from agl.contracts import RolloutQuery
 from agl.stores import read_recordings
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.experiment.file import load_config
-from agl_run.experiment.trainer import Trainer
-from agl_run.planning.observed import ended_at
-from agl_run.planning.queueing import makespan
+from agl_inspect.forecast.observed import ended_at
+from agl_inspect.forecast.queueing import makespan
+from agl_inspect.terminal.program import cli
+from agl_run.config.file import load_config
+from agl_run.run.trainer import Trainer
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.experiments import write_experiment
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder

@@ -12,9 +12,10 @@ import pytest
 import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, StepReport
-from agl_run import Quiet, SQLiteStore, policy
-from agl_run.commands import StepTally, read_tallies
-from agl_run.experiment.drive import Driver
+from agl_inspect.rollouts.step_tallies import StepTally, read_tallies
+from agl_run import Quiet, policy
+from agl_run.run.driver import Driver
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder

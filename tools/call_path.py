@@ -175,8 +175,11 @@ def main() -> None:
 
 def prepare(folder: Path) -> list[int]:
     """Write the experiment and make its model; returns the mark's token ids."""
-    data, model = [CALC / "make_data.py", "--out", "data"], [CALC.parent / "make_model.py", CALC / "model.toml"]
-    for words in (data, [*model, "--out", "."]):
+    makers = (
+        [CALC / "make_data.py", "--out", "data"],
+        [CALC.parent / "make_model.py", CALC / "model.toml", "--out", "."],
+    )
+    for words in makers:
         subprocess.run([sys.executable, *map(str, words)], cwd=folder, check=True)
     texts = {"task.jsonl": TASK, "marked_agent.py": AGENT, "experiment.toml": EXPERIMENT}
     for name, text in texts.items():

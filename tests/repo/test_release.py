@@ -67,9 +67,9 @@ def test_package_is_uploaded_after_what_it_depends_on():
 
 
 def test_new_version_is_set_with_the_bounds_that_follow(tmp_path, monkeypatch):
-    package = tmp_path / "packages/agl-credit"
+    package = tmp_path / "packages/agl-rewards"
     package.mkdir(parents=True)
-    (package / "pyproject.toml").write_text((ROOT / "packages/agl-credit/pyproject.toml").read_text())
+    (package / "pyproject.toml").write_text((ROOT / "packages/agl-rewards/pyproject.toml").read_text())
     monkeypatch.setattr("tools.release.ROOT", tmp_path)
 
     set_version("1.4.0")

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM
 
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Transition, Weights, pack_floats, pack_ids
-from agl_algo_verl.engines import make
-from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
-from agl_run import SQLiteStore
-from agl_run.experiment.collect import EpisodeSelection, read_episodes
-from agl_run.experiment.state import trained_rollouts
+from agl_inspect.records.state import trained_rollouts
+from agl_run.run.collector import EpisodeSelection, read_episodes
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 from agl_testing.waiting import wait_until

@@ -25,7 +25,7 @@ from agl.schemas import (
     to_builtins,
     to_json,
 )
-from agl_run.commands import AgentTally, StepTally, keep_tallies
+from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, keep_tallies
 
 TRAINING = "agl.training"
 """The attribute of a span that says what a step made of a rollout."""

@@ -33,7 +33,7 @@ from agl_console.server import make_app
 from agl_console.tokens import tone_of
 from agl_console.versions import VERSIONS
 from agl_console.vocabulary import Vocabulary
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 
 from .conftest import Open
 from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name, team, training

@@ -18,8 +18,8 @@ from agl.schemas import ResourceVersion, Weights
 from agl_deploy.compose import compose_files
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.serving import parse_model, serving_files
-from agl_run import SQLiteStore
-from agl_run.commands import move
+from agl_inspect.records.labels import move
+from agl_store_sqlite._store import SQLiteStore
 
 from .conftest import change
 

@@ -25,11 +25,11 @@ from agl.stores import all_spans
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.traffic.split_report import split_report
 from agl_gateway.traffic.splits import parse_split
-from agl_run import SQLiteStore
-from agl_run.cli.lineage import arms
-from agl_run.cli.main import cli
-from agl_run.experiment import labels
-from agl_run.tokens import AttemptTokens
+from agl_inspect.records import labels as labels
+from agl_inspect.terminal.program import cli
+from agl_inspect.versions.lineage import arms
+from agl_run.access.tokens import AttemptTokens
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
 

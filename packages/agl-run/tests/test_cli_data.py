@@ -26,13 +26,13 @@ from agl.schemas import (
 )
 from agl.schemas import _codec as codec
 from agl.tracing import chat_spans
-from agl_run.cli.dialogues import chat_tools
-from agl_run.cli.main import cli
-from agl_run.cli.opening import resolve_url
-from agl_run.cli.query import seconds_of
-from agl_run.cli.show import shown, tree
-from agl_run.experiment.ownership import Ownership
-from agl_run.experiment.state import AlgorithmState, save
+from agl_data.export.dialogues import chat_tools
+from agl_inspect.cli.show import shown, tree
+from agl_inspect.records.state import AlgorithmState, save_progress
+from agl_inspect.retention.ownership import Ownership
+from agl_inspect.terminal.opening import resolve_url
+from agl_inspect.terminal.program import cli
+from agl_inspect.terminal.query import seconds_of
 from agl_testing.waiting import wait_until
 
 QUESTION = [{"role": "user", "content": "What is 2+3?"}]
@@ -171,7 +171,7 @@ def test_experiment_that_is_not_recorded_is_refused_with_a_choice(store_of, comm
     store_of(fill, 1)
     missing = "no rollout of an experiment 'clac' is recorded; "
     assert f"{missing}agl runs lists what is recorded" in invoke(command, "--experiment", "clac").output
-    store_of(save, ExperimentRecord(name="calc", status="running"))
+    store_of(save_progress, ExperimentRecord(name="calc", status="running"))
     result = invoke(command, "--experiment", "clac")
     assert (1, True) == (result.exit_code, f"{missing}did you mean 'calc'?" in result.output)
     assert "'else' is recorded; choose from: calc" in invoke(command, "--experiment", "else").output
@@ -237,7 +237,7 @@ def test_rm_of_an_unknown_rollout_names_it(store_of):
 
 def test_rm_keeps_what_an_unfinished_experiment_needs(store_of):
     store_of(fill, 2)
-    store_of(save, ExperimentRecord(name="calc", status="running"))
+    store_of(save_progress, ExperimentRecord(name="calc", status="running"))
     result = invoke("runs", "rm", "ro-calc-000")
     assert 1 == result.exit_code
     assert "'calc', which is not finished" in result.stderr
@@ -305,7 +305,7 @@ def test_vacuum_is_refused_while_something_runs(store_of, tmp_path):
 
     async def owned(store: Store) -> Result:
         await store.cancel(["ro-calc-waits"])
-        await save(store, ExperimentRecord(name="calc", status="running"))
+        await save_progress(store, ExperimentRecord(name="calc", status="running"))
         async with Ownership(store, "calc", workdir=tmp_path / "elsewhere"):
             return await asyncio.to_thread(invoke, "runs", "vacuum")
 
@@ -323,8 +323,8 @@ def test_gc_looks_at_the_age(store_of):
 def test_gc_never_takes_an_unfinished_experiments_rollouts(store_of):
     store_of(fill, 2)
     store_of(fill, 2, experiment="done")
-    store_of(save, ExperimentRecord(name="calc", status="running"))
-    store_of(save, ExperimentRecord(name="done", status="finished"))
+    store_of(save_progress, ExperimentRecord(name="calc", status="running"))
+    store_of(save_progress, ExperimentRecord(name="done", status="finished"))
     assert (
         "removed 2 rollouts\nkept 2 of experiments that are not finished\n"
         == invoke("runs", "gc", "--keep", "0").output
@@ -534,7 +534,7 @@ def test_why_counts_rewards_by_the_settings_of_the_experiments_last_step(store_o
     store_of(finish)
     assert "1 rewards came with the agent's own token and do not count" in invoke("why", "latest").output
     trusting = AlgorithmState(step=1, settings={"experiment.trust_agent_rewards": "true"})
-    store_of(save, ExperimentRecord(name="one"), {"grpo": trusting})
+    store_of(save_progress, ExperimentRecord(name="one"), {"grpo": trusting})
     output = invoke("why", "latest").output
     assert "reward 0.25: " in output
     assert "do not count" not in output

@@ -21,10 +21,10 @@ from agl.errors import ConfigError
 from agl.schemas import Outcome, Reward, Rollout
 from agl.stores import TableStore
 from agl.tracing import make_reward_span
-from agl_run import SQLiteStore
-from agl_run.cli.export_target import target_of
-from agl_run.cli.main import cli
-from agl_run.exports import Exported, ExportSetup, Losses, call_of_record, reward_of_record
+from agl_data.export.target import target_of
+from agl_inspect.exports import Exported, ExportSetup, Losses, call_of_record, reward_of_record
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 
 class Names:
@@ -128,7 +128,7 @@ def test_unknown_format_names_those_there_are(run):
 def test_file_is_not_there_before_it_is_whole_even_after_kill(tmp_path):
     code = (
         "import os, pathlib\n"
-        "from agl_run.cli.export_target import target_of\n"
+        "from agl_data.export.target import target_of\n"
         "with target_of(pathlib.Path('out.jsonl')) as file:\n"
         "    file.write(b'half a'); file.flush(); os.kill(os.getpid(), 9)\n"
     )

@@ -14,14 +14,13 @@ pytest.importorskip("openai", exc_type=ImportError)
 
 import msgspec
 
-from agl.contracts import RolloutQuery, Upstream
+from agl.contracts import FORK, ForkPlan, RolloutQuery, Upstream, fork_of, sampling_mode
 from agl.schemas import Rollout, to_json
-from agl_run import SQLiteStore
-from agl_run.cli.fork_report import ForkedRollout, ForkReport, judged
-from agl_run.cli.main import cli
-from agl_run.experiment.counterfactual import as_fork
-from agl_run.replay import FORK, ForkPlan, fork_of, sampling_mode
+from agl_inspect.terminal.program import cli
+from agl_replay.cli.fork_report import ForkedRollout, ForkReport, judged
+from agl_run.parts.counterfactual import as_fork
 from agl_run.runners.attempt import upstreams_of
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 AGENT = """

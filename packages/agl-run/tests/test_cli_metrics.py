@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord, Metric
 from agl.schemas import PromptTemplate, ResourceVersion
-from agl_run import SQLiteStore
-from agl_run.cli.curves import STEP, Curve, Point, drawn
-from agl_run.cli.main import cli
-from agl_run.cli.overlay import overlaid
+from agl_inspect.cli.curves import STEP, Curve, Point, drawn
+from agl_inspect.cli.overlay import overlaid
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 LOGGED = [
     *(("grpo", step, "reward", step / 40) for step in range(1, 41)),

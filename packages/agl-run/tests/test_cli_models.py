@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from agl.schemas import PromptTemplate, ResourceVersion, Weights
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 
 @pytest.fixture

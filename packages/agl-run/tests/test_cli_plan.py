@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("httpx")
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 AGENT = """

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 import agl
 from agl import semconv
 from agl.schemas import ModelCall, ResourceVersion
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.cli.replay_server import ReplayServer
-from agl_run.replay.differences import difference, nearest
+from agl_inspect.rollouts.differences import difference, nearest
+from agl_inspect.terminal.program import cli
+from agl_replay.cli.replay_server import ReplayServer
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer, ToolCall
 
 AGENT = """
@@ -241,7 +241,7 @@ from agl import RewardEntry, hookimpl
 
 @hookimpl
 def agl_rewards():
-    yield RewardEntry(name="pigeon", factory="agl_run.exact_match:ExactMatch")
+    yield RewardEntry(name="pigeon", factory="agl_run.agents.exact_match:ExactMatch")
 """
 
 

@@ -15,11 +15,12 @@ from click.testing import CliRunner, Result
 
 from agl import Reward, Rollout, Span, semconv
 from agl.contracts import RolloutQuery, Store
+from agl.errors import RewardError
 from agl.schemas import ErrorInfo, Outcome
 from agl.tracing import make_reward_span
-from agl_run import RewardError, SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_run.runners.result import describe_error
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import agl
 from agl.contracts import AlgorithmContext, StepReport
 from agl.schemas import PromptTemplate
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 
 FILE = """
 [experiment]

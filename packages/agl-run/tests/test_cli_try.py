@@ -18,13 +18,13 @@ from click.testing import CliRunner, Result
 from agl.contracts import ExperimentRecord, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, ResourceVersion, Rollout
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.cli.try_report import TriedRollout, TriedTask, compare_pair
-from agl_run.experiment.kept_trials import read_trials
-from agl_run.experiment.lock import ExperimentLock
-from agl_run.experiment.ownership import Ownership
-from agl_run.texts import text_of, unknown_placeholders, with_text
+from agl_inspect.records.trials import read_trials
+from agl_inspect.retention.ownership import Ownership
+from agl_inspect.terminal.program import cli
+from agl_replay.trials.report import TriedRollout, TriedTask, compare_pair
+from agl_replay.trials.texts import text_of, unknown_placeholders, with_text
+from agl_run.run.lock import ExperimentLock
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 

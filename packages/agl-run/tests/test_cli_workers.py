@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from agl.contracts import ExperimentRecord, Presence, Store
 from agl.schemas import Rollout
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.runners.liveness import worker_name
+from agl_inspect.records.hosts import worker_name
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 
 @pytest.fixture

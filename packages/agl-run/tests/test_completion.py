@@ -12,8 +12,9 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from agl import Rollout
-from agl_run.cli.main import cli
-from agl_run.sqlite import SQLiteStore, experiments, rollout_ids
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._names import experiments, rollout_ids
+from agl_store_sqlite._store import SQLiteStore
 
 
 def fill(path: Path, rollouts: list[Rollout]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_testing.plugins import PluginFolder
 
 EXPERIMENT = """

@@ -13,8 +13,8 @@ from agl import Reward, Rollout, Span
 from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Store, Trained
 from agl.schemas import ErrorInfo, Outcome, PromptTemplate, ResourceVersion, RetryPolicy
 from agl.stores import read_recordings
-from agl_run import SQLiteStore
 from agl_store_postgres.store import PostgresStore
+from agl_store_sqlite._store import SQLiteStore
 
 IDS = ["calc-0", "calc-1", "calc-2"]
 

@@ -12,8 +12,8 @@ import pytest
 from agl.contracts import RolloutQuery, Store
 from agl.stores import read_recordings
 from agl_gateway.client import HttpStore
-from agl_run import SQLiteStore
 from agl_store_redis.store import RedisStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.stores.samples import make_rollout, make_span, outcome_of
 
 AGENT = '''

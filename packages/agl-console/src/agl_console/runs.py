@@ -9,7 +9,9 @@ from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, derived, figure_of
 from agl_console.goals import Goal, goal_of
-from agl_run.commands import KeptFit, RunDifference, compare_runs, load_settings, read_fits, read_tallies
+from agl_inspect.advice import KeptFit, RunDifference, compare_runs, read_fits
+from agl_inspect.records import load_settings
+from agl_inspect.rollouts import read_tallies
 
 PAGE = 50
 """Runs on a page."""

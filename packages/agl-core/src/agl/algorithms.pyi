@@ -3,7 +3,7 @@
 from typing import Any, Literal
 from collections.abc import Iterable, Mapping
 from agl.schemas import Json, Record
-from agl_run.placement import PlacementConfig
+from agl._placement import PlacementConfig
 __all__ = ['APO', 'DPO', 'GEPA', 'GRPO', 'PPO', 'SFT', 'VERL', 'AlgorithmConfig', 'ComponentConfig', 'algorithm', 'component']
 class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     use: str

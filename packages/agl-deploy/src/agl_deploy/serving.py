@@ -10,7 +10,7 @@ from agl_deploy.names import deployed_name
 from agl_deploy.needs import Needs
 from agl_deploy.parts import GATEWAY_PORT
 from agl_deploy.rendering import fill, template
-from agl_run.commands import LABEL
+from agl_inspect.records import LABEL
 
 SCRIPT = "serve_model.py"
 _FOLDER = "/models/served"
