@@ -391,9 +391,9 @@ def gateway(session: nox.Session) -> None:
 @nox.session
 def torch(session: nox.Session) -> None:
     """Losses and estimators, the torch algorithms and the embedded policy server: tests and types."""
-    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, "openai>=3,<4", "anthropic>=0.80"]
+    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, *CLIENTS]
     tools = environment(session, needs)
-    pytest(session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests")
+    pytest(session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests", "examples/tests")
     check_types(session, tools, "packages/agl-objectives/src", "packages/agl-algo-torch/src")
 
 
