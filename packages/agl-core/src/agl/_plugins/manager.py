@@ -50,9 +50,9 @@ _log = logging.getLogger("agl.plugins")
 class PluginManager:
     """Registered plugins and their components.
 
-    A new manager has the components of ``agl-core``, and of ``agl-run`` with its parts where it is installed; :meth:`load` adds the
-    other installed plugins and :meth:`register` one at hand. Looking components up is safe from several threads;
-    registering is not.
+    A new manager has the components of ``agl-core``, and of ``agl-run`` with its parts where it is installed;
+    :meth:`load` adds the other installed plugins and :meth:`register` one at hand. Looking components up is safe from
+    several threads; registering is not.
 
     Args:
         disabled: Names of entry points or distributions to leave out; ``"*"`` for all.
