@@ -57,6 +57,11 @@ def set_version(version: str) -> None:
         file.write_text(re.sub(r"(agl-(?:core|run)(?:\[\w+\])?)>=[\d.]+,<[\d.]+", bound, text), encoding="utf-8")
 
 
+def entries() -> list[Path]:
+    """The entries of the next release: ``changes/NAME.KIND.md``."""
+    return sorted(ROOT.glob("changes/*.md"))
+
+
 def absolute_links(text: str, *, page: str, base: str) -> str:
     """``text`` with the relative links of ``page``, a path in the repository, made absolute below ``base``."""
 
@@ -97,6 +102,8 @@ def main() -> None:
     args = _arguments()
     if args.version:
         set_version(args.version)
+        if entries():
+            _run("towncrier", "build", "--yes", "--name", "agl", "--version", args.version)
     every = projects()
     names = args.package or list(every)
     files = build(args.out, repository=args.repository.rstrip("/"), names=names)
