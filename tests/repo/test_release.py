@@ -67,15 +67,16 @@ def test_package_is_uploaded_after_what_it_depends_on():
 
 
 def test_new_version_is_set_with_the_bounds_that_follow(tmp_path, monkeypatch):
-    package = tmp_path / "packages/agl-rewards"
+    package = tmp_path / "packages/agl-lightning"
     package.mkdir(parents=True)
-    (package / "pyproject.toml").write_text((ROOT / "packages/agl-rewards/pyproject.toml").read_text())
+    (package / "pyproject.toml").write_text((ROOT / "packages/agl-lightning/pyproject.toml").read_text())
     monkeypatch.setattr("tools.release.ROOT", tmp_path)
 
     set_version("1.4.0")
 
     data = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    assert ("1.4.0", ["agl-core>=1.4,<1.5", "agl-run>=1.4,<1.5"]) == (data["version"], data["dependencies"])
+    bounds = [f"agl-{name}>=1.4,<1.5" for name in ("core", "inspect", "run")]
+    assert ("1.4.0", bounds) == (data["version"], data["dependencies"])
 
 
 def test_every_entry_of_the_changelog_has_a_kind_and_a_text():
