@@ -175,7 +175,10 @@ def main() -> None:
 
 def prepare(folder: Path) -> list[int]:
     """Write the experiment and make its model; returns the mark's token ids."""
-    makers = ([CALC / "make_data.py", "--out", "data"], [CALC.parent / "make_model.py", CALC / "model.toml", "--out", "."])
+    makers = (
+        [CALC / "make_data.py", "--out", "data"],
+        [CALC.parent / "make_model.py", CALC / "model.toml", "--out", "."],
+    )
     for words in makers:
         subprocess.run([sys.executable, *map(str, words)], cwd=folder, check=True)
     texts = {"task.jsonl": TASK, "marked_agent.py": AGENT, "experiment.toml": EXPERIMENT}

@@ -16,7 +16,7 @@ from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span
 from agl_algo_apo.measurement.estimates import Range, estimate
 from agl_algo_apo.measurement.scores import FRESH, Measured, Scores, Split
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from worlds.prompts import PromptWorld, easy
 from worlds.prompts_run import OrderReward
 

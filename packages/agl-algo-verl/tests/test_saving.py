@@ -112,7 +112,7 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     """A copy of the folder at some moment is what a kill at that moment would leave."""
     if not takes_from_memory:
         monkeypatch.setattr("agl_algo_verl.local.trainer.offer_of", lambda context, name: None)
-    dead = "agl_run.experiment.saving.worker_is_dead"
+    dead = "agl_run.run.saving.worker_is_dead"
     monkeypatch.setattr(dead, lambda name: True)  # this process stands for the one that was killed
     small = Small(tmp_path / "small", make_model(), lora_rank=lora_rank)
 

@@ -16,8 +16,25 @@ from agl._entries import (
     TracerEntry,
 )
 from agl.contracts._export import Exporter
+from agl.contracts._replay import (
+    DIVERGED,
+    FORK,
+    REPLAY,
+    REPLAY_VERSION,
+    AnyPlan,
+    CounterfactualCredit,
+    DivergenceError,
+    ForkPlan,
+    ReplayFn,
+    ReplayPlan,
+    fork_of,
+    is_diverged,
+    replay_of,
+    sampling_mode,
+)
 from agl.contracts._rewards import RewardEmitter, RewardSetup
 from agl.contracts._serving import POLICY_KEY_ENV, Gateway, Policy, ServedModel
+from agl.contracts._sink import Cell, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
     PAGE_BYTES,
@@ -55,26 +72,35 @@ from agl.contracts._training import (
 )
 
 __all__ = [
+    "DIVERGED",
+    "FORK",
     "PAGE_BYTES",
     "POLICY_KEY_ENV",
+    "REPLAY",
+    "REPLAY_VERSION",
     "Algorithm",
     "AlgorithmContext",
     "AlgorithmEntry",
+    "AnyPlan",
     "CallUse",
     "CannedAnswer",
+    "Cell",
     "Change",
     "CheckedAlgorithm",
     "CollectFn",
     "Collected",
     "CommandEntry",
     "Count",
+    "CounterfactualCredit",
     "Credit",
     "CreditEntry",
+    "DivergenceError",
     "Entry",
     "ExperimentRecord",
     "Exporter",
     "ExporterEntry",
     "ExtendableAlgorithm",
+    "ForkPlan",
     "Gateway",
     "GatewayEntry",
     "Kind",
@@ -90,6 +116,8 @@ __all__ = [
     "Recorded",
     "RecordedFn",
     "Recording",
+    "ReplayFn",
+    "ReplayPlan",
     "Responder",
     "ReversibleAlgorithm",
     "RewardEmitter",
@@ -99,6 +127,11 @@ __all__ = [
     "Runner",
     "RunnerEntry",
     "ServedModel",
+    "Sink",
+    "SinkOutcome",
+    "SinkRow",
+    "SinkRun",
+    "SinkTable",
     "SpanChoice",
     "SpanQuery",
     "Statistics",
@@ -110,4 +143,10 @@ __all__ = [
     "Trained",
     "Upstream",
     "VersionScore",
+    "flat_config",
+    "fork_of",
+    "is_diverged",
+    "replay_of",
+    "sampling_mode",
+    "shortened",
 ]
