@@ -35,8 +35,8 @@ def select_parent(
         pool: The candidates that may be parents, each with at least one validation reward.
         best: The best candidate.
         evaluator: Has the rewards.
-        settings: `parents.selector`: ``best``; ``beam``, the ``beam_width`` best ones in turn; ``pareto``, in proportion
-            to the validation tasks that a candidate leads; ``mixed``, best with probability ``p_best``, else pareto;
+        settings: `parents.selector`: ``best``; ``beam``, the ``beam_width`` best ones in turn; ``pareto``, weighed
+            by the validation tasks that a candidate leads; ``mixed``, best with probability ``p_best``, else pareto;
             ``ucb``, the largest mean plus a bonus for few children.
         draw: The random generator of this step.
         children: How often each candidate was a parent, by id.
