@@ -16,7 +16,6 @@ from agl._entries import (
     TracerEntry,
 )
 from agl.contracts._export import Exporter
-from agl.contracts._rewards import RewardEmitter, RewardSetup
 from agl.contracts._serving import POLICY_KEY_ENV, Gateway, Policy, ServedModel
 from agl.contracts._statistics import Moments, Statistics
 from agl.contracts._store import (
@@ -50,6 +49,8 @@ from agl.contracts._training import (
     Recorded,
     RecordedFn,
     ReversibleAlgorithm,
+    RewardEmitter,
+    RewardSetup,
     Runner,
     StepReport,
 )
