@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import JsonResource, PromptTemplate, Rollout
-from agl_algo_apo.answers import extract
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
+from agl_algo_apo.proposals.answers import extract
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply
 from worlds.prompts import WORLDS, PromptWorld, StyleRule, easy, line_of
 from worlds.prompts_optimizer import ScriptedOptimizer

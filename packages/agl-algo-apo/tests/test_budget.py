@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
-from agl_algo_apo.settings import SearchSettings, spending_plan
+from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
+from agl_algo_apo.search.settings import SearchSettings, spending_plan
 
 ORDERS = st.lists(
     st.one_of(

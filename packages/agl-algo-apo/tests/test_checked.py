@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from agl import PluginManager
 from agl.errors import AglError
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 
 OPTIMIZER = {"base_url": "http://127.0.0.1:9/v1", "model": "m"}
 SHARED: dict[str, list[Any]] = {

@@ -15,11 +15,11 @@ from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Outcome, PromptTemplate, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
-from agl_algo_apo.candidates import PromptCandidate
-from agl_algo_apo.demonstrations import HEADING, Demonstration, demonstrated, is_escapable
-from agl_algo_apo.good_runs import GoodRun, good_runs, read_demonstration
-from agl_algo_apo.held_out import HeldOut
-from agl_algo_apo.scores import Measured, Scores
+from agl_algo_apo.acceptance.held_out import HeldOut
+from agl_algo_apo.measurement.scores import Measured, Scores
+from agl_algo_apo.proposals.good_runs import GoodRun, good_runs, read_demonstration
+from agl_algo_apo.texts.demonstrations import HEADING, Demonstration, demonstrated, is_escapable
+from agl_algo_apo.texts.lineage import PromptCandidate
 from worlds.prompts import demonstrable, easy
 from worlds.prompts_optimizer import ScriptedOptimizer
 

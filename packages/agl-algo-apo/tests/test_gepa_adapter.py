@@ -11,11 +11,11 @@ from worlds.prompts_optimizer import ScriptedOptimizer
 
 gepa = pytest.importorskip("gepa", reason="needs gepa")
 
-from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits  # noqa: E402
-from agl_algo_apo.evidence import EvidenceRun  # noqa: E402
-from agl_algo_apo.gepa_adapter import MAX_IDLE, GepaAdapter, PhaseCancelledError, TaskPlace, Texts  # noqa: E402
-from agl_algo_apo.optimizer import OptimizerDownError  # noqa: E402
-from agl_algo_apo.scores import Measured  # noqa: E402
+from agl_algo_apo.measurement.scores import Measured  # noqa: E402
+from agl_algo_apo.proposals.evidence import EvidenceRun  # noqa: E402
+from agl_algo_apo.proposals.gepa_adapter import MAX_IDLE, GepaAdapter, PhaseCancelledError, TaskPlace, Texts  # noqa: E402
+from agl_algo_apo.proposals.optimizer import OptimizerDownError  # noqa: E402
+from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, BudgetLimits  # noqa: E402
 
 SEED = "You are the clerk.\nComplete the order.\n{order}"
 

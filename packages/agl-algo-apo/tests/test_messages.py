@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, ModelCall, PromptTemplate
 from agl.stores import MemoryStore
-from agl_algo_apo.candidates import resource_of, text_of
-from agl_algo_apo.demonstrations import Demonstration, demonstrated, is_escapable
-from agl_algo_apo.filled_templates import filled_template
-from agl_algo_apo.templates import TextRules, field_names, violation
+from agl_algo_apo.acceptance.static_gate import TextRules, field_names, violation
+from agl_algo_apo.texts.demonstrations import Demonstration, demonstrated, is_escapable
+from agl_algo_apo.texts.filled_templates import filled_template
+from agl_algo_apo.texts.lineage import resource_of, text_of
 from agl_run.messages import value_for_agent
 from worlds.prompts import demonstrable, easy
 from worlds.prompts_run import filled

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
-from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, OptimizerSettings, most_tokens
-from agl_algo_apo.outage import requested_pause
+from agl_algo_apo.proposals.optimizer import Optimizer, OptimizerDownError, OptimizerSettings, most_tokens
+from agl_algo_apo.proposals.outage import requested_pause
+from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
 from agl_testing.model_server import Cut, Garbage, ModelRequest, Reply, ScriptedModelServer, Status, Step
 
 Respond = Callable[[ModelRequest], Step]

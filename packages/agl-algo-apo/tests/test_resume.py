@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
-from agl_run.experiment.state import load_algorithm
+from agl_inspect.records.state import load_algorithm
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ModelRequest, Step
 from worlds.prompts import noisy
 from worlds.prompts_optimizer import ScriptedOptimizer

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span
-from agl_algo_apo.estimates import Range, estimate
-from agl_algo_apo.scores import FRESH, Measured, Scores, Split
-from agl_run import SQLiteStore
+from agl_algo_apo.measurement.estimates import Range, estimate
+from agl_algo_apo.measurement.scores import FRESH, Measured, Scores, Split
+from agl_store_sqlite._store import SQLiteStore
 from worlds.prompts import PromptWorld, easy
 from worlds.prompts_run import OrderReward
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from agl.schemas import LLM
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 from worlds.prompts import demonstrable, easy, noisy
 from worlds.prompts_optimizer import ScriptedOptimizer
 from worlds.prompts_run import model_server

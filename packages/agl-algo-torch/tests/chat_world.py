@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agl.schemas import Episode, Reward, Rollout, Row, Segment, Transition, Weights, pack_floats, pack_ids
-from agl_algo_torch.model import load_model
+from agl_algo_torch.learner.model import load_model
 
 if TYPE_CHECKING:
     from agl_testing.conformance.bench import RolloutOrder

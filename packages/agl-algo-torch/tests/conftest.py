@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from agl.contracts import POLICY_KEY_ENV
-from agl_algo_torch.model import LoadedModel
-from agl_algo_torch.policy import TorchPolicy
+from agl_algo_torch.learner.model import LoadedModel
+from agl_algo_torch.serving.policy import TorchPolicy
 
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from agl.errors import ConfigError
 from agl.schemas import Episode, Transition, Weights, pack_ids
-from agl_algo_torch.anchor import Anchor
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.model import load_model
+from agl_algo_torch.learner.anchor import Anchor
+from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.ppo import PPO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder

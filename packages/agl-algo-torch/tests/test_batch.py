@@ -10,9 +10,9 @@ from torch import nn
 
 from agl.errors import ConfigError
 from agl.schemas import Row, Segment, pack_floats, pack_ids
-from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches, split_updates
+from agl_algo_torch.learner.batch import RowSample, from_row, loss_weights, micro_batches, split_updates
 from agl_objectives.aggregation import AGGREGATIONS
-from agl_objectives.clipping import PPOClip
+from agl_objectives.losses import PPOClip
 
 CPU = torch.device("cpu")
 VOCABULARY = 7

@@ -16,10 +16,17 @@ import torch
 
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, write_directory
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.model import LoraSettings, load_model
-from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer, learning_rate
+from agl_algo_torch.learner.checkpoint import (
+    load_training,
+    prune,
+    read_origin,
+    save_served,
+    save_training,
+    write_directory,
+)
+from agl_algo_torch.learner.model import LoraSettings, load_model
+from agl_algo_torch.learner.optim import OptimSettings, apply_gradients, build_optimizer, learning_rate
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_objectives.reports import averaged
 
 if TYPE_CHECKING:
@@ -121,7 +128,7 @@ def test_a_killed_write_leaves_a_whole_directory(tmp_path: Path) -> None:
         """
         import sys
         from pathlib import Path
-        from agl_algo_torch.checkpoint import write_directory
+        from agl_algo_torch.learner.checkpoint import write_directory
 
         def fill(directory, value):
             for name in "ab":

@@ -13,7 +13,7 @@ import torch
 import agl
 from agl.algorithms import algorithm
 from agl.errors import ConfigError
-from agl_algo_torch.model import load_model
+from agl_algo_torch.learner.model import load_model
 from agl_run import Quiet, policy
 
 if TYPE_CHECKING:

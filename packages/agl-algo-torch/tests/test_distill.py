@@ -13,12 +13,12 @@ from aiohttp import web
 
 from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Weights, unpack_floats, unpack_ids
+from agl_algo_torch.data.teachers import LocalTeacher, ServedTeacher
 from agl_algo_torch.distill import Distill
-from agl_algo_torch.forward import recompute_logprobs
-from agl_algo_torch.model import LoadedModel, load_model
-from agl_algo_torch.packing import packed_inputs
-from agl_algo_torch.policy import TorchPolicy
-from agl_algo_torch.teachers import LocalTeacher, ServedTeacher
+from agl_algo_torch.learner.batch import recompute_logprobs
+from agl_algo_torch.learner.model import LoadedModel, load_model
+from agl_algo_torch.learner.packing import packed_inputs
+from agl_algo_torch.serving.policy import TorchPolicy
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -220,7 +220,7 @@ def ask(
 
 
 def sample_of(ids: list[int]) -> Any:
-    from agl_algo_torch.batch import from_tokens
+    from agl_algo_torch.learner.batch import from_tokens
 
     return from_tokens("r", ids, [0, *[1] * (len(ids) - 1)])
 
@@ -254,7 +254,7 @@ def test_teacher_is_asked_for_hours_at_even_pauses(monkeypatch: pytest.MonkeyPat
         pauses.append(seconds)
 
     monkeypatch.setattr(teacher, "_try", answer)
-    monkeypatch.setattr("agl_algo_torch.teachers.asyncio.sleep", sleep)
+    monkeypatch.setattr("agl_algo_torch.data.teachers.asyncio.sleep", sleep)
     (scores,) = asyncio.run(teacher.score([sample_of([1, 2])]))
     assert [0.0, -0.5] == scores.tolist()
     assert [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0] == pytest.approx(pauses[:8])
@@ -273,8 +273,8 @@ def test_teacher_in_a_folder_computes_packed_rows_and_the_logits_of_trained_toke
         passes.append(len(ids_N))
         return packed_inputs(ids_N, lengths)
 
-    monkeypatch.setattr("agl_algo_torch.batch.packed_inputs", packed)
-    monkeypatch.delattr("agl_algo_torch.batch.whole_logits")
+    monkeypatch.setattr("agl_algo_torch.learner.batch.packed_inputs", packed)
+    monkeypatch.delattr("agl_algo_torch.learner.batch.whole_logits")
     teacher = LocalTeacher(str(teacher_dir), device="cpu", dtype="float32", token_budget=64, say=pytest.fail)
     found = asyncio.run(teacher.score(samples))
     assert [8 + 39 + 4] == passes
@@ -285,7 +285,7 @@ def test_teacher_in_a_folder_computes_packed_rows_and_the_logits_of_trained_toke
 def test_what_a_teacher_in_a_folder_does_not_allow_is_said_once(
     teacher_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_algo_torch.teachers.pack", lambda _: "its rows cannot be packed")
+    monkeypatch.setattr("agl_algo_torch.data.teachers.pack", lambda _: "its rows cannot be packed")
     said: list[str] = []
     teacher = LocalTeacher(str(teacher_dir), device="cpu", dtype="float32", token_budget=64, say=said.append)
     for _ in range(2):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from agl_algo_torch.divergence import Divergence, among, divergence, likeliest, scaled_logprobs
+from agl_algo_torch.sdpo import Divergence, among, divergence, likeliest, scaled_logprobs
 
 
 def logprobs(seed: int, *, temperature: float = 1.0) -> torch.Tensor:

@@ -14,8 +14,7 @@ import torch
 from agl.contracts import Recorded
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.dpo import DPO
-from agl_algo_torch.pairs import Pair, make_pairs
+from agl_algo_torch.preferences import DPO, Pair, make_pairs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from agl.errors import ConfigError
-from agl_algo_torch.engine import Engine, EngineSettings
-from agl_algo_torch.sampling import Draw, SamplingParams
-from agl_algo_torch.sequence import (
+from agl_algo_torch.serving.engine import Engine, EngineSettings
+from agl_algo_torch.serving.sampling import Draw, SamplingParams
+from agl_algo_torch.serving.sequence import (
     EngineError,
     EngineStoppedError,
     Event,

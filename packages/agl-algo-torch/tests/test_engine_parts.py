@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_algo_torch.codec import cut_at_stop, safe_length
-from agl_algo_torch.kvcache import BatchCache, CacheLayout, KeyValues
-from agl_algo_torch.prefixes import PrefixStore
-from agl_algo_torch.toolcalls import ParsedResponse, ParsedToolCall, tool_parser
+from agl_algo_torch.serving.codec import cut_at_stop, safe_length
+from agl_algo_torch.serving.kvcache import BatchCache, CacheLayout, KeyValues
+from agl_algo_torch.serving.prefixes import PrefixStore
+from agl_algo_torch.serving.toolcalls import ParsedResponse, ParsedToolCall, tool_parser
 
 LAYOUT = CacheLayout(
     stores=((3, 2, 4), (1, 2, 6)),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agl import semconv
 from agl.schemas import Episode, ModelCall, Reward, Rollout, Span
-from agl_algo_torch.feedback import MASKED, HiddenFields, find_feedback, find_sibling
+from agl_algo_torch.data.feedback import MASKED, HiddenFields, find_feedback, find_sibling
 
 TASK = {"question": "What is 6*7?", "answer": "forty-two", "tests": "assert solve(6, 7) == 42\nassert solve(0, 7) == 0"}
 

@@ -14,13 +14,13 @@ from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl.schemas import ModelCall, Rollout, unpack_floats, unpack_ids
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agl_algo_torch.model import LoadedModel
-    from agl_algo_torch.policy import TorchPolicy
+    from agl_algo_torch.learner.model import LoadedModel
+    from agl_algo_torch.serving.policy import TorchPolicy
 
 SECRET = b"a secret of these tests"
 ASKED = {"temperature": 0.7, "top_p": 0.8, "extra_body": {"top_k": 40}}

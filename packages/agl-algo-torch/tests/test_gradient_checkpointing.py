@@ -10,11 +10,11 @@ from transformers import BertConfig, BertLMHeadModel, OPTConfig, OPTForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.batch import from_tokens, micro_batches
-from agl_algo_torch.critic import CriticLearner
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.model import LoraSettings, checkpoint_gradients, trainable_state
-from agl_algo_torch.optim import OptimSettings
+from agl_algo_torch.learner.batch import from_tokens, micro_batches
+from agl_algo_torch.learner.critic import CriticLearner
+from agl_algo_torch.learner.model import LoraSettings, checkpoint_gradients, trainable_state
+from agl_algo_torch.learner.optim import OptimSettings
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,9 +14,9 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, ResourceVersion, Rollout, Weights
+from agl_algo_torch.data.preparation import prepare
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.model import load_model
-from agl_algo_torch.preparation import prepare
+from agl_algo_torch.learner.model import load_model
 from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.estimators import dr_grpo
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit

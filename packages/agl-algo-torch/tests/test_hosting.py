@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from agl.errors import AglError
-from agl_algo_torch.hosting import AdamStep, Adapter, HostedModel, Sampler, SampleRequest, TargetRow, Trainee
-from agl_algo_torch.sampling import Draw
-from agl_algo_torch.sequence import EngineError, Generation
+from agl_algo_torch.serving.hosting import AdamStep, Adapter, HostedModel, Sampler, SampleRequest, TargetRow, Trainee
+from agl_algo_torch.serving.sampling import Draw
+from agl_algo_torch.serving.sequence import EngineError, Generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

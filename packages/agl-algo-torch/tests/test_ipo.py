@@ -9,8 +9,7 @@ import pytest
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.ipo import IPO
-from agl_algo_torch.pairs import make_pairs
+from agl_algo_torch.preferences import IPO, make_pairs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

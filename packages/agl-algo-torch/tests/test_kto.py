@@ -12,8 +12,7 @@ import torch
 from agl.contracts import Recorded
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.kto import KTO, Label
-from agl_algo_torch.preference import Ratio
+from agl_algo_torch.preferences import KTO, Label, Ratio
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

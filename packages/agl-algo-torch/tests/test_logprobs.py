@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from agl_algo_torch.logprobs import entropy, policy_entropy, token_logprobs
+from agl_algo_torch.learner.scoring import entropy, policy_entropy, token_logprobs
 
 F64 = torch.float64
 

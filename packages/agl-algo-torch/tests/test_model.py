@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agl.errors import ConfigError
-from agl_algo_torch.model import (
+from agl_algo_torch.learner.model import (
     LoraSettings,
     Reference,
     add_lora,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from agl.errors import ConfigError
-from agl_algo_torch.batch import RowSample, micro_batches
-from agl_algo_torch.objective import Objective, Tally
+from agl_algo_torch.learner.batch import RowSample, micro_batches
+from agl_algo_torch.learner.objective import Objective, Tally
 from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.importance import Importance
 from agl_objectives.registry import losses

@@ -20,13 +20,13 @@ from transformers import (
 )
 
 from agl.schemas import Weights
-from agl_algo_torch.batch import RowSample, from_tokens, micro_batches
-from agl_algo_torch.critic import CriticLearner
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.model import LoraSettings, add_lora
-from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.packing import pack, packs_rows
-from agl_algo_torch.scoring import find_head
+from agl_algo_torch.learner.batch import RowSample, from_tokens, micro_batches
+from agl_algo_torch.learner.critic import CriticLearner
+from agl_algo_torch.learner.model import LoraSettings, add_lora
+from agl_algo_torch.learner.optim import OptimSettings
+from agl_algo_torch.learner.packing import pack, packs_rows
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.scoring import find_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable

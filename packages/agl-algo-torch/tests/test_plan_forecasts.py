@@ -1,4 +1,4 @@
-"""The forecasts of ``agl plan`` against what happens here: memory of a step, and the time of an update."""
+"""The forecasts of ``agl check --forecast`` against what happens here: memory of a step, and the time of an update."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch import timing
-from agl_algo_torch.batch import micro_batches
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.model import checkpoint_gradients
-from agl_algo_torch.packing import pack, packs_rows
-from agl_algo_torch.scoring import find_head
-from agl_algo_torch.timing import random_row, update_seconds
-from agl_run.planning.costs import memory_of
-from agl_run.planning.models import shape_from
-from agl_run.planning.shape import Training
+from agl_algo_torch.learner import update_time
+from agl_algo_torch.learner.batch import micro_batches
+from agl_algo_torch.learner.model import checkpoint_gradients
+from agl_algo_torch.learner.packing import pack, packs_rows
+from agl_algo_torch.learner.scoring import find_head
+from agl_algo_torch.learner.update_time import random_row, update_seconds
+from agl_inspect.forecast.costs import memory_of
+from agl_inspect.forecast.models import shape_from
+from agl_inspect.forecast.step_size import Training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from agl_algo_torch.batch import RowSample
+    from agl_algo_torch.learner.batch import RowSample
 
 ROWS, TOKENS, TRAINED = 4, 128, 32
 SMALL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": 512}
@@ -129,7 +129,7 @@ def test_update_is_measured_on_rows_of_the_given_lengths(model_dir: Path) -> Non
 
 
 def test_measurement_of_many_long_rows_tries_a_part_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LIMIT_S", 0.4)
+    monkeypatch.setattr(update_time, "LIMIT_S", 0.4)
     tried: list[int] = []
 
     def update(rows: Sequence[RowSample]) -> None:

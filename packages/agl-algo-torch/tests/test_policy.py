@@ -14,9 +14,9 @@ import torch
 from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate, ResourceVersion, Weights
-from agl_algo_torch.checkpoint import save_served
-from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora
-from agl_algo_torch.policy import TorchPolicy
+from agl_algo_torch.learner.checkpoint import save_served
+from agl_algo_torch.learner.model import LoadedModel, LoraSettings, add_lora
+from agl_algo_torch.serving.policy import TorchPolicy
 from agl_testing.waiting import eventually
 
 Make = Callable[..., LoadedModel]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Row, Segment, Weights, pack_floats, pack_ids
-from agl_algo_torch import gae
-from agl_algo_torch.critic import value_loss
+from agl_algo_torch import ppo
+from agl_algo_torch.learner.critic import value_loss
 from agl_algo_torch.ppo import PPO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
@@ -110,7 +110,7 @@ def test_advantages_by_hand() -> None:
     d1 = 0.0 + 0.9 * 0.25 - 0.5
     a2 = d2 + 0.9 * 0.8 * d3
     a1 = d1 + 0.9 * 0.8 * a2
-    found, targets = gae.advantages(rewards, values, gamma=0.9, lam=0.8)
+    found, targets = ppo.gae(rewards, values, gamma=0.9, lam=0.8)
     torch.testing.assert_close(torch.tensor([a1, a2, d3], dtype=torch.float64), found)
     torch.testing.assert_close(found + values, targets)
 
@@ -140,11 +140,11 @@ def test_without_discount_every_token_is_worth_its_calls_return(parts: list[Any]
         segments=tuple(segments),
     )
     steps = torch.tensor(mask, dtype=torch.bool)
-    rewards = gae.call_rewards(row, returns)[steps]
+    rewards = ppo.call_rewards(row, returns)[steps]
     values = torch.tensor(
         data.draw(st.lists(numbers, min_size=len(rewards), max_size=len(rewards))), dtype=torch.float64
     )
-    found, targets = gae.advantages(rewards, values, gamma=1.0, lam=1.0)
+    found, targets = ppo.gae(rewards, values, gamma=1.0, lam=1.0)
     torch.testing.assert_close(torch.tensor(expected, dtype=torch.float64), targets, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(targets - values, found)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from agl.schemas import Weights
-from agl_algo_torch.batch import from_tokens, micro_batches
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.model import load_model, trainable_state
-from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.learner.batch import from_tokens, micro_batches
+from agl_algo_torch.learner.model import load_model, trainable_state
+from agl_algo_torch.learner.optim import OptimSettings
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.typed_torch import backward
 
 if TYPE_CHECKING:
     from pathlib import Path

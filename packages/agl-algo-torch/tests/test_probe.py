@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from agl.schemas import read_probe
-from agl_algo_torch.checkpoint import save_served
-from agl_algo_torch.model import LoraSettings, add_lora, load_model, trainable_state
-from agl_algo_torch.probe import make_probe
+from agl_algo_torch.learner.checkpoint import make_probe, save_served
+from agl_algo_torch.learner.model import LoraSettings, add_lora, load_model, trainable_state
 
 if TYPE_CHECKING:
     from agl.schemas import Weights

@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from agl.contracts import POLICY_KEY_ENV
-from agl_algo_torch.codec import TextCodec
-from agl_algo_torch.model import LoadedModel
-from agl_algo_torch.policy import TorchPolicy
-from agl_algo_torch.templates import PromptBuilder
+from agl_algo_torch.learner.model import LoadedModel
+from agl_algo_torch.serving.codec import TextCodec
+from agl_algo_torch.serving.policy import TorchPolicy
+from agl_algo_torch.serving.templates import PromptBuilder
 from agl_testing.waiting import stopwatch
 
 Serve = Callable[..., TorchPolicy]

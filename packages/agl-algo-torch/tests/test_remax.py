@@ -16,12 +16,13 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Weights, unpack_ids
+from agl_algo_torch.data.preparation import prepare
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.preparation import prepare
-from agl_objectives.estimating import baseline_of
+from agl_objectives.advantages import baseline_of
 from agl_objectives.groups import GREEDY, NO_BASELINE
 from agl_objectives.registry import find_estimator
-from agl_run import Quiet, SQLiteStore, policy
+from agl_run import Quiet, policy
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
@@ -210,7 +211,7 @@ def test_an_experiment_asks_its_policy_greedily_whatever_the_agent_asks(
     said = run_agl("why", sorted(greedy)[0], "--store", "runs.db", folder=tmp_path)
     assert f"did not train: {GREEDY}" in said
     # The likeliest tokens, one by one.
-    from agl_algo_torch.model import load_model
+    from agl_algo_torch.learner.model import load_model
 
     model = load_model(str(model_dir), device="cpu").model
     call = calls[sorted(greedy)[0]][0]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from agl.errors import ConfigError
-from agl_algo_torch.feedback import Lesson
-from agl_algo_torch.retelling import Retelling, Words
+from agl_algo_torch.data.feedback import Lesson
+from agl_algo_torch.data.lessons import Retelling, Words
 
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 6*7?"}]
 

@@ -11,11 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GraniteConfig
 from transformers import GraniteForCausalLM as Granite
 
-from agl_algo_torch import scoring
-from agl_algo_torch.batch import MicroBatch, from_tokens, micro_batches
-from agl_algo_torch.logprobs import entropy, policy_entropy, token_logprobs
-from agl_algo_torch.model import LoraSettings, add_lora, computing, load_model
-from agl_algo_torch.scoring import Scores, find_head, has_plain_head, whole_logits
+from agl_algo_torch.learner import scoring
+from agl_algo_torch.learner.batch import MicroBatch, from_tokens, micro_batches
+from agl_algo_torch.learner.model import LoraSettings, add_lora, computing, load_model
+from agl_algo_torch.learner.scoring import (
+    Scores,
+    entropy,
+    find_head,
+    has_plain_head,
+    policy_entropy,
+    token_logprobs,
+    whole_logits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

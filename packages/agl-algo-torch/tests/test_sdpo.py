@@ -13,12 +13,10 @@ import torch
 from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Span, Weights, unpack_ids
-from agl_algo_torch.divergence import scaled_logprobs
-from agl_algo_torch.feedback import Lesson
-from agl_algo_torch.lessons import Teaching
-from agl_algo_torch.model import load_model
-from agl_algo_torch.retelling import Retelling, Words
-from agl_algo_torch.sdpo import CLOSING_WORDS, FEEDBACK_WORDS, NOTHING_TO_LEARN, SDPO, SIBLING_WORDS
+from agl_algo_torch.data.feedback import Lesson
+from agl_algo_torch.data.lessons import Retelling, Teaching, Words
+from agl_algo_torch.learner.model import load_model
+from agl_algo_torch.sdpo import CLOSING_WORDS, FEEDBACK_WORDS, NOTHING_TO_LEARN, SDPO, SIBLING_WORDS, scaled_logprobs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.checkpoint import save_served
-from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
-from agl_algo_torch.served_weights import ServedWeights
+from agl_algo_torch.learner.checkpoint import save_served
+from agl_algo_torch.learner.model import LoadedModel, LoraSettings, add_lora, load_model
+from agl_algo_torch.serving.served_weights import ServedWeights
 from agl_objectives.adapters import HeldAdapter
 
 peft = pytest.importorskip("peft", reason="adapters need the extra lora")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from agl.contracts import POLICY_KEY_ENV
-from agl_algo_torch.model import LoadedModel
-from agl_algo_torch.policy import TorchPolicy
+from agl_algo_torch.learner.model import LoadedModel
+from agl_algo_torch.serving.policy import TorchPolicy
 from agl_testing.waiting import wait_until
 
 Serve = Callable[..., TorchPolicy]

@@ -13,7 +13,7 @@ import torch
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import LLM, Episode, Weights
-from agl_algo_torch.dialogues import Dialogue, read_dialogues, tokenize
+from agl_algo_torch.data.dialogues import Dialogue, read_dialogues, tokenize
 from agl_algo_torch.sft import SFT
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder

@@ -14,12 +14,12 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import ResourceVersion, Weights
-from agl_algo_torch.dpo import DPO
 from agl_algo_torch.grpo import GRPO
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.model import LoraSettings, trainable_state
-from agl_algo_torch.optim import OptimSettings
+from agl_algo_torch.learner.model import LoraSettings, trainable_state
+from agl_algo_torch.learner.optim import OptimSettings
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.ppo import PPO
+from agl_algo_torch.preferences import DPO
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

@@ -11,9 +11,9 @@ import pytest
 from agl.episodes import EpisodeCredit
 from agl.errors import ConfigError
 from agl.schemas import Episode, Rollout, Weights, pack_ids
+from agl_algo_torch.data.preparation import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.ppo import PPO
-from agl_algo_torch.preparation import prepare
 from agl_objectives.answers import SoftOverlong
 from agl_objectives.estimators import dr_grpo
 from agl_testing.conformance import AlgorithmScenario

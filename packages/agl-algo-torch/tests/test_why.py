@@ -14,14 +14,15 @@ import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.schemas import CallCredit
-from agl_algo_torch.dpo import DPO
+from agl_algo_torch.data.preparation import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.ppo import PPO
-from agl_algo_torch.preparation import prepare
+from agl_algo_torch.preferences import DPO
 from agl_algo_torch.rft import RFT
 from agl_objectives import uses
 from agl_objectives.registry import find_estimator
-from agl_run import Quiet, SQLiteStore, policy
+from agl_run import Quiet, policy
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench

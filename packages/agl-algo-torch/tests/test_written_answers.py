@@ -8,9 +8,9 @@ import pytest
 
 from agl.episodes import build_episode
 from agl.schemas import Attempt, Episode, ModelCall, Rollout, Span, pack_floats, pack_ids
-from agl_algo_torch.codec import TextCodec
-from agl_algo_torch.model import LoadedModel
-from agl_algo_torch.templates import PromptBuilder
+from agl_algo_torch.learner.model import LoadedModel
+from agl_algo_torch.serving.codec import TextCodec
+from agl_algo_torch.serving.templates import PromptBuilder
 
 Make = Callable[..., LoadedModel]
 Message = dict[str, Any]

@@ -11,11 +11,9 @@ import pytest
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import Episode, Weights
-from agl_algo_torch.dpo import DPO
-from agl_algo_torch.ipo import IPO
-from agl_algo_torch.kto import KTO
-from agl_algo_torch.model import load_model
-from agl_algo_torch.written_pairs import read_answers, read_pairs
+from agl_algo_torch.data.written_pairs import read_answers, read_pairs
+from agl_algo_torch.learner.model import load_model
+from agl_algo_torch.preferences import DPO, IPO, KTO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
@@ -107,8 +105,8 @@ def test_only_what_stands_behind_the_prompt_is_trained(model_dir: Path, tmp_path
     ("row", "message"),
     [
         ("{", "p.jsonl:2: the line is not JSON"),
-        ("[]", "p.jsonl:2: expected .*agl export --format dpo"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "p.jsonl:2: expected .*agl export --format dpo"),
+        ("[]", "p.jsonl:2: expected .*agl data export --format dpo"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "p.jsonl:2: expected .*agl data export --format dpo"),
         (lines({**pair("a", "b", "c"), "rejected": [said("user", "x")]}), "p.jsonl:2: no message of rejected has the"),
     ],
     ids=["no JSON", "no object", "texts", "no answer"],

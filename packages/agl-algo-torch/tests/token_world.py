@@ -11,8 +11,8 @@ import torch
 from msgspec.structs import replace
 
 from agl.schemas import Episode, Rollout, Row, Segment, Transition, Weights, pack_floats, pack_ids
-from agl_algo_torch.model import load_model
-from agl_algo_torch.preference import PreferenceAlgorithm, live_rows
+from agl_algo_torch.learner.model import load_model
+from agl_algo_torch.preferences import PreferenceAlgorithm, live_rows
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights, pack_ids
-from agl_algo_verl.anchor import held_rows
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_engine import RayVERL
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.settings import read_settings
+from agl_algo_verl.losses.anchor import held_rows
+from agl_algo_verl.ray.trainer import RayVERL
+from agl_algo_verl.serving.policy import VerlPolicy
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.settings import read_settings
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_losses import CPU, MICRO, by_torch, by_verl, other, policy, update_of
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["other", "policy"]
 
-torch_anchor = pytest.importorskip("agl_algo_torch.anchor", reason="needs agl-algo-torch")
-torch_forward = pytest.importorskip("agl_algo_torch.forward", reason="needs agl-algo-torch")
+torch_anchor = pytest.importorskip("agl_algo_torch.learner.anchor", reason="needs agl-algo-torch")
+torch_forward = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
 
 
 def episode_of(*calls: Transition) -> Any:

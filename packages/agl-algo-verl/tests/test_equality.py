@@ -10,21 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_algo_verl.correction import Correction, corrected
-from agl_algo_verl.objectives import ESTIMATORS, chosen_estimator
-from agl_algo_verl.opening import actor_config
-from agl_algo_verl.rows import RowSample
-from agl_algo_verl.settings import read_settings
-from agl_algo_verl.shaping import gae
+from agl_algo_verl.local.models import actor_config
+from agl_algo_verl.losses.choice import ESTIMATORS, chosen_estimator
+from agl_algo_verl.losses.correction import Correction, corrected
+from agl_algo_verl.losses.shaping import gae
+from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.settings.settings import read_settings
 from agl_objectives import aggregation as aggregating
-from agl_objectives import clipping, contract, kl
+from agl_objectives import contract, kl
 from agl_objectives import importance as weighting
-from agl_objectives.estimating import estimate
+from agl_objectives import losses as objective_losses
+from agl_objectives.advantages import estimate
 
 from .world import config
 
-torch_gae = pytest.importorskip("agl_algo_torch.gae", reason="needs agl-algo-torch")
-torch_critic = pytest.importorskip("agl_algo_torch.critic", reason="needs agl-algo-torch")
+torch_gae = pytest.importorskip("agl_algo_torch.ppo", reason="needs agl-algo-torch")
+torch_critic = pytest.importorskip("agl_algo_torch.learner.critic", reason="needs agl-algo-torch")
 
 PRECISION = pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 0.0), (torch.float32, 1e-6)], ids=["float64", "float32"]
@@ -136,7 +137,7 @@ def losses(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, mode: str,
         row_M=place_B_R,
         rollout_M=place_B_R,
     )
-    terms = clipping.PPOClip(clip_dual=dual)(padded)
+    terms = objective_losses.PPOClip(clip_dual=dual)(padded)
     own = (weight_B_R * terms.loss_M).sum() / aggregating.update_total(aggregation, tokens=tokens, rollouts=rollouts)
     return (own, torch.autograd.grad(own, logp_B_R)[0]), theirs
 
@@ -196,7 +197,7 @@ def test_generalised_advantages_are_the_same_numbers(
     own: list[torch.Tensor] = []
     for row, rewards_R, returns_R in zip(samples, rewards, returns_B_R, strict=True):
         assert row.values is not None
-        advantages_N, targets_N = torch_gae.advantages(rewards_R[row.mask], row.values[row.mask], gamma=gamma, lam=lam)
+        advantages_N, targets_N = torch_gae.gae(rewards_R[row.mask], row.values[row.mask], gamma=gamma, lam=lam)
         own.append(advantages_N)
         if sum(map(sum, masks)) > 1:  # VERL cannot whiten a single token, and is not asked to
             assert targets_N.tolist() == returns_R[: len(row.mask)][row.mask].tolist()

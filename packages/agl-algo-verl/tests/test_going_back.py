@@ -12,12 +12,12 @@ import pytest
 from safetensors.torch import load_file
 
 from agl.schemas import Weights
-from agl_algo_verl.critic import VerlCritic
-from agl_algo_verl.files import prune
-from agl_algo_verl.loss_worker import ClusterCritic, ClusterWorker
-from agl_algo_verl.ray_schedule import schedule_after
-from agl_algo_verl.settings import read_settings
-from agl_algo_verl.worker import VerlWorker
+from agl_algo_verl.local.critic import VerlCritic
+from agl_algo_verl.local.worker import VerlWorker
+from agl_algo_verl.losses.loss_worker import ClusterCritic, ClusterWorker
+from agl_algo_verl.ray.schedule import schedule_after
+from agl_algo_verl.settings.settings import read_settings
+from agl_algo_verl.weights.directories import prune
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .world import config, scenario
@@ -137,7 +137,7 @@ def opened_on_a_cluster(model_dir: Path, **keys: Any) -> Any:
 @pytest.fixture
 def _workers_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"language_model": ClusterWorker, "value_model": ClusterCritic}
-    monkeypatch.setattr("agl_algo_verl.loss_worker.LossWorker", lambda given: kinds[given.model_type](given))
+    monkeypatch.setattr("agl_algo_verl.losses.loss_worker.LossWorker", lambda given: kinds[given.model_type](given))
 
 
 @pytest.mark.usefixtures("_workers_of_a_cluster")

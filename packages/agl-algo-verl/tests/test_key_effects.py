@@ -20,8 +20,9 @@ import torch
 from msgspec.structs import replace as changed
 
 from agl.errors import AglError, ConfigError
-from agl_algo_verl import critic, inproc, loss_worker, opening, worker
-from agl_algo_verl.settings import OWN, VerlSettings, read_settings
+from agl_algo_verl.local import critic, models, trainer, worker
+from agl_algo_verl.losses import loss_worker
+from agl_algo_verl.settings.settings import OWN, VerlSettings, read_settings
 from agl_algo_verl.typed import ragged
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -278,14 +279,14 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def export(self: Any, workdir: Path, *, step: int, **_: Any) -> Weights:
         return self.served(workdir, step=step)
 
-    for module in (opening, critic):
+    for module in (models, critic):
         monkeypatch.setattr(module, "model_config", described)
     monkeypatch.setattr(critic, "check_family", lambda *_, **__: None)
     monkeypatch.setattr(loss_worker, "LossWorker", lambda given: Recorder(seen, given))
     monkeypatch.setattr("verl.workers.config.TrainingWorkerConfig", lambda **given: given)
     monkeypatch.setattr(worker.VerlWorker, "export", export)
     monkeypatch.setattr(worker, "check_device", lambda *_: None)
-    monkeypatch.setattr(inproc, "check_machine", lambda *_: None)
+    monkeypatch.setattr(trainer, "check_machine", lambda *_: None)
 
     def run(keys: dict[str, Any]) -> list[Any]:
         seen.clear()

@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_verl import ray_cluster
-from agl_algo_verl.correction import Correction, corrected
-from agl_algo_verl.objectives import chosen_loss, needs_entropies
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_config import compose
-from agl_algo_verl.ray_engine import RayVERL
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.rows import RowSample
-from agl_algo_verl.settings import read_settings
-from agl_algo_verl.worker import VerlWorker
+from agl_algo_verl.local.worker import VerlWorker
+from agl_algo_verl.losses.choice import chosen_loss, needs_entropies
+from agl_algo_verl.losses.correction import Correction, corrected
+from agl_algo_verl.ray import cluster as ray_cluster
+from agl_algo_verl.ray.configuration import compose
+from agl_algo_verl.ray.trainer import RayVERL
+from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.serving.policy import VerlPolicy
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.settings import read_settings
 from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.importance import Importance
 from agl_objectives.registry import losses
@@ -36,9 +36,9 @@ from .world import World, config, scenario
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-torch_batch = pytest.importorskip("agl_algo_torch.batch", reason="needs agl-algo-torch")
-torch_objective = pytest.importorskip("agl_algo_torch.objective", reason="needs agl-algo-torch")
-torch_forward = pytest.importorskip("agl_algo_torch.forward", reason="needs agl-algo-torch")
+torch_batch = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
+torch_objective = pytest.importorskip("agl_algo_torch.learner.objective", reason="needs agl-algo-torch")
+torch_forward = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
 
 CPU = torch.device("cpu")
 

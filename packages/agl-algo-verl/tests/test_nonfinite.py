@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from agl.errors import AglError, ConfigError
-from agl_algo_verl.inproc import VERL
-from agl_algo_verl.ray_config import METRICS
-from agl_algo_verl.ray_engine import RayVERL
+from agl_algo_verl.local.trainer import VERL
+from agl_algo_verl.ray.configuration import METRICS
+from agl_algo_verl.ray.trainer import RayVERL
 from agl_objectives.contract import LossTerms, TokenBatch
 from agl_testing.conformance.bench import AlgorithmBench
 

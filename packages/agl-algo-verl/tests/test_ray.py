@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM
 
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Transition, Weights, pack_floats, pack_ids
-from agl_algo_verl.engines import make
-from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
-from agl_run import SQLiteStore
-from agl_run.experiment.collect import EpisodeSelection, read_episodes
-from agl_run.experiment.state import trained_rollouts
+from agl_inspect.records.state import trained_rollouts
+from agl_run.run.collector import EpisodeSelection, read_episodes
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 from agl_testing.waiting import wait_until
@@ -123,7 +123,7 @@ def _address_of_an_ended_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(CALC, tmp_path / "calc", ignore=shutil.ignore_patterns("out", "tests")))
     run(folder, [sys.executable, "make_data.py", "--out", "out/data"])
-    run(folder, [sys.executable, "make_model.py", "--data", "out/data", "--out", "out/model"])
+    run(folder, [sys.executable, str(CALC.parent / "make_model.py")])
     changes = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
     words = command("run", "verl-ray-cpu.toml", *changes)
     with (tmp_path / "log.txt").open("w") as log:
@@ -147,7 +147,7 @@ def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tm
     (saved,) = (folder / "out").rglob("global_step_1/actor/huggingface")
     assert gap_to(saved, [call for call in calls if call.model_version == "global_step_1"]) < 1e-5
     store = ("--store", "sqlite:///out/verl-ray/runs.db")
-    run(folder, command("export", "calc-lm", "--format", "model", "--output", "mine", *store))
+    run(folder, command("data", "export", "calc-lm", "--format", "model", "--output", "mine", *store))
     trained = AutoModelForCausalLM.from_pretrained(folder / "mine").state_dict()
     start = AutoModelForCausalLM.from_pretrained(folder / "out/model").state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in trained.items())

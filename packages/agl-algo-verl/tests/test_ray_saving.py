@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from agl.schemas import ResourceVersion, Weights
-from agl_algo_verl.engines import make
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_files import steps_of
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.ray.checkpoints import steps_of
+from agl_algo_verl.serving.policy import VerlPolicy
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

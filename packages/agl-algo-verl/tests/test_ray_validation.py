@@ -12,18 +12,18 @@ import torch
 from omegaconf import OmegaConf
 
 from agl.errors import ConfigError
-from agl_algo_verl.engines import make
-from agl_algo_verl.keys import leaves
-from agl_algo_verl.ray_config import compose
-from agl_algo_verl.ray_keys import check_machine, classify, read_ray_settings
-from agl_algo_verl.ray_validation import check_composed
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.ray.configuration import compose
+from agl_algo_verl.ray.validation import check_composed
+from agl_algo_verl.settings.keys import leaves
+from agl_algo_verl.settings.ray import check_machine, classify, read_ray_settings
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_ray_keys import config, passed_on
 from .world import scenario
 
 if TYPE_CHECKING:
-    from agl_algo_verl.ray_keys import RaySettings
+    from agl_algo_verl.settings.ray import RaySettings
 
 VLLM = {"rollout.name": "vllm"}
 MEGATRON = VLLM | {"actor.strategy": "megatron"}
@@ -110,7 +110,7 @@ def test_an_anchor_has_verls_reference_and_the_worker_that_reads_it(keys: dict[s
     found = composed(read)
     actor = "actor_rollout_ref.actor"
     assert (True, coef) == (found[f"{actor}.use_kl_loss"], found[f"{actor}.kl_loss_coef"])
-    assert "agl_algo_verl.ray_losses" in found["actor_rollout_ref.model.external_lib"]
+    assert "agl_algo_verl.ray.losses" in found["actor_rollout_ref.model.external_lib"]
     check_composed(read, steps=3, tasks=2)
 
 

@@ -10,10 +10,10 @@ import torch
 
 from agl.contracts import CallUse
 from agl.errors import ConfigError
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.replay import VerlReplay, beside
-from agl_algo_verl.rows import PreparedStep, RowSample
-from agl_algo_verl.settings import read_settings
+from agl_algo_verl.rows.replay import VerlReplay, beside
+from agl_algo_verl.rows.rows import PreparedStep, RowSample
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.settings import read_settings
 from agl_testing.conformance import AlgorithmConformance
 from agl_testing.conformance.bench import AlgorithmBench
 

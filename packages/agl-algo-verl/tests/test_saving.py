@@ -19,8 +19,8 @@ openai = pytest.importorskip("openai", reason="needs openai, which the agent cal
 import agl  # noqa: E402  # behind the checks
 from agl.algorithms import algorithm  # noqa: E402
 from agl.errors import ConfigError  # noqa: E402
-from agl_algo_verl.engines import make  # noqa: E402
-from agl_algo_verl.learning import VerlLearner  # noqa: E402
+from agl_algo_verl.algorithm import make  # noqa: E402
+from agl_algo_verl.local.learner import VerlLearner  # noqa: E402
 from agl_run import Quiet, policy  # noqa: E402
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
 ) -> None:
     """A copy of the folder at some moment is what a kill at that moment would leave."""
     if not takes_from_memory:
-        monkeypatch.setattr("agl_algo_verl.inproc.offer_of", lambda context, name: None)
-    dead = "agl_run.experiment.saving.worker_is_dead"
+        monkeypatch.setattr("agl_algo_verl.local.trainer.offer_of", lambda context, name: None)
+    dead = "agl_run.run.saving.worker_is_dead"
     monkeypatch.setattr(dead, lambda name: True)  # this process stands for the one that was killed
     small = Small(tmp_path / "small", make_model(), lora_rank=lora_rank)
 

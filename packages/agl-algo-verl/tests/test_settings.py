@@ -13,13 +13,13 @@ import torch
 
 import agl
 from agl.errors import ConfigError
-from agl_algo_verl.inproc import VERL, advice
-from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
-from agl_algo_verl.objectives import chosen_estimator, chosen_loss
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.refused_values import ESTIMATORS, LOSSES
-from agl_algo_verl.settings import OWN, Estimator, Loss, VerlSettings, read_settings
-from agl_algo_verl.worker import check_device
+from agl_algo_verl.local.trainer import VERL, advice
+from agl_algo_verl.local.worker import check_device
+from agl_algo_verl.losses.choice import chosen_estimator, chosen_loss
+from agl_algo_verl.settings.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.refused_values import ESTIMATORS, LOSSES
+from agl_algo_verl.settings.settings import OWN, Estimator, Loss, VerlSettings, read_settings
 
 from .world import config
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from agl.episodes import EpisodeCredit
 from agl.errors import ConfigError
 from agl.schemas import Episode, Rollout, pack_ids
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.rows import prepare, soft_overlong
-from agl_algo_verl.settings import read_settings
+from agl_algo_verl.rows.rows import prepare, soft_overlong
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.settings import read_settings
 from agl_objectives import answers, registry
 
 from .test_inproc import train
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from agl_testing.conformance.bench import RolloutOrder
 
-torch_preparation = pytest.importorskip("agl_algo_torch.preparation", reason="needs agl-algo-torch")
+torch_preparation = pytest.importorskip("agl_algo_torch.data.preparation", reason="needs agl-algo-torch")
 
 PUNISHED = {
     "reward.reward_kwargs.overlong_buffer_cfg.enable": True,

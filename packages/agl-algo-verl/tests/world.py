@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from agl.schemas import Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
-from agl_algo_verl.inproc import VERL
-from agl_algo_verl.settings import OWN
+from agl_algo_verl.local.trainer import VERL
+from agl_algo_verl.settings.settings import OWN
 from agl_testing.conformance import AlgorithmScenario
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
+from agl_objectives.advantages import estimate
 from agl_objectives.contract import Scores
-from agl_objectives.estimating import estimate
 from agl_objectives.registry import estimators, find_estimator
 
 OURS = [entry for entry in estimators() if not entry.needs_baseline]

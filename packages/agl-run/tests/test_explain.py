@@ -9,8 +9,8 @@ from agl.episodes._scores import ScoreOptions
 from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.schemas import Attempt, Reward
 from agl.tracing import make_reward_span
-from agl_run.explain import explain, explain_training
-from agl_run.training_records import TrainingRecord
+from agl_inspect.rollouts.explanations import explain, explain_training
+from agl_inspect.rollouts.training_records import TrainingRecord
 from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
 
 

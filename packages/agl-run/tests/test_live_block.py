@@ -6,8 +6,8 @@ import pytest
 
 from agl.contracts import StepReport
 from agl.schemas import Episode, Rollout
-from agl_run.experiment.live_block import draw
-from agl_run.experiment.run_view import AlgorithmView, RunView, Tally
+from agl_run.display.run_view import AlgorithmView, RunView, Tally
+from agl_run.display.terminal_block import draw
 
 
 def episodes(*rewards: float | None, group: str) -> list[Episode]:

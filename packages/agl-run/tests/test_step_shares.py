@@ -11,14 +11,15 @@ from msgspec.structs import replace
 import agl_run
 from agl import AlgorithmEntry, PluginManager, PromptTemplate, Rollout, Span, hookimpl
 from agl.contracts import AlgorithmContext, Metric, StepReport
-from agl.errors import GatewayLostError, PolicyError
+from agl.errors import GatewayLostError, PolicyError, RewardError
 from agl.schemas import Episode, ErrorInfo
 from agl.stores import MemoryStore
-from agl_run import Quiet, RewardError, Trainer
-from agl_run.experiment.step_shares import StepShares
-from agl_run.runners.judging import broke_in_reward, judged
-from agl_run.runners.places import Places
+from agl_inspect.records.rollouts import broke_in_reward
+from agl_run import Quiet, Trainer
+from agl_run.runners.judging import judged
 from agl_run.runners.result import describe_error
+from agl_run.watch.step_shares import StepShares
+from agl_run.worker.slots import Places
 from tests.cases import ATTEMPT, ROLLOUT
 
 

@@ -1,8 +1,8 @@
 """Steps that teach nothing are told, once for each reason."""
 
 from agl.contracts import StepReport
-from agl_run.experiment.step_line import step_line
-from agl_run.experiment.step_watch import StepWatch
+from agl_inspect.records.step_lines import step_line
+from agl_run.watch.step_watch import StepWatch
 
 
 def told(*shares: float | None, reward: float = 0.0, **others: float) -> list[str]:

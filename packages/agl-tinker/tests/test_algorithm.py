@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agl.contracts import POLICY_KEY_ENV
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, ResourceVersion, Row, Segment, Transition, Weights, pack_floats, pack_ids
-from agl_objectives.estimating import call_advantages as theirs
+from agl_objectives.advantages import call_advantages as theirs
 from agl_objectives.registry import find_estimator
 from agl_testing.conformance import FinishedCredit
 from agl_testing.conformance.algorithm import AlgorithmConformance

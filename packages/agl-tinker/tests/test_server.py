@@ -15,9 +15,9 @@ import tinker
 import torch
 from tinker import types
 
-from agl_algo_torch.batch import from_tokens, loss_weights, micro_batches
-from agl_algo_torch.hosting import Adapter, HostedModel
-from agl_algo_torch.model import load_model
+from agl_algo_torch.learner.batch import from_tokens, loss_weights, micro_batches
+from agl_algo_torch.learner.model import load_model
+from agl_algo_torch.serving.hosting import Adapter, HostedModel
 from agl_objectives.contract import TokenBatch
 from agl_objectives.registry import find_loss
 from agl_tinker.server.samplers import Samplers
@@ -441,7 +441,7 @@ def test_request_that_is_cancelled_while_its_weights_are_read_leaves_no_sampler_
 
 def test_loss_that_is_not_finite_discards_the_gradient(model_dir: Path) -> None:
     from agl.errors import AglError
-    from agl_algo_torch.hosting import AdamStep, TargetRow
+    from agl_algo_torch.serving.hosting import AdamStep, TargetRow
 
     trainee = HostedModel(str(model_dir)).trainee(Adapter(rank=2))
     row = TargetRow(ids=IDS[:-1], targets=IDS[1:], inputs={"w": [1.0] * 6})
@@ -452,7 +452,7 @@ def test_loss_that_is_not_finite_discards_the_gradient(model_dir: Path) -> None:
 
 
 def test_micro_batches_add_up_to_one_pass(model_dir: Path) -> None:
-    from agl_algo_torch.hosting import AdamStep, TargetRow
+    from agl_algo_torch.serving.hosting import AdamStep, TargetRow
 
     rows = [TargetRow(ids=IDS[:n], targets=IDS[1 : n + 1], inputs={"w": [1.0] * n}) for n in (2, 5, 3, 6)]
     found: list[tuple[float, float]] = []

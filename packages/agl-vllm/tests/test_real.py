@@ -22,7 +22,7 @@ from agl.errors import PolicyError
 from agl.schemas import ResourceVersion, Rollout, unpack_floats, unpack_ids
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 from agl_vllm.policy import VLLMPolicy
 from agl_vllm.server import LaunchSettings
 
@@ -95,8 +95,8 @@ def publish(loaded, folder, version):
     """Change the weights in training and export them, as an algorithm does."""
     import torch
 
-    from agl_algo_torch.checkpoint import save_served
-    from agl_algo_torch.model import trainable_state
+    from agl_algo_torch.learner.checkpoint import save_served
+    from agl_algo_torch.learner.model import trainable_state
 
     torch.manual_seed(len(version))
     with torch.no_grad():
@@ -107,7 +107,7 @@ def publish(loaded, folder, version):
 
 def opened(weights):
     """The model that a fresh reader of the files finds."""
-    from agl_algo_torch.model import load_model
+    from agl_algo_torch.learner.model import load_model
 
     if weights.format == "hf":
         return load_model(weights.uri, device="cpu").model
@@ -192,7 +192,7 @@ def model(tmp_path_factory):
 
 
 def test_calls_are_exact_before_and_after_an_adapter_and_a_wrong_reload_is_caught(model, tmp_path):
-    from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
+    from agl_algo_torch.learner.model import LoadedModel, LoraSettings, add_lora, load_model
 
     base = load_model(str(model), device="cpu")
     adapted = add_lora(load_model(str(model), device="cpu").model, LoraSettings(rank=4))
@@ -228,7 +228,7 @@ def test_calls_are_exact_before_and_after_an_adapter_and_a_wrong_reload_is_caugh
 
 
 def test_full_weights_are_exact_after_a_restart_and_a_killed_replica_is_replaced(model, tmp_path):
-    from agl_algo_torch.model import load_model
+    from agl_algo_torch.learner.model import load_model
 
     whole = publish(load_model(str(model), device="cpu"), tmp_path, "full-1")
 
@@ -292,7 +292,7 @@ def check_continued(calls, model, **tolerance):
 
 
 def test_turns_of_a_conversation_continue_the_recorded_tokens(model):
-    from agl_algo_torch.model import load_model
+    from agl_algo_torch.learner.model import load_model
 
     async def run():
         async with stage(model, args=COMPACT) as it:
@@ -336,7 +336,7 @@ def has_gpu():
 @pytest.mark.skipif(not HAS_VLLM or not has_gpu(), reason="needs a GPU that torch can use")
 @pytest.mark.parametrize("sync", ["reload", "sleep"])
 def test_calls_on_a_gpu_are_those_of_the_weights_that_were_loaded_in_place(model, tmp_path, sync):
-    from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
+    from agl_algo_torch.learner.model import LoadedModel, LoraSettings, add_lora, load_model
 
     base = load_model(str(model), device="cpu")
     adapted = add_lora(load_model(str(model), device="cpu").model, LoraSettings(rank=4))
@@ -364,7 +364,7 @@ def test_calls_on_a_gpu_are_those_of_the_weights_that_were_loaded_in_place(model
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_VLLM or not has_gpu(), reason="needs a GPU that torch can use")
 def test_turns_on_a_gpu_continue_the_recorded_tokens(model):
-    from agl_algo_torch.model import load_model
+    from agl_algo_torch.learner.model import load_model
 
     async def run():
         memory = ["--gpu-memory-utilization", "0.2"]

@@ -5,14 +5,14 @@ Papers: Pryzant et al. 2023, "Automatic Prompt Optimization with Gradient Descen
 choice and the acceptance on one minibatch are those of Agrawal et al. 2025, "GEPA" (arXiv 2507.19457), section 3.
 With m(p, D) the mean reward of the texts p on tasks D, one step is:
 
-    1. parent p = the best candidate, or one that leads on some validation tasks           (`parents.py`)
+    1. parent p = the best candidate, or one that leads on some validation tasks           (`proposals/parents.py`)
     2. run p on a minibatch of training tasks; failures that were paid before come first
     3. `branch_factor` children p_k: each sees a part D_k of the failures;
        critique g_k = critic(p, D_k), and p_k = edit(p, g_k)                               (`evidence.py`, `prompts/`)
-    4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`templates.py`)
+    4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`acceptance/static_gate.py`)
     5. paired gate: m(p_k, D_k) - m(p, D_k) > 0, where p's rewards are paid already
     6. the changes of all children that passed are merged into one entrant, line by line or by the editor
-    7. race the entrant against p on growing slices of the validation set                  (`race.py`);
+    7. race the entrant against p on growing slices of the validation set                  (`acceptance/race.py`);
        if it loses, race the best child alone
 
 Deviations from ProTeGi, and why:
@@ -25,32 +25,32 @@ Deviations from ProTeGi, and why:
   flatter it.
 - Every change has to earn its place: every `delete_every` steps, where the search is stuck and before its budget ends,
   each new line of the best candidate is taken out alone, and stays out unless that loses something on validation
-  tasks. Lines that a merge carried along go this way, and those that only help on training tasks.   (`pruning.py`)
+  tasks. Lines that a merge carried along go this way, and those that only help on training tasks.   (`deletion.py`)
 - Where ``demonstrations`` allows it, every third step draws examples from recorded good runs of training tasks instead
   of asking critics, as MIPROv2 does (`demonstrator.py`). Its children meet gate 4, gate 5 on failures of the parent
   that none of them shows, and the race; each example that wins has to earn its place like a line.
 - One question gets both critique and edit, unless `critic` names another model.
 - The rewards that selected the winner flatter it, so it is measured again at the end on fresh rollouts, and those are
-  reported (`final_measurement.py`).
+  reported (`acceptance/final_measurement.py`).
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from agl_algo_apo.budget import BudgetLimits, Prices, Spent
-from agl_algo_apo.candidates import PromptCandidate
-from agl_algo_apo.critics import Assignment, Critics
-from agl_algo_apo.demonstrator import Demonstrator
-from agl_algo_apo.evaluation import MeasureJob
-from agl_algo_apo.optimizer import OptimizerSettings
-from agl_algo_apo.parents import select_parent
-from agl_algo_apo.proposals import merge_texts
-from agl_algo_apo.pruner import Pruner
-from agl_algo_apo.search import PromptSearch
-from agl_algo_apo.search_tools import Origin
-from agl_algo_apo.settings import Preset, Publish, SearchSettings, Selector
-from agl_algo_apo.shared_failures import live_failures, read_failures
+from agl_algo_apo.acceptance.pruner import Pruner
+from agl_algo_apo.measurement.evaluation import MeasureJob
+from agl_algo_apo.proposals.critics import Assignment, Critics
+from agl_algo_apo.proposals.demonstrator import Demonstrator
+from agl_algo_apo.proposals.optimizer import OptimizerSettings
+from agl_algo_apo.proposals.parents import select_parent
+from agl_algo_apo.proposals.requests import merge_texts
+from agl_algo_apo.proposals.shared_failures import live_failures, read_failures
+from agl_algo_apo.search.budget import BudgetLimits, Prices, Spent
+from agl_algo_apo.search.search import PromptSearch
+from agl_algo_apo.search.settings import Preset, Publish, SearchSettings, Selector
+from agl_algo_apo.search.tools import Origin
+from agl_algo_apo.texts.lineage import PromptCandidate
 
 DOUBT_EVERY = 3
 """Steps without an improvement after each of which the best candidate is measured once more."""

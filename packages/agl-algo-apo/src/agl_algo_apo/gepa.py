@@ -26,19 +26,19 @@ from importlib import import_module
 from typing import Any
 
 from agl.errors import ConfigError
-from agl_algo_apo import artifacts
-from agl_algo_apo.answers import before_text
-from agl_algo_apo.budget import BudgetExhaustedError, BudgetLimits, Prices, Spent
-from agl_algo_apo.candidates import PromptCandidate, candidate_id, resource_of
-from agl_algo_apo.evaluation import MeasureJob
-from agl_algo_apo.evidence import EvidenceRun, read_run
-from agl_algo_apo.gepa_adapter import GepaAdapter, Stopped, TaskPlace, Texts
-from agl_algo_apo.optimizer import OptimizerSettings
-from agl_algo_apo.scores import Measured, Split
-from agl_algo_apo.search import MAX_BARREN, PromptSearch
-from agl_algo_apo.search_tools import Origin
-from agl_algo_apo.settings import Preset, Publish, SearchSettings
-from agl_algo_apo.templates import task_text
+from agl_algo_apo.acceptance.static_gate import task_text
+from agl_algo_apo.measurement.evaluation import MeasureJob
+from agl_algo_apo.measurement.scores import Measured, Split
+from agl_algo_apo.proposals.answers import before_text
+from agl_algo_apo.proposals.evidence import EvidenceRun, read_run
+from agl_algo_apo.proposals.gepa_adapter import GepaAdapter, Stopped, TaskPlace, Texts
+from agl_algo_apo.proposals.optimizer import OptimizerSettings
+from agl_algo_apo.search import artifacts
+from agl_algo_apo.search.budget import BudgetExhaustedError, BudgetLimits, Prices, Spent
+from agl_algo_apo.search.search import MAX_BARREN, PromptSearch
+from agl_algo_apo.search.settings import Preset, Publish, SearchSettings
+from agl_algo_apo.search.tools import Origin
+from agl_algo_apo.texts.lineage import PromptCandidate, candidate_id, resource_of
 
 _gepa: Any = import_module("gepa")  # untyped in part
 

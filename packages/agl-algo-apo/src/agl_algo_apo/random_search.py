@@ -7,14 +7,14 @@ So what another optimiser gains over this one at the same budget is what its evi
 
 from typing import TYPE_CHECKING
 
-from agl_algo_apo.budget import BudgetLimits, Prices
-from agl_algo_apo.optimizer import OptimizerSettings
-from agl_algo_apo.search import PromptSearch
-from agl_algo_apo.search_tools import Origin
-from agl_algo_apo.settings import Preset, Publish, SearchSettings
+from agl_algo_apo.proposals.optimizer import OptimizerSettings
+from agl_algo_apo.search.budget import BudgetLimits, Prices
+from agl_algo_apo.search.search import PromptSearch
+from agl_algo_apo.search.settings import Preset, Publish, SearchSettings
+from agl_algo_apo.search.tools import Origin
 
 if TYPE_CHECKING:
-    from agl_algo_apo.candidates import PromptCandidate
+    from agl_algo_apo.texts.lineage import PromptCandidate
 
 MAX_IDLE = 8
 """The search ends after so many rewrites in a row that could not be tried."""

@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import RowSample, from_row, micro_batches, split_updates
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, tuned_weights
-from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.objective import Objective, Tally
-from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.preparation import ESTIMATOR, estimator_of_samples, prepare
-from agl_algo_torch.teachers import LocalTeacher, ServedTeacher, Teacher, load_tokenizer
-from agl_algo_torch.token_numbers import TokenNumbers, mean_advantages
-from agl_algo_torch.tuned_policy import (
+from agl_algo_torch.data.preparation import ESTIMATOR, estimator_of_samples, prepare
+from agl_algo_torch.data.teachers import LocalTeacher, ServedTeacher, Teacher, load_tokenizer
+from agl_algo_torch.learner.batch import RowSample, from_row, micro_batches, split_updates
+from agl_algo_torch.learner.model import LoraSettings
+from agl_algo_torch.learner.objective import Objective, Tally
+from agl_algo_torch.learner.optim import Decay, OptimSettings
+from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, mean, tuned_weights
+from agl_algo_torch.learner.token_numbers import TokenNumbers, mean_advantages
+from agl_algo_torch.learner.tuned_policy import (
     TunedPolicy,
     at_least_one,
     check_tasks,
@@ -47,7 +47,7 @@ from agl_algo_torch.tuned_policy import (
     not_negative,
     one_of,
 )
-from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.learner.typed_torch import backward
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import GroupSampler
 from agl_objectives.importance import Importance

@@ -35,19 +35,19 @@ from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.anchor import Anchor
-from agl_algo_torch.batch import MicroBatch, RowSample, micro_batches_apart, split_updates
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.objective import CONSTANT_TOKENS, Objective, Tally
-from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.preparation import overlong, prepare
-from agl_algo_torch.replay import ReplayBuffer
-from agl_algo_torch.timing import update_seconds
-from agl_algo_torch.token_numbers import TokenNumbers
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative
-from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.data.preparation import overlong, prepare
+from agl_algo_torch.learner.anchor import Anchor
+from agl_algo_torch.learner.batch import MicroBatch, RowSample, micro_batches_apart, split_updates
+from agl_algo_torch.learner.model import LoraSettings
+from agl_algo_torch.learner.objective import CONSTANT_TOKENS, Objective, Tally
+from agl_algo_torch.learner.optim import Decay, OptimSettings
+from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.replay import ReplayBuffer
+from agl_algo_torch.learner.token_numbers import TokenNumbers
+from agl_algo_torch.learner.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative
+from agl_algo_torch.learner.typed_torch import backward
+from agl_algo_torch.learner.update_time import update_seconds
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.answers import rollout_shares
 from agl_objectives.groups import GroupSampler
@@ -327,7 +327,7 @@ class GRPO:
         return int(state["step"]) < self._steps
 
     def measure_update(self, weights: Weights, rows: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of a step's updates on rows of (tokens, trained tokens), for `agl plan`."""
+        """Return the seconds of a step's updates on rows of (tokens, trained tokens), for `agl check --forecast`."""
         learner = self._tuned.tried_out(weights)
 
         def update(samples: Sequence[RowSample]) -> None:

@@ -46,21 +46,21 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
     )
     yield AlgorithmEntry(
         name="dpo",
-        factory="agl_algo_torch.dpo:DPO",
+        factory="agl_algo_torch.preferences:DPO",
         summary="preferences between rollouts of one task (DPO)",
         tunes=("weights",),
         shares=True,
     )
     yield AlgorithmEntry(
         name="ipo",
-        factory="agl_algo_torch.ipo:IPO",
+        factory="agl_algo_torch.preferences:IPO",
         summary="preferences between rollouts of one task, up to a margin (IPO)",
         tunes=("weights",),
         shares=True,
     )
     yield AlgorithmEntry(
         name="kto",
-        factory="agl_algo_torch.kto:KTO",
+        factory="agl_algo_torch.preferences:KTO",
         summary="rollouts that are good or bad by themselves (KTO)",
         tunes=("weights",),
         shares=True,
@@ -79,7 +79,7 @@ def agl_policies() -> Iterable[PolicyEntry]:
     """The embedded model server."""
     yield PolicyEntry(
         name="torch",
-        factory="agl_algo_torch.policy:TorchPolicy",
+        factory="agl_algo_torch.serving.policy:TorchPolicy",
         summary="OpenAI-compatible server over the model in training, in this process",
         trains=True,
     )

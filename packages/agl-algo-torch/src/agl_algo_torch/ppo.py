@@ -34,20 +34,19 @@ import torch
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch import gae
-from agl_algo_torch.anchor import Anchor
-from agl_algo_torch.batch import RowSample, from_row, micro_batches_apart, split_updates
-from agl_algo_torch.critic import CriticLearner
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
-from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.objective import CONSTANT_TOKENS, Objective, Tally
-from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.preparation import overlong
-from agl_algo_torch.replay import ReplayBuffer
-from agl_algo_torch.token_numbers import TokenNumbers, mean_advantages
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative, shares
-from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.data.preparation import overlong
+from agl_algo_torch.learner.anchor import Anchor
+from agl_algo_torch.learner.batch import RowSample, from_row, micro_batches_apart, split_updates
+from agl_algo_torch.learner.critic import CriticLearner
+from agl_algo_torch.learner.model import LoraSettings
+from agl_algo_torch.learner.objective import CONSTANT_TOKENS, Objective, Tally
+from agl_algo_torch.learner.optim import Decay, OptimSettings
+from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, mean
+from agl_algo_torch.learner.replay import ReplayBuffer
+from agl_algo_torch.learner.token_numbers import TokenNumbers, mean_advantages
+from agl_algo_torch.learner.tuned_policy import TunedPolicy, at_least_one, check_tasks, not_negative, shares
+from agl_algo_torch.learner.typed_torch import backward, numbers
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.answers import rollout_shares, without_truncated
 from agl_objectives.groups import GroupSampler
@@ -418,7 +417,7 @@ class PPO:
         # The returns stand in for advantages here only to say which calls train; `_evaluate` replaces them.
         made = [(row, from_row(row, advantages=returns, temperatures=temperatures)) for row in episode.rows]
         return [
-            RewardedRow(row=row, sample=sample, rewards=gae.call_rewards(row, returns))
+            RewardedRow(row=row, sample=sample, rewards=call_rewards(row, returns))
             for row, sample in made
             if sample.trained_tokens
         ]
@@ -439,7 +438,7 @@ class PPO:
             advantages_T, targets_T = torch.zeros_like(row.rewards), torch.zeros_like(row.rewards)  # [T] f64
             # GAE sees the N policy tokens side by side, as if nothing had been read between them. float64, because
             # the recursion adds up over thousands of steps.
-            advantages_T[predicted], targets_T[predicted] = gae.advantages(
+            advantages_T[predicted], targets_T[predicted] = gae(
                 row.rewards[predicted], values_T.double()[predicted], gamma=self._gamma, lam=self._lam
             )
             trained = replace(sample, advantages=advantages_T.float(), mask=predicted)  # from here on A_t, not G_k
@@ -595,3 +594,34 @@ def _value_metrics(rows: Sequence[ValuedRow]) -> dict[str, float]:
     spread = float(targets_M.var(correction=0))  # 0 when all targets are equal: then nothing is to be explained
     explained = 1.0 - float((targets_M - values_M).var(correction=0)) / spread if spread > 0 else 0.0
     return {"value": float(values_M.mean()), "explained_variance": explained, "rows": float(len(rows))}
+
+
+def call_rewards(row: Row, returns: Mapping[str, float]) -> Tensor:
+    """Return the reward at each token of a row, [T] float64; `returns` are by span id, calls without one earn nothing.
+
+    A row without a call that has a return earns 0 everywhere.
+    """
+    rewards_T = torch.zeros(len(row.mask), dtype=torch.float64)
+    parts = sorted((part for part in row.segments if part.span_id in returns), key=lambda part: part.start)
+    for index, part in enumerate(parts):
+        # r = G_k - G_{k+1}; the sum over the calls from k on telescopes to G_k. After the last call G is 0.
+        later = returns[parts[index + 1].span_id] if index + 1 < len(parts) else 0.0
+        rewards_T[part.stop - 1] += returns[part.span_id] - later  # `stop` is exclusive
+    return rewards_T
+
+
+def gae(rewards_N: Tensor, values_N: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Return the advantage of every step of one trajectory and the target of its value, both [N].
+
+    The trajectory ends after step N: nothing follows, and nothing is bootstrapped.
+    """
+    backwards: list[float] = []
+    # A_{N+1} = V_{N+1} = 0: an episode ends by itself here, it is never cut off at a horizon.
+    following, next_value = 0.0, 0.0
+    for reward, value in zip(reversed(numbers(rewards_N)), reversed(numbers(values_N)), strict=True):
+        # A_t = (r_t + gamma V_{t+1} - V_t) + gamma lambda A_{t+1}
+        following = reward + gamma * next_value - value + gamma * lam * following
+        next_value = value
+        backwards.append(following)
+    advantages_N = torch.tensor(backwards[::-1], dtype=values_N.dtype)  # [N], in the order of the steps again
+    return advantages_N, advantages_N + values_N  # R_t = A_t + V_t, the lambda-return

@@ -14,7 +14,7 @@ baseline: bad rollouts teach nothing here.
 Deviations from the paper, and why:
 - Rollouts have several turns; what the policy did not write is masked.
 - The very tokens that were sampled are trained; nothing is rendered again. The rollouts must therefore be the tuned
-  policy's own. To imitate another model, write its runs to a file (`agl export`) and use `sft`.
+  policy's own. To imitate another model, write its runs to a file (`agl data export`) and use `sft`.
 - Equal answers are kept, where the paper removes them: siblings are samples, and how often an answer appears is its
   probability.
 - Training continues from the current weights, where the paper starts again from the pretrained model: here the model
@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.supply import RolloutSupply
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
-from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.data.supply import RolloutSupply
+from agl_algo_torch.learner.batch import RowSample, from_row, loss_weights, micro_batches
+from agl_algo_torch.learner.model import LoraSettings
+from agl_algo_torch.learner.optim import OptimSettings
+from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.tuned_policy import TunedPolicy, at_least_one, one_of
+from agl_algo_torch.learner.typed_torch import backward
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import Silence
 from agl_objectives.reports import averaged
@@ -208,7 +208,7 @@ class RFT:
         await self._tuned.go_back(state, rate=rate, updates=self._updates)
 
     def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of so many tasks a step draws, and how many times it runs each, for `agl plan`."""
+        """Return how many tasks a step draws of so many, and how often it runs each, for `agl check --forecast`."""
         return self._supply.size(tasks)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:

@@ -33,6 +33,7 @@ Temperatures are those of sampling, for policy and teacher alike. M is the numbe
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, get_args
@@ -41,26 +42,17 @@ import torch
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import MicroBatch, RowSample, loss_weights, micro_batches
-from agl_algo_torch.divergence import (
-    DIVERGENCES,
-    Divergence,
-    among,
-    divergence,
-    likeliest,
-    scaled_logprobs,
-)
-from agl_algo_torch.feedback import SOURCES, Source
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner
-from agl_algo_torch.lessons import TaughtRow, Teaching
-from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.objective import Objective, Tally
-from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.preparation import ESTIMATOR, estimator_of_samples, prepare
-from agl_algo_torch.retelling import Retelling, Words
-from agl_algo_torch.token_numbers import TokenNumbers
-from agl_algo_torch.tuned_policy import (
+from agl_algo_torch.data.feedback import SOURCES, Source
+from agl_algo_torch.data.lessons import Retelling, TaughtRow, Teaching, Words
+from agl_algo_torch.data.preparation import ESTIMATOR, estimator_of_samples, prepare
+from agl_algo_torch.learner.batch import MicroBatch, RowSample, loss_weights, micro_batches
+from agl_algo_torch.learner.model import LoraSettings
+from agl_algo_torch.learner.objective import Objective, Tally
+from agl_algo_torch.learner.optim import Decay, OptimSettings
+from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_algo_torch.learner.token_numbers import TokenNumbers
+from agl_algo_torch.learner.tuned_policy import (
     TunedPolicy,
     at_least_one,
     check_tasks,
@@ -69,7 +61,7 @@ from agl_algo_torch.tuned_policy import (
     one_of,
     shares,
 )
-from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.learner.typed_torch import backward
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.groups import GroupSampler, Silence
 from agl_objectives.importance import Importance
@@ -442,3 +434,47 @@ def _check_sources(sources: Sequence[str], *, group_size: int, grpo_coef: float)
             "sdpo with grpo_coef compares the rollouts of a group, but group_size is 1. Give at least 2, or "
             "grpo_coef = 0."
         )
+
+
+Divergence = Literal["jsd", "reverse", "forward"]
+DIVERGENCES = ("jsd", "reverse", "forward")
+
+_LEAST = 1e-9
+"""Smallest probability of all tokens outside of the first K together; its logarithm must stay finite."""
+
+
+def scaled_logprobs(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
+    """Return the logarithm of `softmax(logits / temperature)`, [M, V], at least float32."""
+    wide_M_V = logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32))
+    return (wide_M_V / temperature_M[:, None]).log_softmax(dim=1)
+
+
+def likeliest(logp_M_V: Tensor, *, count: int) -> Tensor | None:
+    """Return the ids of the `count` likeliest tokens, [M, K]; None for the whole vocabulary."""
+    if not 0 < count < logp_M_V.shape[1]:
+        return None
+    return logp_M_V.detach().topk(count, dim=1).indices
+
+
+def among(logp_M_V: Tensor, chosen_M_K: Tensor | None) -> Tensor:
+    """Return the log-probabilities of the chosen tokens and of all others as one, [M, K + 1]; of all for None."""
+    if chosen_M_K is None:
+        return logp_M_V
+    logp_M_K = logp_M_V.gather(1, chosen_M_K)
+    others_M = (1.0 - logp_M_K.exp().sum(dim=1)).clamp_min(_LEAST)
+    return torch.cat([logp_M_K, others_M.log()[:, None]], dim=1)
+
+
+def divergence(policy_M_K: Tensor, teacher_M_K: Tensor, *, kind: Divergence) -> Tensor:
+    """Return the divergence of each token in nats, [M], with the gradient of both arguments."""
+    if kind == "reverse":
+        return _kl(policy_M_K, teacher_M_K)
+    if kind == "forward":
+        return _kl(teacher_M_K, policy_M_K)
+    middle_M_K = torch.logaddexp(policy_M_K, teacher_M_K) - math.log(2.0)
+    return 0.5 * (_kl(policy_M_K, middle_M_K) + _kl(teacher_M_K, middle_M_K))
+
+
+def _kl(a_M_K: Tensor, b_M_K: Tensor) -> Tensor:
+    # sum_k a_k (log a_k - log b_k)
+    return (a_M_K.exp() * (a_M_K - b_M_K)).sum(dim=1)

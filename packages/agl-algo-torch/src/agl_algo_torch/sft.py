@@ -25,14 +25,21 @@ from typing import TYPE_CHECKING, get_args
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import loss_weights, micro_batches
-from agl_algo_torch.dialogues import read_dialogues, tokenize
-from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, saved_path, tuned_name, tuned_weights
-from agl_algo_torch.model import LoraSettings
-from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.packing import packs_rows
-from agl_algo_torch.tuned_policy import at_least_one, not_negative, one_of
-from agl_algo_torch.typed_torch import backward, seeded
+from agl_algo_torch.data.dialogues import read_dialogues, tokenize
+from agl_algo_torch.learner.batch import loss_weights, micro_batches
+from agl_algo_torch.learner.model import LoraSettings
+from agl_algo_torch.learner.optim import Decay, OptimSettings
+from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.learner.policy_learner import (
+    LearnerSettings,
+    PolicyLearner,
+    mean,
+    saved_path,
+    tuned_name,
+    tuned_weights,
+)
+from agl_algo_torch.learner.tuned_policy import at_least_one, not_negative, one_of
+from agl_algo_torch.learner.typed_torch import backward, seeded
 from agl_objectives.aggregation import MEANS, MeanAggregation
 from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
 
@@ -41,8 +48,8 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_torch.batch import RowSample
-    from agl_algo_torch.dialogues import Dialogue
+    from agl_algo_torch.data.dialogues import Dialogue
+    from agl_algo_torch.learner.batch import RowSample
 
 
 class SFT:

@@ -112,7 +112,7 @@ class AglSpec:
 
             @agl.hookimpl
             def agl_policies():
-                yield agl.PolicyEntry(name="torch", factory="agl_algo_torch.policy:TorchPolicy", trains=True)
+                yield agl.PolicyEntry(name="torch", factory="agl_algo_torch.serving.policy:TorchPolicy", trains=True)
         """
 
     @hookspec
@@ -140,7 +140,7 @@ class AglSpec:
 
             @agl.hookimpl
             def agl_exporters():
-                yield ExporterEntry(name="otlp", factory="agl_otlp.exporter:OtlpExporter")
+                yield ExporterEntry(name="otlp", factory="agl_sinks.otlp.exporter:OtlpExporter")
         """
 
     @hookspec

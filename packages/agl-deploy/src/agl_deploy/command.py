@@ -20,7 +20,8 @@ from agl_deploy.rayjob import rayjob_files
 from agl_deploy.serving import serving_files
 from agl_deploy.skypilot import skypilot_files
 from agl_deploy.writing import State, states, write
-from agl_run.commands import pass_manager, visible
+from agl_inspect.terminal import pass_manager
+from agl_inspect.text import visible
 
 F = TypeVar("F", bound=Callable[..., Any])
 

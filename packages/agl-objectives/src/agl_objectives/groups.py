@@ -35,8 +35,8 @@ import torch
 
 from agl.contracts import Collected
 from agl.errors import ConfigError, RunError
+from agl_objectives.advantages import Baseline, baseline_of, call_advantages, trained_tokens
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
-from agl_objectives.estimating import Baseline, baseline_of, call_advantages, trained_tokens
 from agl_objectives.estimators import dr_grpo
 from agl_objectives.tasks import Curriculum, TaskDraws, by_task, canonical
 from agl_objectives.uses import call_uses

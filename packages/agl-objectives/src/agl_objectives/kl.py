@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agl.errors import ConfigError
-from agl_objectives.ratios import LIMIT
+from agl_objectives.losses import LIMIT
 
 __all__ = ["KL", "KLS", "PENALTIES", "check_penalty", "kl_estimate"]
 

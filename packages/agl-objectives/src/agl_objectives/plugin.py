@@ -18,50 +18,50 @@ if TYPE_CHECKING:
 def agl_losses() -> Iterable[LossEntry]:
     """Losses of trained tokens."""
     yield LossEntry(
-        name="ppo-clip", factory="agl_objectives.clipping:PPOClip", summary="PPO's clipped objective, two bounds"
+        name="ppo-clip", factory="agl_objectives.losses:PPOClip", summary="PPO's clipped objective, two bounds"
     )
     yield LossEntry(
         name="gspo",
-        factory="agl_objectives.sequences:GSPO",
+        factory="agl_objectives.losses:GSPO",
         summary="the clipped objective with one ratio per rollout (GSPO)",
         aggregation="sequence",
         surveys_ratios=True,
     )
     yield LossEntry(
         name="gmpo",
-        factory="agl_objectives.sequences:GMPO",
+        factory="agl_objectives.losses:GMPO",
         summary="the geometric mean of a rollout's clipped ratios (GMPO)",
         aggregation="sequence",
         surveys_ratios=True,
     )
     yield LossEntry(
-        name="cispo", factory="agl_objectives.clipping:CISPO", summary="bounded weights that carry no gradient (CISPO)"
+        name="cispo", factory="agl_objectives.losses:CISPO", summary="bounded weights that carry no gradient (CISPO)"
     )
     yield LossEntry(
         name="sapo",
-        factory="agl_objectives.clipping:SAPO",
+        factory="agl_objectives.losses:SAPO",
         summary="a soft gate in place of the clip (SAPO)",
         aggregation="sequence",
     )
     yield LossEntry(
         name="clip-cov",
-        factory="agl_objectives.covariance:ClipCov",
+        factory="agl_objectives.losses:ClipCov",
         summary="no gradient for some tokens that cost entropy (Clip-Cov)",
     )
     yield LossEntry(
         name="kl-cov",
-        factory="agl_objectives.covariance:KLCov",
+        factory="agl_objectives.losses:KLCov",
         summary="a penalty on the tokens that cost most entropy (KL-Cov)",
         trains_silent=True,
         needs_updates=True,
     )
     yield LossEntry(
-        name="dppo", factory="agl_objectives.trust:DPPO", summary="a trust region by divergence of each token (DPPO)"
+        name="dppo", factory="agl_objectives.losses:DPPO", summary="a trust region by divergence of each token (DPPO)"
     )
-    yield LossEntry(name="gpg", factory="agl_objectives.trust:gpg", summary="the plain policy gradient (GPG)")
+    yield LossEntry(name="gpg", factory="agl_objectives.losses:gpg", summary="the plain policy gradient (GPG)")
     yield LossEntry(
         name="dro",
-        factory="agl_objectives.trust:DRO",
+        factory="agl_objectives.losses:DRO",
         summary="the policy gradient with a quadratic bound (DRO)",
         trains_silent=True,
     )

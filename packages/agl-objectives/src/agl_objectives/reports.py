@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from agl.errors import AglError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["UnusedEstimator", "averaged"]
+__all__ = [
+    "MAX_NONFINITE",
+    "Skipped",
+    "UnusedEstimator",
+    "averaged",
+]
 
 _COUNTS = frozenset({"updates_skipped", "updates_nonfinite", "value_updates_nonfinite"})
 """Metrics that count a step's updates."""
@@ -38,3 +47,40 @@ class UnusedEstimator:
             f"the credit gave {final} of {calls} calls finished advantages, in which "
             f'estimator = "{self._name}" has no part'
         )
+
+
+MAX_NONFINITE = 3
+"""Updates in a row that may be skipped, unless a setting says otherwise."""
+
+
+@dataclass(slots=True)
+class Skipped:
+    """The updates of one model that were not made; at most `limit` in a row may be."""
+
+    limit: int
+    total: int = 0
+    in_a_row: int = 0
+    told: int = 0
+
+    def news(self) -> str:
+        """Return a sentence for people about the updates that were skipped since the last call, `""` without one."""
+        count, self.told = self.total - self.told, self.total
+        return f"{count} updates were skipped, because their gradients are not finite" if count else ""
+
+    def note(self, norm: float, *, update: int) -> bool:
+        """Take the gradient's norm of an update and return whether it was skipped.
+
+        Raises AglError beyond the limit.
+        """
+        if math.isfinite(norm):
+            self.in_a_row = 0
+            return False
+        self.total += 1
+        self.in_a_row += 1
+        if self.in_a_row > self.limit:
+            raise AglError(
+                f"The gradient norm of update {update} is {norm}: {self.in_a_row} in a row are not finite, and "
+                f"max_nonfinite = {self.limit}. None of these updates was made. Lower lr, train in float32 instead of "
+                "float16, or raise max_nonfinite."
+            )
+        return True

@@ -37,7 +37,7 @@ from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
 from agl._plugins.sources import (
     CORE,
     DISABLED_VARIABLE,
-    RUN,
+    ENGINE,
     STRICT_VARIABLE,
     Source,
     check_bound,
@@ -52,7 +52,6 @@ EVERY = "*"
 """In ``AGL_DISABLED_PLUGINS``: every plugin but the core's own components."""
 
 CORE_PLUGIN = "core"
-RUN_PLUGIN = "run"
 
 _log = logging.getLogger("agl.plugins")
 
@@ -60,9 +59,9 @@ _log = logging.getLogger("agl.plugins")
 class PluginManager:
     """Registered plugins and their components.
 
-    A new manager has the components of ``agl-core``, and of ``agl-run`` where that is installed; :meth:`load` adds the
-    other installed plugins and :meth:`register` one at hand. Looking components up is safe from several threads;
-    registering is not.
+    A new manager has the components of ``agl-core``, and of ``agl-run`` with its parts where it is installed;
+    :meth:`load` adds the other installed plugins and :meth:`register` one at hand. Looking components up is safe from
+    several threads; registering is not.
 
     Args:
         disabled: Names of entry points or distributions to leave out; ``"*"`` for all.
@@ -82,7 +81,7 @@ class PluginManager:
         self._failures: dict[str, int] = {}
         core = Source(name=CORE_PLUGIN, distribution=CORE, version=agl.__version__, module=builtin.__name__)
         self._admit(core, builtin)
-        for source, point in installed(RUN):
+        for source, point in [found for distribution in ENGINE for found in installed(distribution)]:
             self._load(source, point)
 
     @classmethod
@@ -112,7 +111,7 @@ class PluginManager:
     def load(self) -> None:
         """Load the installed plugins in order of name; one that fails is quarantined, or raised when strict."""
         for source, point in installed():
-            if source.distribution == RUN:
+            if source.distribution in ENGINE:
                 continue
             if self._disabled & {EVERY, source.name, source.distribution}:
                 self._skipped.append(source)
@@ -244,7 +243,7 @@ class PluginManager:
             check_hooks(self._hooks, plugin)
             entries = components(self._hooks, plugin)
             self._named[source] = tuple(key_of(entry) for entry in entries)
-            self._catalog.add(source, entries, reserved=(CORE_PLUGIN, RUN_PLUGIN))
+            self._catalog.add(source, entries, reserved=(CORE_PLUGIN, "inspect", "run", "store-sqlite"))
         except BaseException:
             self._hooks.unregister(plugin)
             raise

@@ -15,7 +15,7 @@ from aiohttp import web
 from tinker import types
 
 from agl.errors import AglError
-from agl_algo_torch.hosting import read_adapter
+from agl_algo_torch.serving.hosting import read_adapter
 from agl_tinker.server.checkpoints import Checkpoint
 from agl_tinker.server.losses import LOSSES
 from agl_tinker.server.problems import RefusedError, not_offered

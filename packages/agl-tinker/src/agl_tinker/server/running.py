@@ -9,7 +9,7 @@ from pathlib import Path
 from aiohttp import web
 
 from agl.errors import ConfigError
-from agl_algo_torch.hosting import HostedModel
+from agl_algo_torch.serving.hosting import HostedModel
 from agl_tinker.server.app import TinkerApp
 from agl_tinker.server.service import TinkerService
 

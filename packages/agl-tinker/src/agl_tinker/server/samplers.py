@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from agl_algo_torch.hosting import HostedModel, Sampler
+from agl_algo_torch.serving.hosting import HostedModel, Sampler
 
 Key = tuple[Path | None, int]
 """The folder of the weights and the time when they were written, since a name may be used again after a removal."""

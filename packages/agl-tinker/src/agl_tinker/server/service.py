@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from tinker import types
 
-from agl_algo_torch.hosting import AdamStep, Adapter, HostedModel, Trainee
+from agl_algo_torch.serving.hosting import AdamStep, Adapter, HostedModel, Trainee
 from agl_tinker.server.checkpoints import Checkpoint, Checkpoints
 from agl_tinker.server.losses import make_loss
 from agl_tinker.server.problems import RefusedError, not_offered

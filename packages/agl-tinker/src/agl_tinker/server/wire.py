@@ -1,4 +1,4 @@
-"""Tinker's messages, read into rows and requests of ``agl_algo_torch.hosting`` and written from its results.
+"""Tinker's messages, read into rows and requests of ``agl_algo_torch.serving.hosting`` and written from its results.
 
 Rows and results of training and of sampling travel as protocol buffers, whose classes come with the published client;
 everything else is JSON, read by the client's own models.
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from agl_algo_torch.hosting import Sample, SampleRequest, TargetRow
+from agl_algo_torch.serving.hosting import Sample, SampleRequest, TargetRow
 from agl_tinker.server.losses import built_in
 from agl_tinker.server.problems import RefusedError, not_offered
 

@@ -1,0 +1,310 @@
+"""Builds what the teacher of `sdpo` reads: the rows of rollouts, with a lesson in the prompts of their calls.
+
+`feedback` finds what there is to tell and `retelling` puts it into a prompt; here they meet, rollout by rollout. A
+group in which there is nothing to tell, or nothing left to learn, is silent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import TemplateError
+
+from agl.errors import ConfigError
+from agl.schemas import unpack_ids
+from agl_algo_torch.data.feedback import Lesson, answers_of, find_feedback, find_sibling
+from agl_algo_torch.learner.batch import RowSample, from_row, from_tokens
+from agl_objectives.uses import call_uses
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agl.contracts import CallUse, Store
+    from agl.schemas import Episode, Span, Transition
+    from agl_algo_torch.data.preparation import PreparedBatch
+
+_REASONS = {
+    "nothing": "nothing was said about its rollout, and no sibling succeeded",
+    "unplaced": "its prompt has no place where an answer of the chat template begins",
+    "too_long": "its prompt with the lesson is longer than the model's context",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaughtRow:
+    """A row of the policy, and the same tokens in the teacher's contexts: one sample per call, in order of the row.
+
+    `is_solved` is true where its rollout succeeded and nothing was said about it.
+    """
+
+    policy: RowSample
+    teacher: tuple[RowSample, ...]
+    is_solved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    """The rows that learn, the calls that do not with the reason for each, and the rollouts by what they were told."""
+
+    rows: list[TaughtRow] = field(default_factory=list[TaughtRow])
+    untaught: dict[str, dict[str, str]] = field(default_factory=dict[str, "dict[str, str]"])
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, other: Lessons) -> None:
+        """Take in the lessons of other rollouts."""
+        self.rows.extend(other.rows)
+        self.untaught.update(other.untaught)
+        self.counts.update(other.counts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many rollouts there was something to tell about, and how many calls learn, by reason where not."""
+        names = {"with_sibling": "told_sibling", "with_feedback": "told_feedback", "taught": "calls_taught"}
+        names |= {reason: f"calls_untaught_{reason}" for reason in _REASONS}
+        return {name: float(self.counts[key]) for key, name in names.items()}
+
+    def uses(
+        self, groups: Sequence[Sequence[Episode]], *, grpo: PreparedBatch | None
+    ) -> dict[str, tuple[CallUse, ...]]:
+        """Return what became of every call, by rollout id."""
+        uses: dict[str, tuple[CallUse, ...]] = {}
+        for episode in (episode for group in groups for episode in group):
+            rollout = episode.rollout.rollout_id
+            untaught = self.untaught[rollout]
+            trained = {call.span_id for call in episode.transitions} - set(untaught)
+            reasons = {span_id: _REASONS[reason] for span_id, reason in untaught.items()}
+            found = call_uses(episode, trained=trained, refused=reasons)
+            if grpo is not None:  # a call without a lesson may still have an advantage
+                of_grpo = {use.span_id: use for use in grpo.uses[rollout]}
+                found = tuple(use if use.row >= 0 else of_grpo[use.span_id] for use in found)
+            uses[rollout] = found
+        return uses
+
+
+class Teaching:
+    """The lessons of one step's groups, each built once.
+
+    Args:
+        store: Where the spans of rollouts are.
+        retelling: Puts messages into prompts.
+        words: The messages' words.
+        sources: What is told.
+        success: Least reward of a rollout that succeeded: it is shown to the others.
+        most: Tokens of the model's context.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        retelling: Retelling,
+        words: Words,
+        sources: Sequence[str],
+        success: float,
+        most: int,
+    ) -> None:
+        self._store, self._retelling, self._words = store, retelling, words
+        self._sources, self._success, self._most = sources, success, most
+        self._known: dict[tuple[str, ...], Lessons] = {}
+
+    async def lessons(self, groups: Sequence[Sequence[Episode]]) -> Lessons:
+        """Return the rows of all rollouts that there is something to tell about."""
+        found = Lessons()
+        for group in groups:
+            found.add(await self._of(group))
+        return found
+
+    async def is_silent(self, group: Sequence[Episode]) -> bool:
+        """Return true if no call of a group is taught, or if all its rollouts succeeded and nothing was said of any."""
+        found = await self._of(group)
+        return not found.rows or (all(map(self._is_solved, group)) and not found.counts["with_feedback"])
+
+    def _is_solved(self, episode: Episode) -> bool:
+        return episode.reward is not None and episode.reward >= self._success
+
+    async def _of(self, group: Sequence[Episode]) -> Lessons:
+        ids = tuple(episode.rollout.rollout_id for episode in group)
+        if ids not in self._known:
+            self._known[ids] = await self._built(group)
+        return self._known[ids]
+
+    async def _built(self, group: Sequence[Episode]) -> Lessons:
+        found = Lessons()
+        for index, episode in enumerate(group):
+            spans = await self._spans(episode)
+            said = find_feedback(episode, spans, sources=self._sources, clean=self._retelling.harmless)
+            sibling = find_sibling(group, index, success=self._success) if "siblings" in self._sources else None
+            found.counts.update({"with_sibling": sibling is not None, "with_feedback": bool(said)})
+            untaught: dict[str, str] = {}
+            taught: dict[str, RowSample] = {}
+            for call in (call for call in episode.transitions if not call.reject):
+                sample = self._teacher_sample(call, self._lesson(call, sibling=sibling, said=said))
+                if isinstance(sample, str):
+                    untaught[call.span_id] = sample
+                else:
+                    taught[call.span_id] = sample
+            found.untaught[episode.rollout.rollout_id] = untaught
+            found.counts.update(taught=len(taught), **Counter(untaught.values()))
+            found.rows.extend(_rows(episode, taught, is_solved=self._is_solved(episode) and not said))
+        return found
+
+    async def _spans(self, episode: Episode) -> list[Span]:
+        """Return the spans of a rollout's deciding attempt, where errors of tools are looked for."""
+        if "tools" not in self._sources or episode.attempt is None:
+            return []
+        spans: list[Span] = []
+        while True:
+            after = spans[-1].sequence if spans else 0
+            page = await self._store.spans(episode.rollout.rollout_id, after=after)
+            if not page:
+                return spans
+            spans += page
+
+    def _lesson(self, call: Transition, *, sibling: Episode | None, said: str) -> Lesson:
+        answers = answers_of(sibling, agent=call.agent) if sibling is not None else []
+        shown = "\n".join(self._retelling.text(unpack_ids(answer.response_ids)) for answer in answers)
+        return Lesson(feedback=self._retelling.cut(said), sibling=self._retelling.cut(shown))
+
+    def _teacher_sample(self, call: Transition, lesson: Lesson) -> RowSample | str:
+        """Return a call in the teacher's context, or the reason why it has none."""
+        if not lesson:
+            return "nothing"
+        prompt = self._retelling.prompt(unpack_ids(call.prompt_ids), self._words.message(lesson))
+        if prompt is None:
+            return "unplaced"
+        answer = unpack_ids(call.response_ids)
+        if len(prompt) + len(answer) > self._most:
+            return "too_long"
+        sample = from_tokens(call.rollout_id, [*prompt, *answer], [0] * len(prompt) + [1] * len(answer))
+        return replace(sample, temperature=torch.full((len(sample.ids),), call.temperature or 1.0))
+
+
+def _rows(episode: Episode, taught: Mapping[str, RowSample], *, is_solved: bool) -> list[TaughtRow]:
+    """Return the rows of an episode on which calls are taught."""
+    temperatures = {call.span_id: call.temperature for call in episode.transitions}
+    rows: list[TaughtRow] = []
+    for row in episode.rows:
+        calls = [part.span_id for part in row.segments if part.span_id in taught]
+        if calls:
+            policy = from_row(row, advantages=dict.fromkeys(calls, 1.0), temperatures=temperatures)
+            teacher = tuple(taught[span_id] for span_id in calls)
+            rows.append(TaughtRow(policy=policy, teacher=teacher, is_solved=is_solved))
+    return rows
+
+
+_PROBE = "a lesson"
+_OPENINGS = (
+    [{"role": "user", "content": "a"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ],
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """The message's parts: around a sibling's answers, around feedback, and at its end.
+
+    Raises:
+        ConfigError: A part has no place for what it is about.
+    """
+
+    sibling: str
+    feedback: str
+    closing: str
+
+    def __post_init__(self) -> None:
+        for name, text in (("sibling", self.sibling), ("feedback", self.feedback)):
+            if f"{{{name}}}" not in text:
+                raise ConfigError(f"sdpo got {name}_words = {text!r}, which shows nothing; write {{{name}}} in it.")
+
+    def message(self, lesson: Lesson) -> str:
+        """Return the user message that tells the lesson."""
+        parts = [
+            self.sibling.replace("{sibling}", lesson.sibling) if lesson.sibling else "",
+            self.feedback.replace("{feedback}", lesson.feedback) if lesson.feedback else "",
+            self.closing,
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+
+class Retelling:
+    """Builds the prompts of a self-teacher with a model's tokenizer and chat template.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer with a chat template.
+        max_tokens: Most tokens of a sibling's answers, and of feedback; the rest is cut off.
+
+    Raises:
+        ConfigError: The template has no recognisable user message, or nothing that begins an answer.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_tokens: int) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._before, self._after = self._user_message()
+        asked, opened = (self._rendered(_OPENINGS[0], is_open=is_open) for is_open in (False, True))
+        begin = opened.removeprefix(asked) if opened.startswith(asked) else ""
+        self._begin = self._encode(begin)
+        if not self._begin:
+            raise ConfigError("sdpo cannot tell where answers begin: the chat template puts nothing before them.")
+        frame = self._before + self._after + begin
+        self._structure = [text for text in tokenizer.all_special_tokens if text in frame]
+
+    def prompt(self, prompt_ids: Sequence[int], message: str) -> list[int] | None:
+        """Return the prompt with a harmless message in it; None where no answer of the template begins in it."""
+        at = _last(prompt_ids, self._begin)
+        if at < 0:
+            return None
+        told = self._encode(self._before + message + self._after)
+        return [*prompt_ids[:at], *told, *prompt_ids[at:]]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer without the tokens that frame messages."""
+        return self.harmless(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)).strip()
+
+    def cut(self, text: str) -> str:
+        """Return the beginning of a text, `max_tokens` long."""
+        ids = self._encode(text)
+        return (
+            text if len(ids) <= self._max_tokens else self._tokenizer.decode(ids[: self._max_tokens]).rstrip("\ufffd")
+        )
+
+    def harmless(self, text: str) -> str:
+        """Return a text that cannot end the message that it is in."""
+        while found := next((token for token in self._structure if token in text), None):
+            text = text.replace(found, "")
+        return text
+
+    def _user_message(self) -> tuple[str, str]:
+        """Return what the template writes before and after the text of a user message within a conversation."""
+        for (
+            opening
+        ) in _OPENINGS:  # some templates want the roles to alternate, others change an answer that is not last
+            try:
+                before = self._rendered(opening)
+                whole = self._rendered([*opening, {"role": "user", "content": _PROBE}])
+            except TemplateError:
+                continue
+            if whole.startswith(before) and _PROBE in whole[len(before) :]:
+                start, _, end = whole[len(before) :].partition(_PROBE)
+                return start, end
+        raise ConfigError(
+            "sdpo cannot put feedback into this model's prompts: its chat template writes no user message that follows "
+            "others as it stands. Use a model whose template appends messages, such as ChatML's."
+        )
+
+    def _rendered(self, messages: Sequence[dict[str, str]], *, is_open: bool = False) -> str:
+        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_open)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _last(ids: Sequence[int], wanted: Sequence[int]) -> int:
+    """Return where `wanted` last begins in `ids`, -1 for nowhere."""
+    size = len(wanted)
+    found = (at for at in range(len(ids) - size, -1, -1) if list(ids[at : at + size]) == list(wanted))
+    return next(found, -1)

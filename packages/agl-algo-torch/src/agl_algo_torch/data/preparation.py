@@ -1,0 +1,141 @@
+"""Prepares finished episodes for training: credit, then advantages over rollouts, then rows with masks.
+
+Credit assignment says what each call is worth and which calls it is compared with. The estimator turns that into
+advantages, over the whole batch at once, because some estimators scale by the batch's deviation.
+The formulas are in `agl_objectives`, the tensors in `batch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl.errors import ConfigError
+from agl_algo_torch.learner.batch import RowSample, from_row
+from agl_objectives.advantages import call_advantages, trained_tokens
+from agl_objectives.answers import SoftOverlong, without_truncated
+from agl_objectives.registry import find_estimator
+from agl_objectives.uses import group_uses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agl.contracts import CallUse, Credit
+    from agl.schemas import Episode
+    from agl_objectives.advantages import Baseline
+    from agl_objectives.contract import Estimator
+    from agl_objectives.registry import FoundEstimator
+
+
+ESTIMATOR = "grpo"
+"""The estimator of algorithms that learn from rewards beside something else, unless another one is asked for."""
+
+NO_PUNISHMENT = SoftOverlong()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedBatch:
+    """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log.
+
+    `calls` are those with credit, and `final` those of them whose credit was an advantage already. `loud` are the ids
+    of the rollouts that have a gradient, and `uses` what became of every call, by rollout id.
+    """
+
+    samples: list[RowSample]
+    metrics: dict[str, float]
+    calls: int
+    final: int
+    loud: set[str]
+    uses: dict[str, tuple[CallUse, ...]]
+
+
+def estimator_of_samples(algorithm: str, name: str) -> FoundEstimator:
+    """Return an estimator for an algorithm whose rollouts are all sampled.
+
+    Raises ConfigError for one that compares with greedy rollouts, and as `find_estimator` does.
+    """
+    found = find_estimator(name)
+    if found.entry.needs_baseline:
+        raise ConfigError(
+            f"{algorithm} got estimator = {name!r}, which compares with greedy rollouts, and {algorithm} makes none. "
+            'Use another one, such as "rloo", or the algorithm grpo.'
+        )
+    return found
+
+
+def prepare(
+    groups: Sequence[Sequence[Episode]],
+    *,
+    credit: Credit,
+    estimator: Estimator,
+    mask_truncated: bool = False,
+    overlong: SoftOverlong = NO_PUNISHMENT,
+    baselines: Sequence[Baseline] = (),
+) -> PreparedBatch:
+    """Return samples with advantages for groups of episodes that share a task.
+
+    A call whose credit says `is_advantage` keeps its value. Rows without a creditable call are left out. With
+    `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained; `overlong`
+    takes its punishment off the credit of long ones. `baselines` are what greedy rollouts got, one for each group.
+    """
+    episodes = [episode for group in groups for episode in group]
+    # Credit sees one group at a time: a credit may compare rollouts of one task, and no others.
+    credits = [list(calls) for group in groups for calls in credit.assign(group)]
+    credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
+    places = [index for index, group in enumerate(groups) for _ in group]  # the group of each episode
+    advantages = call_advantages(
+        credits,
+        groups=places,
+        tokens=trained_tokens(episodes),
+        estimator=estimator,
+        baselines=[baselines[place] for place in places] if baselines else None,
+    )
+    if mask_truncated:
+        advantages = [without_truncated(e, by_span) for e, by_span in zip(episodes, advantages, strict=True)]
+    samples: list[RowSample] = []
+    for episode, by_span in zip(episodes, advantages, strict=True):
+        temperatures = {call.span_id: call.temperature for call in episode.transitions}
+        # A shared beginning is read in every row and trained in one; a row may have nothing of its own to train.
+        rows = [from_row(row, advantages=by_span, temperatures=temperatures) for row in episode.rows]
+        samples += [row for row in rows if row.trained_tokens]
+    final = sum(call.is_advantage for calls in credits for call in calls)
+    given = [{call.span_id: call.value for call in calls} for calls in credits]
+    loud = {sample.rollout for sample in samples if not sample.is_silent}
+    return PreparedBatch(
+        samples=samples,
+        metrics=_metrics(groups, rows=len(samples), loud=loud),
+        calls=sum(map(len, credits)),
+        final=final,
+        loud=loud,
+        uses=group_uses(groups, trained=advantages, loud=loud, credits=given, advantages=advantages),
+    )
+
+
+def overlong(algorithm: str, *, limit: int, buffer: int) -> SoftOverlong:
+    """Return the punishment of long answers; raises ConfigError for lengths that do not go together."""
+    soft = SoftOverlong(limit=limit, buffer=buffer)
+    if not soft.is_possible:
+        raise ConfigError(
+            f"{algorithm} got overlong_limit = {limit} and overlong_buffer = {buffer}; give the most tokens of an "
+            "answer and the part of them, at least 1, in which it is punished, or neither."
+        )
+    return soft
+
+
+def _metrics(groups: Sequence[Sequence[Episode]], *, rows: int, loud: set[str]) -> dict[str, float]:
+    # A missing reward is left out of the mean, not taken for 0.
+    rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
+    # A group is silent when no rollout of it has an advantage: all right, all wrong, or nothing to train.
+    silent = sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group))
+    calls = [call for group in groups for e in group for call in e.transitions if not call.reject]
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,  # over the batch, divided by n - 1
+        "groups": float(len(groups)),
+        "groups_silent": float(silent),
+        "rollouts": float(sum(len(group) for group in groups)),
+        "rows": float(rows),
+        "calls_distribution_changed": float(sum(call.is_distribution_changed for call in calls)),
+    }

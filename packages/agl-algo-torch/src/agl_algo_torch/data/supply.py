@@ -1,0 +1,147 @@
+"""Supplies a step with groups of rollouts: the algorithm collects its own, or reads those of another algorithm.
+
+`dpo`, `ipo`, `kto` and `rft` share it; they learn equally well from rollouts that somebody else paid for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agl.errors import ConfigError
+from agl_algo_torch.learner.policy_learner import mean
+from agl_algo_torch.learner.tuned_policy import at_least_one, check_tasks
+from agl_objectives.groups import GroupSampler, SampledGroups, Silence
+from agl_objectives.tasks import UNIFORM, Curriculum
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agl.contracts import AlgorithmContext, CallUse
+    from agl.schemas import Episode, Json
+
+STEPS, TASKS_PER_STEP, GROUP_SIZE = 1, 16, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuppliedGroups:
+    """Groups of rollouts that share a task, metrics to log, and the uses of the calls of groups that were replaced.
+
+    `stop_reason` says why no further step will have rollouts; it is empty while one may.
+    """
+
+    groups: list[list[Episode]]
+    metrics: dict[str, float]
+    stop_reason: str = ""
+    uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
+
+
+class RolloutSupply:
+    """The rollouts of an algorithm that may have a source. Call `begin` first.
+
+    Args:
+        algorithm: Its registered name, for messages.
+        steps: Steps in all; `None` for 1, or with a source for as many as it has rollouts for.
+        tasks_per_step: Groups that it collects per step, with `group_size` rollouts each; `None` for the defaults.
+        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
+        refill: Rounds in which groups of `silence` are replaced; `curriculum` and `uniform` choose the tasks. All are
+            refused with a source.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: str,
+        steps: int | None,
+        tasks_per_step: int | None,
+        group_size: int | None,
+        max_age: int,
+        refill: int = 0,
+        silence: Silence | None = None,
+        curriculum: Curriculum = "",
+        uniform: float = UNIFORM,
+    ) -> None:
+        given = {"steps": steps, "tasks_per_step": tasks_per_step, "group_size": group_size}
+        at_least_one(algorithm, **{name: value for name, value in given.items() if value is not None})
+        if max_age < -1:
+            raise ConfigError(f"{algorithm} got max_age = {max_age}; give a number of versions, or -1 for any.")
+        self._algorithm = algorithm
+        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._max_age = max_age
+        self._chooses = {"refill": bool(refill), "curriculum": bool(curriculum)}
+        self._groups = GroupSampler(
+            algorithm,
+            count=tasks_per_step or TASKS_PER_STEP,
+            n=group_size or GROUP_SIZE,
+            refill=refill,
+            silence=silence,
+            curriculum=curriculum,
+            uniform=uniform,
+        )
+        self._after: dict[str, int] = {}
+        self._is_over = False
+
+    def begin(self, context: AlgorithmContext) -> None:
+        """Take the algorithm's context; raises ConfigError for settings that would be ignored."""
+        self._context = context
+        name = self._algorithm
+        if not context.sources:
+            check_tasks(context, algorithm=name)
+            self._groups.begin(context)
+            if self._max_age >= 0:
+                raise ConfigError(f"{name} got max_age without a source; its own rollouts are never old. Remove it.")
+        elif self._tasks_per_step or self._group_size:
+            raise ConfigError(
+                f"{name} learns from {list(context.sources)} and collects nothing, so tasks_per_step and group_size "
+                "would be ignored; remove them, or remove the source."
+            )
+        elif any(self._chooses.values()):
+            given = " and ".join(setting for setting, is_given in self._chooses.items() if is_given)
+            raise ConfigError(
+                f"{name} learns from {list(context.sources)}, which chose its own tasks, so {given} would be ignored; "
+                "set that in the algorithm that collects, or remove the source."
+            )
+
+    def size(self, tasks: int) -> tuple[int, int]:
+        """Return how many of so many tasks a step draws, and how many times it runs each."""
+        return min(tasks, self._tasks_per_step or TASKS_PER_STEP), self._group_size or GROUP_SIZE
+
+    async def take(self, step: int) -> SuppliedGroups:
+        """Return the groups of a step; from sources, all that are new since the last step."""
+        context = self._context
+        if context.sources:
+            found = await context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
+            self._after, self._is_over = found.steps, found.is_over
+            sampled = SampledGroups(
+                groups=found.groups(), episodes=list(found.episodes), dropped=Counter(found.dropped), metrics={}
+            )
+        else:
+            sampled = await self._groups.collect(step)
+        rewards = [e.reward for group in sampled.groups for e in group if e.reward is not None]
+        metrics = {"reward": mean(rewards), "groups": float(len(sampled.groups)), "rollouts": float(len(rewards))}
+        metrics |= sampled.metrics  # with rounds, those of all rollouts that were collected
+        metrics |= {f"dropped_{why}": float(count) for why, count in sampled.dropped.items()}
+        return SuppliedGroups(groups=sampled.groups, metrics=metrics, stop_reason=self._reason(step), uses=sampled.uses)
+
+    def state(self) -> dict[str, Json]:
+        """Return how far the sources were read, if they are exhausted, and what the curriculum knows."""
+        return {"after": dict(self._after), "is_over": self._is_over, "groups": self._groups.state()}
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue reading where `state` was taken."""
+        self._after = dict(state["after"])
+        self._groups.restore(state.get("groups", {}))
+
+    def has_more(self, state: Mapping[str, Json], *, step: int, sources_go_on: bool) -> bool:
+        """Return true when another step follows the last one, `step`, whose state is `state`."""
+        # Exhausted sources stay so until their algorithm runs on; then `steps` is still the limit.
+        if state["is_over"]:
+            return sources_go_on and (self._steps is None or step < self._steps)
+        return step < (self._steps or STEPS)
+
+    def _reason(self, step: int) -> str:
+        if self._is_over:
+            return "the sources have nothing more"
+        limit = self._steps or (None if self._context.sources else STEPS)
+        return f"{step} steps done" if step == limit else ""

@@ -1,0 +1,1 @@
+"""The model in training: its weights, optimizer, objective, checkpoints, and the rows that its updates read."""

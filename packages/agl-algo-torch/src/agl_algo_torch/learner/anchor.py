@@ -1,0 +1,105 @@
+"""Holds agents that share the trained weights, and are not trained themselves, near where they began.
+
+An update for one agent's calls moves the answers of every agent on the same weights. Each update adds to its loss
+
+    anchor_coef * mean over tokens of KL(pi || pi_ref)
+
+over the tokens that the other agents' calls sampled in the rollouts of the update, at the temperatures that they were
+sampled with. pi_ref is the policy at the algorithm's start, and the estimate of KL is that of the algorithm's penalty.
+The calls have no advantage and count in no statistics.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl_algo_torch.learner.batch import RowSample, micro_batches
+from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.learner.tuned_policy import not_negative
+from agl_algo_torch.learner.typed_torch import backward, from_bytes
+from agl_objectives.kl import KL, check_penalty, kl_estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from agl.schemas import Episode, Transition
+    from agl_algo_torch.learner.policy_learner import PolicyLearner
+    from agl_algo_torch.learner.tuned_policy import TunedPolicy
+
+
+class Anchor:
+    """The KL anchor of one algorithm.
+
+    Args:
+        algorithm: For messages.
+        coef: Its weight; 0 turns it off.
+        kl: The estimate.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
+
+    Raises:
+        ConfigError: The weight is negative, or the estimate penalises nothing.
+    """
+
+    def __init__(self, algorithm: str, *, coef: float, kl: KL, token_budget: int) -> None:
+        not_negative(algorithm, anchor_coef=coef)
+        if coef:
+            check_penalty(algorithm, kl)
+        self._coef, self._token_budget = coef, token_budget
+        self._kl: KL = kl
+
+    @property
+    def is_on(self) -> bool:
+        """True if the anchor has a weight, so that the policy at the start is needed."""
+        return self._coef > 0
+
+    def rows(self, episodes: Sequence[Episode], *, policy: str) -> list[RowSample]:
+        """Return a row for each call that the policy answered for an agent that is not trained; none if it is off."""
+        calls = [call for episode in episodes for call in episode.transitions] if self.is_on else []
+        return [_row(call) for call in calls if _is_held(call, policy)]
+
+    def add_gradient(
+        self, learner: PolicyLearner, tuned: TunedPolicy, rows: Sequence[RowSample], *, rollouts: Collection[str]
+    ) -> dict[str, float]:
+        """Add the anchor's gradient for the rows of these rollouts to that of an update; returns the distance to log.
+
+        The distance `anchor_kl` is in nats per token; nothing is returned where there are no such tokens.
+        """
+        held = [row for row in rows if row.rollout in rollouts]
+        tokens = sum(row.trained_tokens for row in held)
+        summed, model = 0.0, learner.loaded.model
+        for batch in micro_batches(
+            held,
+            [1.0] * len(held),
+            total=max(1, tokens),
+            token_budget=self._token_budget,
+            device=learner.loaded.device,
+            is_packed=packs_rows(model),
+        ):
+            logp_M = batch.logprobs(model)  # [M]
+            with torch.no_grad(), tuned.reference.active() as model_ref:
+                reference_M = batch.logprobs(model_ref)  # [M]
+            distance = batch.mean(kl_estimate(logp_M, reference_M, kind=self._kl))
+            backward(self._coef * distance)
+            summed += float(distance.detach())
+        return {"anchor_kl": summed} if tokens else {}
+
+
+def _is_held(call: Transition, policy: str) -> bool:
+    """Return true for a call that the policy answered with token ids and the agent filter leaves out."""
+    return call.reject == "not_selected" and call.policy == policy and bool(call.prompt_ids and call.response_ids)
+
+
+def _row(call: Transition) -> RowSample:
+    ids_T = from_bytes(call.prompt_ids + call.response_ids, kind="<i4", dtype=torch.int64)
+    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
+    mask_T[len(call.prompt_ids) // 4 :] = True
+    return RowSample(
+        rollout=call.rollout_id,
+        ids=ids_T,
+        mask=mask_T,
+        advantages=torch.zeros(len(ids_T)),
+        behaviour=torch.zeros(len(ids_T)),  # the anchor does not read it
+        temperature=torch.full((len(ids_T),), call.temperature or 1.0),
+    )

@@ -1,0 +1,244 @@
+"""Keeps weights and optimizer state on disk, as safetensors and JSON: never pickle, and never half a checkpoint.
+
+A directory is filled under a temporary name, flushed and renamed, so a directory with the final name is whole.
+Two kinds are written: for serving (`save_served`: a Hugging Face directory, or a peft adapter) and for continuing
+(`save_training`: trainable tensors, AdamW moments, the update count).
+Only this module, `transformers` and `peft` read these files back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import torch
+
+from agl.errors import ConfigError
+from agl.schemas import Weights, WeightsProbe, write_probe
+from agl_algo_torch.learner.model import has_lora, load_trainable_state, no_bars, trainable_state, without_master
+from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from torch import Tensor, nn
+
+    from agl_algo_torch.learner.model import LoadedModel
+
+FORMAT = 1
+"""Version of the training checkpoint's layout."""
+
+
+def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
+    """Call `fill` on an empty temporary directory beside `target`, flush it to disk and rename it to `target`.
+
+    A `target` that exists is replaced. A crash at any point leaves the old one, the new one, or none, but never a
+    mixture. Leftovers of an earlier crash are removed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = (target.with_name(f".{target.name}.{kind}") for kind in ("new", "old"))
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.mkdir()
+    fill(fresh)
+    # Contents before names: after a power cut, a renamed directory must not hold empty files.
+    for path in sorted(fresh.rglob("*")):
+        if path.is_file():
+            _flush(path)
+    if target.exists():
+        target.rename(old)
+    fresh.rename(target)
+    _flush_directory(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def save_served(loaded: LoadedModel, target: Path) -> Weights:
+    """Write the files that a policy serves and return the resource that names them.
+
+    Full weights become a Hugging Face directory with the tokenizer, in the type that the model computes in; LoRA a
+    peft adapter that names its base model.
+    A probe beside them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
+    of these weights can be checked.
+    """
+    loaded = without_master(loaded)
+    model = cast("Any", loaded.model)
+    # To an adapter of the head peft would add all of the head's weights, and of the embedding's.
+    options = {"save_embedding_layers": False} if has_lora(model) else {}
+
+    def fill(directory: Path) -> None:
+        with no_bars():
+            model.save_pretrained(directory, **options)
+        loaded.tokenizer.save_pretrained(directory)
+        if (probe := make_probe(loaded)) is not None:
+            write_probe(directory, probe)
+
+    write_directory(target, fill)
+    return served_weights(loaded, target)
+
+
+def served_weights(loaded: LoadedModel, target: Path) -> Weights:
+    """Return the resource that names what `save_served` writes."""
+    if has_lora(loaded.model):
+        return Weights(uri=str(target), base_model=loaded.name, format="lora")
+    return Weights(uri=str(target), format="hf")
+
+
+def save_training(
+    target: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, updates: int, origin: Weights
+) -> None:
+    """Write a checkpoint that training continues from; `origin` is the resource that the model was opened from."""
+    moments, steps = _optimizer_tensors(model, optimizer)
+
+    def fill(directory: Path) -> None:
+        write_tensors(trainable_state(model), directory / "trainable.safetensors")
+        write_tensors(moments, directory / "optimizer.safetensors")
+        state = {"format": FORMAT, "updates": updates, "origin": msgspec.to_builtins(origin), "steps": steps}
+        (directory / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+    write_directory(target, fill)
+
+
+def read_origin(source: Path) -> Weights:
+    """Return the resource that the model of a training checkpoint was opened from."""
+    return msgspec.convert(_read_state(source)["origin"], Weights)
+
+
+def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
+    """Restore model and optimizer in place from `save_training`; returns the number of updates done.
+
+    Nothing of the optimizer's own moments stays, nor of a gradient that no update has used.
+    Raises ConfigError when the directory is absent, newer, or belongs to another model.
+    """
+    state = _read_state(source)
+    load_trainable_state(model, read_tensors(source / "trainable.safetensors"))
+    moments = read_tensors(source / "optimizer.safetensors")
+    names = _parameter_names(model)
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            if name not in state["steps"]:  # AdamW keeps no moments for a parameter that never had a gradient
+                continue
+            optimizer.state[parameter] = {
+                # The fused optimizer reads the count where the parameter is, the other one on the CPU.
+                "step": torch.tensor(
+                    float(state["steps"][name]), device=parameter.device if group["fused"] else torch.device("cpu")
+                ),
+                "exp_avg": moments[f"{name}/exp_avg"].to(parameter.device),
+                "exp_avg_sq": moments[f"{name}/exp_avg_sq"].to(parameter.device),
+            }
+    return int(state["updates"])
+
+
+def keep_start(origin: Weights, target: Path) -> Weights:
+    """Keep the files of `origin` in `target`, where no other algorithm removes them; returns the resource of the copy.
+
+    Files are linked where the file system can, so the copy costs no space while the original exists.
+    """
+    source = Path(origin.uri)
+
+    def fill(directory: Path) -> None:
+        for path in source.iterdir():
+            try:
+                os.link(path, directory / path.name)
+            except OSError:  # another file system, or one without links
+                shutil.copy2(path, directory / path.name)
+
+    write_directory(target.absolute(), fill)
+    return msgspec.structs.replace(origin, uri=str(target.absolute()))
+
+
+def step_directory(parent: Path, step: int) -> Path:
+    """Return the directory of a step's files; names sort in the order of the steps."""
+    return parent / f"{step:06d}"
+
+
+def prune(parent: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+    """Remove the directories of steps up to `step`, except the newest `keep` and those of `kept`."""
+    newest = step_directory(parent, step).name
+    found = sorted(path for path in parent.glob("[0-9]*") if path.is_dir() and path.name <= newest)
+    staying = {step_directory(parent, each).name for each in kept}
+    for path in found[:-keep]:
+        if path.name not in staying:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_state(source: Path) -> dict[str, Any]:
+    path = source / "state.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no training checkpoint in {source}: state.json is missing. "
+            "Resume where the run's files are, or start the run under a new name."
+        )
+    state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    if state["format"] > FORMAT:
+        raise ConfigError(
+            f"The checkpoint {source} has format {state['format']}, but this version reads formats up to {FORMAT}. "
+            "Upgrade agl-algo-torch."
+        )
+    return state
+
+
+def _parameter_names(model: nn.Module) -> dict[Any, str]:
+    return {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return AdamW's moments as tensors by name, and the number of steps of each parameter."""
+    moments: dict[str, Tensor] = {}
+    steps: dict[str, float] = {}
+    for parameter, name in _parameter_names(model).items():
+        state = optimizer.state.get(parameter)
+        if not state:
+            continue
+        steps[name] = float(state["step"])
+        moments[f"{name}/exp_avg"] = state["exp_avg"]
+        moments[f"{name}/exp_avg_sq"] = state["exp_avg_sq"]
+    return moments, steps
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_directory(path: Path) -> None:
+    if os.name != "posix":  # other systems cannot open a directory to flush it
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+_TEXT = "Seven times eight is fifty-six: 7*8=56. A list in Python, [1, 2, 3], has three items."
+_MOST_TOKENS = 48
+_FEWEST_TOKENS = 8
+
+
+@torch.no_grad()
+def make_probe(loaded: LoadedModel) -> WeightsProbe | None:
+    """Return the log-probabilities of a fixed text, adapters included, in nats.
+
+    Takes one forward pass of at most 48 tokens in evaluation mode and restores the model's own mode. Returns None when
+    the tokenizer gives too few tokens for the text to identify a model.
+    """
+    token_ids = list(loaded.tokenizer.encode(_TEXT, add_special_tokens=False))[:_MOST_TOKENS]
+    if len(token_ids) < _FEWEST_TOKENS:
+        return None
+    model = cast("Any", loaded.model)
+    was_training = model.training
+    model.eval()
+    try:
+        ids_T = torch.tensor(token_ids, device=loaded.device)  # [T]
+        logp_TV = model(input_ids=ids_T[None]).logits[0, :-1].float().log_softmax(-1)  # [T - 1, V]
+    finally:
+        model.train(was_training)
+    logp_T = logp_TV.gather(-1, ids_T[1:, None])[:, 0]  # [T - 1]; the first token is not predicted
+    return WeightsProbe(token_ids=tuple(token_ids), logprobs=tuple(logp_T.tolist()))

@@ -1,0 +1,160 @@
+"""PPO's critic: a copy of the policy's network with a value head in place of the vocabulary, and its own optimizer.
+
+V(s_t) is the return that is expected before token t is drawn. The state s_t is all tokens before t, so the value
+stands at the position that also predicts token t.
+
+The critic is a network of its own and not a second head on the policy: the value's gradient cannot disturb the policy,
+and what is served stays a plain language model. That costs the memory of a second model.
+Targets and advantages are computed in `gae`, by `ppo`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from agl_algo_torch.learner.batch import micro_batches
+from agl_algo_torch.learner.checkpoint import load_training, prune, save_training, step_directory
+from agl_algo_torch.learner.model import checkpoint_gradients, computing
+from agl_algo_torch.learner.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.learner.packing import pack, packs_rows
+from agl_algo_torch.learner.scoring import last_hidden_states
+from agl_algo_torch.learner.typed_torch import backward, seed_everything
+from agl_algo_torch.learner.weights import serving_copy
+from agl_objectives.reports import Skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
+
+    from agl_algo_torch.learner.batch import MicroBatch, RowSample
+    from agl_algo_torch.learner.policy_learner import PolicyLearner
+
+
+class ValueModel(nn.Module):
+    """Maps every position to the return that is expected after it. Starts at zero everywhere."""
+
+    def __init__(self, language_model: nn.Module) -> None:
+        """Take the network below the vocabulary of a Hugging Face causal LM."""
+        super().__init__()
+        whole = cast("Any", language_model)
+        self.trunk: nn.Module = whole.base_model
+        self.head = nn.Linear(whole.config.hidden_size, 1)
+        # V = 0 to begin with, so the first advantages are the returns themselves and not a random network's noise.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Return the value before each trained token of the batch, [M], float32."""
+        with computing(self.trunk):
+            hidden_M_H = batch.run(last_hidden_states(self.trunk))
+        # [M, H] -> [M]: the position before a token has seen the tokens before it, and no more.
+        return self.head(hidden_M_H.float())[:, 0]
+
+
+class CriticLearner:
+    """A value model, its AdamW and the number of updates done."""
+
+    def __init__(self, learner: PolicyLearner, settings: OptimSettings, *, clip: float, token_budget: int) -> None:
+        """Copy the learner's network; `clip` bounds how far a value moves in one step, 0 turns that off.
+
+        Layers are computed again in the backward pass where the learner's are.
+        """
+        seed_everything(0)  # the new head draws from the global generator, which a resumed run must find alike
+        loaded = serving_copy(learner.loaded)
+        self._device = loaded.device
+        pack(loaded.model)  # the policy's notice says so where it cannot
+        self._is_packed = packs_rows(loaded.model)
+        # float32 even beside a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
+        # train, under LoRA too: adapters were merged into the copy.
+        self.model = ValueModel(loaded.model.float()).to(loaded.device).requires_grad_(requires_grad=True)
+        if learner.settings.gradient_checkpointing:
+            checkpoint_gradients(self.model.trunk)
+        self._optimizer = build_optimizer(self.model, settings)
+        self._settings, self._clip, self._budget = settings, clip, token_budget
+        self.updates = 0
+        self._skipped = Skipped(settings.max_nonfinite)
+
+    @torch.no_grad()  # values are data for GAE; only `update` differentiates them
+    def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
+        """Return the value before each trained token, [T] per sample on the CPU, 0 elsewhere."""
+        found: dict[int, Tensor] = {}
+        # Weights are 0 because nothing is summed here.
+        for batch in self._batches(samples, [0.0] * len(samples), total=1.0):
+            found |= batch.scatter(self.model(batch))
+        return [found[index] for index in range(len(samples))]
+
+    def update(
+        self,
+        samples: Sequence[RowSample],
+        weight: Sequence[float],
+        *,
+        total: float,
+        targets: Sequence[Tensor],
+        old: Sequence[Tensor],
+    ) -> dict[str, float]:
+        """Do one optimizer update towards `targets` from the values `old`, both [T] per sample; returns metrics."""
+        carried = [  # a batch carries two numbers per token; here they are the target and the old value
+            replace(sample, advantages=target.float(), behaviour=value.float())
+            for sample, target, value in zip(samples, targets, old, strict=True)
+        ]
+        summed = 0.0  # the losses of micro-batches add up, as their gradients do
+        for batch in self._batches(carried, weight, total=total):
+            loss = value_loss(
+                self.model(batch),
+                targets_M=batch.advantages_M,
+                old_M=batch.behaviour_M,
+                weight_M=batch.weight_M,
+                total=batch.total,
+                clip=self._clip,
+            )
+            backward(loss)
+            summed += float(loss.detach())
+        # Its own norm is clipped, apart from the policy's: a critic that is far off cannot shorten the policy's step.
+        norm = apply_gradients(self._optimizer, self._settings, update=self.updates)
+        is_skipped = self._skipped.note(norm, update=self.updates)
+        self.updates += 1
+        if is_skipped:
+            return {"value_updates_nonfinite": 1.0}
+        return {"value_loss": summed, "value_grad_norm": norm}
+
+    def _batches(self, samples: Sequence[RowSample], weight: Sequence[float], *, total: float) -> Iterator[MicroBatch]:
+        return micro_batches(
+            samples, weight, total=total, token_budget=self._budget, device=self._device, is_packed=self._is_packed
+        )
+
+    def save(self, workdir: Path, learner: PolicyLearner, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+        """Write a checkpoint beside the learner's and remove old ones, except those of the steps `kept`.
+
+        The last two stay at least, because the run's state names the one before until the new state is saved.
+        """
+        target = step_directory(workdir / "critic", step)
+        save_training(target, model=self.model, optimizer=self._optimizer, updates=self.updates, origin=learner.origin)
+        prune(workdir / "critic", step=step, keep=max(2, keep), kept=kept)
+
+    def load(self, workdir: Path, *, step: int) -> None:
+        """Continue from the checkpoint of a step."""
+        source = step_directory(workdir / "critic", step)
+        self.updates = load_training(source, model=self.model, optimizer=self._optimizer)
+
+
+def value_loss(
+    values_M: Tensor, *, targets_M: Tensor, old_M: Tensor, weight_M: Tensor, clip: float, total: float = 1.0
+) -> Tensor:
+    """Return `sum w max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / (2 total)`; c = 0 leaves the first term alone.
+
+    The clipped form comes from the PPO implementation of the paper's authors and is not in the paper (Huang et al.
+    2022, "The 37 Implementation Details of Proximal Policy Optimization", detail 9).
+    """
+    error_M = (values_M - targets_M) ** 2  # [M], (V - R)^2
+    if clip:
+        # clip(V, old - c, old + c), in the order of VERL's minimum and maximum.
+        clipped_M = torch.maximum(torch.minimum(values_M, old_M + clip), old_M - clip)
+        # The larger error is pessimistic, as in the policy's loss: once V has moved by c towards R the clipped term
+        # rules, which has no gradient. A value that moved away from R is still pulled back.
+        error_M = torch.maximum(error_M, (clipped_M - targets_M) ** 2)
+    # Weighted like the policy's loss; the half makes the gradient of one term w (V - R).
+    return 0.5 * ((weight_M * error_M).sum() / total)

@@ -1,0 +1,413 @@
+"""Loads a causal language model for training, with full weights or a LoRA adapter, and exports what is served.
+
+A model is a directory or hub name in Hugging Face's format; nothing here knows an architecture.
+Optimisers are in `optim`, files on disk in `checkpoint`, sampling in `engine`.
+
+Limits: one device; quantised base weights can be loaded, but their LoRA cannot be merged for serving.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from agl.errors import ConfigError
+from agl.hints import pip_install
+from agl_algo_torch.learner.typed_torch import modules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Sequence
+
+    from torch import Tensor
+
+_COMPUTED = "agl_computed_dtype"
+"""Attribute of a master: the type that it computes in."""
+
+_CHECKPOINTS = "agl_checkpoints_gradients"
+"""Attribute of a model whose layers are computed again in the backward pass."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685, section 4.1): `delta W = B A * alpha / rank`."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of the modules that get an adapter; `("all-linear",)` means every linear layer but the head."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise ConfigError(
+                f"lora_rank is {self.rank} and lora_alpha {self.alpha}; give a rank of at least 1, or 0 to train all "
+                "weights, and an alpha above 0."
+            )
+
+    @classmethod
+    def of(cls, rank: int, alpha: float, targets: Sequence[str]) -> LoraSettings | None:
+        """Return the adapters that an algorithm's `lora_rank`, `lora_alpha` and `lora_targets` ask for.
+
+        They are `None` for rank 0, which trains all weights.
+
+        Raises:
+            ConfigError: alpha or targets are given without a rank, or a value is out of range.
+        """
+        if rank:
+            return cls(rank=rank, alpha=alpha, targets=tuple(targets))
+        given = {"lora_alpha": alpha != cls().alpha, "lora_targets": tuple(targets) != cls().targets}
+        if any(given.values()):
+            names = " and ".join(name for name, is_given in given.items() if is_given)
+            raise ConfigError(
+                f"{names} would do nothing: with lora_rank = 0, all weights are trained. Give a lora_rank of at least "
+                f"1 to train adapters, or leave {names} out."
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal LM and its tokenizer on one device; `name` is the directory or hub name that was asked for."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    device: torch.device
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens (prompt plus response) that the position embedding was made for."""
+        config = cast("Any", self.model).config
+        return int(config.max_position_embeddings)
+
+
+@contextmanager
+def no_bars() -> Generator[None]:
+    """Keep transformers from drawing progress bars inside the block, where the experiment draws its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """Return the device that `name` means; "auto" is the first GPU where one is usable, else the CPU."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_master: bool = False) -> LoadedModel:
+    """Load model and tokenizer from a directory or hub name, in evaluation mode.
+
+    A master holds its weights in float32 and computes in `dtype` inside `computing`. An update of AdamW is about `lr`,
+    and bfloat16 rounds it away where the weight is more than 256 times as large.
+
+    Raises ConfigError when `dtype` is unknown, the model cannot be read or has no chat template.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
+    where, held = pick_device(device), torch.float32 if is_master else DTYPES[dtype]
+    try:
+        if _is_absent(path):  # otherwise transformers would ask the hub for it, several times
+            raise OSError("there is no such directory")
+        with no_bars():
+            tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
+            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=held)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The model {path!r} cannot be loaded: {error}. "
+            "Give a directory in Hugging Face's format (config.json, model.safetensors, tokenizer.json) or a hub name."
+        ) from error
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"The tokenizer of {path!r} has no chat template, so messages cannot be turned into tokens. "
+            "Use an instruction-tuned model, or add chat_template.jinja beside its tokenizer.json."
+        )
+    if held != DTYPES[dtype]:
+        setattr(model, _COMPUTED, DTYPES[dtype])
+    return LoadedModel(name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where)
+
+
+@contextmanager
+def computing(model: nn.Module) -> Generator[None]:
+    """Let a master compute in its `dtype` inside the block, and recompute layers in the backward pass if it is to."""
+    with _autocast(model), _checkpointed(model):
+        yield
+
+
+def _autocast(model: nn.Module) -> AbstractContextManager[None]:
+    dtype = getattr(model, _COMPUTED, None)
+    if dtype is None:
+        return nullcontext()
+    return cast("AbstractContextManager[None]", torch.autocast(next(model.parameters()).device.type, dtype=dtype))
+
+
+@contextmanager
+def _checkpointed(model: nn.Module) -> Generator[None]:
+    """Mark the layers that recompute as in training, because transformers recomputes no others; dropout stays off."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    is_on = getattr(model, _CHECKPOINTS, False) and torch.is_grad_enabled()
+    layers: list[Any] = [layer for _, layer in modules(model) if isinstance(layer, GradientCheckpointingLayer)]
+    before = [(layer, layer.training, layer._gradient_checkpointing_func) for layer in layers] if is_on else []
+    for layer, mode, recompute in before:
+        layer.training = True  # of the layer alone; `train()` would reach the dropout inside it
+        layer._gradient_checkpointing_func = partial(_recompute_evaluated, layer, mode, recompute)
+    try:
+        yield
+    finally:
+        for layer, mode, recompute in before:
+            layer.training, layer._gradient_checkpointing_func = mode, recompute
+
+
+def _recompute_evaluated(layer: Any, mode: bool, recompute: Callable[..., Any], compute: Any, *inputs: Any) -> Any:
+    """Let transformers' `recompute` run a layer, now and in the backward pass, as a layer in `mode`.
+
+    Some layers drop out by a flag of their own, and would do so in the first pass and not in the second.
+    """
+
+    def computed(*again: Any) -> Any:
+        marked, layer.training = layer.training, mode
+        try:
+            return compute(*again)
+        finally:
+            layer.training = marked
+
+    return recompute(computed, *inputs)
+
+
+def checkpoint_gradients(model: nn.Module) -> None:
+    """Keep only what goes into each layer, and compute the layer again in the backward pass (Chen et al. 2016).
+
+    Raises ConfigError for a model whose layers cannot do that.
+    """
+    base: Any = cast("Any", model).get_base_model() if has_lora(model) else model
+    if not base.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"gradient_checkpointing is on, and the layers of {type(base).__name__} cannot be computed again in the "
+            "backward pass. Remove it, and lower token_budget if memory is short."
+        )
+    # transformers 5.23 renamed the method, with its one argument.
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    setattr(model, _CHECKPOINTS, True)
+
+
+def without_master(loaded: LoadedModel) -> LoadedModel:
+    """Return the model as it is served: a copy in the type that a master computes in, any other model itself."""
+    dtype = getattr(loaded.model, _COMPUTED, None)
+    if dtype is None:
+        return loaded
+    served = copy.deepcopy(loaded.model).to(dtype)
+    delattr(served, _COMPUTED)
+    return replace(loaded, model=served)
+
+
+def _is_absent(model: str) -> bool:
+    """Return true when `model` names a directory, not a model of the hub, and the directory does not exist."""
+    path = Path(model)
+    # "org/name" may be either; it is taken for a directory when its parent exists here.
+    is_place = model.startswith((".", "/")) or (len(path.parts) > 1 and path.parent.is_dir())
+    return is_place and not path.is_dir()
+
+
+def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
+    """Return `model` with trainable adapters and frozen base weights, in evaluation mode (needs the extra `lora`)."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError(
+            f"LoRA was asked for, but peft is not installed. Run: {pip_install('agl-algo-torch[lora]')}"
+        ) from error
+    every = settings.targets == ("all-linear",)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=cast("int", settings.alpha),
+        lora_dropout=settings.dropout,
+        target_modules="all-linear" if every else list(settings.targets),
+        task_type="CAUSAL_LM",
+    )
+    return cast("nn.Module", get_peft_model(cast("Any", model), config)).eval()  # peft makes dropout that is on
+
+
+def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) -> nn.Module:
+    """Return `model` with the adapter in `path`, to train on; without settings merged, with all weights to train.
+
+    It is in evaluation mode, whatever dropout the adapter was made with.
+    Raises ConfigError when the adapter is not the one that the settings describe, or peft is missing.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(
+            f"The weights {path} are a LoRA adapter, but peft is not installed. "
+            f"Run: {pip_install('agl-algo-torch[lora]')}"
+        ) from error
+    adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=settings is not None)
+    if settings is None:
+        return cast("nn.Module", adapted.merge_and_unload()).eval().requires_grad_(requires_grad=True)
+    found = adapted.peft_config["default"]
+    _check_adapter(adapted, found, settings, path)
+    return cast("nn.Module", adapted).eval()
+
+
+def refuse_tied_adapters(model: nn.Module) -> None:
+    """Raise ConfigError for an adapter on one of two layers that share their weights, as a head with its embedding.
+
+    It trains that layer alone, and merged into the weights it would change the other one as well.
+    """
+    base = cast("Any", model).get_base_model()
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight or not any(map(_is_adapted, (head, embedding))):
+        return
+    raise ConfigError(
+        f"lora_targets has the output layer or the embedding of {type(base).__name__}, which share their weights in "
+        'this model. Leave both out; "all-linear" does.'
+    )
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    return hasattr(layer, "lora_A")
+
+
+def _check_adapter(adapted: Any, found: Any, settings: LoraSettings, path: str) -> None:
+    """Raise ConfigError unless the adapter has the rank, the alpha and the targets that were asked for."""
+    targets = cast("tuple[str, ...]", tuple(sorted(found.target_modules)))
+    every = settings.targets == ("all-linear",)
+    fits = not _left_out(adapted) if every else set(settings.targets) == set(targets)
+    if fits and (settings.rank, settings.alpha) == (found.r, found.lora_alpha):
+        return
+    raise ConfigError(
+        f"The policy starts from a LoRA adapter of rank {found.r} and alpha {found.lora_alpha:g} on "
+        f"{', '.join(targets)} ({path}), and lora_rank = {settings.rank}, lora_alpha = {settings.alpha:g}, "
+        f"lora_targets = {list(settings.targets)} ask for another. Give the adapter's own values to train it on, or "
+        "lora_rank = 0 to merge it and train all weights."
+    )
+
+
+def _left_out(adapted: Any) -> list[str]:
+    """Return the linear layers without an adapter, except for the head."""
+    base = adapted.get_base_model()
+    head = base.get_output_embeddings()
+    adapters = [module for _, module in modules(base) if hasattr(module, "get_delta_weight")]
+    inside = {id(part) for adapter in adapters for _, part in modules(adapter)}
+    return [
+        name
+        for name, module in modules(base)
+        if isinstance(module, nn.Linear) and module is not head and id(module) not in inside
+    ]
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Return true when `model` carries adapters made by `add_lora`."""
+    return hasattr(model, "peft_config")
+
+
+def trainable_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that training changes, by parameter name, as views and not as copies."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Copy `state` into the trainable parameters; raises ConfigError unless names and shapes agree."""
+    own = trainable_state(model)
+    odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]  # ^: in one only
+    if odd:
+        raise ConfigError(
+            f"The checkpoint does not fit the model: {len(odd)} tensors differ, first {odd[0]!r}. "
+            "Resume with the model and LoRA settings that wrote it, or start a new run."
+        )
+    with torch.no_grad():
+        for name, target in own.items():
+            target.copy_(state[name])
+
+
+def served_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a detached copy of the weights to serve, under the base model's names, with adapters merged.
+
+    The merge is computed on the side (W + delta W) and not by peft's merge and unmerge, which would leave rounding in
+    the weights that train; a copy of the model is merged by peft where adapters are more than pairs of matrices (DoRA,
+    trained modules).
+    """
+    if not has_lora(model):
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if _is_more_than_pairs(model):
+        merged = cast("Any", copy.deepcopy(model)).merge_and_unload()
+        return {name: tensor.detach() for name, tensor in merged.state_dict().items()}
+    return {name: tensor for name, tensor in _merged(cast("Any", model).get_base_model())}
+
+
+def _is_more_than_pairs(model: nn.Module) -> bool:
+    """Return true when trained tensors are other than the two matrices of an adapter and biases."""
+    return any(not re.search(r"\.lora_[AB]\.|\.bias$", name) for name in trainable_state(model))
+
+
+def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the base model with the adapters' part added to it."""
+    deltas: dict[str, Tensor] = {}
+    # delta W = B A * alpha / rank for each adapted layer, [out, in]; active adapters add up.
+    for name, module in modules(base):
+        if hasattr(module, "get_delta_weight"):
+            layer = cast("Any", module)
+            deltas[f"{name}.weight"] = torch.stack([layer.get_delta_weight(a) for a in layer.active_adapters]).sum(0)
+    for name, tensor in base.state_dict().items():
+        if ".lora_" in name:
+            continue
+        plain = name.replace(".base_layer.", ".")  # peft moves an adapted layer's own weight one level down
+        value = tensor.detach().clone()
+        yield plain, value + deltas[plain].detach() if plain in deltas else value
+
+
+class Reference:
+    """The frozen policy that a KL penalty or DPO compares with: `model` as it is when this is constructed.
+
+    Under LoRA it keeps the adapters' tensors, which take the place of the trained ones while it is asked; otherwise
+    it keeps a copy of the weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._copy = None if has_lora(model) else copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+        self._adapters = {name: tensor.clone() for name, tensor in trainable_state(model).items()}
+        if self._copy is not None:
+            self._adapters.clear()
+
+    @contextmanager
+    def active(self) -> Generator[nn.Module]:
+        """Yield the reference; under LoRA the trained adapters are out of place inside the block."""
+        with torch.no_grad(), nullcontext() if self._copy is not None else self._swapped():
+            yield self._copy if self._copy is not None else self._model
+
+    @contextmanager
+    def _swapped(self) -> Generator[None]:
+        """Put the kept adapters in place for the block.
+
+        Tensors are exchanged and not overwritten: a graph that was recorded before still needs the trained ones.
+        """
+        own = {name: p for name, p in self._model.named_parameters() if name in self._adapters}
+        trained = {name: p.data for name, p in own.items()}
+        try:
+            for name, p in own.items():
+                p.data = self._adapters[name]
+            yield
+        finally:
+            for name, p in own.items():
+                p.data = trained[name]

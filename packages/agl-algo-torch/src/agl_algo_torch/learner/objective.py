@@ -1,0 +1,274 @@
+"""The policy's objective over the rows of an update, which `grpo` and `ppo` share:
+
+    sum_t w_t c_t loss_t / total  +  kl_coef * KL  -  entropy_coef * H
+
+`loss_t` comes from a loss of `agl_objectives` or of another plugin, c_t from importance weights, w_t and the total from
+the aggregation. What a loss or a weight must know of other rows is found here before the first micro-batch.
+M is the number of trained tokens of a micro-batch, T the length of a row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agl.errors import ConfigError
+from agl_algo_torch.learner.batch import loss_weights, recompute_logprobs
+from agl_algo_torch.learner.tuned_policy import one_of
+from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_objectives.contract import SurveyedLoss, TokenBatch
+from agl_objectives.kl import KL, check_penalty, kl_estimate
+from agl_objectives.registry import checked_terms, find_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from agl_algo_torch.learner.batch import MicroBatch, RowSample
+    from agl_algo_torch.learner.scoring import Scores
+    from agl_algo_torch.learner.token_numbers import TokenNumbers
+    from agl_algo_torch.learner.tuned_policy import TunedPolicy
+    from agl_objectives.importance import Importance
+
+
+CONSTANT_TOKENS = 1024
+"""The divisor of `constant`, unless another one is asked for."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Numbers of an update's micro-batches, to log: sums over tokens, and peaks.
+
+    `tokens` keeps those of single tokens, where somebody wants them.
+    """
+
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
+    peaks: dict[str, float] = field(default_factory=lambda: {"ratio_max": 0.0, "logprob_gap": 0.0})
+    weights: float = 0.0
+    squares: float = 0.0
+    tokens: TokenNumbers | None = None
+
+    def weigh(self, weight_M: Tensor) -> None:
+        """Add the importance weights of tokens."""
+        self.weights += float(weight_M.sum())
+        self.squares += float((weight_M**2).sum())
+
+    def report(self) -> dict[str, float]:
+        """Return the loss and the tokens as they are, the other sums per token, the peaks, and the effective share.
+
+        The effective share is the effective sample size of the importance weights, (sum k)^2 / sum k^2, over the
+        tokens: 1 where all weigh the same.
+        """
+        totals, tokens = {"loss", "tokens"}, self.sums["tokens"]
+        found = {name: value if name in totals else value / tokens for name, value in self.sums.items()}
+        if self.squares:
+            found["effective_share"] = self.weights**2 / self.squares / tokens
+        return found | self.peaks
+
+
+class Objective:
+    """The policy's objective, with its settings checked.
+
+    Args:
+        algorithm: For messages.
+        loss: Name of a loss; `loss_params` are its parameters.
+        aggregation: How tokens are weighted; `None` for what the loss asks for.
+        constant_tokens: The divisor of `constant`.
+        importance: Importance weights between the sampler and the old policy.
+        kl: The estimate of a KL penalty, weighted by `kl_coef`.
+        entropy_coef: Weight of the entropy bonus.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
+
+    Raises:
+        ConfigError: A setting is unknown or penalises nothing.
+    """
+
+    def __init__(
+        self,
+        algorithm: str,
+        *,
+        loss: str,
+        loss_params: Mapping[str, Any] | None,
+        aggregation: Aggregation | None,
+        constant_tokens: int = CONSTANT_TOKENS,
+        importance: Importance,
+        kl: KL,
+        kl_coef: float,
+        entropy_coef: float,
+        token_budget: int,
+    ) -> None:
+        found = find_loss(loss, loss_params)
+        self._loss, self._entry = found.call, found.entry
+        self._aggregation: Aggregation = aggregation or found.entry.aggregation
+        one_of(algorithm, aggregation=(self._aggregation, AGGREGATIONS))
+        check_penalty(algorithm, kl)
+        importance.check(algorithm)
+        if entropy_coef < 0:
+            raise ConfigError(f"{algorithm} got entropy_coef = {entropy_coef}; give 0 for none, or a number above 0.")
+        self._constant_tokens, self._token_budget = constant_tokens, token_budget
+        self._importance = importance
+        self._kl: KL = kl
+        self._kl_coef, self._entropy_coef = kl_coef, entropy_coef
+
+    def check_effect(self, algorithm: str, *, updates: int) -> None:
+        """Raise ConfigError for a setting without an effect, in steps of `updates` updates each."""
+        if self._constant_tokens != CONSTANT_TOKENS and self._aggregation != "constant":
+            raise ConfigError(
+                f"{algorithm} got constant_tokens = {self._constant_tokens}, by which only the aggregation "
+                f'"constant" divides, and the aggregation is "{self._aggregation}". Remove it, or give aggregation = '
+                '"constant".'
+            )
+        if self._entry.needs_updates and updates == 1:
+            raise ConfigError(
+                f'{algorithm} got loss = "{self._entry.name}", whose penalty has no gradient in the first update of a '
+                "step, and a step has one update. Give updates_per_step or epochs above 1, or another loss."
+            )
+
+    @property
+    def needs_rollouts(self) -> bool:
+        """True if importance weights are taken over whole rollouts, before the first update of a step."""
+        return self._importance.needs_rollouts
+
+    def has_gradient(self, sample: RowSample) -> bool:
+        """Return whether a row can have a gradient at all; the others cost no forward pass."""
+        # A = 0 makes the policy gradient exactly 0; penalties and the entropy bonus have one all the same.
+        others = self._kl_coef or self._entropy_coef or self._entry.trains_silent
+        return bool(sample.trained_tokens) and (bool(others) or not sample.is_silent)
+
+    def weights(self, samples: Sequence[RowSample]) -> tuple[list[float], float]:
+        """Return the weight of a trained token of each sample and the total of the update that they are."""
+        return loss_weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+
+    def with_old_logprobs(
+        self, samples: Sequence[RowSample], *, model: nn.Module, device: torch.device, skips_silent: bool = True
+    ) -> list[RowSample]:
+        """Return `samples` with log pi_old, the log-probabilities before the step's first update, where it is read.
+
+        With `skips_silent` rows without a gradient cost no forward pass, unless importance weights or a survey need
+        those of whole rollouts.
+        """
+        is_whole = not skips_silent or self.needs_rollouts or isinstance(self._loss, SurveyedLoss)
+        wanted = [s for s in samples if (s.trained_tokens if is_whole else self.has_gradient(s))]
+        found = recompute_logprobs(model, wanted, token_budget=self._token_budget, device=device)
+        by_row = {id(sample): old_T for sample, old_T in zip(wanted, found, strict=True)}
+        rows = [replace(s, old=by_row[id(s)]) if id(s) in by_row else s for s in samples]
+        return self._with_importance(rows) if self.needs_rollouts else rows
+
+    def surveyed(self, samples: Sequence[RowSample], *, model: nn.Module, device: torch.device) -> list[RowSample]:
+        """Return the rows of an update with what the loss finds in a survey of them."""
+        if not isinstance(self._loss, SurveyedLoss):
+            return list(samples)
+        rows = [sample for sample in samples if sample.trained_tokens]
+        if self._entry.surveys_ratios and all(sample.old is None for sample in rows):
+            logp = [sample.behaviour for sample in rows]  # pi is pi_old, and only their ratio is read: no pass
+        else:
+            logp = recompute_logprobs(model, rows, token_budget=self._token_budget, device=device)
+        found = self._loss.survey(self._tokens(rows, logp))
+        parts = {name: _rows_of(values_M, rows) for name, values_M in found.items()}
+        by_row = {id(s): {name: values[i] for name, values in parts.items()} for i, s in enumerate(rows)}
+        return [replace(s, extras=by_row[id(s)]) if id(s) in by_row else s for s in samples]
+
+    def loss(self, batch: MicroBatch, *, model: nn.Module, tuned: TunedPolicy, tally: Tally) -> Tensor:
+        """Return a micro-batch's part of the update's objective, a scalar with gradient, and add to `tally`.
+
+        `tuned` holds the reference of the KL penalty.
+        """
+        scores = batch.scores(model, has_entropy=True, has_bonus=bool(self._entropy_coef))
+        logp_M = scores.logp_M  # [M], log pi(y_t), with gradient
+        # log pi_old(y_t), [M]. In a step of one update it is logp itself: r = 1 in value, but the detach keeps
+        # the gradient of r, which is that of logp.
+        old_M = logp_M.detach() if batch.old_M is None else batch.old_M
+        tokens = batch.tokens(logp_M, old_M=old_M, entropy_M=scores.entropy_M)
+        terms = checked_terms(self._entry.name, self._loss(tokens), logp_M)
+        loss = batch.mean(self._weighted(terms.loss_M, batch, old_M=old_M, tally=tally))
+        if self._kl_coef:
+            # The penalty is a term of the loss, as in GRPO's paper, and not of the reward, as in PPO for RLHF: the
+            # advantages stay those of the task, and a critic need not learn what the policy's drift will cost.
+            with torch.no_grad(), tuned.reference.active() as model_ref:
+                reference_M = batch.logprobs(model_ref)  # [M]
+            kl_M = kl_estimate(logp_M, reference_M, kind=self._kl)
+            loss = loss + self._kl_coef * batch.mean(kl_M)
+            tally.sums["kl"] += float(kl_M.detach().sum())
+        if scores.bonus_M is not None:
+            loss = loss - self._entropy_coef * batch.mean(scores.bonus_M)
+        self._note(tally, loss, scores, counts=terms.counts)
+        if tally.tokens is not None and scores.entropy_M is not None:
+            tally.tokens.note_entropies(batch, scores.entropy_M)
+        _note_peaks(tally, logp_M.detach(), old_M=old_M, behaviour_M=batch.behaviour_M)
+        return loss
+
+    def _weighted(self, loss_M: Tensor, batch: MicroBatch, *, old_M: Tensor, tally: Tally) -> Tensor:
+        """Return the loss of every token times its importance weight."""
+        weight_M = batch.importance_M  # of whole rollouts, or of replayed ones
+        if weight_M is None and not self._importance.cap:
+            return loss_M
+        if weight_M is None:
+            weight_M = self._importance.weights(old_M, batch.behaviour_M, rollout_M=batch.rollout_M)
+        name, chosen_M = "tis_truncated", weight_M >= (self._importance.cap or torch.inf)
+        if self._importance.mode == "mask":
+            name, chosen_M = "tis_masked", weight_M == 0
+        tally.sums[name] += int(chosen_M.sum())
+        tally.weigh(weight_M)
+        return loss_M * weight_M
+
+    def _note(self, tally: Tally, loss: Tensor, scores: Scores, *, counts: Mapping[str, float]) -> None:
+        tally.sums["loss"] += float(loss.detach())  # already divided by the total
+        if scores.entropy_M is not None:
+            tally.sums["entropy"] += float(scores.entropy_M.sum())
+        tally.sums["tokens"] += len(scores.logp_M)
+        for name, value in counts.items():
+            tally.sums[name] += value
+
+    def _with_importance(self, samples: list[RowSample]) -> list[RowSample]:
+        """Return the samples with importance weights that were taken over whole rollouts."""
+        rows = [sample for sample in samples if sample.old is not None]
+        tokens = self._tokens(rows, [sample.behaviour for sample in rows])
+        found_M = self._importance.weights(tokens.old_M, tokens.behaviour_M, rollout_M=tokens.rollout_M)
+        by_row = {id(sample): part for sample, part in zip(rows, _rows_of(found_M, rows), strict=True)}
+        return [replace(s, importance=by_row[id(s)]) if id(s) in by_row else s for s in samples]
+
+    def _tokens(self, rows: Sequence[RowSample], logp: Sequence[Tensor]) -> TokenBatch:
+        """Return the trained tokens of whole rows, on the CPU; `logp` is [T] for each of them."""
+        weight, _ = self.weights(rows)
+        number = {rollout: n for n, rollout in enumerate(dict.fromkeys(row.rollout for row in rows))}
+
+        def flat(parts: Sequence[Tensor]) -> Tensor:
+            chosen = [part[row.trained] for part, row in zip(parts, rows, strict=True)]
+            return torch.cat(chosen or [torch.zeros(0)])
+
+        def spread(values: Sequence[float]) -> Tensor:
+            return flat([torch.full((len(row.ids),), value) for row, value in zip(rows, values, strict=True)])
+
+        return TokenBatch(
+            logp_M=flat(logp),
+            old_M=flat([own if row.old is None else row.old for row, own in zip(rows, logp, strict=True)]),
+            behaviour_M=flat([row.behaviour for row in rows]),
+            advantages_M=flat([row.advantages for row in rows]),
+            weight_M=spread(weight),
+            row_M=spread(range(len(rows))),
+            rollout_M=spread([number[row.rollout] for row in rows]),
+        )
+
+
+def _rows_of(values_M: Tensor, rows: Sequence[RowSample]) -> list[Tensor]:
+    """Return values per trained token as one tensor [T] per row, 0 elsewhere."""
+    found: list[Tensor] = []
+    start = 0
+    for row in rows:
+        full_T = torch.zeros(len(row.ids), dtype=values_M.dtype)
+        full_T[row.trained] = values_M[start : start + row.trained_tokens]
+        found.append(full_T)
+        start += row.trained_tokens
+    return found
+
+
+def _note_peaks(tally: Tally, logp_M: Tensor, *, old_M: Tensor, behaviour_M: Tensor) -> None:
+    if not len(logp_M):
+        return
+    tally.peaks["ratio_max"] = max(tally.peaks["ratio_max"], float((logp_M - old_M).max().exp()))
+    # In nats. Large values mean that sampler and trainer disagree about the same tokens.
+    tally.peaks["logprob_gap"] = max(tally.peaks["logprob_gap"], float((old_M - behaviour_M).abs().max()))

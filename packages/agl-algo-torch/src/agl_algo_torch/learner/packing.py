@@ -1,0 +1,133 @@
+"""Runs rows one behind the other in a single long row, without padding, where a model allows it.
+
+Rows meet only in attention. transformers lets a name stand for an attention function: the one here cuts queries, keys
+and values at the ends of the rows and gives each row to torch's own causal attention. The cost is that of the rows and
+no mask is made; a block-diagonal mask would cost the square of all tokens. Position ids count from 0 in every row.
+
+`pack` tries a model out: two rows side by side have to give what they give alone. Models that mix tokens otherwise
+(state-space layers, sliding windows, positions that nobody can set) keep rows padded, each in a row of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl_algo_torch.learner.model import computing
+from agl_algo_torch.learner.scoring import bare, trunk
+from agl_algo_torch.learner.typed_torch import split_sizes
+from agl_algo_torch.serving.kvcache import has_sliding_window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+_PACKED = "agl_packs_rows"
+"""Attribute of a model that takes packed rows."""
+
+_ATTENTION = "agl_rows"
+"""Name of the attention function in transformers."""
+
+
+def packs_rows(model: nn.Module) -> bool:
+    """Return true for a model that `pack` found to take packed rows."""
+    return getattr(model, _PACKED, False)
+
+
+@torch.no_grad()
+def pack(model: nn.Module) -> str:
+    """Let a Hugging Face causal LM take packed rows; returns a sentence for people if it cannot, else `""`.
+
+    Other passes of the model give what they gave before. A model that cannot pack is left as it was.
+    """
+    base = bare(model)
+    is_packed = _is_plain(base) and _takes(base, model)
+    setattr(model, _PACKED, is_packed)
+    if is_packed:
+        return ""
+    return (
+        f"the rows of {type(base).__name__} cannot be packed, because its attention is not the ordinary causal one, so "
+        "each forward pass pads them to its longest row and token_budget counts the padding"
+    )
+
+
+def packed_inputs(ids_N: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the inputs of a pass over rows of these lengths, whose tokens follow one another in `ids_N`."""
+    positions_N = torch.cat([torch.arange(length, device=ids_N.device) for length in lengths])
+    # A mask of four dimensions reaches attention as it is, so that none is made, [N, N]; attention here reads none.
+    no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids_N.device)
+    return {
+        "input_ids": ids_N[None],
+        "position_ids": positions_N[None],
+        "attention_mask": no_mask,
+        "agl_lengths": tuple(lengths),
+        "use_cache": False,
+    }
+
+
+def _is_plain(base: Any) -> bool:
+    """Return true for a model with torch's attention in all layers over all earlier tokens."""
+    config: Any = getattr(base, "config", None)
+    if config is None or config._attn_implementation not in ("sdpa", _ATTENTION):
+        return False
+    return not has_sliding_window(base) and getattr(config.get_text_config(), "attention_chunk_size", None) is None
+
+
+def _takes(base: Any, model: nn.Module) -> bool:
+    """Put the attention function in place and return whether packed rows give what they give alone."""
+    _register()
+    before = base.config._attn_implementation
+    base.set_attn_implementation(_ATTENTION)
+    try:
+        is_taken = base.config._attn_implementation == _ATTENTION and _agrees(model)
+    except (TypeError, ValueError, RuntimeError):  # the model takes no position ids, or none of our arguments
+        is_taken = False
+    if not is_taken:
+        base.set_attn_implementation(before)
+    return is_taken
+
+
+def _agrees(model: nn.Module) -> bool:
+    device = next(model.parameters()).device
+    network, vocabulary = trunk(model), bare(model).config.get_text_config().vocab_size
+    rows = [torch.arange(start, start + size, device=device) % vocabulary for start, size in ((1, 5), (2, 7), (1, 3))]
+    with computing(model):
+        packed_N_H = network(**packed_inputs(torch.cat(rows), [len(row) for row in rows]))[0]
+        alone = [network(input_ids=row[None], use_cache=False)[0] for row in rows]
+    expected_N_H = torch.cat(alone)
+    # A model that lets rows see one another differs by as much as its states are large.
+    tolerance = 1e-4 if expected_N_H.dtype == torch.float32 else 2e-2
+    scale = float(expected_N_H.float().abs().max())
+    return float((packed_N_H - expected_N_H).float().abs().max()) <= tolerance * scale
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    cast("Any", AttentionInterface).register(_ATTENTION, _attention)
+    cast("Any", AttentionMaskInterface).register(_ATTENTION, cast("Any", masking_utils).sdpa_mask)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    agl_lengths: Sequence[int] = (),
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return transformers' attention of each row by itself; without lengths, that of the whole batch.
+
+    Queries, keys and values are [1, heads, N, head_dim], and the result is [1, N, heads, head_dim].
+    """
+    from transformers.integrations import sdpa_attention
+
+    whole: Callable[..., tuple[Tensor, None]] = cast("Any", sdpa_attention).sdpa_attention_forward
+    if not agl_lengths:
+        return whole(module, query, key, value, attention_mask, **options)
+    rows = zip(*(split_sizes(part, agl_lengths, dim=2) for part in (query, key, value)), strict=True)
+    return torch.cat([whole(module, q, k, v, None, **options)[0] for q, k, v in rows], dim=1), None

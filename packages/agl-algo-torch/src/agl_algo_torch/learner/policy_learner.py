@@ -1,0 +1,192 @@
+"""The model in training: opened from a published resource, saved, restored and exported again.
+
+The algorithms share it, so that each of them reads as its own loop. It decides nothing about losses.
+Everything here blocks; algorithms call it in a thread.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.learner.checkpoint import (
+    load_training,
+    prune,
+    read_origin,
+    save_served,
+    save_training,
+    served_weights,
+    step_directory,
+)
+from agl_algo_torch.learner.model import (
+    LoadedModel,
+    LoraSettings,
+    add_lora,
+    checkpoint_gradients,
+    load_model,
+    open_adapter,
+    refuse_tied_adapters,
+)
+from agl_algo_torch.learner.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.learner.packing import pack
+from agl_algo_torch.learner.scoring import find_head
+from agl_algo_torch.learner.typed_torch import seed_everything
+from agl_objectives.reports import Skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from pathlib import Path
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Resource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """Device, precision and optimizer of a model in training.
+
+    Without `lora` the full weights train; `threads` 0 leaves the number of CPU threads to torch.
+    `dtype` is the type that the model computes in and in which full weights are exported. Weights in training are
+    float32 whatever it is, in checkpoints too; under LoRA the frozen base has it.
+    With `gradient_checkpointing` layers are computed again in the backward pass instead of being kept.
+    """
+
+    optim: OptimSettings
+    lora: LoraSettings | None = None
+    device: str = "auto"
+    dtype: str = "float32"
+    threads: int = 0
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"threads is {self.threads}; give a number of threads, or 0 to leave it to torch.")
+
+
+class PolicyLearner:
+    """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from.
+
+    `skipped` counts the updates that were not made since then, and `notices` are sentences for people about what the
+    model does not allow.
+    """
+
+    def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
+        """Load `origin`; raises ConfigError when it cannot be loaded."""
+        self.settings = settings
+        self.origin = origin
+        self.updates = 0
+        self.skipped = Skipped(settings.optim.max_nonfinite)
+        self.use_threads()
+        self.loaded = _open(origin, settings)
+        if settings.gradient_checkpointing:
+            checkpoint_gradients(self.loaded.model)
+        self.notices = tuple(filter(None, [find_head(self.loaded.model), pack(self.loaded.model)]))
+        self.optimizer = build_optimizer(self.loaded.model, settings.optim)
+
+    @classmethod
+    def resume(cls, source: Path, *, settings: LearnerSettings) -> PolicyLearner:
+        """Open the checkpoint that `save` wrote; continues bit for bit on the same machine and thread count."""
+        learner = cls(origin=read_origin(source), settings=settings)
+        learner.load(source)
+        return learner
+
+    def load(self, source: Path) -> None:
+        """Continue from the checkpoint that `save` wrote for the same origin and settings."""
+        self.updates = load_training(source, model=self.loaded.model, optimizer=self.optimizer)
+
+    def use_threads(self) -> None:
+        """Set torch to the configured number of threads in the calling thread; one is fastest for tiny models."""
+        if self.settings.threads:
+            torch.set_num_threads(self.settings.threads)
+
+    def apply(self, report: Mapping[str, float]) -> dict[str, float]:
+        """Do one optimizer update with the accumulated gradient; returns `report` with the 2-norm before clipping.
+
+        A gradient that is not finite is skipped: `updates` goes on, the weights stay, and the report has its finite
+        numbers and `updates_nonfinite`. Raises AglError when too many in a row are not finite.
+        """
+        norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates)
+        is_skipped = self.skipped.note(norm, update=self.updates)
+        self.updates += 1
+        if not is_skipped:
+            return {**report, "grad_norm": norm}
+        return {name: value for name, value in report.items() if math.isfinite(value)} | {"updates_nonfinite": 1.0}
+
+    @property
+    def moves(self) -> int:
+        """Updates since this learner was opened, or since the checkpoint's first one, that changed the weights."""
+        return self.updates - self.skipped.total
+
+    def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+        """Write a training checkpoint and remove all but the newest `keep`, the last two and those of `kept`.
+
+        The run's state names the one before until the new state is saved.
+        """
+        save_training(
+            step_directory(workdir / "state", step),
+            model=self.loaded.model,
+            optimizer=self.optimizer,
+            updates=self.updates,
+            origin=self.origin,
+        )
+        prune(workdir / "state", step=step, keep=max(2, keep), kept=kept)
+
+    def served(self, workdir: Path, *, step: int) -> Weights:
+        """Return the resource that names the weights to serve of a step, which need not be written yet."""
+        return served_weights(self.loaded, step_directory(workdir.absolute() / "weights", step))
+
+    def export(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> Weights:
+        """Write the weights to serve and return the resource that names them; prunes like `save`."""
+        weights = save_served(self.loaded, step_directory(workdir.absolute() / "weights", step))
+        prune(workdir / "weights", step=step, keep=max(2, keep), kept=kept)
+        return weights
+
+
+def saved_path(workdir: Path, step: int) -> str:
+    """Return the path that `PolicyLearner.save` wrote for a step, `""` before the first."""
+    return str(step_directory(workdir.absolute() / "state", step)) if step else ""
+
+
+def tuned_name(context: AlgorithmContext, *, algorithm: str) -> str:
+    """Return the one resource that the algorithm tunes; raises ConfigError unless there is exactly one."""
+    if len(context.tunes) != 1:
+        raise ConfigError(
+            f"{algorithm} trains the weights of one policy, but tunes {list(context.tunes)}. "
+            'Give one name, such as tunes = "main_llm", and one [[algorithm]] per policy.'
+        )
+    return context.tunes[0]
+
+
+def tuned_weights(resource: Resource, *, name: str) -> Weights:
+    """Return the resource as weights; raises ConfigError for an endpoint, whose weights cannot be reached."""
+    if not isinstance(resource, Weights):
+        raise ConfigError(
+            f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "
+            f'Serve it in this process: [policy.{name}] use = "torch".'
+        )
+    return resource
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, or 0.0 without values."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
+    """Load the weights as the settings ask: with a new adapter, with the published one, or all of them to train."""
+    seed_everything(0)  # adapters start from the same random matrices on every start
+    path = origin.uri if origin.format == "hf" else origin.base_model
+    # Under LoRA the base is frozen and the adapters are float32 anyway; else the weights in training are a master.
+    loaded = load_model(path, device=settings.device, dtype=settings.dtype, is_master=settings.lora is None)
+    if origin.format == "hf":
+        model = add_lora(loaded.model, settings.lora) if settings.lora else loaded.model
+    else:
+        model = open_adapter(loaded.model, origin.uri, settings=settings.lora)
+    if settings.lora:
+        refuse_tied_adapters(model)
+    return replace(loaded, model=model)

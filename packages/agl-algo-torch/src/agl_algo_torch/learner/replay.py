@@ -1,0 +1,132 @@
+"""The rollouts of earlier steps that `grpo` and `ppo` train once more, with weights for the policy that drew them.
+
+`agl_objectives.replay` says which rollouts those are and within what bounds. Here are their weights,
+c_t = min(pi_old / mu, replay_bound), which is the correction that `objective.py` makes for the sampler's numerics, here
+for a sampler that is some versions old; and the files in which they outlast a restart.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl.errors import ConfigError
+from agl_algo_torch.learner.batch import RowSample
+from agl_algo_torch.learner.checkpoint import prune, step_directory, write_directory
+from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
+from agl_objectives.replay import BOUND, ReplayPool
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from agl.contracts import CallUse
+    from agl_algo_torch.learner.objective import Objective
+    from agl_objectives.replay import Replayed
+
+TENSORS = ("ids", "mask", "advantages", "behaviour", "temperature")
+"""The tensors of a row that are kept; what a later step computes anew is not."""
+
+
+class ReplayBuffer:
+    """The rollouts that may be replayed.
+
+    Args:
+        algorithm: Its registered name, for messages.
+        share: Share of a step's trained rollouts that come from earlier steps, below 1; 0 turns replay off.
+        bound: Largest importance weight of a replayed token.
+        max_staleness: Versions of the policy that a replayed rollout may be behind.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    def __init__(self, algorithm: str, *, share: float, bound: float, max_staleness: int) -> None:
+        if not bound > 0:
+            raise ConfigError(
+                f"{algorithm} got replay_bound = {bound}; give a largest weight above 0, such as {BOUND}."
+            )
+        if not share and bound != BOUND:
+            raise ConfigError(
+                f"{algorithm} got replay_bound without replay, which alone reads it. Give replay, or remove it."
+            )
+        self._pool = ReplayPool[RowSample](algorithm, share=share, max_staleness=max_staleness)
+        self.share, self.bound = share, bound
+
+    def take(self, version: str, *, own: int) -> Replayed[RowSample]:
+        """Return what is replayed beside `own` rollouts while `version` is live; drops what has become too old."""
+        return self._pool.take(version, own=own)
+
+    def add(self, version: str, samples: Sequence[RowSample], *, uses: Mapping[str, tuple[CallUse, ...]]) -> None:
+        """Keep the rollouts of a step that have a gradient, drawn by `version`."""
+        self._pool.add(version, samples, uses=uses)
+
+    def weighed(
+        self, rows: Sequence[RowSample], *, objective: Objective, model: nn.Module, device: torch.device
+    ) -> list[RowSample]:
+        """Return rows with log pi_old and with importance weights for the policy that drew them."""
+        found = objective.with_old_logprobs(rows, model=model, device=device, skips_silent=False)
+        return [replace(row, importance=self._weights(row)) for row in found]
+
+    def truncated(self, rows: Sequence[RowSample]) -> dict[str, float]:
+        """Return the mean weight of the trained tokens of weighed rows, and the share of them at the bound."""
+        weights = [row.importance[row.trained] for row in rows if row.importance is not None]
+        if not weights:
+            return {}
+        weight_M = torch.cat(weights)
+        return {
+            "replay_weight": float(weight_M.mean()),
+            "replay_truncated": float((weight_M >= self.bound).float().mean()),
+        }
+
+    def clear(self) -> None:
+        """Forget everything: training goes on from other weights, which these rollouts do not lead to."""
+        self._pool.clear()
+
+    def save(self, workdir: Path, *, step: int, keep: int, kept: Collection[int] = ()) -> None:
+        """Write the rows beside the checkpoint of a step, and remove old ones as `PolicyLearner.save` does."""
+        if not self.share:
+            return
+
+        def fill(directory: Path) -> None:
+            rows = self._pool.rows
+            tensors = {f"{i}/{name}": getattr(row, name) for i, row in enumerate(rows) for name in TENSORS}
+            write_tensors(tensors, directory / "rows.safetensors")
+            state = {"pool": self._pool.state(), "names": [row.rollout for row in rows]}
+            (directory / "replay.json").write_text(json.dumps(state), encoding="utf-8")
+
+        write_directory(step_directory(workdir / "replay", step), fill)
+        prune(workdir / "replay", step=step, keep=max(2, keep), kept=kept)
+
+    def load(self, workdir: Path, *, step: int) -> None:
+        """Continue with the rows that were saved at a step; with none where replay was off then."""
+        source = step_directory(workdir / "replay", step)
+        if not self.share or not source.is_dir():
+            return
+        state = json.loads((source / "replay.json").read_text(encoding="utf-8"))
+        tensors = read_tensors(source / "rows.safetensors")
+        rows = [_row(rollout, tensors, number) for number, rollout in enumerate(state["names"])]
+        self._pool.restore(state["pool"], rows)
+
+    def _weights(self, row: RowSample) -> Tensor:
+        """Return c_t of every token, [T]; it is read at trained tokens only."""
+        if row.old is None:
+            raise AssertionError("log pi_old of a replayed row is computed first")
+        return (row.old - row.behaviour).exp().clamp(max=self.bound)
+
+
+def _row(rollout: str, tensors: Mapping[str, Tensor], number: int) -> RowSample:
+    found = {name: tensors[f"{number}/{name}"] for name in TENSORS}
+    return RowSample(
+        rollout=rollout,
+        ids=found["ids"],
+        mask=found["mask"],
+        advantages=found["advantages"],
+        behaviour=found["behaviour"],
+        temperature=found["temperature"],
+    )

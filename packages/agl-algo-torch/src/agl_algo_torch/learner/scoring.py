@@ -1,0 +1,211 @@
+"""Scores trained tokens: their log-probabilities and the entropies before them, without the logits of a whole pass.
+
+Logits are the largest tensors of a pass: 16,384 positions of a vocabulary of 151,936 take 9 GiB in float32, and a loss
+needs several such tensors at a time. A model therefore runs up to its last hidden state, the positions before trained
+tokens are chosen, and its head turns them into logits a chunk at a time. The backward pass computes the logits of a
+chunk again, so one chunk is in memory at any time.
+
+That is exact where the model's logits are what its head returns for the last hidden state, which `find_head` tries out.
+Other models (a cap or a scale on the logits) run as a whole.
+M is the number of trained tokens of a micro-batch, H the width of a hidden state, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from agl_algo_torch.learner.model import computing, has_lora
+from agl_algo_torch.learner.typed_torch import recomputed, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+_PLAIN = "agl_plain_head"
+"""Attribute of a model whose logits are what its head returns for the last hidden state."""
+
+FEWEST_POSITIONS = 128
+"""Positions of a chunk at least: each chunk writes one gradient of the head, which is V x H numbers."""
+
+CHUNK_LOGITS = 2**22
+"""Logits of a chunk, 16 MiB in float32; a large vocabulary has more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The scores that a model gives trained tokens, [M] each, at least float32.
+
+    Attributes:
+        logp_M: Log-probability of each token at the temperature that it was sampled with, nats.
+        entropy_M: Entropy of the model's own distribution, nats, without gradient; where it was asked for.
+        bonus_M: Entropy at the temperature, with gradient; where it was asked for.
+    """
+
+    logp_M: Tensor
+    entropy_M: Tensor | None = None
+    bonus_M: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The tokens to score, [M] each, and which entropies are wanted with them."""
+
+    targets_M: Tensor
+    temperature_M: Tensor
+    has_entropy: bool = False
+    has_bonus: bool = False
+
+    def of(self, logits_M_V: Tensor) -> Scores:
+        """Return the scores of these tokens."""
+        logp_M = token_logprobs(logits_M_V, targets_M=self.targets_M, temperature_M=self.temperature_M)
+        bonus_M = policy_entropy(logits_M_V, temperature_M=self.temperature_M) if self.has_bonus else None
+        # Last: it has no gradient, so the backward pass stops before it when it computes a chunk again.
+        entropy_M = entropy(logits_M_V.detach()) if self.has_entropy else None
+        return Scores(logp_M=logp_M, entropy_M=entropy_M, bonus_M=bonus_M)
+
+    def chunks(self, size: int) -> list[Wanted]:
+        """Return the tokens in chunks of at most `size`, at least one chunk."""
+        parts = zip(split(self.targets_M, size), split(self.temperature_M, size), strict=True)
+        return [
+            Wanted(targets_M=y, temperature_M=tau, has_entropy=self.has_entropy, has_bonus=self.has_bonus)
+            for y, tau in parts
+        ]
+
+
+def score_hidden(model: nn.Module, hidden_M_H: Tensor, wanted: Wanted) -> Scores:
+    """Return the scores of tokens by the last hidden states before them; the model has a plain head."""
+    size = max(FEWEST_POSITIONS, CHUNK_LOGITS // int(bare(model).config.get_text_config().vocab_size))
+
+    def score(part_H: Tensor, part: Wanted) -> Scores:
+        return part.of(apply_head(model, part_H))
+
+    parts = list(zip(split(hidden_M_H, size), wanted.chunks(size), strict=True))
+    if len(parts) == 1:
+        return score(*parts[0])
+    return _joined([recomputed(score, *part) for part in parts])
+
+
+def _joined(parts: list[Scores]) -> Scores:
+    entropies = [part.entropy_M for part in parts if part.entropy_M is not None]
+    bonuses = [part.bonus_M for part in parts if part.bonus_M is not None]
+    return Scores(
+        logp_M=torch.cat([part.logp_M for part in parts]),
+        entropy_M=torch.cat(entropies) if entropies else None,
+        bonus_M=torch.cat(bonuses) if bonuses else None,
+    )
+
+
+def apply_head(model: nn.Module, hidden_M_H: Tensor) -> Tensor:
+    """Return the logits of the last hidden states before M tokens, [M, V]; the model has a plain head."""
+    with computing(model):
+        return _head(model)(hidden_M_H)
+
+
+def trunk(model: nn.Module) -> Callable[..., Tensor]:
+    """Return the network below the head of a Hugging Face causal LM, adapters included; it gives [B, T, H]."""
+    return last_hidden_states(bare(model).base_model)
+
+
+def last_hidden_states(network: nn.Module) -> Callable[..., Tensor]:
+    """Return a Hugging Face network as a function of its inputs that gives its last hidden states, [B, T, H]."""
+
+    def run(**inputs: Any) -> Tensor:
+        return network(**inputs).last_hidden_state
+
+    return run
+
+
+def whole_logits(model: nn.Module) -> Callable[..., Tensor]:
+    """Return a Hugging Face causal LM as a function of its inputs that gives the logits of all tokens, [B, T, V]."""
+
+    def run(**inputs: Any) -> Tensor:
+        return model(**inputs).logits
+
+    return run
+
+
+def has_plain_head(model: nn.Module) -> bool:
+    """Return true for a model in which `find_head` found a plain head."""
+    return getattr(model, _PLAIN, False)
+
+
+@torch.no_grad()
+def find_head(model: nn.Module) -> str:
+    """Note on the model whether its head is plain; returns a sentence for people if it is not, else `""`.
+
+    One forward pass of a few tokens has its head's output replaced. The head is plain if what the model returns is this
+    output as it is, and if the head got what the network below it returns.
+    """
+    is_plain = _head(model) is not None and _passes_through(model)
+    setattr(model, _PLAIN, is_plain)
+    if is_plain:
+        return ""
+    return (
+        f"{type(bare(model)).__name__} makes more of its hidden states than a linear head does (such as a cap or a "
+        "scale on the logits), so each forward pass holds the logits of all its tokens; lower token_budget if memory "
+        "is short"
+    )
+
+
+def _passes_through(model: nn.Module) -> bool:
+    ids = torch.arange(4, device=next(model.parameters()).device)[None]
+    given: list[Tensor] = []
+    returned: list[Tensor] = []
+
+    def replace_output(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        given.append(inputs[0])
+        # Larger than real logits are, so that a cap shows.
+        returned.append(torch.linspace(-1000, 1000, output.shape[-1]).to(output).expand(output.shape))
+        return returned[0]
+
+    hook = _head(model).register_forward_hook(replace_output)
+    try:
+        with computing(model):
+            logits = whole_logits(model)(input_ids=ids, use_cache=False)
+            hidden = trunk(model)(input_ids=ids, use_cache=False)
+    finally:
+        hook.remove()
+    return torch.equal(returned[0], logits) and torch.allclose(given[0], hidden)
+
+
+def bare(model: nn.Module) -> Any:
+    """Return the Hugging Face model itself, without the wrapper of its adapters."""
+    return cast("Any", model).get_base_model() if has_lora(model) else model
+
+
+def _head(model: nn.Module) -> Any:
+    """Return the layer that makes logits, `None` for a model without one."""
+    base = bare(model)
+    return base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+
+
+def token_logprobs(logits_M_V: Tensor, *, targets_M: Tensor, temperature_M: Tensor) -> Tensor:
+    """Return the log-probability of each target under `softmax(logits / temperature)`, [M], at least float32."""
+    # The sampler drew from softmax(z / tau), so that is the policy; with tau = 1 it is the model itself.
+    # bfloat16 has 8 bits of precision, too few for a log-sum over a vocabulary: compute in float32 or better.
+    scaled_M_V = logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32)) / temperature_M[:, None]
+    chosen_M = scaled_M_V.gather(1, targets_M[:, None])[:, 0]  # [M], z_y / tau
+    # log softmax(z)_y = z_y - logsumexp(z), which needs no [M, V] tensor of log-probabilities.
+    return chosen_M - scaled_M_V.logsumexp(dim=1)
+
+
+def entropy(logits_M_V: Tensor) -> Tensor:
+    """Return the entropy of `softmax(logits)` per position in nats, [M], without gradient.
+
+    The temperature is left out: this watches the model, whatever it was sampled with.
+    """
+    with torch.no_grad():
+        logp_M_V = logits_M_V.float().log_softmax(dim=1)  # [M, V]
+        return -logp_M_V.exp().mul_(logp_M_V).sum(dim=1)  # H = -sum_v p_v log p_v
+
+
+def policy_entropy(logits_M_V: Tensor, *, temperature_M: Tensor) -> Tensor:
+    """Return the entropy of `softmax(logits / temperature)` in nats, [M], with gradient: that of what was sampled."""
+    scaled_M_V = logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32)) / temperature_M[:, None]
+    logp_M_V = scaled_M_V.log_softmax(dim=1)
+    return -(logp_M_V.exp() * logp_M_V).sum(dim=1)

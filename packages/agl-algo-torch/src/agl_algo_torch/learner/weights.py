@@ -1,0 +1,70 @@
+"""Brings weights into a policy: copies them from a model or reads them from disk, checks them, writes them in place."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl_algo_torch.learner.model import LoadedModel, load_model, open_adapter, served_state
+from agl_algo_torch.learner.typed_torch import read_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from agl.schemas import Weights
+
+
+def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors to write into a model with the state `like`; raises ConfigError when they cannot be read.
+
+    An adapter is merged into its base.
+    """
+    if weights.format == "lora":
+        base = load_model(weights.base_model, device="cpu").model
+        return dict(open_adapter(base, weights.uri, settings=None).state_dict())
+    files = sorted(Path(weights.uri).glob("*.safetensors"))
+    state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+    if state and not misfits(like, state):
+        return state
+    # No such files, or files with names that transformers translates: let it read the directory.
+    return dict(load_model(weights.uri, device="cpu").model.state_dict())
+
+
+def serving_copy(loaded: LoadedModel) -> LoadedModel:
+    """Return a copy for serving, in evaluation mode, with adapters merged."""
+    model = cast("Any", loaded.model)
+    base = copy.deepcopy(model.get_base_model() if hasattr(model, "peft_config") else model)
+    if hasattr(model, "peft_config"):
+        # The copy still has peft's layers in it. A fresh model of the same configuration takes the merged weights.
+        plain = type(base)(base.config).to(device=loaded.device, dtype=base.dtype)
+        plain.load_state_dict(served_state(loaded.model))
+        base = plain
+    return LoadedModel(name=loaded.name, model=base.eval(), tokenizer=loaded.tokenizer, device=loaded.device)
+
+
+def misfits(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names that are missing, unknown or of another shape, sorted; none when `state` fits a model's `own`.
+
+    A tensor that shares its memory with one that is given (a tied output layer) may be missing.
+    """
+    given = {own[name].data_ptr() for name in state if name in own}
+    missing = [f"{n} (missing)" for n, t in own.items() if n not in state and t.data_ptr() not in given]
+    unknown = [f"{n} (unknown)" for n in state if n not in own]
+    shapes = [
+        f"{n} (shape {tuple(t.shape)}, not {tuple(own[n].shape)})"
+        for n, t in state.items()
+        if n in own and t.shape != own[n].shape
+    ]
+    return sorted(missing + unknown + shapes)
+
+
+@torch.no_grad()
+def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Overwrite a model's tensors in place with those of `state`, which must fit (`misfits`)."""
+    for name, tensor in state.items():
+        own[name].copy_(tensor)

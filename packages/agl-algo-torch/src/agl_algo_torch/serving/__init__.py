@@ -1,0 +1,1 @@
+"""The embedded model server: an engine that generates in batches, and the OpenAI-compatible endpoints over it."""

@@ -1,0 +1,505 @@
+"""Generates in batches over one causal LM in a thread of its own, with requests that come and go between tokens.
+
+Every turn of the thread is one token boundary: cancelled rows leave, a due weight swap happens, waiting requests
+are prefilled and join, and one forward pass draws one token for every row.
+
+transformers has continuous batching of its own (`init_continuous_batching`, version 5.23). It runs on a CPU, and its
+log-probabilities agree with a recompute to 5e-7, but it
+- knows no seed per request and re-seeds the process's global random state, which training shares;
+- samples or takes the maximum for all requests alike, and offers temperature or top-p per request only if the
+  generation config was built with other than neutral values;
+- returns no alternatives (`top_logprobs`) and reports the log-probability after top-k and top-p;
+- has no token boundary at which weights can change, so prefixes computed with old weights would be shared with new.
+This engine uses the model's forward pass with its masks, the `Cache` interface and the warpers of transformers.
+
+Prompts reuse the keys and values of the longest known prefix (earlier turns, siblings of a group, a common system
+prompt). Identical prompts that wait together are computed once. A weight swap forgets all prefixes.
+
+The caller sets the number of threads with `torch.set_num_threads`; one is fastest for models below a few million
+parameters.
+Limits: one device; the batch reads masked columns up to its longest row, so one very long row slows its neighbours.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl_algo_torch.learner.typed_torch import numbers
+from agl_algo_torch.serving.kvcache import (
+    BatchCache,
+    CacheLayout,
+    cache_argument,
+    forward_arguments,
+    has_sliding_window,
+)
+from agl_algo_torch.serving.prefixes import PrefixStore
+from agl_algo_torch.serving.sampling import draw
+from agl_algo_torch.serving.sequence import (
+    EngineError,
+    EngineStoppedError,
+    Event,
+    Flight,
+    GenerationRequest,
+    PromptError,
+    QueueFullError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from agl_algo_torch.serving.kvcache import KeyValues, TokenArray
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Limits of an engine.
+
+    Attributes:
+        max_rows: Sequences that run at once.
+        max_waiting: Sequences that may wait; more are refused.
+        prefill_tokens: Prompt tokens, padding included, computed between two tokens of the running rows, which wait
+            for so long. A longer prompt is computed alone.
+        prefix_bytes: Memory for prefixes; 0 turns their reuse off.
+        seed: Seed of the draws of requests that bring none.
+    """
+
+    max_rows: int = 64
+    max_waiting: int = 1024
+    prefill_tokens: int = 2048
+    prefix_bytes: int = 256 * 2**20
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Swap:
+    """A weight change that waits for the running rows until `deadline`, on the monotonic clock."""
+
+    apply: Callable[[nn.Module], None]
+    version: str
+    deadline: float
+    done: Future[None]
+
+
+@dataclass(slots=True)
+class _Scoring:
+    """A prompt whose tokens are to be scored."""
+
+    ids: Sequence[int]
+    done: Future[list[float]]
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the start."""
+
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    swaps: int = 0
+
+
+class Engine:
+    """Generates for any number of callers; `submit`, `cancel` and `swap` may be called from any thread.
+
+    The engine owns `model` and sets it to evaluation mode. Change its weights through `swap` only.
+
+    Args:
+        model: A Hugging Face causal LM on the device where it is to run.
+        version: Name of its current weights.
+        settings: Limits.
+
+    Attributes:
+        version: Name of the weights that generate now.
+        vocab_size: Token ids are below it.
+        stats: Counts, written by the engine's thread.
+    """
+
+    def __init__(self, model: nn.Module, *, version: str = "0", settings: EngineSettings | None = None) -> None:
+        config = cast("Any", model).config.get_text_config()
+        self.settings = settings or EngineSettings()
+        self.version = version
+        self.stats = EngineStats()
+        self._model = model.eval()
+        self._device = next(model.parameters()).device
+        self.vocab_size = int(config.vocab_size)
+        self._options = forward_arguments(model) & {"position_ids", "logits_to_keep"}
+        self._cache_argument = cache_argument(model)
+        self._layout = CacheLayout.of(self._model)
+        self._cache = BatchCache(self._layout)
+        self._scratch = BatchCache(self._layout)
+        reuses = not has_sliding_window(model)
+        self._prefixes = PrefixStore(max_bytes=self.settings.prefix_bytes if reuses else 0)
+        self._seeds = random.Random(self.settings.seed)
+        self._running: list[Flight] = []
+        self._waiting: deque[Flight] = deque()
+        self._inbox: list[Flight] = []
+        self._swaps: deque[_Swap] = deque()
+        self._scorings: deque[_Scoring] = deque()
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread; idempotent. Raises EngineStoppedError after `stop`."""
+        if self._is_stopping:
+            raise EngineStoppedError("The engine was stopped and cannot start again; construct a new policy.")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="agl-engine", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End after the current token; sequences that have not finished get an EngineStoppedError. Idempotent."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def submit(
+        self, requests: Sequence[GenerationRequest], *, listeners: Sequence[Callable[[Event], None]]
+    ) -> list[Flight]:
+        """Queue all requests or none, and return their flights in order.
+
+        Each listener is called in the engine's thread and must not block.
+        Raises PromptError, QueueFullError or EngineStoppedError.
+        """
+        for ids in {id(request.prompt_ids): request.prompt_ids for request in requests}.values():  # siblings share one
+            self._check(ids)
+        flights = [
+            Flight(request=request, listener=listener, uniforms=self._uniforms(request.params.seed))
+            for request, listener in zip(requests, listeners, strict=True)
+        ]
+        with self._wake:
+            if self._is_stopping:
+                raise EngineStoppedError("The policy server is stopping; start it again before calling it.")
+            waiting = len(self._inbox) + len(self._waiting)
+            if waiting + len(flights) > self.settings.max_waiting:
+                raise QueueFullError(
+                    f"{waiting} requests are waiting already, and at most {self.settings.max_waiting} may wait. "
+                    "Lower the runner's concurrency or raise the policy's max_waiting."
+                )
+            self._inbox.extend(flights)
+            self._wake.notify()
+        return flights
+
+    def _check(self, ids: Sequence[int]) -> None:
+        """Raise PromptError for a prompt that the model cannot read; on a GPU it would end the whole process's work."""
+        if not ids:
+            raise PromptError("The prompt has no tokens; give at least one.")
+        odd = next((i for i in (min(ids), max(ids)) if not 0 <= i < self.vocab_size), None)
+        if odd is not None:
+            raise PromptError(
+                f"The prompt has the token id {odd}, but the model has ids from 0 to {self.vocab_size - 1}. "
+                "Use the tokenizer that belongs to the model."
+            )
+
+    def _uniforms(self, seed: int | None) -> random.Random:
+        """Return the stream of a sequence's draws; without a seed, one by the order of the requests."""
+        return random.Random(self._seeds.getrandbits(62) if seed is None else seed)
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts since the start, and the numbers of sequences that run and wait now."""
+        waiting = len(self._inbox) + len(self._waiting)
+        return {"running": len(self._running), "waiting": waiting, **asdict(self.stats)}
+
+    def cancel(self, flights: Sequence[Flight]) -> None:
+        """Drop sequences at the next token boundary; their listeners get no further event. Finished ones stay."""
+        for flight in flights:
+            flight.is_cancelled = True
+
+    def swap(self, apply: Callable[[nn.Module], None], *, version: str, drain_s: float = 30.0) -> Future[None]:
+        """Change the weights at a token boundary by `apply(model)`; the future ends once the new weights serve.
+
+        Running rows finish on the old weights while new requests wait, for at most `drain_s` seconds. Rows that still
+        run then continue on the new weights from recomputed keys and values, and their version spans show it.
+        An exception of `apply` ends the future, and the engine goes on with the version that it had. Cancelling the
+        future before the swap begins withdraws the swap.
+        """
+        swap = _Swap(apply, version, time.monotonic() + drain_s, Future())
+        with self._wake:
+            if self._is_stopping:
+                raise EngineStoppedError("The policy server is stopping; its weights cannot change any more.")
+            self._swaps.append(swap)
+            self._wake.notify()
+        return swap.done
+
+    def score(self, ids: Sequence[int]) -> Future[list[float]]:
+        """Return the log-probability at temperature 1 of each token after the first, in nats, by one forward pass.
+
+        The pass runs between two tokens of the running rows, one prompt at a time.
+        Raises PromptError or EngineStoppedError.
+        """
+        self._check(ids)
+        scoring = _Scoring(ids, Future())
+        with self._wake:
+            if self._is_stopping:
+                raise EngineStoppedError("The policy server is stopping; start it again before calling it.")
+            self._scorings.append(scoring)
+            self._wake.notify()
+        return scoring.done
+
+    def _loop(self) -> None:
+        while self._receive():
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001 - isolation point: one bad pass must not end the server
+                _log.exception("a generation step failed; %d requests are answered with it", len(self._running))
+                self._fail(EngineError(f"Generation failed: {type(error).__name__}: {error}."), self._running)
+                self._reset()
+        stopped = EngineStoppedError("The policy server was stopped before this request finished.")
+        self._fail(stopped, [*self._running, *self._waiting, *self._inbox])
+        for job in (*self._swaps, *self._scorings):
+            if job.done.set_running_or_notify_cancel():
+                job.done.set_exception(stopped)
+
+    def _receive(self) -> bool:
+        """Wait for work and take new requests; returns false when the engine is to stop."""
+        with self._wake:
+            while not (self._is_stopping or self._inbox or self._waiting or self._running or self._has_jobs()):
+                self._wake.wait()
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+            return not self._is_stopping
+
+    def _turn(self) -> None:
+        """Do everything that belongs to one token boundary."""
+        self._drop_cancelled()
+        self._swap_if_due()
+        self._score_next()
+        if not self._swaps:  # new requests wait for a pending swap, or the rows would never drain
+            self._admit()
+        if self._running:
+            self._step()
+
+    def _drop_cancelled(self) -> None:
+        self._evict([row for row, flight in enumerate(self._running) if flight.is_cancelled])
+        if any(flight.is_cancelled for flight in self._waiting):
+            self._waiting = deque(flight for flight in self._waiting if not flight.is_cancelled)
+
+    def _swap_if_due(self) -> None:
+        if not self._swaps or (self._running and time.monotonic() < self._swaps[0].deadline):
+            return
+        swap = self._swaps.popleft()
+        if not swap.done.set_running_or_notify_cancel():
+            return  # its caller was cancelled, and may overwrite the new weights while they are read
+        # Rows that did not finish go back to the front of the queue, with the tokens that they have.
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
+        self._reset()
+        try:
+            swap.apply(self._model)
+        except Exception as error:  # noqa: BLE001 - isolation point: the caller gets it
+            swap.done.set_exception(error)
+            return
+        self._model.eval()
+        self.version = swap.version
+        self.stats.swaps += 1
+        swap.done.set_result(None)
+
+    def _has_jobs(self) -> bool:
+        return bool(self._swaps or self._scorings)
+
+    @torch.inference_mode()
+    def _score_next(self) -> None:
+        if not self._scorings:
+            return
+        scoring = self._scorings.popleft()
+        if not scoring.done.set_running_or_notify_cancel():
+            return
+        try:
+            ids_T = torch.tensor(scoring.ids, device=self._device)
+            logp_T_V = self._model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float().log_softmax(1)
+            scoring.done.set_result(numbers(logp_T_V.gather(1, ids_T[1:, None])[:, 0]))
+        except Exception as error:  # noqa: BLE001 - isolation point: the caller gets it
+            scoring.done.set_exception(EngineError(f"Scoring failed: {type(error).__name__}: {error}."))
+
+    def _reset(self) -> None:
+        self._running = []
+        self._cache, self._scratch = BatchCache(self._layout), BatchCache(self._layout)
+        self._prefixes.clear()
+
+    def _fail(self, error: EngineError, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            if not flight.is_cancelled:
+                flight.listener(error)
+
+    def _admit(self) -> None:
+        admissions = pick(
+            self._waiting,
+            rows=self.settings.max_rows - len(self._running),
+            prefill_tokens=self.settings.prefill_tokens,
+            prefixes=self._prefixes,
+        )
+        if admissions:
+            self._prefill(admissions)
+
+    def _prefill(self, admissions: list[Admission]) -> None:
+        """Compute the prompts in one pass, add their flights to the batch and draw their first tokens."""
+        # They count as running before the pass, so that one that fails is told to them too.
+        first = len(self._running)
+        self._running += [flight for admission in admissions for flight in admission.flights]
+        width = max(admission.new for admission in admissions)
+        cache = self._scratch
+        cache.begin([admission.prefix for admission in admissions], new_tokens=width)
+        new = [admission.new for admission in admissions]
+        logits = self._forward(cache, *padded(admissions, width), new=new)
+        for row, admission in enumerate(admissions):
+            computed = cache.row(row, tokens=admission.new)
+            parts = [computed] if admission.prefix is None else [admission.prefix, computed]
+            for _ in admission.flights:
+                self._cache.add(parts)
+            last = len(self._cache.lengths) - 1
+            self._prefixes.add(admission.tokens, self._cache.row(last, tokens=len(admission.tokens)))
+            self.stats.prefilled_tokens += admission.new
+            self.stats.cached_tokens += admission.shared
+        # The row of the logits for each flight that joins: siblings share one prompt, and one row.
+        source = [row for row, admission in enumerate(admissions) for _ in admission.flights]
+        self._draw(logits[source], first=first)
+
+    def _step(self) -> None:
+        """Draw one token for every running row, from the token drawn before it."""
+        lengths = self._cache.lengths
+        ids = torch.tensor([[flight.ids[-1]] for flight in self._running])  # [rows, 1]
+        positions = torch.tensor([[length] for length in lengths])  # [rows, 1], without the padding
+        self._cache.reserve(1)
+        logits = self._forward(self._cache, ids, positions, new=[1] * len(lengths))
+        self.stats.steps += 1
+        self._draw(logits, first=0)
+
+    @torch.inference_mode()
+    def _forward(self, cache: BatchCache, ids: Tensor, positions: Tensor, *, new: list[int]) -> Tensor:
+        """Return the logits after the last column, [rows, V]; ids and positions [rows, columns], padded on the left."""
+        inputs: dict[str, Any] = {
+            "input_ids": ids.to(self._device),
+            "attention_mask": cache.mask(new, pad_to=ids.shape[1]),
+            self._cache_argument: cache,
+            "use_cache": True,
+        }
+        if "position_ids" in self._options:
+            inputs["position_ids"] = positions.to(self._device)
+        if "logits_to_keep" in self._options:  # a prompt needs only the last column's logits, not [rows, columns, V]
+            inputs["logits_to_keep"] = 1
+        logits = cast("Tensor", self._model(**inputs).logits)
+        cache.advance(ids.shape[1])
+        return logits[:, -1]
+
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, *, first: int) -> None:
+        """Draw the next token of the rows from `first` on and remove those that are finished."""
+        flights = self._running[first:]
+        draws = draw(
+            logits,
+            [flight.request.params for flight in flights],
+            uniforms=[flight.uniforms.random() for flight in flights],
+        )
+        for flight, one in zip(flights, draws, strict=True):
+            flight.accept(one, version=self.version)
+        self.stats.generated_tokens += len(flights)
+        self._finish([row for row in range(first, len(self._running)) if self._running[row].finish_reason])
+
+    def _finish(self, rows: list[int]) -> None:
+        """Report the finished rows, remember them as prefixes of the next turn, and remove them."""
+        for row in rows:
+            flight = self._running[row]
+            length = self._cache.lengths[row]  # one less than its tokens: the last one was drawn and never run
+            self._prefixes.add(flight.tokens()[:length], self._cache.row(row, tokens=length))
+            if not flight.is_cancelled:
+                flight.listener(flight.result())
+        self._evict(rows)
+
+    def _evict(self, rows: list[int]) -> None:
+        for row in reversed(rows):  # descending, because the last row takes the place of a removed one
+            self._cache.remove(row)
+            last = self._running.pop()
+            if row < len(self._running):
+                self._running[row] = last
+
+
+_WORTH_WAITING = 32
+"""A request waits one turn for another one to compute a shared prefix that is at least this many tokens longer."""
+
+
+@dataclass(slots=True)
+class Admission:
+    """One distinct prompt with the sequences that start from it.
+
+    Attributes:
+        tokens: The prompt, and the tokens that were generated before a weight swap interrupted it.
+        shared: The number of tokens that `prefix` holds.
+        flights: The sequences that join; they share the computation.
+    """
+
+    tokens: TokenArray
+    shared: int
+    prefix: KeyValues | None
+    flights: list[Flight]
+
+    @property
+    def new(self) -> int:
+        """Number of tokens to compute."""
+        return len(self.tokens) - self.shared
+
+
+def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: PrefixStore) -> list[Admission]:
+    """Take flights from the left while `rows` and the prefill budget last, and return their distinct prompts.
+
+    A flight stays when another one is about to compute a long prefix of it, or when padding all prompts to the
+    longest would exceed `prefill_tokens`. The first prompt is taken however long it is. Flights that stay keep their
+    order at the left of `waiting`.
+    """
+    picked: dict[bytes, Admission] = {}
+    kept: list[Flight] = []
+    width = 0
+    while waiting and rows > 0:
+        flight = waiting.popleft()
+        tokens = flight.tokens()
+        admission = picked.get(tokens.tobytes()) or _admission(tokens, picked, prefixes)
+        if admission is None:
+            kept.append(flight)
+            continue
+        width = max(width, admission.new)
+        # A second flight of a prompt that was picked already costs nothing.
+        if picked and not admission.flights and (len(picked) + 1) * width > prefill_tokens:
+            kept.append(flight)
+            break
+        picked[tokens.tobytes()] = admission
+        admission.flights.append(flight)
+        flight.cached_tokens = admission.shared
+        rows -= 1
+    waiting.extendleft(reversed(kept))
+    return list(picked.values())
+
+
+def _admission(tokens: TokenArray, picked: dict[bytes, Admission], prefixes: PrefixStore) -> Admission | None:
+    """Return the admission of a prompt not seen in this turn, or None if another one is about to compute its prefix."""
+    shared, prefix = prefixes.find(tokens)
+    probe = shared + _WORTH_WAITING
+    if prefixes.is_on and len(tokens) > probe:
+        start = tokens[:probe].tobytes()
+        if any(key.startswith(start) for key in picked):
+            return None
+    return Admission(tokens, shared, prefix, [])
+
+
+def padded(admissions: Sequence[Admission], width: int) -> tuple[Tensor, Tensor]:
+    """Return ids and positions of the tokens after each prompt's prefix, both [rows, width], padded left with 0."""
+    ids = torch.zeros((len(admissions), width), dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    for row, admission in enumerate(admissions):
+        ids[row, width - admission.new :] = torch.tensor(admission.tokens[admission.shared :])
+        positions[row, width - admission.new :] = torch.arange(admission.shared, len(admission.tokens))
+    return ids, positions

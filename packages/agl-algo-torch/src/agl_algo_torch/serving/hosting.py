@@ -1,0 +1,476 @@
+"""One base model for many adapters, which other programs train and sample from, piece by piece.
+
+The algorithms of this distribution run a whole loop. A server of training has no loop: its clients send rows and ask
+for a gradient, then for an update, then for samples, and several clients do so at once. `HostedModel` loads the base
+once. Each `Trainee` has adapters and moments of its own, each `Sampler` a snapshot of adapters and an engine, and all
+of them read the same frozen weights.
+
+Losses are the caller's: a function of log-probabilities. Nothing here knows a wire format.
+N is the number of tokens of the rows of one call, one behind the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from agl.errors import AglError, ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.learner.batch import MicroBatch
+from agl_algo_torch.learner.checkpoint import load_training, save_training, write_directory
+from agl_algo_torch.learner.model import LoraSettings, add_lora, load_model, no_bars
+from agl_algo_torch.learner.optim import OptimSettings, build_optimizer
+from agl_algo_torch.learner.packing import pack, packs_rows
+from agl_algo_torch.learner.scoring import find_head
+from agl_algo_torch.learner.typed_torch import backward, modules, numbers, seed_everything, split_sizes
+from agl_algo_torch.serving.codec import TextCodec, stop_checker
+from agl_algo_torch.serving.engine import Engine, EngineSettings
+from agl_algo_torch.serving.sampling import SamplingParams
+from agl_algo_torch.serving.sequence import EngineError, Event, Generation, GenerationRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    TokenLoss = Callable[[Tensor, Mapping[str, Tensor], Tensor], Tensor]
+    """`loss(logp_N, inputs, row_N)`: the loss of every token, [N], from its log-probability in nats, the row's inputs
+    by name, [N] each, and the index of its row."""
+
+__all__ = [
+    "AdamStep",
+    "Adapter",
+    "HostedModel",
+    "Sample",
+    "SampleRequest",
+    "Sampler",
+    "TargetRow",
+    "Trainee",
+    "read_adapter",
+]
+
+_ADAPTER = "adapter.json"
+_TRAINING = "training"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Low-rank adapters on groups of a model's linear layers.
+
+    Attributes:
+        rank: Rank of the matrices.
+        alpha: The adapters' part is scaled by alpha / rank.
+        attention: Whether layers within an attention block have adapters.
+        mlp: The same for all other layers of the blocks.
+        head: The same for the output layer.
+        seed: Seed of the first random matrices.
+    """
+
+    rank: int
+    alpha: float = 32.0
+    attention: bool = True
+    mlp: bool = True
+    head: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRow:
+    """One row to train on: `targets[t]` is predicted at `ids[t]` from `ids[:t + 1]`; all parts have one length.
+
+    Attributes:
+        ids: Tokens that the model reads.
+        targets: Token to predict at every position.
+        inputs: Numbers for the loss by name, one for every position.
+    """
+
+    ids: Sequence[int]
+    targets: Sequence[int]
+    inputs: Mapping[str, Sequence[float]] = field(default_factory=dict[str, "Sequence[float]"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamStep:
+    """The parameters of one update of AdamW; a `max_grad_norm` of 0 clips nothing."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Continuations of one prompt; a temperature of 0 is greedy, and `seed` counts up from one to the next."""
+
+    prompt_ids: tuple[int, ...]
+    count: int = 1
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+    stop_texts: tuple[str, ...] = ()
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One continuation: ids with the token that ended it, log-probabilities in nats, and alternatives by (id, logprob).
+
+    `is_cut` is true if the limit of tokens ended it.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    tops: list[tuple[tuple[int, float], ...]]
+    is_cut: bool
+
+
+class HostedModel:
+    """A frozen base model.
+
+    Args:
+        path: Directory or hub name.
+        device: `auto`, `cpu`, `cuda` ...
+        dtype: `float32` or `bfloat16`; adapters are float32 in any case.
+        token_budget: Tokens that one forward pass of a trainee may compute.
+
+    Raises:
+        ConfigError: The model cannot be loaded.
+    """
+
+    def __init__(self, path: str, *, device: str = "cpu", dtype: str = "float32", token_budget: int = 16_384) -> None:
+        self._loaded = load_model(path, device=device, dtype=dtype)
+        self._loaded.model.requires_grad_(requires_grad=False)
+        self._token_budget = token_budget
+        eos = cast("Any", self._loaded.model).generation_config.eos_token_id
+        extra: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self._codec = TextCodec(self._loaded.tokenizer, extra_stop_ids=extra)
+
+    @property
+    def path(self) -> str:
+        """The directory or hub name that it was loaded from."""
+        return self._loaded.name
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its continuation."""
+        return self._loaded.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(cast("Any", self._loaded.model).config.get_text_config().vocab_size)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer unless a request says otherwise."""
+        return self._codec.stop_ids
+
+    def trainee(self, adapter: Adapter) -> Trainee:
+        """Return a new trainee with fresh adapters; raises ConfigError for adapters on no layer."""
+        settings = LoraSettings(rank=adapter.rank, alpha=adapter.alpha, targets=self._targets(adapter))
+        seed_everything(adapter.seed)
+        return self._trainee(add_lora(self._bare(), settings), adapter)
+
+    def restored(self, folder: Path, *, moments: bool) -> Trainee:
+        """Return a trainee that continues from `Trainee.save`, with AdamW's moments or with new ones.
+
+        Raises ConfigError when the folder is absent or belongs to another model.
+        """
+        trainee = self.trainee(read_adapter(folder))
+        trainee.load(folder, moments=moments)
+        return trainee
+
+    def sampler(self, folder: Path | None = None, *, settings: EngineSettings | None = None) -> Sampler:
+        """Return a started sampler over the adapters that `Trainee.save_adapter` wrote, or over the base alone."""
+        model = self._bare()
+        if folder is not None:
+            from peft import PeftModel
+
+            read_adapter(folder)
+            with no_bars():
+                model = cast("Any", PeftModel).from_pretrained(model, folder).get_base_model()
+        return Sampler(model.requires_grad_(requires_grad=False), codec=self._codec, settings=settings)
+
+    def _trainee(self, model: nn.Module, adapter: Adapter) -> Trainee:
+        find_head(model)
+        pack(model)
+        return Trainee(model, adapter=adapter, origin=self.path, token_budget=self._token_budget)
+
+    def _bare(self) -> nn.Module:
+        """Return a copy of the modules that shares all parameters, which stay as they are under adapters."""
+        shared = {id(parameter): parameter for parameter in self._loaded.model.parameters()}
+        return copy.deepcopy(self._loaded.model, cast("dict[int, Any]", shared))
+
+    def _targets(self, adapter: Adapter) -> tuple[str, ...]:
+        model = cast("Any", self._loaded.model)
+        head = model.get_output_embeddings()
+        wanted: list[str] = []
+        for name, module in modules(model):
+            if not isinstance(module, nn.Linear):
+                continue
+            is_attention = any(part in ("self_attn", "attn", "attention", "self_attention") for part in name.split("."))
+            if adapter.head if module is head else adapter.attention if is_attention else adapter.mlp:
+                wanted.append(name)
+        if not wanted:
+            raise ConfigError(
+                f"The model {self.path!r} has no linear layers of the groups that should have adapters; train its "
+                "attention, its MLP or its output layer."
+            )
+        return tuple(wanted)
+
+
+class Trainee:
+    """Adapters in training. One caller at a time."""
+
+    def __init__(self, model: nn.Module, *, adapter: Adapter, origin: str, token_budget: int) -> None:
+        self.adapter = adapter
+        self.updates = 0
+        self._model, self._origin, self._token_budget = model, origin, token_budget
+        self._optimizer = build_optimizer(model, OptimSettings(lr=1.0))
+
+    def run(self, rows: Sequence[TargetRow], loss: TokenLoss, *, has_gradient: bool) -> tuple[float, list[list[float]]]:
+        """Return the sum of the loss over all tokens, and the log-probabilities of every row's targets in nats.
+
+        With `has_gradient` the gradient of the sum is added to what earlier calls have left, and an error discards the
+        whole gradient since the last update. Raises AglError when the loss is not finite.
+        """
+        try:
+            return self._passes(rows, loss, has_gradient=has_gradient)
+        except BaseException:
+            if has_gradient:  # that of the passes before the error is a part of a gradient, and no use
+                self._optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _passes(
+        self, rows: Sequence[TargetRow], loss: TokenLoss, *, has_gradient: bool
+    ) -> tuple[float, list[list[float]]]:
+        total, found = 0.0, dict[int, list[float]]()
+        with torch.set_grad_enabled(has_gradient):
+            for places in self._chunks(rows):
+                batch = self._batch(rows, places)
+                logp_N, value = self._loss(batch, rows, loss)
+                total += _finite(float(value.detach()), has_gradient=has_gradient)
+                if has_gradient:
+                    backward(value)
+                parts = split_sizes(logp_N.detach().cpu(), batch.lengths)
+                found |= {place: numbers(part) for place, part in zip(batch.rows, parts, strict=True)}
+        return total, [found[place] for place in range(len(rows))]
+
+    def step(self, settings: AdamStep) -> float:
+        """Do one update with the gradient, and clear it; returns its 2-norm before clipping.
+
+        Raises AglError when the gradient is not finite; it is cleared, and nothing else changes.
+        """
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm or math.inf))
+        if math.isfinite(norm):
+            for group in self._optimizer.param_groups:
+                group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps)
+                group["weight_decay"] = settings.weight_decay
+            self._optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
+            self.updates += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        if not math.isfinite(norm):
+            raise AglError(f"The 2-norm of the gradient is {norm}, so no update was made. Lower the learning rate.")
+        return norm
+
+    def save(self, folder: Path) -> None:
+        """Write what training continues from; a folder that exists is replaced as a whole."""
+
+        def fill(place: Path) -> None:
+            save_training(
+                place / _TRAINING,
+                model=self._model,
+                optimizer=self._optimizer,
+                updates=self.updates,
+                origin=Weights(uri=self._origin),
+            )
+            _write_adapter(place, self.adapter)
+
+        write_directory(folder, fill)
+
+    def load(self, folder: Path, *, moments: bool) -> None:
+        """Continue from `save`; without `moments` the optimizer begins anew. The pending gradient is discarded."""
+        self.updates = load_training(folder / _TRAINING, model=self._model, optimizer=self._optimizer)
+        if not moments:
+            self._optimizer.state.clear()
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapters as peft does, for samplers and for other programs; replaces the folder as a whole."""
+
+        def fill(place: Path) -> None:
+            with no_bars():
+                cast("Any", self._model).save_pretrained(place, save_embedding_layers=False)
+            _write_adapter(place, self.adapter)
+
+        write_directory(folder, fill)
+
+    def _loss(self, batch: MicroBatch, rows: Sequence[TargetRow], loss: TokenLoss) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of a batch's targets, [N], and the sum of its loss."""
+        logp_N = batch.logprobs(self._model)
+        chosen = [rows[place] for place in batch.rows]
+        inputs = {
+            name: torch.tensor([value for row in chosen for value in row.inputs[name]], device=logp_N.device)
+            for name in chosen[0].inputs
+        }
+        return logp_N, loss(logp_N, inputs, batch.row_M).sum()
+
+    def _chunks(self, rows: Sequence[TargetRow]) -> list[tuple[int, ...]]:
+        """Return the places of rows that one pass may compute together, long rows first."""
+        order = sorted(range(len(rows)), key=lambda place: (-len(rows[place].ids), place))
+        is_packed, chunks, tokens = packs_rows(self._model), list[list[int]](), 0
+        for place in order:
+            length = len(rows[place].ids)
+            last = chunks[-1] if chunks else []
+            tokens = tokens + length if is_packed else len(rows[(last or [place])[0]].ids) * (len(last) + 1)
+            if not last or tokens > self._token_budget:
+                chunks.append([place])
+                tokens = length
+            else:
+                last.append(place)
+        return [tuple(chunk) for chunk in chunks]
+
+    def _batch(self, rows: Sequence[TargetRow], places: Sequence[int]) -> MicroBatch:
+        """Return a micro-batch that predicts a target at every position."""
+        device = next(self._model.parameters()).device
+        chosen = [rows[place] for place in places]
+        lengths = tuple(len(row.ids) for row in chosen)
+        ids_N = torch.tensor([i for row in chosen for i in row.ids], dtype=torch.int64, device=device)
+        zeros_N = torch.zeros(len(ids_N), device=device)
+        row_N = torch.tensor(places, device=device).repeat_interleave(torch.tensor(lengths, device=device))
+        return MicroBatch(
+            ids_N=ids_N,
+            predicts_N=torch.ones(len(ids_N), dtype=torch.bool, device=device),
+            lengths=lengths,
+            is_packed=packs_rows(self._model),
+            targets_M=torch.tensor([i for row in chosen for i in row.targets], dtype=torch.int64, device=device),
+            advantages_M=zeros_N,
+            behaviour_M=zeros_N,
+            temperature_M=torch.ones(len(ids_N), device=device),
+            weight_M=torch.ones(len(ids_N), device=device),
+            old_M=None,
+            importance_M=None,
+            row_M=row_N,
+            rollout_M=row_N,
+            extras={},
+            rows=tuple(places),
+            samples=(),
+            total=1.0,
+        )
+
+
+class Sampler:
+    """Samples from one snapshot of weights; any thread may call it. Close it."""
+
+    def __init__(self, model: nn.Module, *, codec: TextCodec, settings: EngineSettings | None) -> None:
+        self._engine, self._codec = Engine(model, settings=settings), codec
+        self._engine.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while requests run or wait."""
+        state = self._engine.snapshot()
+        return bool(state["running"] or state["waiting"])
+
+    def sample(self, request: SampleRequest) -> Future[list[Sample]]:
+        """Return `count` continuations.
+
+        The future ends with an EngineError, a PolicyError, when they cannot be made; cancel it to withdraw the rest.
+        """
+        gathered = _Gathered(request.count)
+        check = stop_checker(self._codec, request.stop_texts)
+        wanted = [
+            GenerationRequest(
+                prompt_ids=request.prompt_ids,
+                max_tokens=request.max_tokens,
+                params=SamplingParams(
+                    temperature=request.temperature,
+                    top_p=request.top_p,
+                    top_k=request.top_k,
+                    seed=None if request.seed is None else request.seed + place,
+                    top_logprobs=request.top_logprobs,
+                ),
+                stop_ids=request.stop_ids,
+                stop_check=check,
+            )
+            for place in range(request.count)
+        ]
+        flights = self._engine.submit(wanted, listeners=[gathered.listener(place) for place in range(request.count)])
+        gathered.done.add_done_callback(lambda done: self._engine.cancel(flights) if done.cancelled() else None)
+        return gathered.done
+
+    def score(self, ids: Sequence[int]) -> Future[list[float]]:
+        """Return the log-probability of each token after the first, in nats at temperature 1."""
+        return self._engine.score(ids)
+
+    def close(self) -> None:
+        """End requests that still run with an error, and free the memory; idempotent."""
+        self._engine.stop()
+
+
+class _Gathered:
+    """The continuations of one request, complete when the last of them is."""
+
+    def __init__(self, count: int) -> None:
+        self.done = Future[list[Sample]]()
+        self._found: list[Sample | None] = [None] * count
+        self._left = count
+
+    def listener(self, place: int) -> Callable[[Event], None]:
+        def take(event: Event) -> None:
+            if self.done.done():  # withdrawn, or failed with another one
+                return
+            with suppress(InvalidStateError):  # withdrawn just now, by another thread
+                if isinstance(event, EngineError):
+                    self.done.set_exception(event)
+                elif isinstance(event, Generation):
+                    self._found[place] = _sample(event)
+                    self._left -= 1
+                    if not self._left:
+                        self.done.set_result([one for one in self._found if one is not None])
+
+        return take
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Return the description of the adapters in a folder; raises ConfigError where there is none."""
+    path = folder / _ADAPTER
+    if not path.is_file():
+        raise ConfigError(f"There are no adapters in {folder}: {_ADAPTER} is missing. Name a folder that was saved.")
+    return Adapter(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def _finite(value: float, *, has_gradient: bool) -> float:
+    if not math.isfinite(value):
+        raise AglError(
+            f"The loss is {value}{'; the gradient since the last update is discarded' if has_gradient else ''}. Look "
+            "for weights, advantages or log-probabilities that are not finite, or lower the learning rate."
+        )
+    return value
+
+
+def _write_adapter(folder: Path, adapter: Adapter) -> None:
+    (folder / _ADAPTER).write_text(json.dumps(asdict(adapter)), encoding="utf-8")
+
+
+def _sample(generation: Generation) -> Sample:
+    return Sample(
+        ids=generation.token_ids,
+        logprobs=[draw.logprob for draw in generation.draws],
+        tops=[draw.top for draw in generation.draws],
+        is_cut=generation.finish_reason == "length",
+    )

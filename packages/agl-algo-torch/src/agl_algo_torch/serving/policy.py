@@ -1,0 +1,315 @@
+"""The embedded policy: a model, its engine and its server, in this process and on a free local port.
+
+The policy serves a copy of the model, so training may change its own weights while requests run. `publish` (weights in
+memory) and `load` (weights on disk, or offered from memory) bring the copy up to date between two tokens. The server
+has an event loop and a thread of its own, so a training step that blocks the caller's loop delays no answer.
+
+Limit: Python threads share one interpreter, so a busy agent in the same process slows the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from aiohttp import web
+
+from agl.contracts import POLICY_KEY_ENV, ServedModel
+from agl.errors import ConfigError, PolicyError
+from agl.hints import did_you_mean
+from agl.schemas import ResourceVersion, Weights
+from agl_algo_torch.learner.model import LoadedModel, load_model
+from agl_algo_torch.learner.weights import serving_copy
+from agl_algo_torch.serving.codec import TextCodec
+from agl_algo_torch.serving.engine import Engine, EngineSettings
+from agl_algo_torch.serving.prompting import PromptThread
+from agl_algo_torch.serving.served_weights import Exchange, ServedWeights
+from agl_algo_torch.serving.server import PolicyServer, PolicyServerSettings
+from agl_algo_torch.serving.templates import PromptBuilder
+from agl_algo_torch.serving.toolcalls import tool_parser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+    from agl_objectives.adapters import HeldAdapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """The name, address and limits with which a policy serves.
+
+    Attributes:
+        model_name: Name that requests give.
+        host: Interface to listen on.
+        port: Port; 0 for a free one.
+        context_length: Most tokens of prompt and response; None for what the model was made for.
+        max_tokens: Response length of chat requests that give none; None for all that the context leaves.
+        tool_parser: Notation of tool calls: `hermes` or `none`.
+        prompt_s: Seconds that a request waits until its prompt is rendered and tokenised.
+        drain_s: Seconds that running requests may take to finish before new weights replace the old.
+        merge_adapters: Whether a LoRA version is merged into its base. That takes long, needs peft and rounds in
+            `bfloat16`; beside the base every adapted layer multiplies two small matrices more.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    context_length: int | None = None
+    max_tokens: int | None = None
+    tool_parser: str = "hermes"
+    prompt_s: float = 30.0
+    drain_s: float = 30.0
+    merge_adapters: bool = False
+
+
+class TorchPolicy:
+    """The role `Policy` over a Hugging Face causal LM on the CPU or one GPU.
+
+    Args:
+        name: The policy's name, which is also the model name that requests give.
+        model: Directory or hub name; or a model that is loaded already, of which a copy is served.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`.
+        dtype: `float32`, `bfloat16` or `float16`.
+        max_rows: Sequences that run at once.
+        max_waiting: Sequences that may wait; more are answered with 429.
+        prefix_mb: Memory for prompt prefixes that requests share, in MiB; 0 computes every prompt anew.
+        seed: Seed of the draws of requests that bring none.
+        threads: Torch's CPU threads in this process; 0 leaves them. 1 is fastest for models of a few million weights.
+        settings: The rest, as keyword arguments of `PolicySettings`.
+
+    Raises ConfigError for what cannot be served, when it is constructed.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        model: str | LoadedModel,
+        device: str = "auto",
+        dtype: str = "float32",
+        max_rows: int = 64,
+        max_waiting: int = 1024,
+        prefix_mb: int = 256,
+        seed: int = 0,
+        threads: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.name = name
+        self._settings = _settings(name, settings)
+        self._parser = tool_parser(self._settings.tool_parser)
+        loaded = load_model(model, device=device, dtype=dtype) if isinstance(model, str) else serving_copy(model)
+        self._loaded = loaded
+        self._weights = ServedWeights(loaded, merges=self._settings.merge_adapters)
+        self._exchanging = asyncio.Lock()
+        self._offered: tuple[Weights, LoadedModel | Mapping[str, Tensor] | HeldAdapter] | None = None
+        limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
+        self._engine = Engine(loaded.model, settings=limits)
+        self._thread: ServerThread | None = None
+        self._base_url = ""
+        if threads:
+            torch.set_num_threads(threads)
+
+    @property
+    def model_name(self) -> str:
+        """Name that requests give."""
+        return self._settings.model_name
+
+    @property
+    def model_version(self) -> str:
+        """Version of the weights that serve now."""
+        return self._engine.version
+
+    @property
+    def base_url(self) -> str:
+        """The address that it serves at, with `/v1`; `""` before `start`."""
+        return self._base_url
+
+    @property
+    def has_token_ids(self) -> bool:
+        """True: answers carry token ids and log-probabilities when they are asked for."""
+        return True
+
+    def resource(self) -> Weights:
+        """Return the weights that the policy was constructed with, as a resource that names their place."""
+        return Weights(uri=self._loaded.name)
+
+    async def start(self) -> ServedModel:
+        """Start serving; raises PolicyError when it serves already or the port is taken."""
+        if self._thread is not None:
+            raise PolicyError(f"The policy {self.name!r} is already serving at {self._base_url}; stop it first.")
+        self._engine.start()
+        thread = ServerThread(self._server().app, host=self._settings.host, port=self._settings.port)
+        port = await asyncio.to_thread(thread.start)
+        self._thread = thread
+        self._base_url = f"http://{self._settings.host}:{port}/v1"
+        return self._served()
+
+    def _server(self) -> PolicyServer:
+        config = cast("Any", self._loaded.model).config
+        codec, of_prompts = (
+            TextCodec(self._loaded.tokenizer, extra_stop_ids=_stop_ids(self._loaded.model), visible=self._parser.tags)
+            for _ in range(2)
+        )
+        return PolicyServer(
+            engine=self._engine,
+            codec=codec,
+            prompts=PromptThread(PromptBuilder(of_prompts), limit_s=self._settings.prompt_s),
+            key=_key(),
+            parser=self._parser,
+            settings=PolicyServerSettings(
+                model_name=self.model_name,
+                context_length=self._settings.context_length or config.get_text_config().max_position_embeddings,
+                default_max_tokens=self._settings.max_tokens,
+            ),
+        )
+
+    async def stop(self) -> None:
+        """End the engine, answer requests that still run with 503, and close the port; idempotent."""
+        await asyncio.to_thread(self._engine.stop)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.stop)
+            self._thread, self._base_url = None, ""
+
+    def offer_weights(self, weights: Weights, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> None:
+        """Let the next `load` take `weights` from memory: they need not be on disk then.
+
+        Args:
+            weights: The resource that will be loaded.
+            held: The model that has these weights, its state, or its adapter; it must not change until they are loaded.
+        """
+        self._offered = (weights, held)
+
+    async def load(self, version: ResourceVersion) -> ServedModel:
+        """Serve weights from disk, or those that were just offered.
+
+        Raises ConfigError for other resources and for weights of another model.
+        """
+        weights = version.resource
+        if not isinstance(weights, Weights):
+            raise ConfigError(
+                f"The policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
+                f"{type(weights).__name__}. Let an algorithm that trains weights tune it."
+            )
+        async with self._exchanging:
+            offered, self._offered = self._offered, None
+            if offered is not None and offered[0] == weights:
+                exchange = await asyncio.to_thread(self._weights.take, offered[1])
+            else:
+                exchange = await asyncio.to_thread(self._weights.read, weights)
+            await self._swap(exchange, version.version)
+        return self._served()
+
+    def _served(self) -> ServedModel:
+        return ServedModel(
+            base_urls=(self._base_url,),
+            model=self.model_name,
+            version=self.model_version,
+            api_key_env=POLICY_KEY_ENV,
+        )
+
+    async def publish(self, state: Mapping[str, Tensor], version: str, *, drain_s: float | None = None) -> None:
+        """Serve `state` as `version`; returns once it is live. Do not change `state` until then.
+
+        Requests in flight finish on the old weights, for at most `drain_s` seconds, while new ones wait.
+        When names or shapes differ from the model's, raises ConfigError and keeps the old weights.
+        """
+        async with self._exchanging:
+            await self._swap(self._weights.whole(state), version, drain_s=drain_s)
+
+    async def _swap(self, exchange: Exchange, version: str, *, drain_s: float | None = None) -> None:
+        drain = self._settings.drain_s if drain_s is None else drain_s
+        self._engine.start()
+        done = self._engine.swap(lambda _: self._weights.apply(exchange), version=version, drain_s=drain)
+        await asyncio.wrap_future(done)
+
+    def health(self) -> dict[str, Any]:
+        """Return the version and the counts that `/health` shows."""
+        return {"model": self.model_name, "model_version": self.model_version, **self._engine.snapshot()}
+
+
+def _key() -> str:
+    """Return the key that embedded policies ask for; the first one in a process makes it unless it is set."""
+    return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
+
+
+def _settings(name: str, values: dict[str, Any]) -> PolicySettings:
+    known = set(PolicySettings.__dataclass_fields__)
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        near = did_you_mean(unknown[0], [*known, *inspect.signature(TorchPolicy).parameters])
+        raise ConfigError(
+            f"The policy {name!r} does not know {unknown}{f'; {near}' if near else '.'} Use one of: "
+            f"{', '.join(sorted(known))}, or the arguments of TorchPolicy."
+        )
+    return PolicySettings(**(cast("dict[str, Any]", {"model_name": name}) | values))
+
+
+def _stop_ids(model: nn.Module) -> list[int]:
+    """Return the token ids with which the model's generation config ends a response."""
+    eos = cast("Any", model).generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+class ServerThread:
+    """An aiohttp server on an event loop and a thread of its own."""
+
+    def __init__(self, make_app: Callable[[], web.Application], *, host: str, port: int) -> None:
+        self._make_app, self._host, self._port = make_app, host, port
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._ready = threading.Event()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="agl-policy-server", daemon=True)
+
+    def start(self) -> int:
+        """Listen and return the port; raises PolicyError when the address is taken. Call it once."""
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise PolicyError(
+                f"The policy server cannot listen on {self._host}:{self._port}: {self._error}. "
+                "Choose another port, or 0 for a free one."
+            ) from self._error
+        return self._port
+
+    def stop(self) -> None:
+        """Close connections and end the thread."""
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        runner = web.AppRunner(
+            self._make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0, auto_decompress=False
+        )
+        await runner.setup()
+        try:
+            await self._listen(runner)
+            self._ready.set()
+            if self._error is None:
+                await self._stopped.wait()
+        finally:
+            await runner.cleanup()
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except OSError as error:
+            self._error = error
+            return
+        self._port = int(runner.addresses[0][1])

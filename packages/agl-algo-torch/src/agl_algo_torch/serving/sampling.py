@@ -1,0 +1,157 @@
+"""Draws one token per row for a batch whose rows have different parameters, with transformers' own warpers.
+
+The log-probability that is reported, and trained on, is `log_softmax(logits / temperature)` before top-k and top-p.
+With temperature 1, and for greedy decoding, it is the model's own. Where top-k or top-p cut the distribution, the
+response says that the reported one is not exactly the one that was sampled from (`is_exact`).
+
+A token is the inverse of its distribution's cumulative sum at one uniform number, which the caller draws from a stream
+of the row's own. So a row's tokens follow from its seed and its logits, whatever else runs. The global random state,
+which training uses, is never touched.
+
+B is the number of rows, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from agl_algo_torch.learner.typed_torch import integers, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The parameters by which a token is drawn."""
+
+    temperature: float = 1.0  # tau; 0 is greedy
+    top_p: float = 1.0  # smallest set of tokens with this mass; 1 keeps all
+    top_k: int = 0  # the so many most likely tokens; 0 keeps all
+    seed: int | None = None  # None takes the next seed of the engine
+    top_logprobs: int = 0  # alternatives to report
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the most likely token is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """True when tokens are drawn from exactly the distribution whose log-probabilities are reported."""
+        # Importance weights divide by the reported probability, so a trainer must know when it is not the sampler's.
+        return not self.is_greedy and self.top_p >= 1.0 and self.top_k == 0
+
+    @property
+    def logprobs_mode(self) -> str:
+        """vLLM's name for the logits that the reported log-probabilities come from."""
+        is_raw = self.is_greedy or self.temperature == 1.0
+        return "raw_logprobs" if is_raw else "temperature_scaled_logprobs"
+
+    @property
+    def shape(self) -> tuple[float, float, int]:
+        """The parameters that rows must share to be processed together."""
+        return self.temperature, self.top_p, self.top_k
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The token drawn for one row, its log-probability and the requested alternatives as (id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def draw(logits_B_V: Tensor, params: Sequence[SamplingParams], *, uniforms: Sequence[float]) -> list[Draw]:
+    """Draw one token per row by its number in `uniforms`, from 0 inclusive to 1 exclusive.
+
+    Raises FloatingPointError when the logits are not finite.
+    """
+    logits = logits_B_V.float()  # [B, V]; a sum over the vocabulary needs more than bfloat16's 8 bits
+    # The maximum over the vocabulary is NaN or +inf if any logit is; -inf alone is just a masked token.
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
+        raise FloatingPointError("the model's logits are not finite; its weights have probably diverged")
+    draws: dict[int, Draw] = {}
+    # The warpers take one temperature, top-k and top-p per call, hence one call per set of them.
+    for rows in _by_shape(params):
+        part = logits if len(rows) == len(params) else logits[rows]
+        drawn = _draw_alike(part, [params[i] for i in rows], [uniforms[i] for i in rows])
+        draws.update(zip(rows, drawn, strict=True))
+    return [draws[i] for i in range(len(params))]
+
+
+def _by_shape(params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Return the rows of each set of parameters, in order of first appearance."""
+    groups: dict[tuple[float, float, int], list[int]] = {}
+    for row, one in enumerate(params):
+        groups.setdefault(one.shape, []).append(row)
+    return list(groups.values())
+
+
+def _draw_alike(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[Draw]:
+    """Draw for rows of equal temperature, top-p and top-k; `logits` [B, V]."""
+    first = params[0]
+    scaled = logits
+    # z / tau. Greedy decoding is the limit tau -> 0, where everything but the maximum would get log-probability
+    # -inf; it reports the model's own distribution instead.
+    if not first.is_greedy and first.temperature != 1.0:
+        scaled = _warp([TemperatureLogitsWarper(first.temperature)], logits)
+    logprobs = scaled.log_softmax(-1)  # [B, V], before any cut
+    tokens = logits.argmax(-1) if first.is_greedy else _inverse(_probabilities(scaled, first), uniforms)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]  # [B], log p of the token that was drawn
+    tops = _alternatives(logprobs, params)
+    return [
+        Draw(token, logprob, top) for token, logprob, top in zip(integers(tokens), numbers(chosen), tops, strict=True)
+    ]
+
+
+def _probabilities(scaled: Tensor, params: SamplingParams) -> Tensor:
+    """Return the distribution to draw from, [B, V]: `scaled` cut by top-k, then by top-p, and renormalised."""
+    warpers: list[Any] = []
+    # Top-k first, as transformers and vLLM do: top-p then counts the mass of what top-k has left.
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    return _warp(warpers, scaled).softmax(-1)
+
+
+def _warp(warpers: list[Any], scores: Tensor) -> Tensor:
+    """Return `scores` after the warpers, [B, V]."""
+    if not warpers:
+        return scores
+    # Their interface takes the tokens so far, but none of those used here looks at them.
+    no_tokens = torch.empty((scores.shape[0], 0), dtype=torch.long, device=scores.device)
+    return LogitsProcessorList(warpers)(cast("Any", no_tokens), cast("Any", scores))
+
+
+def _inverse(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Return the first token of each row at which the cumulative sum exceeds the row's uniform number, [B]."""
+    # In float64: rounding would move the borders of unlikely tokens by more than their probability.
+    cumulative = probabilities.double().cumsum(-1)  # [B, V]
+    total = cumulative[:, -1:]  # [B, 1], 1 up to rounding
+    wanted = torch.tensor(uniforms, dtype=torch.float64, device=probabilities.device)[:, None] * total
+    # Below the total, or no token would exceed it. `right` passes over tokens of probability 0, which add nothing.
+    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
+
+
+def _alternatives(logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
+    """Return for each row the `top_logprobs` most likely tokens as (id, logprob), most likely first."""
+    # One top-k for the largest wish; rows that want fewer take the first of it.
+    most = min(max(one.top_logprobs for one in params), logprobs.shape[-1])
+    if most == 0:
+        return [()] * len(params)
+    values, ids = logprobs.topk(most, dim=-1)  # [B, most] both
+    rows = zip(cast("list[list[int]]", integers(ids)), cast("list[list[float]]", numbers(values)), strict=True)
+    return [
+        tuple(zip(row_ids[: one.top_logprobs], row_values[: one.top_logprobs], strict=True))
+        for one, (row_ids, row_values) in zip(params, rows, strict=True)
+    ]

@@ -1,0 +1,227 @@
+"""The weights that a policy serves, exchanged in place: whole ones, or a LoRA adapter on a base that stays.
+
+An adapter is served beside its base, just as it trained, unless the policy merges adapters. A version then costs what
+its adapter does, and bfloat16 does not round away what the adapter learned. An adapter that is more than a pair of
+low-rank matrices for each of its layers (DoRA, trained biases, embeddings) is always merged, by peft.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.learner.model import LoadedModel, has_lora, served_state, without_master
+from agl_algo_torch.learner.typed_torch import modules, read_tensors
+from agl_algo_torch.learner.weights import copy_into, misfits, read_weights
+from agl_objectives.adapters import HeldAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
+
+_PART = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+"""A tensor in an adapter's file: its layer, and which matrix of the pair it is."""
+
+_KNOWN = frozenset(
+    {
+        *("base_model_name_or_path", "auto_mapping", "revision", "peft_type", "peft_version", "task_type"),
+        *("r", "lora_alpha", "use_rslora", "bias", "lora_dropout", "init_lora_weights", "inference_mode"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("megatron_core", "qalora_group_size"),  # without effect unless another field is set
+    }
+)
+"""Fields of an adapter's configuration that are read here, or that do not matter for serving it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """For each layer, by its name in the model, A [rank, in] and B [out, rank] of `delta W = B A * scale`."""
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A change of weights: the base model's, empty if it stays, and the adapter.
+
+    `place` names the base model, `""` if it was given from memory.
+    """
+
+    base: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    place: str = ""
+    adapter: Adapter | None = None
+
+
+class ServedWeights:
+    """Reads weights for one model that serves, and exchanges them there; the caller does one exchange at a time.
+
+    With `merges` every adapter is merged into its base.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, merges: bool = False) -> None:
+        self._name = loaded.name
+        self._model = loaded.model
+        self._merges = merges
+        self._place = _place(loaded.name)
+        self._added: list[RemovableHandle] = []
+
+    def read(self, weights: Weights) -> Exchange:
+        """Read what serving `weights` needs; raises ConfigError when they cannot be read or do not fit. Blocks."""
+        is_beside = weights.format == "lora" and not self._merges
+        adapter = _read_adapter(weights, self._model) if is_beside else None
+        if adapter is None:
+            return self.whole(read_weights(weights, like=self._model.state_dict()), place=_place(weights.uri))
+        return self._beside(adapter, base=weights.base_model)
+
+    def take(self, held: LoadedModel | Mapping[str, Tensor] | HeldAdapter) -> Exchange:
+        """Return the exchange for a model in memory, its state or its adapter, as `read` does from disk. Blocks."""
+        if isinstance(held, HeldAdapter):
+            return self._adapted(held)
+        if not isinstance(held, LoadedModel):
+            return self.whole(held)
+        if not has_lora(held.model):
+            return self.whole(without_master(held).model.state_dict())
+        adapter = None if self._merges else _held_adapter(held, self._model)
+        return self.whole(served_state(held.model)) if adapter is None else self._beside(adapter, base=held.name)
+
+    def _adapted(self, held: HeldAdapter) -> Exchange:
+        adapter = _adapter(held.config, held.tensors, self._model)
+        if adapter is None:
+            raise ConfigError(
+                f"The adapter of {held.base!r} does not fit the model {self._name!r}: it is not made of two matrices "
+                "for each of some linear layers. Serve the model that the adapter was trained on."
+            )
+        if not self._merges:
+            return self._beside(adapter, base=held.base)
+        state = dict(read_weights(Weights(uri=held.base), like=self._model.state_dict()))
+        for name, (down, up) in adapter.pairs.items():
+            layer = f"{name}.weight"
+            state[layer] = (state[layer].float() + adapter.scale * up.float() @ down.float()).to(state[layer].dtype)
+        return self.whole(state)
+
+    def _beside(self, adapter: Adapter, *, base: str) -> Exchange:
+        place = _place(base)
+        if place == self._place:
+            return Exchange(place=place, adapter=adapter)
+        own = self._model.state_dict()
+        return Exchange(base=self._fitting(read_weights(Weights(uri=base), like=own)), place=place, adapter=adapter)
+
+    def whole(self, state: Mapping[str, Tensor], *, place: str = "") -> Exchange:
+        """Return the exchange of all weights; raises ConfigError unless names and shapes are the model's."""
+        return Exchange(base=self._fitting(state), place=place)
+
+    def apply(self, exchange: Exchange) -> None:
+        """Exchange the weights; the model must not compute meanwhile."""
+        if exchange.base:
+            self._place = ""  # until all of it is written
+            copy_into(self._model.state_dict(), exchange.base)
+        self._place = exchange.place
+        for handle in self._added:
+            handle.remove()
+        self._added = [] if exchange.adapter is None else _add(self._model, exchange.adapter)
+
+    def _fitting(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        problems = misfits(self._model.state_dict(), state)
+        if problems:
+            raise ConfigError(
+                f"The weights do not fit the model {self._name!r}: {len(problems)} tensors differ, first "
+                f"{problems[0]}. Publish the state of a model with the same configuration."
+            )
+        return state
+
+
+def _place(name: str) -> str:
+    """Return the one name of a directory, however it is written; a name of the hub stays."""
+    path = Path(name)
+    return str(path.resolve()) if path.is_dir() else name
+
+
+def _read_adapter(weights: Weights, model: nn.Module) -> Adapter | None:
+    """Read an adapter; `None` unless it is made of pairs that fit linear layers of the model."""
+    folder = Path(weights.uri)
+    try:
+        config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # peft says what is wrong with it
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+    return _adapter(config, tensors, model)
+
+
+def _held_adapter(held: LoadedModel, model: nn.Module) -> Adapter | None:
+    """Return the adapter of a model in memory, a copy of it; `None` like `_read_adapter`."""
+    import peft
+
+    config: dict[str, Any] = cast("Any", held.model).peft_config["default"].to_dict()
+    state: dict[str, Tensor] = cast("Any", peft).get_peft_model_state_dict(
+        held.model,
+        save_embedding_layers=False,  # peft adds all of the head's weights to an adapter of the head
+    )
+    return _adapter(config, {name: tensor.detach().clone() for name, tensor in state.items()}, model)
+
+
+def _adapter(config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> Adapter | None:
+    """Make an adapter of its configuration and tensors; `None` unless it is made of pairs that fit linear layers."""
+    if config.get("bias", "none") != "none" or any(value for name, value in config.items() if name not in _KNOWN):
+        return None
+    halves: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
+    for name, tensor in tensors.items():
+        found = _PART.fullmatch(name)
+        if found is None:
+            return None
+        halves[found[2]][found[1]] = tensor
+    rank = int(config["r"])
+    layers = dict(modules(model))
+    if not halves["A"] or halves["A"].keys() != halves["B"].keys():
+        return None
+    pairs = {name: (down, halves["B"][name]) for name, down in halves["A"].items()}
+    if not all(_fits(layers.get(name), down, up, rank=rank) for name, (down, up) in pairs.items()):
+        return None
+    return Adapter(pairs=pairs, scale=float(config["lora_alpha"]) / (sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _fits(layer: nn.Module | None, down: Tensor, up: Tensor, *, rank: int) -> bool:
+    return (
+        isinstance(layer, nn.Linear)
+        and down.shape == (rank, layer.in_features)
+        and up.shape == (layer.out_features, rank)
+    )
+
+
+def _add(model: nn.Module, adapter: Adapter) -> list[RemovableHandle]:
+    """Let every adapted layer add its pair's part; returns what takes that back."""
+    layers = dict(modules(model))
+    return [
+        layers[name].register_forward_hook(_LowRank(down, up * adapter.scale, like=layers[name]))
+        for name, (down, up) in adapter.pairs.items()
+    ]
+
+
+class _LowRank:
+    """Adds the product of two matrices to what a linear layer computes, as a forward hook."""
+
+    def __init__(self, down: Tensor, up: Tensor, *, like: nn.Module) -> None:
+        device = next(like.parameters()).device
+        self._down = down.to(device).t()  # [in, rank]
+        self._up = up.to(device).t()  # [rank, out]
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        del layer
+        rows = inputs[0].reshape(-1, self._down.shape[0]).to(self._down.dtype)
+        low = rows @ self._down
+        flat = output.reshape(-1, output.shape[-1])
+        if output.dtype == low.dtype:
+            return torch.addmm(flat, low, self._up).view_as(output)
+        return (flat + low @ self._up).to(output.dtype).view_as(output)

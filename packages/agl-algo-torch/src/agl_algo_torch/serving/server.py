@@ -1,0 +1,286 @@
+"""Serves the OpenAI-compatible endpoints over an engine: chat completions, completions, models and health.
+
+One request is one or more sequences of the engine; their tokens come back through a queue. When the handler ends
+early, above all because the client went away, sequences that still run are cancelled.
+
+The body names the model version that served (`model_version`, see `responses`), and so does the header
+`x-agl-model-version`: for a stream it is the version of the first token, for a whole answer that of the last.
+
+Requests are read in `wire`, prompts built in `templates`, answers written in `writers` and sent in `exchange`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from aiohttp import web
+from jinja2 import TemplateError
+
+from agl.contracts import POLICY_KEY_ENV
+from agl_algo_torch.serving.codec import stop_checker
+from agl_algo_torch.serving.exchange import CheckedRequest, json_response, serve, wire_error
+from agl_algo_torch.serving.sequence import (
+    EngineError,
+    GenerationRequest,
+)
+from agl_algo_torch.serving.wire import (
+    ChatBody,
+    CompletionBody,
+    WireError,
+    check_messages,
+    check_template_kwargs,
+    read_body,
+    seeded,
+)
+from agl_algo_torch.serving.writers import AnswerHead, AnswerWriter, ChatWriter, CompletionWriter, new_id
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from agl_algo_torch.serving.codec import TextCodec
+    from agl_algo_torch.serving.engine import Engine
+    from agl_algo_torch.serving.prompting import PromptThread
+    from agl_algo_torch.serving.templates import Prompt
+    from agl_algo_torch.serving.toolcalls import ToolParser
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_log = logging.getLogger(__name__)
+
+_MAX_BODY = 64 * 2**20
+_SEED_HEADER = "x-agl-seed"
+"""The gateway's seed for a request that brings none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyServerSettings:
+    """The model's name and limits, as the server states and keeps them.
+
+    Attributes:
+        model_name: Name that requests must give.
+        context_length: Most tokens of prompt and response together.
+        default_max_tokens: Response length when a chat request gives none; None for all that the context leaves.
+    """
+
+    model_name: str
+    context_length: int
+    default_max_tokens: int | None = None
+
+
+class PolicyServer:
+    """The request handlers of one model; all run on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        codec: TextCodec,
+        prompts: PromptThread,
+        parser: ToolParser,
+        settings: PolicyServerSettings,
+        key: str,
+    ) -> None:
+        self._engine, self._codec, self._prompts = engine, codec, prompts
+        self._parser, self._settings = parser, settings
+        self._key = key.encode()
+        self._rendering_arguments = codec.rendering_arguments
+        self._created = int(time.time())
+
+    def app(self) -> web.Application:
+        """Return the application; run it with `handler_cancellation=True`, or clients that leave go unnoticed."""
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors, self._check_key])
+        app.on_cleanup.append(self._close)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def _close(self, _app: web.Application) -> None:
+        self._prompts.close()
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse requests without the key, except for `/health`, before their body is read."""
+        sent = request.headers.get("authorization", "").partition(" ")[2].strip()
+        if request.path != "/health" and not hmac.compare_digest(sent.encode("utf-8", "replace"), self._key):
+            raise WireError(
+                f"This policy answers requests with its key as API key; it is in the environment variable "
+                f"{POLICY_KEY_ENV} of the process that serves it.",
+                status=401,
+                code="invalid_api_key",
+            )
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise WireError(
+                "This policy reads no compressed requests. Send the body without content-encoding.",
+                status=415,
+                code="unsupported_encoding",
+            )
+        return await handler(request)
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        model = {"id": self._settings.model_name, "object": "model", "created": self._created, "owned_by": "agl"}
+        return json_response({"object": "list", "data": [model | {"max_model_len": self._settings.context_length}]})
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        state = {"status": "ok", "model": self._settings.model_name, "model_version": self._engine.version}
+        return json_response(state | self._engine.snapshot())
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = seeded(read_body(await request.read(), ChatBody), request.headers.get(_SEED_HEADER))
+        self._check_model(body.model)
+        check_messages(body.messages)
+        tools = self._tools(body)
+        prompt = await self._prompt(body, tools)
+        stop_ids = self._stop_ids(body)
+        writer = ChatWriter(
+            body=body,
+            prompt=prompt,
+            codec=self._codec,
+            builder=self._prompts,
+            parser=self._parser if tools else None,
+            stop_ids=stop_ids,
+        )
+        head = AnswerHead(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
+        return await serve(request, self._call(body, head, writer, [prompt.ids], stop_ids), self._engine)
+
+    def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
+        """Return the tools to show in the prompt; raises WireError for a tool choice that cannot be kept."""
+        choice = body.tool_choice
+        if choice == "none":
+            return []
+        if choice == "auto":
+            return body.tools
+        if choice == "required" and body.tools and "tool_choice" in self._codec.chat_template:
+            return body.tools
+        raise WireError(
+            f"tool_choice={choice!r} cannot be enforced: this server does not constrain decoding, and the model's chat "
+            "template has no way to ask for it. Use 'auto' or 'none'.",
+            code="unsupported_parameter",
+            param="tool_choice",
+        )
+
+    async def _prompt(self, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Prompt:
+        options = dict(body.chat_template_kwargs)
+        check_template_kwargs(options, refused=self._rendering_arguments)
+        if body.tool_choice == "required":
+            options["tool_choice"] = "required"
+        try:
+            return await self._prompts.build(body.messages, tools=tools, options=options)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise WireError(
+                f"The model's chat template refuses these messages: {error}. Change their roles, order or fields.",
+                code="template_error",
+                param="messages",
+            ) from error
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = seeded(read_body(await request.read(), CompletionBody), request.headers.get(_SEED_HEADER))
+        self._check_model(body.model)
+        prompts = [await self._ids(prompt) for prompt in _prompts(body.prompt)]
+        stop_ids = self._stop_ids(body)
+        scores = await self._scores(body, prompts)
+        writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids, scores=scores)
+        head = AnswerHead(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
+        return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
+
+    async def _scores(self, body: CompletionBody, prompts: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        """Return the log-probabilities of the prompts' tokens after the first; None unless they are asked for."""
+        if body.prompt_logprobs is None:
+            return None
+        if body.stream:
+            raise WireError("The parameter 'prompt_logprobs' goes with stream = false only.", param="prompt_logprobs")
+        for prompt in prompts:
+            self._max_tokens(len(prompt), body.limit)  # refuse what is too long before computing it
+        return [await asyncio.wrap_future(self._engine.score(prompt)) for prompt in prompts]
+
+    async def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
+        ids = await self._prompts.encode(prompt) if isinstance(prompt, str) else prompt
+        if not ids or not all(0 <= i < self._engine.vocab_size for i in ids):
+            raise WireError(
+                f"The prompt must have at least one token, and ids from 0 to {self._engine.vocab_size - 1}.",
+                param="prompt",
+            )
+        return tuple(ids)
+
+    def _check_model(self, model: str) -> None:
+        if model != self._settings.model_name:
+            raise WireError(
+                f"The model {model!r} does not exist here; this server has {self._settings.model_name!r}.",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+    def _stop_ids(self, body: ChatBody | CompletionBody) -> frozenset[int]:
+        return frozenset(body.stop_token_ids) if body.ignore_eos else self._codec.stop_ids.union(body.stop_token_ids)
+
+    def _call(
+        self,
+        body: ChatBody | CompletionBody,
+        head: AnswerHead,
+        writer: AnswerWriter,
+        prompts: Sequence[tuple[int, ...]],
+        stop_ids: frozenset[int],
+    ) -> CheckedRequest:
+        check = stop_checker(self._codec, body.stops)
+        requests = [
+            GenerationRequest(
+                prompt_ids=prompt,
+                max_tokens=self._max_tokens(len(prompt), body.limit),
+                params=body.params(choice),
+                stop_ids=stop_ids,
+                stop_check=check,
+                wants_tokens=body.stream,
+            )
+            for prompt in prompts
+            for choice in range(body.n)
+        ]
+        return CheckedRequest(
+            body=body, head=head, writer=writer, requests=requests, prompt_tokens=sum(map(len, prompts))
+        )
+
+    def _max_tokens(self, prompt_tokens: int, limit: int | None) -> int:
+        left = self._settings.context_length - prompt_tokens
+        wanted = limit or min(self._settings.default_max_tokens or left, left)
+        if wanted > left or left < 1:
+            raise WireError(
+                f"This model's context is {self._settings.context_length} tokens; the prompt has {prompt_tokens} and "
+                f"{max(wanted, 1)} were asked for. Shorten the messages or lower max_tokens.",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        return wanted
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """Return the prompts of a request as a list; each is text or ids."""
+    items = [prompt] if isinstance(prompt, str) or all(type(item) is int for item in prompt) else prompt
+    for item in items:
+        is_ids = isinstance(item, list) and all(type(i) is int for i in cast("list[Any]", item))
+        if not (isinstance(item, str) or is_ids):
+            raise WireError("The prompt must be text, token ids, or a list of either.", param="prompt")
+    return items
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every failure in OpenAI's form."""
+    try:
+        return await handler(request)
+    except WireError as error:
+        answer = error
+    except EngineError as error:
+        answer = wire_error(error)
+    except web.HTTPException as error:
+        answer = WireError(f"{request.method} {request.path}: {error.reason}.", status=error.status)
+    except Exception as error:  # noqa: BLE001 - isolation point: one request's failure is that request's answer
+        _log.exception("the request %s failed", request.path)
+        answer = WireError(f"{type(error).__name__}: {error}.", status=500, code="internal_error")
+    headers = {"retry-after": "1"} if answer.status == 429 else None
+    return web.Response(body=answer.body(), status=answer.status, headers=headers, content_type="application/json")

@@ -1,0 +1,299 @@
+"""Turns chat messages into prompt ids that continue the tokens which the model really sampled.
+
+A client sends messages, not tokens. Tokenising the rendered conversation again may split an earlier answer in other
+places than the model did (or lose bytes that were not text). The next prompt then does not extend the last one, and
+a trainer must start a new row. `PromptBuilder` therefore remembers the text and the ids of recent turns. Where the
+rendered conversation begins, character by character, with the text of a remembered prompt and response, it uses their
+ids and tokenises only the rest. Tool calls and plain answers that come back unchanged are rendered as the model wrote
+them (`written_answers`). Where the text differs otherwise (the template rewrote the answer, the client edited it), it
+tokenises the whole conversation.
+
+Limit: two conversations with equal text and different ids are told apart by their tool call ids; without any, the
+most recent one is continued.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from agl_algo_torch.serving.codec import TextCodec
+
+_LONGEST_TAIL = 24
+"""Characters at the end of a remembered prompt, at most, that are searched for in a longer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation: its text, its ids, and the number of ids that were spliced from earlier turns."""
+
+    text: str
+    ids: tuple[int, ...]
+    spliced: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A response to a remembered prompt."""
+
+    text: str
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    answer: WrittenAnswer | None = None
+
+    @property
+    def call_ids(self) -> frozenset[str]:
+        return frozenset(call_ids(self.answer.message) if self.answer else ())
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
+
+
+class PromptBuilder:
+    """Builds prompts with one codec; one thread may use it.
+
+    Args:
+        codec: Tokenizer and chat template.
+        max_tokens: Tokens of prompts and responses that are remembered; 0 turns splicing off.
+        max_siblings: Responses that are remembered per prompt.
+    """
+
+    def __init__(self, codec: TextCodec, *, max_tokens: int = 2_000_000, max_siblings: int = 64) -> None:
+        self._codec = codec
+        self._max_tokens, self._max_siblings = max_tokens, max_siblings
+        self._turns: OrderedDict[str, list[_Turn]] = OrderedDict()
+        self._answers = WrittenAnswers()
+        self._n_tokens = 0
+        self._tails: dict[str, int] = {}
+        self._lengths: Counter[int] = Counter()
+        suffix = codec.generation_suffix() if max_tokens else ""
+        self._tail = min(len(suffix) or _LONGEST_TAIL, _LONGEST_TAIL)
+
+    def build(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, options: Mapping[str, Any]
+    ) -> Prompt:
+        """Render and tokenise; raises the template's own errors (`jinja2.TemplateError` for refused messages)."""
+        plain = [plain_message(message) for message in messages]
+        settings = {"tools": list(tools) if tools else None, **options}
+        known_calls = {call_id for message in plain for call_id in call_ids(message)}
+        written = self._as_written(plain, settings)
+        spliced = self._spliced(written, known_calls) if written is not None else None
+        if spliced is not None:
+            return spliced
+        text = self._codec.render(plain, **settings)
+        return self._spliced(text, known_calls) or Prompt(text, tuple(self._codec.encode(text)))
+
+    def _as_written(self, plain: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
+        """Render the conversation with the model's own words for its answers; None where that changes nothing."""
+        marked, texts = self._answers.marked(plain)
+        if not texts:
+            return None
+        try:  # a template may insist on the calls that the results after them belong to
+            return unmarked(self._codec.render(marked, **settings), texts)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return None
+
+    def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
+        """Return the prompt that continues the longest remembered turn which `text` begins with; None without one."""
+        found = self._find(text, known_calls)
+        if found is None:
+            return None
+        start, turn = found
+        rest = text[start:]
+        ids = self._codec.encode(rest)
+        if self._codec.decode(ids) != rest:  # a tokenizer may treat the start of a text in a special way
+            return None
+        known = (*turn.prompt_ids, *turn.ids)
+        return Prompt(text, (*known, *ids), len(known))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text that is no conversation, with the special tokens that begin one."""
+        return self._codec.encode(text, add_special_tokens=True)
+
+    def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
+        """Return the position where the longest remembered turn that `text` begins with ends, and that turn."""
+        for end in self._ends(text):
+            turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
+            if turns:
+                self._turns.move_to_end(text[:end])
+                # Siblings may have one text and different ids; the ids of their tool calls tell them apart.
+                turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & known_calls)))
+                return end + len(turn.text), turn
+        return None
+
+    def _ends(self, text: str) -> Iterator[int]:
+        """Return the positions at which a remembered prompt may end, last first."""
+        found: set[int] = set()
+        for tail in self._tails:
+            at = text.find(tail)
+            while at >= 0:
+                if at + len(tail) in self._lengths:  # else a text of many tails would take quadratic time
+                    found.add(at + len(tail))
+                at = text.find(tail, at + 1)
+        return iter(sorted(found, reverse=True))
+
+    def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any] | None = None) -> None:
+        """Keep a response to `prompt` for the turns that follow it; the most recent comes first.
+
+        `message` is the response as the client gets it, in OpenAI's form.
+        """
+        if self._max_tokens == 0 or not ids:
+            return
+        text = self._codec.decode(ids)
+        answer = self._answer(text, ids[-1], message) if message is not None else None
+        turn = _Turn(text, prompt.ids, tuple(ids), answer)
+        if answer is not None:
+            self._answers.add(answer)
+        if prompt.text not in self._turns:
+            tail = prompt.text[-self._tail :]
+            self._tails[tail] = self._tails.get(tail, 0) + 1
+            self._lengths[len(prompt.text)] += 1
+        siblings = self._turns.setdefault(prompt.text, [])
+        siblings.insert(0, turn)
+        self._n_tokens += turn.size
+        self._forget(siblings[self._max_siblings :])
+        del siblings[self._max_siblings :]
+        self._turns.move_to_end(prompt.text)
+        while self._n_tokens > self._max_tokens:
+            self._evict()
+
+    def _answer(self, text: str, last: int, message: Mapping[str, Any]) -> WrittenAnswer | None:
+        """Return the answer as the model wrote it; None where every template prints it so."""
+        end = self._codec.token_text(last) if last in self._codec.stop_ids else ""
+        answer = WrittenAnswer(text.removesuffix(end), plain_message(message))
+        return answer if answer.is_needed else None
+
+    def _evict(self) -> None:
+        text, turns = self._turns.popitem(last=False)
+        self._forget(turns)
+        tail = text[-self._tail :]
+        self._lengths[len(text)] -= 1
+        if self._lengths[len(text)] == 0:
+            del self._lengths[len(text)]
+        self._tails[tail] -= 1
+        if self._tails[tail] == 0:
+            del self._tails[tail]
+
+    def _forget(self, turns: Sequence[_Turn]) -> None:
+        self._n_tokens -= sum(turn.size for turn in turns)
+        for turn in turns:
+            if turn.answer is not None:
+                self._answers.remove(turn.answer)
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates expect it: text content, and arguments of tool calls as objects."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _text(message.get("content"))
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] for part in content)
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    with suppress(ValueError, TypeError):  # arguments that are not JSON text stay as they are
+        function["arguments"] = json.loads(function.get("arguments") or "{}")
+    return {**call, "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenAnswer:
+    """The text that the model wrote, its end token left out, and the message that its client got, plain."""
+
+    text: str
+    message: Mapping[str, Any]
+
+    @property
+    def is_needed(self) -> bool:
+        """True for an answer that a template may print in another way."""
+        return bool(call_ids(self.message)) or self.text.strip() != self.text == self.message["content"]
+
+
+class WrittenAnswers:
+    """Answers by the ids of their calls or by their text; whoever adds them removes them."""
+
+    def __init__(self) -> None:
+        self._by_call: dict[str, WrittenAnswer] = {}
+        self._plain: Counter[str] = Counter()
+        self._secret = secrets.token_hex(8)  # else a message could hold a mark
+
+    def add(self, answer: WrittenAnswer) -> None:
+        """Remember an answer."""
+        calls = call_ids(answer.message)
+        self._by_call |= dict.fromkeys(calls, answer)
+        if not calls:
+            self._plain[answer.text] += 1
+
+    def remove(self, answer: WrittenAnswer) -> None:
+        """Forget an answer."""
+        calls = call_ids(answer.message)
+        for call_id in calls:
+            self._by_call.pop(call_id, None)
+        if not calls:
+            self._plain -= Counter([answer.text])
+
+    def marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, str]]:
+        """Return plain messages with a mark in place of each remembered answer, and the marks with their texts.
+
+        An answer whose text or calls the client has changed stays as it came.
+        """
+        found: list[Mapping[str, Any]] = []
+        texts: dict[str, str] = {}
+        for message in messages:
+            text = self._text_of(message)
+            if text:
+                mark = f"[{self._secret}-{len(texts)}]"
+                texts[mark] = text
+                message = {"role": "assistant", "content": mark}
+            found.append(message)
+        return found, texts
+
+    def _text_of(self, message: Mapping[str, Any]) -> str:
+        """Return what the model wrote where the client wrote it; "" for any other message."""
+        if message["role"] != "assistant":
+            return ""
+        if not call_ids(message):
+            return message["content"] if message["content"] in self._plain else ""
+        answer = next(filter(None, map(self._by_call.get, call_ids(message))), None)
+        return answer.text if answer is not None and _contents(answer.message) == _contents(message) else ""
+
+
+def call_ids(message: Mapping[str, Any]) -> list[str]:
+    """Return the ids of a message's tool calls."""
+    return [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
+
+
+def unmarked(text: str, texts: Mapping[str, str]) -> str | None:
+    """Return a rendered conversation with the texts in place of their marks; None where it lost or repeats one."""
+    if any(text.count(mark) != 1 for mark in texts):
+        return None
+    for mark, written in texts.items():
+        text = text.replace(mark, written)
+    return text
+
+
+def _contents(message: Mapping[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:
+    calls = [
+        (call.get("id"), call["function"].get("name"), call["function"].get("arguments"))
+        for call in message.get("tool_calls") or ()
+    ]
+    return message["content"].strip(), calls

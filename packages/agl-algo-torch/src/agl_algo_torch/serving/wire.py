@@ -1,0 +1,273 @@
+"""Reads clients' requests strictly: it refuses a setting that would change sampling and is not supported.
+
+Requests follow OpenAI's chat completions and completions; `return_token_ids`, `top_k`, `stop_token_ids`,
+`ignore_eos` and `chat_template_kwargs` follow vLLM. Fields that change nothing about the answer are accepted and
+dropped. Unsupported fields are accepted with their neutral value only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+
+import msgspec
+
+from agl_algo_torch.serving.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+_HARMLESS = frozenset(
+    {
+        "metadata",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "return_prompt_token_ids",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "reasoning_effort": ("none",),
+}
+
+
+class WireError(Exception):
+    """An error to answer a request with, in OpenAI's form.
+
+    Attributes:
+        status: HTTP status.
+        code: Short machine-readable reason.
+        param: The field at fault, if one is.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def body(self) -> bytes:
+        """Return the JSON body."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class NamedFunction(msgspec.Struct):
+    """The function of a tool call in a message; unknown fields are left to the template."""
+
+    name: str
+    arguments: str | None = None
+
+
+class MessageToolCall(msgspec.Struct):
+    """A tool call in a message."""
+
+    function: NamedFunction
+    id: str | None = None
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message's content; only text can be served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """The fields of a message that are checked; the template gets the message as it came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MessageToolCall] | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    model: str
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    max_tokens: PositiveInt | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings without empty ones."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return [stop for stop in stops if stop]
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens to generate; None for the default."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """The number of alternatives wanted per token; None when no log-probabilities are wanted."""
+        raise NotImplementedError
+
+    def params(self, choice: int) -> SamplingParams:
+        """Return the sampling parameters of a choice; each choice of a seeded request has a seed of its own."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            seed=None if self.seed is None else self.seed + choice,
+            top_logprobs=self.alternatives or 0,
+        )
+
+
+class ChatBody(_Common, kw_only=True):
+    """A chat completion request."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def limit(self) -> int | None:
+        """`max_completion_tokens`, or else the older `max_tokens`."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """`top_logprobs`, when `logprobs` is on."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class CompletionBody(_Common, kw_only=True):
+    """A completion request; `prompt` is text, token ids, or a list of either.
+
+    `prompt_logprobs` of 0 asks for the log-probabilities of the prompt's own tokens; alternatives are not supported.
+    """
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=0)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """`max_tokens`, or else OpenAI's default for completions."""
+        return self.max_tokens or 16
+
+    @property
+    def alternatives(self) -> int | None:
+        """`logprobs`, which is the number itself here."""
+        return self.logprobs
+
+
+Body = TypeVar("Body", ChatBody, CompletionBody)
+
+
+def seeded(body: Body, header: str | None) -> Body:
+    """Return the request with the seed of the gateway's header, where it brings none of its own."""
+    if body.seed is not None or header is None or not header.isdecimal():
+        return body
+    return msgspec.structs.replace(body, seed=int(header))
+
+
+def read_body(data: bytes, kind: type[Body]) -> Body:
+    """Return a checked request; raises WireError that names the field at fault."""
+    try:
+        raw = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise WireError(f"The request body is not JSON: {error}.", code="invalid_json") from error
+    if not isinstance(raw, dict):
+        raise WireError("The request body must be a JSON object.", code="invalid_json")
+    fields = {key: value for key, value in cast("dict[str, Any]", raw).items() if value is not None}
+    known = set(kind.__struct_fields__)
+    body = {key: value for key, value in fields.items() if key in known}
+    for key in fields.keys() - known - _HARMLESS:
+        _refuse_unless_neutral(key, fields[key])
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise WireError(f"The request is not valid: {error}.", param=_field(str(error))) from error
+
+
+def _refuse_unless_neutral(key: str, value: Any) -> None:
+    if key not in _NEUTRAL:
+        hint = "is not supported by the embedded policy server. Remove it."
+    elif value not in _NEUTRAL[key]:
+        hint = f"can only be {_NEUTRAL[key][0]!r} on the embedded policy server, not {value!r}. Remove it."
+    else:
+        return
+    raise WireError(f"The parameter {key!r} {hint}", code="unsupported_parameter", param=key)
+
+
+def _field(message: str) -> str | None:
+    """Return the path that msgspec names at the end of its message, without the root."""
+    _, found, path = message.partition("`$.")
+    return path.rstrip("`") if found else None
+
+
+def check_template_kwargs(options: Mapping[str, Any], *, refused: Collection[str]) -> None:
+    """Raise WireError for options that are no variables of the template, above all a template to use instead."""
+    for name in options:
+        if name in refused:
+            raise WireError(
+                f"chat_template_kwargs has {name!r}, which this policy takes from no request: templates come with the "
+                "model, and only their variables can be set. Remove it.",
+                code="unsupported_parameter",
+                param=f"chat_template_kwargs.{name}",
+            )
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raise WireError for messages of a wrong form and for content that is not text."""
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        try:
+            checked = msgspec.convert(message, Message)
+        except msgspec.ValidationError as error:
+            raise WireError(f"{where} is not valid: {error}.", param=where) from error
+        for part in checked.content if isinstance(checked.content, list) else ():
+            if part.type != "text" or part.text is None:
+                raise WireError(
+                    f"{where} has content of type {part.type!r}, and this policy is a text model. Send text only.",
+                    code="unsupported_content",
+                    param=where,
+                )

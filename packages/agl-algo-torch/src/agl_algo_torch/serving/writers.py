@@ -1,0 +1,329 @@
+"""Writes the answer to one request, whole or as a stream of chunks; each endpoint has its writer.
+
+A writer sees every choice's tokens in order. In a stream, text is held back while it may still become part of a stop
+string or of a tool call. Token ids and log-probabilities are never held back, so a chunk may carry ids and no text.
+Tool calls are sent as deltas when the response is complete, because only then can they be seen to be well formed.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agl_algo_torch.serving.codec import TextStream, cut_at_stop, safe_length
+from agl_algo_torch.serving.toolcalls import ParsedResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agl_algo_torch.serving.codec import TextCodec
+    from agl_algo_torch.serving.prompting import PromptThread
+    from agl_algo_torch.serving.sampling import Draw, SamplingParams
+    from agl_algo_torch.serving.sequence import Generation
+    from agl_algo_torch.serving.templates import Prompt
+    from agl_algo_torch.serving.toolcalls import ToolParser
+    from agl_algo_torch.serving.wire import ChatBody, CompletionBody
+
+Json = dict[str, Any]
+
+
+class AnswerWriter(Protocol):
+    """The form of an endpoint's answers."""
+
+    def top(self) -> Json:
+        """Return the fields beside `choices` in a whole answer and in the first chunk of a stream."""
+        ...
+
+    def choice(self, index: int, generation: Generation) -> Json:
+        """Return a finished choice of a whole answer."""
+        ...
+
+    def opening(self, index: int) -> Json | None:
+        """Return the choice of its first chunk, before any token; None for no such chunk."""
+        ...
+
+    def token(self, index: int, draw: Draw) -> Json | None:
+        """Return the choice of one token's chunk; None when there is nothing to send yet."""
+        ...
+
+    def closing(self, index: int, generation: Generation) -> Json:
+        """Return the choice of its last chunk."""
+        ...
+
+
+class _ChoiceTexts:
+    """The visible text of the choices of one request, whole or growing."""
+
+    def __init__(self, codec: TextCodec, *, stops: Sequence[str], stop_ids: frozenset[int], markers: Sequence[str]):
+        self._codec = codec
+        self._stops, self._stop_ids = stops, stop_ids
+        self._held = (*stops, *markers)
+        self._streams: dict[int, TextStream] = {}
+        self._sent: dict[int, int] = {}
+
+    def whole(self, generation: Generation) -> str:
+        """Return the text of a finished choice, without the stop token and from the first stop string on cut."""
+        ids = generation.token_ids
+        if generation.finish_reason == "stop" and ids[-1] in self._stop_ids:
+            ids = ids[:-1]
+        return cut_at_stop(self._codec.decode(ids, skip_special_tokens=True), self._stops)
+
+    def push(self, index: int, draw: Draw) -> str:
+        """Take the next token and return the text that can be sent now."""
+        if draw.token_id in self._stop_ids:
+            return ""
+        stream = self._streams.setdefault(index, TextStream(self._codec))
+        stream.push(draw.token_id)
+        sent = self._sent.get(index, 0)
+        safe = max(sent, safe_length(stream.text, self._held))
+        self._sent[index] = safe
+        return stream.text[sent:safe]
+
+    def rest(self, index: int, whole: str) -> str:
+        """Return the part of the final text that has not been sent."""
+        return whole[self._sent.get(index, 0) :]
+
+
+class ChatWriter:
+    """Writes chat completions, and remembers every response so that the next turn's prompt can extend it."""
+
+    def __init__(
+        self,
+        *,
+        body: ChatBody,
+        prompt: Prompt,
+        codec: TextCodec,
+        builder: PromptThread,
+        parser: ToolParser | None,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self._body, self._prompt, self._codec, self._builder, self._parser = body, prompt, codec, builder, parser
+        markers = parser.markers if parser else ()
+        self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
+
+    def top(self) -> Json:
+        """Return the prompt ids where they are asked for."""
+        return {"prompt_token_ids": list(self._prompt.ids)} if self._body.return_token_ids else {}
+
+    def choice(self, index: int, generation: Generation) -> Json:
+        """Return a finished choice."""
+        parsed, calls = self._read(generation)
+        message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        choice: Json = {"index": index, "message": message, "finish_reason": _reason(parsed, generation)}
+        return choice | self._details(generation.draws)
+
+    def _read(self, generation: Generation) -> tuple[ParsedResponse, list[Json]]:
+        text = self._texts.whole(generation)
+        parsed = self._parser.parse(text) if self._parser else ParsedResponse(text)
+        calls = tool_calls(parsed, [new_id("call") for _ in parsed.calls])
+        message = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
+        self._builder.remember(self._prompt, generation.token_ids, message=message)
+        return parsed, calls
+
+    def _details(self, draws: Sequence[Draw]) -> Json:
+        details: Json = {"logprobs": None}
+        if self._body.logprobs:
+            as_ids = self._body.return_tokens_as_token_ids
+            details["logprobs"] = chat_logprobs(draws, self._codec, as_ids=as_ids)
+        if self._body.return_token_ids:
+            details["token_ids"] = [draw.token_id for draw in draws]
+        return details
+
+    def opening(self, index: int) -> Json | None:
+        """Return the first chunk of a choice: the role."""
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+    def token(self, index: int, draw: Draw) -> Json | None:
+        """Return the chunk of one token."""
+        piece = self._texts.push(index, draw)
+        if not (piece or self._body.logprobs or self._body.return_token_ids):
+            return None
+        delta = {"content": piece} if piece else {}
+        return {"index": index, "delta": delta, "finish_reason": None} | self._details([draw])
+
+    def closing(self, index: int, generation: Generation) -> Json:
+        """Return the last chunk of a choice, with the text that was held back."""
+        parsed, calls = self._read(generation)
+        delta: Json = {}
+        if rest := self._texts.rest(index, parsed.content or ""):
+            delta["content"] = rest
+        if calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": _reason(parsed, generation)}
+
+
+class CompletionWriter:
+    """Writes completions: plain text, prompt ids inside the choice, and `n` choices per prompt, prompt by prompt."""
+
+    def __init__(
+        self,
+        *,
+        body: CompletionBody,
+        prompts: Sequence[Sequence[int]],
+        codec: TextCodec,
+        stop_ids: frozenset[int],
+        scores: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        self._body, self._prompts, self._codec = body, prompts, codec
+        self._scores = scores
+        self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=())
+        self._offsets: dict[int, int] = {}
+
+    def top(self) -> Json:
+        """Return no fields: the prompt ids are in the choices."""
+        return {}
+
+    def choice(self, index: int, generation: Generation) -> Json:
+        """Return a finished choice."""
+        choice = {"index": index, "text": self._texts.whole(generation), "finish_reason": generation.finish_reason}
+        return choice | self._details(generation.draws) | self._prompt_ids(index) | self._prompt_scores(index)
+
+    def _details(self, draws: Sequence[Draw], *, offset: int = 0) -> Json:
+        details: Json = {"logprobs": None}
+        if self._body.logprobs is not None:
+            as_ids = self._body.return_tokens_as_token_ids
+            details["logprobs"] = text_logprobs(draws, self._codec, as_ids=as_ids, offset=offset)
+        if self._body.return_token_ids:
+            details["token_ids"] = [draw.token_id for draw in draws]
+        return details
+
+    def _prompt_ids(self, index: int) -> Json:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._prompts[index // self._body.n])}
+
+    def _prompt_scores(self, index: int) -> Json:
+        """Return the log-probabilities of the prompt's tokens in vLLM's form, which has none for the first."""
+        if self._scores is None:
+            return {}
+        place = index // self._body.n
+        found = prompt_logprobs(self._prompts[place][1:], self._scores[place], self._codec)
+        return {"prompt_logprobs": [None, *found]}
+
+    def opening(self, index: int) -> Json | None:
+        """Return the prompt ids where they are asked for."""
+        if not self._body.return_token_ids:
+            return None
+        opening: Json = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
+        return opening | self._prompt_ids(index)
+
+    def token(self, index: int, draw: Draw) -> Json | None:
+        """Return the chunk of one token."""
+        piece = self._texts.push(index, draw)
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(self._codec.token_text(draw.token_id))
+        if not (piece or self._body.logprobs is not None or self._body.return_token_ids):
+            return None
+        return {"index": index, "text": piece, "finish_reason": None} | self._details([draw], offset=offset)
+
+    def closing(self, index: int, generation: Generation) -> Json:
+        """Return the last chunk of a choice, with the text that was held back."""
+        rest = self._texts.rest(index, self._texts.whole(generation))
+        return {"index": index, "text": rest, "logprobs": None, "finish_reason": generation.finish_reason}
+
+
+def _reason(parsed: ParsedResponse, generation: Generation) -> str:
+    return "tool_calls" if parsed.calls else generation.finish_reason
+
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """The fields that all chunks of one answer share; `kind` is `chat` or `completions`."""
+
+    id: str
+    model: str
+    created: int
+    kind: str
+
+    def fields(self, *, is_chunk: bool) -> Json:
+        """Return them under OpenAI's names."""
+        name = "text_completion" if self.kind == "completions" else "chat.completion"
+        if is_chunk and self.kind == "chat":
+            name += ".chunk"
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+
+def new_id(prefix: str) -> str:
+    """Return a random id such as `chatcmpl-...`, unique among all answers."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def version_fields(generations: Mapping[int, Generation], params: SamplingParams) -> Json:
+    """Return the fields that name the weights behind each choice's tokens, and the meaning of its log-probabilities."""
+    spans = [
+        {"choice": choice, "version": span.version, "start": span.start, "end": span.end}
+        for choice, generation in generations.items()
+        for span in generation.versions
+    ]
+    return {
+        "model_version": spans[-1]["version"],
+        "model_versions": spans,
+        "logprobs_mode": params.logprobs_mode,
+        "logprobs_exact": params.is_exact,
+    }
+
+
+def usage(prompt_tokens: int, generations: Sequence[Generation]) -> Json:
+    """Return the token counts; every prompt counts once, however many choices it has, as OpenAI counts."""
+    completion = sum(len(one.draws) for one in generations)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": min((one.cached_tokens for one in generations), default=0)},
+    }
+
+
+def chat_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool) -> Json:
+    """Return `choices[i].logprobs` of a chat completion; `as_ids` writes tokens as `token_id:N`, as vLLM does."""
+
+    def entry(token_id: int, logprob: float) -> Json:
+        text = codec.token_text(token_id)
+        # A token may end within a character; its bytes cannot be told from its text then.
+        whole = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": f"token_id:{token_id}" if as_ids else text, "logprob": logprob, "bytes": whole}
+
+    content = [
+        {**entry(draw.token_id, draw.logprob), "top_logprobs": [entry(*other) for other in draw.top]} for draw in draws
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool, offset: int = 0) -> Json:
+    """Return `choices[i].logprobs` of a completion; `offset` is the number of characters sent before."""
+
+    def name(token_id: int) -> str:
+        return f"token_id:{token_id}" if as_ids else codec.token_text(token_id)
+
+    offsets: list[int] = []
+    for draw in draws:
+        offsets.append(offset)
+        offset += len(codec.token_text(draw.token_id))
+    return {
+        "tokens": [name(draw.token_id) for draw in draws],
+        "token_logprobs": [draw.logprob for draw in draws],
+        "top_logprobs": [{name(i): value for i, value in draw.top} for draw in draws],
+        "text_offset": offsets,
+    }
+
+
+def prompt_logprobs(ids: Sequence[int], scores: Sequence[float], codec: TextCodec) -> list[Json]:
+    """Return the entries of vLLM's `prompt_logprobs` for tokens of a prompt, each with its own token alone."""
+    return [
+        {str(token_id): {"logprob": score, "decoded_token": codec.token_text(token_id)}}
+        for token_id, score in zip(ids, scores, strict=True)
+    ]
+
+
+def tool_calls(parsed: ParsedResponse, ids: Sequence[str]) -> list[Json]:
+    """Return the tool calls of a message."""
+    return [
+        {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call_id, call in zip(ids, parsed.calls, strict=True)
+    ]

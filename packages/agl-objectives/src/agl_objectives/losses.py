@@ -1,0 +1,424 @@
+"""Losses with a bound on the ratio of each token: PPO's clip, CISPO's stopped weight, SAPO's soft gate.
+
+r_t = pi(y_t) / pi_old(y_t), A_t the advantage of token t, sg(x) is x without its gradient. All tensors are [M].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from agl.errors import ConfigError
+from agl_objectives.contract import LossTerms
+from agl_objectives.typed_torch import unique
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from agl_objectives.contract import TokenBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOClip:
+    """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`, PPO's clipped objective.
+
+    Schulman et al. 2017, arXiv 1707.06347, equation 7, with separate bounds (DAPO, arXiv 2503.14476, section 3.1).
+    Where A < 0 and `clip_dual` is given, a term is at most -A clip_dual (Ye et al. 2020, arXiv 1912.09729, equation 5).
+    `clipped_low` and `clipped_high` count the tokens whose gradient a bound has removed.
+
+    Args:
+        clip_low: Lower clip distance of the ratio, epsilon.
+        clip_high: The upper one, DAPO's epsilon_high: unlikely tokens get more room to grow.
+        clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    clip_dual: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least_zero("ppo-clip", clip_low=self.clip_low, clip_high=self.clip_high)
+        off_or_above_one("ppo-clip", clip_dual=self.clip_dual)
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        ratio_M, advantages_M = ratio(tokens), tokens.advantages_M
+        clipped_M = ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)  # outside its gradient is 0
+        # -min(A r, A clip(r)) = max(-A r, -A clip(r)).
+        # The minimum is pessimistic: it takes away the gain of moving r beyond a bound, and leaves the way back open.
+        loss_M = torch.maximum(-advantages_M * ratio_M, -advantages_M * clipped_M)
+        if self.clip_dual:
+            # For A < 0 the term above is -A r, which grows with r without bound: one token that was unlikely under
+            # pi_old could dominate the update. Beyond r = clip_dual the term is constant and has no gradient.
+            bounded_M = torch.minimum(loss_M, -advantages_M * self.clip_dual)
+            loss_M = torch.where(advantages_M < 0, bounded_M, loss_M)
+        with torch.no_grad():
+            # The sign of A says which bound can bind.
+            low = (ratio_M < 1.0 - self.clip_low) & (advantages_M < 0) & (tokens.weight_M > 0)
+            high = (ratio_M > 1.0 + self.clip_high) & (advantages_M > 0) & (tokens.weight_M > 0)
+        return LossTerms(loss_M=loss_M, counts={"clipped_low": int(low.sum()), "clipped_high": int(high.sum())})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CISPO:
+    """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`: every token keeps a gradient, with a bounded weight.
+
+    MiniMax 2025, arXiv 2506.13585, equations 4 and 5. The paper bounds r from above alone, which is `clip_low = 1`, and
+    tunes the upper bound without giving its value.
+
+    Args:
+        clip_low: Lower clip distance of the weight; 1 leaves it unbounded below.
+        clip_high: The upper one.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 0.28
+
+    def __post_init__(self) -> None:
+        at_least_zero("cispo", clip_low=self.clip_low, clip_high=self.clip_high)
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        ratio_M = ratio(tokens).detach()
+        bounded_M = ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        # The value is arbitrary, for log pi is: only its gradient -w A grad log pi means something.
+        loss_M = -bounded_M * tokens.advantages_M * tokens.logp_M
+        clipped = (ratio_M != bounded_M) & (tokens.weight_M > 0)
+        return LossTerms(loss_M=loss_M, counts={"clipped": int(clipped.sum())})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SAPO:
+    """`-A sigmoid(tau (r - 1)) 4 / tau`, a soft gate in place of the clip.
+
+    Gao et al. 2025, arXiv 2511.20347; tau is `tau_positive` where A > 0, else `tau_negative`.
+    At r = 1 its gradient is that of -A r, and it fades as r leaves 1.
+
+    Args:
+        tau_positive: The gate's steepness for tokens that are to grow.
+        tau_negative: The same for the others; steeper, because pushing tokens down spreads mass over the vocabulary.
+    """
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        above_zero("sapo", tau_positive=self.tau_positive, tau_negative=self.tau_negative)
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        advantages_M = tokens.advantages_M
+        tau_M = torch.where(advantages_M > 0, self.tau_positive, self.tau_negative).to(advantages_M.dtype)
+        gate_M = torch.sigmoid(tau_M * (ratio(tokens) - 1.0)) * (4.0 / tau_M)
+        return LossTerms(loss_M=-gate_M * advantages_M)
+
+
+ROLLOUT_LIMIT = 10.0
+"""Largest logarithm of a rollout's ratio, as in VERL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GSPO:
+    """`max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))` with the ratio of the rollout, s = exp(mean_t log r_t).
+
+    Zheng et al. 2025, arXiv 2507.18071, equations 5 to 7, as GSPO-token, which allows an
+    advantage per token: s_t = sg(s) pi(y_t) / sg(pi(y_t)) has the value s and the gradient s grad log pi(y_t). With one
+    advantage per rollout and `aggregation = "sequence"` this is GSPO itself. The bounds are the paper's (section 5.1);
+    a mean moves far less than a token, so those of PPO would never bind.
+
+    Args:
+        clip_low: Lower clip distance of the rollout's ratio.
+        clip_high: The upper one.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        at_least_zero("gspo", clip_low=self.clip_low, clip_high=self.clip_high)
+
+    def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return the logarithm of the rollout's ratio at each of its tokens."""
+        return {"log_ratio_M": rollout_mean(tokens.logp_M - tokens.old_M, tokens)}
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        advantages_M = tokens.advantages_M
+        log_M = tokens.logp_M - tokens.logp_M.detach() + tokens.extras["log_ratio_M"]
+        ratio_M = torch.exp(log_M.clamp(max=ROLLOUT_LIMIT))
+        free_M = -advantages_M * ratio_M
+        clipped_M = -advantages_M * ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        bound = (clipped_M > free_M).detach() & (tokens.weight_M > 0)
+        return LossTerms(loss_M=torch.maximum(free_M, clipped_M), counts={"clipped": int(bound.sum())})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GMPO:
+    """`-mean_t(A) exp(mean_t x_t)`, x_t the clipped log-ratio: a geometric mean, which single tokens hardly move.
+
+    Zhao et al. 2025, arXiv 2507.20673: x = sign(A) min(sign(A) log r, sign(A) clip(log r, -clip_low,
+    clip_high)). Every token of a rollout carries its rollout's value, sg(exp(mean x)) exp(x_t - sg(x_t)), whose mean
+    over the tokens (`aggregation = "sequence"`) has the value and the gradient of the paper's.
+
+    Args:
+        clip_low: Lower bound of the log-ratio of a token, 0.4 in the paper.
+        clip_high: The upper one, 0.4 in the paper.
+    """
+
+    clip_low: float = 0.4
+    clip_high: float = 0.4
+
+    def __post_init__(self) -> None:
+        at_least_zero("gmpo", clip_low=self.clip_low, clip_high=self.clip_high)
+
+    def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return the mean clipped log-ratio of the rollout and its mean advantage at each of its tokens."""
+        return {
+            "log_ratio_M": rollout_mean(self._clipped(tokens), tokens),
+            "advantage_M": rollout_mean(tokens.advantages_M, tokens),
+        }
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        clipped_M = self._clipped(tokens)
+        own_M = clipped_M - clipped_M.detach()  # 0 in value, with the token's gradient
+        ratio_M = torch.exp((tokens.extras["log_ratio_M"] + own_M).clamp(max=ROLLOUT_LIMIT))
+        changed = (clipped_M != tokens.logp_M - tokens.old_M) & (tokens.weight_M > 0)
+        return LossTerms(loss_M=-tokens.extras["advantage_M"] * ratio_M, counts={"clipped": int(changed.sum())})
+
+    def _clipped(self, tokens: TokenBatch) -> Tensor:
+        """Return x, [M]: where a bound binds it is constant and has no gradient."""
+        log_M, sign_M = log_ratio(tokens), torch.sign(tokens.advantages_M)
+        bounded_M = log_M.clamp(-self.clip_low, self.clip_high)
+        return sign_M * torch.minimum(sign_M * log_M, sign_M * bounded_M)
+
+
+ROUNDING = 1e-8
+"""Added to both parts of a quotient of small probabilities, as in VERL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPPO:
+    """`-A sg(min(r, ratio_max)) log pi`, for the tokens that have not left the trust region in the direction of A.
+
+    Qi et al. 2026, arXiv 2602.04879. The divergence of a token's binary distribution (this token or another) bounds
+    the step, because a ratio says little about unlikely tokens:
+
+        tv    p - q <= clip_high where A > 0, q - p <= clip_low else
+        kl    q log(q / p) + (1 - q) log((1 - q) / (1 - p)) <= clip_high where A > 0 and p > q,
+              <= clip_low where A <= 0 and p < q
+
+    Args:
+        divergence: `tv` or `kl`.
+        clip_low: Largest divergence of tokens that are to shrink.
+        clip_high: Largest divergence of tokens that are to grow.
+        ratio_max: Largest weight of a token.
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    ratio_max: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.divergence not in ("tv", "kl"):
+            raise ConfigError(f"The loss dppo got divergence = {self.divergence!r}; use tv or kl.")
+        at_least_zero("dppo", clip_low=self.clip_low, clip_high=self.clip_high)
+        above_zero("dppo", ratio_max=self.ratio_max)
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        with torch.no_grad():
+            inside_M = self._inside(tokens)
+            weight_M = ratio(tokens).clamp(max=self.ratio_max) * inside_M
+        masked = ~inside_M & (tokens.weight_M > 0)
+        loss_M = -tokens.advantages_M * weight_M * tokens.logp_M
+        return LossTerms(loss_M=loss_M, counts={"masked": int(masked.sum())})
+
+    def _inside(self, tokens: TokenBatch) -> Tensor:
+        """Return where a token may move further in the direction of its advantage, [M] bool."""
+        p_M, q_M = torch.exp(tokens.logp_M), torch.exp(tokens.old_M)
+        if self.divergence == "tv":
+            up, down = p_M - q_M <= self.clip_high, p_M - q_M >= -self.clip_low
+        else:
+            others_M = torch.log((1.0 - q_M + ROUNDING) / (1.0 - p_M + ROUNDING))
+            kl_M = q_M * (tokens.old_M - tokens.logp_M) + (1.0 - q_M) * others_M
+            up, down = (kl_M <= self.clip_high) | (p_M <= q_M), (kl_M <= self.clip_low) | (p_M >= q_M)
+        return torch.where(tokens.advantages_M > 0, up, down)
+
+
+def gpg(tokens: TokenBatch) -> LossTerms:
+    """Return `-A log pi`, the plain policy gradient (Chu et al. 2025, arXiv 2504.02546)."""
+    return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DRO:
+    """`-(A log pi - beta / 2 (log r)^2)`: the plain policy gradient with a quadratic bound.
+
+    Richemond et al. 2024, arXiv 2405.19107, with A in place of the reward less the value. The bound pulls
+    a token back whose advantage is 0 as well.
+
+    Args:
+        beta: Weight of the bound.
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        above_zero("dro", beta=self.beta)
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        log_M = tokens.logp_M - tokens.old_M
+        return LossTerms(loss_M=-(tokens.logp_M * tokens.advantages_M - 0.5 * self.beta * log_M.square()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipCov:
+    """PPO's clipped loss, and none for `ratio` of the tokens whose covariance is between `cov_low` and `cov_high`.
+
+    The paper draws these tokens at random. Here they are taken at even distances in the order of
+    their covariance, so that an update depends neither on a random state nor on the order of its rows.
+
+    Args:
+        clip_low: Lower clip distance of r.
+        clip_high: The upper one.
+        ratio: Share of the update's tokens that are held back, at least one token; fewer where fewer are in range.
+        cov_low: Least covariance of a token that is held back.
+        cov_high: Its largest covariance.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    ratio: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        at_least_zero("clip-cov", clip_low=self.clip_low, clip_high=self.clip_high)
+        above_zero("clip-cov", ratio=self.ratio)
+
+    def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return 0 for the tokens that are held back and 1 for the others."""
+        cov_M, counted_M = covariance(tokens)
+        free_M, clipped_M = self._terms(tokens)
+        # Those that the clip stops already are not chosen again.
+        chosen_M = counted_M & (cov_M > self.cov_low) & (cov_M < self.cov_high) & ~(clipped_M > free_M)
+        places = chosen_M.nonzero()[:, 0]
+        count = min(len(places), max(int(self.ratio * int(counted_M.sum())), 1))
+        kept_M = torch.ones_like(cov_M)
+        if count:
+            order = places[cov_M[places].argsort()]
+            kept_M[order[torch.arange(count) * len(order) // count]] = 0.0
+        return {"kept_M": kept_M}
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        kept_M = tokens.extras["kept_M"]
+        loss_M = torch.maximum(*self._terms(tokens)) * kept_M
+        return LossTerms(loss_M=loss_M, counts={"held_back": int((kept_M == 0).sum())})
+
+    def _terms(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return -A r and -A clip(r)."""
+        ratio_M = ratio(tokens)
+        clipped_M = ratio_M.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        return -tokens.advantages_M * ratio_M, -tokens.advantages_M * clipped_M
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLCov:
+    """`-A r`, plus `kl_coef |log r|` for the `ratio` of the update's tokens whose covariance is largest.
+
+    A token of advantage 0 may be among them. In a step's first update r = 1, where `|log r|` has no gradient: a step
+    needs several.
+
+    Args:
+        ratio: Share of the update's tokens that are held near the old policy, at least one token.
+        kl_coef: Weight of the penalty.
+    """
+
+    ratio: float = 2e-4
+    kl_coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        above_zero("kl-cov", ratio=self.ratio)
+        at_least_zero("kl-cov", kl_coef=self.kl_coef)
+
+    def survey(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
+        """Return 1 for the tokens that are penalised and 0 for the others."""
+        cov_M, counted_M = covariance(tokens)
+        places = counted_M.nonzero()[:, 0]
+        penalised_M = torch.zeros_like(cov_M)
+        if len(places):
+            count = min(len(places), max(1, int(len(places) * self.ratio)))
+            penalised_M[places[torch.topk(cov_M[places], count).indices]] = 1.0
+        return {"penalised_M": penalised_M}
+
+    def __call__(self, tokens: TokenBatch) -> LossTerms:
+        """Return the loss of every token."""
+        penalised_M, log_M = tokens.extras["penalised_M"], log_ratio(tokens)
+        loss_M = -tokens.advantages_M * torch.exp(log_M) + self.kl_coef * penalised_M * log_M.abs()
+        return LossTerms(loss_M=loss_M, counts={"penalised": int(penalised_M.sum())})
+
+
+def covariance(tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Return cov_t, [M], and where a token counts, [M] bool: tokens without weight are in no mean."""
+    counted_M = tokens.weight_M > 0
+    advantages, logp = tokens.advantages_M[counted_M], tokens.logp_M[counted_M]
+    if not len(logp):
+        return torch.zeros_like(tokens.logp_M), counted_M
+    return (tokens.advantages_M - advantages.mean()) * (tokens.logp_M - logp.mean()), counted_M
+
+
+LIMIT = 20.0
+"""Largest size of a log-ratio, as in VERL. Beyond it exp would overflow, and 0 times infinity spread NaN."""
+
+
+def log_ratio(tokens: TokenBatch) -> Tensor:
+    """Return log pi(y_t) - log pi_old(y_t), [M], within +-20; its gradient is 0 beyond."""
+    return (tokens.logp_M - tokens.old_M).clamp(-LIMIT, LIMIT)
+
+
+def ratio(tokens: TokenBatch) -> Tensor:
+    """Return r_t = pi(y_t) / pi_old(y_t), [M].
+
+    In the first update after pi_old was computed r is 1, and the gradient of A r is A grad log pi: REINFORCE.
+    """
+    return torch.exp(log_ratio(tokens))
+
+
+def rollout_mean(values_M: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return for every token the mean over the tokens of its rollout, over all its rows, [M]."""
+    _, place_M = unique(tokens.rollout_M)  # [M], 0 to number of rollouts - 1
+    counted_M = (tokens.weight_M > 0).to(values_M.dtype)  # what has no weight must have no effect
+    size = int(place_M.max()) + 1 if len(place_M) else 0
+    zeros = values_M.new_zeros(size)
+    total = zeros.index_add(0, place_M, values_M * counted_M)
+    count = zeros.index_add(0, place_M, counted_M).clamp(min=1.0)
+    return (total / count)[place_M]
+
+
+def at_least_zero(name: str, **values: float) -> None:
+    """Raise ConfigError naming the values that are below 0 or no numbers."""
+    wrong = {key: value for key, value in values.items() if not value >= 0}
+    if wrong:
+        raise ConfigError(f"The loss {name} got {wrong}; give numbers of at least 0.")
+
+
+def above_zero(name: str, **values: float) -> None:
+    """Raise ConfigError naming the values that are not above 0."""
+    wrong = {key: value for key, value in values.items() if not value > 0}
+    if wrong:
+        raise ConfigError(f"The loss {name} got {wrong}; give numbers above 0.")
+
+
+def off_or_above_one(name: str, **ratios: float) -> None:
+    """Raise ConfigError naming the ratios that are neither 0, which means off, nor above 1."""
+    wrong = {key: value for key, value in ratios.items() if value and not value > 1}
+    if wrong:
+        raise ConfigError(f"The loss {name} got {wrong}; give a ratio above 1 such as 3.0, or 0 for none.")
