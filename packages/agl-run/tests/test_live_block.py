@@ -1,7 +1,5 @@
 """The summary in a terminal says how a run goes, in little room."""
 
-import math
-
 import pytest
 
 from agl.contracts import StepReport

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import agl_run
 from agl import AlgorithmEntry, PluginManager, PromptTemplate, Rollout, Span, hookimpl
 from agl.contracts import AlgorithmContext, Metric, StepReport
 from agl.errors import GatewayLostError, PolicyError, RewardError

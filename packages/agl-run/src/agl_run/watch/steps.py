@@ -13,7 +13,7 @@ _FIRST, _LAST = 10, 50
 """Steps at the start and at the end that are remembered; the rules compare these."""
 
 _SPEEDS = ("slow-rollouts", "slow-updates")
-"""Rules that are about the time of a step and not about learning; ``agl suggest`` has them."""
+"""Rules that are about the time of a step and not about learning; ``agl metrics --suggest`` has them."""
 
 
 class StepShares(Observer):
@@ -72,7 +72,7 @@ class TallyObserver(Observer):
 
 
 class StepWatch(Observer):
-    """Watches the steps of algorithms by the rules of ``agl suggest``, and reports what each finds the first time.
+    """Watches the steps of algorithms by the rules of ``agl metrics --suggest``, and reports what each finds the first time.
 
     Args:
         report: Called with the algorithm and the finding.
