@@ -72,7 +72,7 @@ class TallyObserver(Observer):
 
 
 class StepWatch(Observer):
-    """Watches the steps of algorithms by the rules of ``agl metrics --suggest``, and reports what each finds the first time.
+    """Watches the steps of algorithms by the rules of ``agl metrics --suggest``; reports what each finds, once.
 
     Args:
         report: Called with the algorithm and the finding.
