@@ -15,9 +15,9 @@ from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Outcome, PromptTemplate, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
-from agl_algo_apo.acceptance.held_out import HeldOut
+from agl_algo_apo.acceptance.static_gate import ValidationMarks
 from agl_algo_apo.measurement.scores import Measured, Scores
-from agl_algo_apo.proposals.good_runs import GoodRun, good_runs, read_demonstration
+from agl_algo_apo.proposals.demonstrator import GoodRun, good_runs, read_demonstration
 from agl_algo_apo.texts.demonstrations import HEADING, Demonstration, demonstrated, is_escapable
 from agl_algo_apo.texts.lineage import PromptCandidate
 from worlds.prompts import demonstrable, easy
@@ -188,7 +188,7 @@ VAL: list[Any] = [
 )
 def test_demonstration_that_holds_a_validation_task_is_refused(said: str, answer: str, found: str) -> None:
     shown = Demonstration(input=said, output=answer, rollout="r-1", task=0)
-    reason = HeldOut.of(VAL, TRAIN).violation({"p": (shown,)})
+    reason = ValidationMarks.of(VAL, TRAIN).violation({"p": (shown,)})
     assert (f"the demonstration from r-1 holds a validation task: {found}" if found else "") == reason
 
 

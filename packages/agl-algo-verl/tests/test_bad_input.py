@@ -12,7 +12,7 @@ from transformers import CohereConfig, Qwen2Config
 
 from agl.errors import ConfigError, MissingTokenIdsError
 from agl_algo_verl.local.critic import check_family
-from agl_algo_verl.rows.errors import RowTooLongError
+from agl_algo_verl.rows.rows import RowTooLongError
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_inproc import train

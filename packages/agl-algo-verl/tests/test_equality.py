@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_algo_verl.local.models import actor_config
-from agl_algo_verl.losses.choice import ESTIMATORS, chosen_estimator
+from agl_algo_verl.losses.choice import chosen_estimator
 from agl_algo_verl.losses.correction import Correction, corrected
 from agl_algo_verl.losses.shaping import gae
 from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.settings.keys import key_tables
 from agl_algo_verl.settings.settings import read_settings
 from agl_objectives import aggregation as aggregating
 from agl_objectives import contract, kl
@@ -42,7 +43,7 @@ EXACT = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_
 """Estimators whose numbers are VERL's to the last bit in float64."""
 
 NAMED = [
-    *((name, {"algorithm.adv_estimator": name}) for name in ESTIMATORS),
+    *((name, {"algorithm.adv_estimator": name}) for name in key_tables()["estimators"]),
     ("dr_grpo", {"algorithm.norm_adv_by_std_in_grpo": False}),
 ]
 NAMES = pytest.mark.parametrize(("name", "keys"), NAMED, ids=[name for name, _ in NAMED])

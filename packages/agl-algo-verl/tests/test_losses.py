@@ -374,16 +374,25 @@ def test_verls_keys_of_a_loss_name_the_same_loss_with_its_parameters(mode: str) 
     [
         ({"loss": "cispoo"}, r"No loss is named 'cispoo'; did you mean 'cispo'"),
         ({"loss": "cispo", "loss_params": {"beta": 1.0}}, r"the loss 'cispo' takes no parameter 'beta'"),
-        ({"loss_params": {"beta": 1.0}}, r"loss_params = .* without loss"),
-        ({"loss": "cispo", "actor.policy_loss.loss_mode": "gspo"}, r"takes loss_params and does not read .*loss_mode"),
-        ({"loss": "cispo", "actor.clip_ratio_low": 0.1}, r"does not read .*actor\.clip_ratio_low"),
-        ({"actor.policy_loss.loss_mode": "gpg", "actor.clip_ratio": 0.1}, r"'gpg' does not read .*clip_ratio"),
+        ({"loss_params": {"beta": 1.0}}, r"loss_params\.beta = 1\.0: .* without a loss"),
+        (
+            {"loss": "cispo", "actor.policy_loss.loss_mode": "gspo"},
+            r"loss_mode = 'gspo': two losses are given.*loss = 'cispo'",
+        ),
+        (
+            {"loss": "cispo", "actor.clip_ratio_low": 0.1},
+            r"actor\.clip_ratio_low = 0\.1: .*does not read it.*loss = 'cispo'",
+        ),
+        (
+            {"actor.policy_loss.loss_mode": "gpg", "actor.clip_ratio": 0.1},
+            r"clip_ratio = 0\.1: .*does not read it.*loss_mode = 'gpg'",
+        ),
         ({"actor.policy_loss.loss_mode": "dro"}, r"needs .*dro_beta"),
-        ({"actor.policy_loss.loss_mode": "kl_cov"}, r"'kl_cov'.* a step has one update.*ppo_epochs"),
+        ({"actor.policy_loss.loss_mode": "kl_cov"}, r"'kl-cov'.* a step has one update.*ppo_epochs"),
         ({"loss": "kl-cov", "actor.ppo_mini_batch_size": 2}, r"'kl-cov'.* a step has one update.*ppo_epochs"),
         (
             {"actor.policy_loss.loss_mode": "sapo", "actor.loss_agg_mode": "token-mean"},
-            r"mean over sequences.*use loss = 'sapo'",
+            r"mean over sequences.*loss_agg_mode = 'token-mean'",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agl.schemas import CallCredit
-from agl_algo_verl.local.kl_control import KlController
+from agl_algo_verl.local.learner import KlController
 from agl_algo_verl.losses.shaping import penalise, with_penalty
 from agl_algo_verl.rows.rows import PreparedStep, RowSample
 from agl_algo_verl.settings.settings import AlgorithmKeys, KlControlKeys, read_settings

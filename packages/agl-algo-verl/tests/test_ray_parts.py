@@ -22,11 +22,10 @@ from agl_algo_verl.losses.correction import corrected, correction_metrics, corre
 from agl_algo_verl.losses.loss_worker import LossWorker
 from agl_algo_verl.losses.shaping import distance
 from agl_algo_verl.ray.bridge import Bridge, StepRequest
-from agl_algo_verl.ray.checkpoints import count, forget_after, origins, prune, steps_of
+from agl_algo_verl.ray.checkpoints import count, forget_after, merge_saved, origins, prune, say_precision, steps_of
 from agl_algo_verl.ray.cluster import check_alone
 from agl_algo_verl.ray.completion import Completion
 from agl_algo_verl.ray.rows import rows_for_verl
-from agl_algo_verl.ray.saved_weights import merge_saved, say_precision
 from agl_algo_verl.ray.trainer import REPORTED, RayVERL
 from agl_algo_verl.rows.batches import per_rollout, weighting
 from agl_algo_verl.rows.replay import replay_weights

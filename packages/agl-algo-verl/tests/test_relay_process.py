@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from agl.errors import ConfigError, PolicyError
+from agl.errors import PolicyError
 from agl_algo_verl.serving import relay_process
-from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.serving.relay_process import RelayProcess
 from agl_testing.waiting import eventually, wait_until
 
@@ -43,7 +42,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 def test_calls_are_passed_on_by_another_process_and_none_is_left_behind() -> None:
     async def body() -> None:
-        async with replicas(2) as (found, runners), serving(model="m", relay="process") as (policy, llm):
+        async with replicas(2) as (found, runners), serving(model="m") as (policy, llm):
             (process,) = relays()
             await policy.attach([r.address for r in found], version="global_step_3")
             answers = [await call(llm, f"task {number}") for number in range(8)]
@@ -63,7 +62,7 @@ def test_calls_are_passed_on_by_another_process_and_none_is_left_behind() -> Non
 def test_calls_are_held_and_drained_across_the_processes() -> None:
     async def body() -> None:
         async with replicas(1) as (found, _):
-            async with serving(model="m", relay="process") as (policy, llm):
+            async with serving(model="m") as (policy, llm):
                 await policy.attach([found[0].address], version="global_step_0")
                 found[0].goes_on.clear()
                 first = asyncio.create_task(call(llm, "one"))
@@ -90,7 +89,7 @@ def test_calls_are_held_and_drained_across_the_processes() -> None:
 
 def test_calls_wait_for_other_replicas_and_old_news_of_a_loss_is_forgotten() -> None:
     async def body() -> None:
-        async with replicas(2) as (found, runners), serving(model="m", relay="process") as (policy, llm):
+        async with replicas(2) as (found, runners), serving(model="m") as (policy, llm):
             await policy.attach([found[0].address])
             await runners[0].cleanup()
             waiting = asyncio.create_task(call(llm, "task"))
@@ -110,9 +109,9 @@ def test_without_replicas_the_trainer_is_asked_for_the_server_at_home(model_dir:
     pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves at home")
 
     async def body() -> None:
-        async with serving(model=str(model_dir), relay="process", threads=1) as (_, llm):
+        async with serving(model=str(model_dir), threads=1) as (_, llm):
             assert "choices" in await call(llm, "hi", max_tokens=1)
-        async with serving(model=str(model_dir), relay="process", home="absent") as (_, llm):
+        async with serving(model=str(model_dir), home="absent") as (_, llm):
             assert "absent" in (await call(llm, "hi"))["error"]["message"]
 
     asyncio.run(body())
@@ -120,7 +119,7 @@ def test_without_replicas_the_trainer_is_asked_for_the_server_at_home(model_dir:
 
 def test_a_relay_that_is_killed_is_started_again_at_the_same_address() -> None:
     async def body() -> None:
-        async with replicas(1) as (found, _), serving(model="m", relay="process") as (policy, llm):
+        async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
             await policy.attach([found[0].address], version="global_step_0")
             await call(llm, "one")
             await policy.counts()
@@ -146,7 +145,7 @@ def test_a_relay_ends_with_its_trainer(tmp_path: Path) -> None:
         "import asyncio\n"
         "from agl_algo_verl.serving.policy import VerlPolicy\n"
         "async def main():\n"
-        "    await VerlPolicy(name='llm', model='m', relay='process').start()\n"
+        "    await VerlPolicy(name='llm', model='m').start()\n"
         "    print('up', flush=True)\n"
         "    await asyncio.sleep(3600)\n"
         "asyncio.run(main())\n"
@@ -158,29 +157,6 @@ def test_a_relay_ends_with_its_trainer(tmp_path: Path) -> None:
         assert os.getsid(relay.pid) != os.getsid(trainer.pid)
         trainer.send_signal(signal.SIGKILL)
     wait_until(lambda: not relay.is_running() or relay.status() == psutil.STATUS_ZOMBIE, within_s=60)
-
-
-@pytest.mark.parametrize(("count", "calls"), [(2, 0), (1, 3)], ids=["replicas", "calls"])
-def test_a_relay_moves_out_where_there_is_too_much_for_the_trainer(count: int, calls: int) -> None:
-    limits = {"relay_replicas": 1, "relay_calls": 100 if count > 1 else calls - 1}
-
-    async def body() -> None:
-        async with replicas(2) as (found, _), serving(model="m", **limits) as (policy, llm):
-            await policy.attach([found[0].address], version="global_step_0")
-            assert "global_step_0" == (await call(llm, "hi"))["model_version"]
-            assert [] == relays()
-            found[0].goes_on.clear()
-            under_way = [asyncio.create_task(call(llm, f"{number}")) for number in range(max(1, calls))]
-            await eventually(lambda: 1 + len(under_way) == len(found[0].seen))
-            await policy.attach([r.address for r in found[:count]], version="global_step_1")
-            assert 1 == len(relays())
-            found[0].goes_on.set()
-            assert {"global_step_0"} == {(await each)["model_version"] for each in under_way}
-            later = [await call(llm, f"later {number}") for number in range(4)]
-            assert {"global_step_1"} == {answer["model_version"] for answer in later}
-            assert len(under_way) + 5 == (await policy.counts())["replica_calls"]
-
-    asyncio.run(body())
 
 
 def test_a_relay_that_does_not_start_is_an_error_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,20 +184,11 @@ def test_a_relay_that_does_not_start_is_an_error_with_its_last_words(monkeypatch
     asyncio.run(body())
 
 
-def test_settings_of_the_relay_that_are_wrong_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"relay = 'proces'; did you mean 'process'"):
-        VerlPolicy(name="llm", model="m", relay="proces")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"relay_calls = -1; give whole numbers from 0"):
-        VerlPolicy(name="llm", model="m", relay_calls=-1)
-    with pytest.raises(ConfigError, match=r'beside relay = "here", which does not read them'):
-        VerlPolicy(name="llm", model="m", relay="here", relay_replicas=1)
-
-
 def test_a_process_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_process, "HEALTH_S", 0.5)
 
     async def body() -> None:
-        async with replicas(1) as (found, _), serving(model="m", relay="process") as (policy, llm):
+        async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
             await policy.attach([found[0].address], version="global_step_2")
             (process,) = relays()
             process.suspend()

@@ -19,6 +19,7 @@ from agl_gateway.embedded import EmbeddedGateway
 from agl_run.access.tokens import AttemptTokens
 from agl_vllm.policy import VLLMPolicy
 from agl_vllm.server import LaunchSettings, can_take_tokens
+from agl_vllm.settings import VllmSettings
 from agl_vllm.turns import Turn, TurnBook
 
 from .conftest import started
@@ -259,9 +260,8 @@ def test_started_server_gets_the_option_where_its_vllm_has_it(tmp_path, monkeypa
     assert not can_take_tokens(sys.executable)
     file.write_text("enable_scale_out: bool = False\n")
     assert can_take_tokens(sys.executable)
-    common = {"name": "m", "python": "p", "args": (), "env": {}, "dtype": "auto", "lora_rank": 0}
     for tokens_in in (False, True):
-        how = LaunchSettings(**common, start_timeout_s=1.0, tokens_in=tokens_in)
+        how = LaunchSettings(name="m", chosen=VllmSettings(model="m", python="p"), tokens_in=tokens_in)
         assert tokens_in == ("--enable-scale-out" in how.command(model="m", port=1))
 
 

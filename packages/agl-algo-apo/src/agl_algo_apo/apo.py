@@ -38,14 +38,16 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from agl_algo_apo.acceptance.pruner import Pruner
+from agl_algo_apo.acceptance.contest import contest, note_gate, noted_race
+from agl_algo_apo.acceptance.deletion import Deletion
 from agl_algo_apo.measurement.evaluation import MeasureJob
+from agl_algo_apo.measurement.journal import GateReport
 from agl_algo_apo.proposals.critics import Assignment, Critics
 from agl_algo_apo.proposals.demonstrator import Demonstrator
+from agl_algo_apo.proposals.evidence import live_failures, read_failures
 from agl_algo_apo.proposals.optimizer import OptimizerSettings
 from agl_algo_apo.proposals.parents import select_parent
 from agl_algo_apo.proposals.requests import merge_texts
-from agl_algo_apo.proposals.shared_failures import live_failures, read_failures
 from agl_algo_apo.search.budget import BudgetLimits, Spent
 from agl_algo_apo.search.search import PromptSearch
 from agl_algo_apo.search.settings import (
@@ -133,38 +135,48 @@ class APO(PromptSearch):
             requests=requests or {},
         )
         # Two questions per proposal where another model is to answer the first, or a request of a person asks it.
+        # g_k and p_k are then two answers, and a proposal takes two calls from the budget.
         asks_twice = critic is not None or not settings.requests.keys().isdisjoint({"critique", "edit"})
         super().__init__(settings, algorithm="apo", calls=2 if asks_twice else 1)
         self._critics = Critics(self, asks_twice=asks_twice)
-        self._pruner = Pruner(self)
+        self._deletion = Deletion(self)
         self._demonstrator = Demonstrator(self)
 
     async def improve(self, step: int) -> None:
         """Take one step, as the module describes it."""
+        # Every third step without an improvement: p may have been lucky in m(p, D).
         await self._remeasure_best(step)
-        if self._pruner.is_due(step):
-            await self._pruner.prune(step)
+        # A step deletes or proposes, never both: the text that is judged must not change meanwhile.
+        if self._deletion.is_due(step):
+            await self._deletion.run(step)
             return
         await read_failures(self.context, self.progress, perfect_score=self.settings.scoring.perfect)
+        # p of this step; all children of the step are changes of it.
         parent = self._parent(step)  # 1
+        # D of this step: tasks with a reward below the perfect one, the unseen ones first.
         failures = await self._failures(parent, step)  # 2
         if not failures:
             await self._check_if_done(parent, step)
             return
+        # Every third step: examples in place of instructions, as MIPROv2 alternates the two.
         drawn = await self._demonstrator.children(parent, failures, step) if self._demonstrator.is_due(step) else []
         if drawn:
             await self._race_best(parent, await self._gate(parent, drawn, step), step)
             return
+        # D_k: the failures are dealt out, so that siblings learn from different ones.
         assignments = self._critics.assign(failures, parent, step)
+        # g_k = critic(p, D_k), p_k = edit(p, g_k), and the static gate, which costs no rollout.
         pairs = await self._critics.children(parent, assignments, step)  # 3 and 4
         self._count_idle(bool(pairs))
         if pairs:
+            # m(p_k, D_k) against m(p, D_k): only the children run, p's rewards are paid.
             passed = await self._gate(parent, pairs, step)  # 5
             await self._race(parent, passed, step)  # 6 and 7
 
     async def _check_if_done(self, parent: PromptCandidate, step: int) -> None:
         """Handle a minibatch without a failure: the best candidate may be perfect, or nothing is left to learn."""
         # A perfect score on all validation tasks ends the search (`PromptSearch._decide_stop`).
+        # Only the best one can end the search; another parent without failures on D may fail elsewhere.
         if parent.id == self.best.id:
             await self.measure_whole(parent, step)
         if not self.is_perfect and len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
@@ -197,12 +209,13 @@ class APO(PromptSearch):
         if others and not progress.is_steady:
             other = max(others, key=lambda candidate: self.evaluator.mean(candidate.id, "val"))
             # On the last rung only, which is all validation tasks: both are known there, and the rewards are paid.
-            verdicts = await self.race([other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
+            verdicts = await noted_race(self, [other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
             if verdicts[other.id].has_won:
                 self.lineage.put(other.replace(status="pool", reason=verdicts[other.id].words))
                 progress.best = other.id
 
     def _parent(self, step: int) -> PromptCandidate:
+        # n and N of `ucb`: how often each candidate was a parent.
         children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)
         scores = self.evaluator.scores
         return select_parent(
@@ -219,6 +232,7 @@ class APO(PromptSearch):
 
         A task is seen once a critic was shown its failure with this parent.
         """
+        # B tasks at most, the minibatch of the paper.
         scores, size = self.evaluator.scores, self.settings.gradient_batch_size
         known = scores.rewards(parent.id, "train")
         used = Counter(self.progress.used.get(parent.id, []))  # how often each task was shown
@@ -229,10 +243,12 @@ class APO(PromptSearch):
         # First the tasks that failed for another algorithm with these texts; the sort is stable, so the rest stays
         # shuffled.
         rest.sort(key=lambda task: task not in live_failures(self.progress, parent.id))
+        # Tasks that are run only to find failures; a paid failure is worth as much and costs nothing.
         fresh = rest[: max(0, size - len(unseen))]
         await self.evaluator.measure([MeasureJob(parent, "train", tuple(fresh))], step=step, purpose="batch")
         known = scores.rewards(parent.id, "train")
         failing = [task for task, reward in known.items() if reward < self.settings.scoring.perfect]
+        # Those shown least often first, then the worst, so that critics see new mistakes.
         failing.sort(key=lambda task: (used[task], known[task], task))
         return failing[:size]
 
@@ -254,18 +270,12 @@ class APO(PromptSearch):
         passed: list[PromptCandidate] = []
         for child, assignment in pairs:
             gain = gains[child.id]
+            # Kept even where it fails: of a step's children the largest gain races where a merge loses.
             gated = self.lineage.put(child.replace(gate=gain))
             where = "failures of its parent" if child.operator == "demonstrate" else "the tasks it was shown"
             has_passed = gain >= least or (gain == 0 and self._is_floor(parent, assignment.tasks))
-            self.note_gate(
-                child.id,
-                parent.id,
-                gate=f"gate on {where}",
-                has_passed=has_passed,
-                split="train",
-                tasks=assignment.tasks,
-                step=step,
-            )
+            report = GateReport(gate=f"gate on {where}", has_passed=has_passed, step=step, rival=parent.id)
+            note_gate(self, child.id, report, split="train", tasks=assignment.tasks)
             if has_passed:
                 passed.append(gated)
             else:
@@ -274,6 +284,7 @@ class APO(PromptSearch):
 
     def _is_floor(self, parent: PromptCandidate, tasks: Sequence[int]) -> bool:
         """Return whether the parent got the worst reward that was ever seen on every one of the tasks."""
+        # Where even the worst reward is what every run got, a gain of one child alone cannot show.
         rewards = self.evaluator.scores.rewards(parent.id, "train", tasks)
         return max(rewards.values(), default=0.0) <= self.evaluator.scores.floor()
 
@@ -289,20 +300,22 @@ class APO(PromptSearch):
         """Race the merged changes of all children that passed, or each of them where their changes conflict."""
         if not passed:
             return
+        # Step 6: each sibling repairs another failure, and one race for all costs as much as for one.
         merged = await self._merged(parent, passed, step) if len(passed) > 1 else None
         child: PromptCandidate | None = None
         parts: Sequence[PromptCandidate] = ()
         if merged is not None:
             texts, parts, spent = merged
             merge = self.proposal(parts, texts, step=step, operator="merge")
-            child = await self.admit(merge, parent, origin=Origin(spent=spent))
+            child = await self.screen(merge, parent, origin=Origin(spent=spent))
         if child is None:  # one child alone, a conflict, or a merge that breaks a rule or was tried before
-            await self.contest(passed, parent, step=step, purpose="race")
+            await contest(self, passed, parent, step=step, purpose="race")
             return
         # The merge stands for its parts: only it runs, for the price of one.
         for part in parts:
             self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
-        if not await self.contest([child], parent, step=step, purpose="race"):
+        # Step 7: the merge has to beat p on tasks that no critic saw.
+        if not await contest(self, [child], parent, step=step, purpose="race"):
             await self._race_best_part(parent, parts, step)
 
     async def _race_best(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
@@ -312,13 +325,13 @@ class APO(PromptSearch):
             reason = f"gate: {child.gate or 0.0:+.3f}, and {ranked[0].gate or 0.0:+.3f} of {ranked[0].id}"
             self.lineage.put(child.replace(status="beaten", reason=reason))
         if ranked:
-            await self.contest(ranked[:1], parent, step=step, purpose="race")
+            await contest(self, ranked[:1], parent, step=step, purpose="race")
 
     async def _race_best_part(self, parent: PromptCandidate, parts: Sequence[PromptCandidate], step: int) -> None:
         """Race the part of a beaten merge that did best on its tasks: another part may have spoilt the merge."""
         best = max(parts, key=lambda part: part.gate or 0.0)
         if (best.gate or 0.0) > 0:  # a part that showed no gain of its own is not worth a race
-            await self.contest([best], parent, step=step, purpose="part")
+            await contest(self, [best], parent, step=step, purpose="part")
 
     async def _merged(
         self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int
@@ -328,9 +341,11 @@ class APO(PromptSearch):
         Changes are merged line by line; where two conflict, the editor merges the texts of the two best children. Its
         request holds one resource's texts, so the two must have changed the same one.
         """
+        # Three-way, line by line, against p as the base (`proposals/requests.py`).
         merged = merge_texts(parent.instructions, [child.instructions for child in passed])
         if merged is not None:
             return merged, passed, Spent()
+        # Only two at a time: a request with more texts gets vague answers.
         first, second = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)[:2]
         # The resources that both have changed: neither has the parent's text any more.
         ours, theirs = first.instructions, second.instructions
@@ -344,9 +359,10 @@ class APO(PromptSearch):
 
     async def tidy(self, step: int) -> None:
         """Undo what has not earned its place, before the final measurement."""
+        # After an outage of the agent's servers no race could be decided.
         can_run = self.progress.stop_reason != "infrastructure"
-        if can_run and self.settings.delete_every and self._pruner.unproven():
-            await self._pruner.prune(step)
+        if can_run and self.settings.delete_every and self._deletion.unproven():
+            await self._deletion.run(step)
 
     def _count_idle(self, has_proposals: bool) -> None:
         self.progress.idle = 0 if has_proposals else self.progress.idle + 1

@@ -26,15 +26,17 @@ from importlib import import_module
 from typing import Any
 
 from agl.errors import ConfigError
+from agl_algo_apo.acceptance.contest import note_gate
 from agl_algo_apo.acceptance.static_gate import task_text
 from agl_algo_apo.measurement.evaluation import MeasureJob
+from agl_algo_apo.measurement.journal import GateReport
 from agl_algo_apo.measurement.scores import Measured, Split
 from agl_algo_apo.proposals.answers import before_text
 from agl_algo_apo.proposals.evidence import EvidenceRun, read_run
 from agl_algo_apo.proposals.gepa_adapter import GepaAdapter, Stopped, TaskPlace, TextByName
 from agl_algo_apo.proposals.optimizer import OptimizerSettings
-from agl_algo_apo.search import artifacts
 from agl_algo_apo.search.budget import BudgetExhaustedError, BudgetLimits, Spent
+from agl_algo_apo.search.report import write_best
 from agl_algo_apo.search.search import MAX_BARREN, PromptSearch
 from agl_algo_apo.search.settings import SCORING, TEXTS, Preset, Publish, Scoring, SearchSettings, Texts
 from agl_algo_apo.search.tools import Origin
@@ -74,6 +76,7 @@ class GEPA(PromptSearch):
         publish: Publish = "improvement",
         texts: Texts = TEXTS,
     ) -> None:
+        # The library would take 0 for its own defaults, without a word.
         low = {"phases": phases, "reflection_minibatch_size": reflection_minibatch_size}
         if min(low.values()) < 1:
             raise ConfigError(f"gepa got {low}; each must be at least 1")
@@ -81,7 +84,9 @@ class GEPA(PromptSearch):
             "gepa",
             optimizer=optimizer,
             budget=budget,
+            # One proposal per iteration, as in the paper's algorithm 1.
             branch_factor=1,
+            # A phase is a round of the search; the budget is shared out among them.
             beam_rounds=phases,
             gradient_batch_size=reflection_minibatch_size,
             val_batch_size=1,
@@ -95,9 +100,11 @@ class GEPA(PromptSearch):
 
     async def improve(self, step: int) -> None:
         """Take one phase: run the library in a thread until its share of the budget is spent or it has to stop."""
+        # The phase answers the adapter out of this search: its lineage, rewards, budget and journal.
         phase = _Phase(self, step)
         adapter = GepaAdapter(phase, asyncio.get_running_loop(), patience=MAX_BARREN)
         try:
+            # The library is synchronous; its thread posts what pays or waits to this event loop.
             await asyncio.to_thread(self._optimise, adapter, step)
         except asyncio.CancelledError:
             adapter.cancel()
@@ -105,20 +112,26 @@ class GEPA(PromptSearch):
         except BudgetExhaustedError:
             self.progress.stop("budget")
         finally:
+            # Every proposal gets a fate, also where the phase was cut.
             phase.close()
         if adapter.stopped and adapter.stopped != "share":  # a spent share ends the phase and not the search
             self.progress.stop(adapter.stopped, phase.detail if adapter.stopped == "no_proposals" else "")
 
     def _optimise(self, adapter: GepaAdapter, step: int) -> None:
+        # b, the minibatch of algorithm 1; no larger than the training set.
         size = min(self.settings.gradient_batch_size, len(self.context.train))
         _gepa.optimize(
+            # Phi_0 of the phase: the best system so far, and of the first phase the person's.
             seed_candidate=dict(self.best.texts),
+            # D_feedback and D_pareto of the paper, by their positions here.
             trainset=[("train", position) for position in range(len(self.context.train))],
             valset=[("val", position) for position in sorted(self.order)],
             adapter=adapter,
             reflection_lm=adapter.reflect,
             reflection_minibatch_size=size,
+            # Minibatches without a failure are skipped: there is nothing to reflect on.
             perfect_score=self.settings.scoring.perfect,
+            # The system-aware merge of the paper: two lineages that are good at different tasks.
             use_merge=self._use_merge,
             # The library stops between iterations only; within one, the budget stops the adapter.
             stop_callbacks=[adapter.should_stop],
@@ -147,15 +160,19 @@ class _Phase:
         self.detail = ""
         self._search = search
         self._step = step
+        # Numbers the phase's measurements; with the step it makes the rollouts' ids, which a repeat finds again.
         self._requests = 0
+        # Where the next text comes from, for its journal: set by `evidence` and `ask`, read by `refusal`.
         self._origin = Origin()
         self._critique = ""
         self._parent = ""
+        # The phase's share counts from here.
         self._began = search.budget.spent.rollouts
         self._share = self._share_of_budget()
 
     def close(self) -> None:
         """Mark as beaten every candidate that was tried and did not get into the pool."""
+        # Accepted ones are in the pool by now, refused ones are `rejected`.
         lineage = self._search.lineage
         for candidate in lineage.all():
             if candidate.status == "proposed":
@@ -165,23 +182,28 @@ class _Phase:
     async def refusal(self, texts: TextByName) -> str:
         """Return the reason why these texts may not be tried, ``""`` if they may."""
         search = self._search
+        # The library names candidates by their texts, and so does the lineage: equal texts are one candidate.
         key = candidate_id(texts)
         if key not in search.lineage:
+            # The candidate whose runs were reflected on last; of a merge, one of the two.
             parent = search.lineage[self._parent] if self._parent else search.best
             child = search.proposal([parent], texts, step=self._step, operator="reflect", critique=self._critique)
-            await search.admit(child, parent, origin=self._origin)
+            await search.screen(child, parent, origin=self._origin)
             self._origin, self._critique = self._origin._replace(spent=Spent()), ""  # the next one pays its own
         candidate = search.lineage[key]
         if candidate.status != "rejected":
             return ""
+        # Shown where the phase ends because nothing usable was proposed.
         self.detail = candidate.reason
         return candidate.reason
 
     async def measure(self, texts: TextByName, places: Sequence[TaskPlace]) -> None:
         """Run what is not known yet; texts that were measured on all validation tasks join the pool."""
         search = self._search
+        # `refusal` comes first, so the candidate is known.
         candidate = search.lineage[candidate_id(texts)]
         self._requests += 1
+        # Train and validation tasks of one request run at once; what is known is not run again.
         jobs = [MeasureJob(candidate, split, positions) for split, positions in _by_split(places).items()]
         await search.evaluator.measure(jobs, step=self._step, purpose=f"g{self._requests}")
         # The library runs a proposal on all validation tasks only after accepting it on a few, so it is a new member.
@@ -195,9 +217,11 @@ class _Phase:
     async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:
         """Return rollouts as evidence about one component."""
         search = self._search
+        # pi_j, the component under review, of this candidate: its runs are the evidence.
         self._parent = candidate_id(texts)
         resource = resource_of(texts[name], search.context.current(name).resource)
         agents = search.settings.texts.roles.get(name, "")
+        # mu_f of the paper: the traces and the textual feedback of the minibatch.
         runs = [await read_run(search.context, item, name=name, resource=resource, agents=agents) for item in measured]
         self._origin = Origin(
             shown=tuple(task_text(run.task) for run in runs), evidence=tuple(item.rollout for item in measured)
@@ -218,6 +242,7 @@ class _Phase:
     def stop_reason(self) -> Stopped:
         """Return why to stop: a perfect score, or no room for a proposal in the budget or this phase's share of it."""
         search = self._search
+        # A perfect score on all of D_pareto ends the search.
         rewards = search.evaluator.scores.rewards(search.best.id, "val").values()
         if len(rewards) == len(search.order) and min(rewards) >= search.settings.scoring.perfect:
             return "perfect"
@@ -225,6 +250,7 @@ class _Phase:
         # A proposal takes a minibatch, and all validation tasks where it is accepted; the parent's part is known.
         if left is not None and left < search.settings.gradient_batch_size + len(search.order):
             return "budget"
+        # The other phases need theirs: other algorithms have their turns in between.
         if self._share is not None and self.spent_rollouts() - self._began >= self._share:
             return "share"
         return ""
@@ -232,40 +258,31 @@ class _Phase:
     def _enter(self, candidate: PromptCandidate) -> None:
         """Put a candidate into the pool; the best one so far becomes the search's best and is written to disk."""
         search = self._search
+        # Measured again after a resume; it was noted then.
         if candidate.status == "pool":
             return
         candidate = search.lineage.put(candidate.replace(status="pool"))
         self._note_minibatch(candidate, has_passed=True)
+        # S of the paper, averaged: the front decides on parents, the mean on what is published.
         means = [search.evaluator.mean(owner, "val") for owner in (candidate.id, search.progress.best)]
         is_best = means[0] > means[1]
-        search.note_gate(
-            candidate.id,
-            search.progress.best,
-            gate="best on all validation tasks",
-            has_passed=is_best,
-            split="val",
-            tasks=search.order,
-            step=self._step,
-        )
+        gate = "best on all validation tasks"
+        report = GateReport(gate=gate, has_passed=is_best, step=self._step, rival=search.progress.best)
+        note_gate(search, candidate.id, report, split="val", tasks=search.order)
         if is_best:
             search.progress.best = candidate.id
-            artifacts.write_best(search.context.workdir, candidate.texts)
+            write_best(search.context.workdir, candidate.texts)
 
     def _note_minibatch(self, candidate: PromptCandidate, *, has_passed: bool) -> None:
         """Note how a candidate did against its parent on training tasks that both have run."""
         search = self._search
-        search.note_gate(
-            candidate.id,
-            candidate.parents[0] if candidate.parents else search.progress.seed,
-            gate="gate on its minibatch",
-            has_passed=has_passed,
-            split="train",
-            tasks=range(len(search.context.train)),
-            step=self._step,
-        )
+        rival = candidate.parents[0] if candidate.parents else search.progress.seed
+        report = GateReport(gate="gate on its minibatch", has_passed=has_passed, step=self._step, rival=rival)
+        note_gate(search, candidate.id, report, split="train", tasks=range(len(search.context.train)))
 
     def _share_of_budget(self) -> int | None:
         """Return the rollouts of this phase: an equal share of those left; ``None`` for no limit but the budget."""
+        # Without a limit in rollouts no share can be counted: the other currencies stop the search.
         left = self._search.budget.rollouts_left()
         phases_left = self._search.settings.beam_rounds - self._search.progress.rounds
         return None if left is None or phases_left <= 1 else left // phases_left

@@ -7,6 +7,7 @@ So what another optimiser gains over this one at the same budget is what its evi
 
 from typing import TYPE_CHECKING
 
+from agl_algo_apo.acceptance.contest import contest
 from agl_algo_apo.proposals.optimizer import OptimizerSettings
 from agl_algo_apo.search.budget import BudgetLimits
 from agl_algo_apo.search.search import PromptSearch
@@ -73,11 +74,11 @@ class RandomSearch(PromptSearch):
         if written.text is not None:  # the answer held a text; the static gate may still refuse it
             texts = {**best.texts, name: written.text}
             proposal = self.proposal([best], texts, step=step, operator="rewrite", critique=written.critique)
-            child = await self.admit(proposal, best, origin=Origin(spent=written.spent))
+            child = await self.screen(proposal, best, origin=Origin(spent=written.spent))
         if child is None:
             self.progress.idle += 1
             if self.progress.idle >= MAX_IDLE:
                 self.progress.stop("no_proposals")
             return
         self.progress.idle = 0
-        await self.contest([child], best, step=step, purpose="race")
+        await contest(self, [child], best, step=step, purpose="race")

@@ -2,12 +2,18 @@
 
 Ray starts a worker again whose process died; this starts and stops them for other reasons. A worker stops after it held
 no attempt for a while that the others could not run as well.
+
+In each worker's process an actor runs the loop of ``agl worker`` in a thread and an event loop of its own. Ray's calls
+to the actor are answered in other threads, so that an agent that blocks its event loop does not keep the actor from
+being asked or stopped. No method of the actor is a coroutine, because Ray would then run all of them on one event
+loop.
 """
 
 import asyncio
 import contextlib
 import logging
 import math
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +22,57 @@ from agl.errors import AglError, ConfigError, StoreError
 from agl_ray.cluster import Cluster, ClusterGoneError, ProcessGoneError, answer_of, ray
 from agl_ray.layout import Share
 from agl_ray.reservation import Patience, Place, Reservation, options_of
-from agl_ray.worker import WorkerActor
-from agl_run.fleets import FleetSetup
+from agl_run.fleets import FleetSetup, OrderedWorker, WorkerOrder
+
+_LOG = logging.getLogger("agl_ray")
+
+
+class WorkerActor:
+    """Runs attempts of an experiment in a process that Ray placed.
+
+    Args:
+        order: The experiment.
+    """
+
+    def __init__(self, order: WorkerOrder) -> None:
+        again = bool(ray().get_runtime_context().was_current_actor_reconstructed)
+        self._worker = OrderedWorker(order, tell=_tell, reclaims=again)
+        self._runs = threading.Lock()
+        self._is_stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[dict[str, int]] | None = None
+
+    def run(self) -> dict[str, int]:
+        """Run attempts until the experiment is finished or the actor is stopped; returns counts by status."""
+        with self._runs:
+            return asyncio.run(self._until_stopped())
+
+    def held(self) -> int:
+        """Return the number of attempts that it holds."""
+        return self._worker.held
+
+    def stop(self) -> None:
+        """Give running attempts back, and return once that is done."""
+        self._is_stopped = True
+        if self._loop is not None and self._task is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        with self._runs:
+            return
+
+    async def _until_stopped(self) -> dict[str, int]:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.ensure_future(self._worker.run())
+        if self._is_stopped:
+            self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            return await self._task
+        return {}
+
+
+def _tell(event: str, text: str, **values: Any) -> None:
+    """Write an event to the actor's log, which Ray keeps."""
+    _LOG.info("%s: %s %s", event, text, values or "")
+
 
 _LOG = logging.getLogger("agl_ray")
 

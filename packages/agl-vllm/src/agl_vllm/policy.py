@@ -4,7 +4,7 @@ There are five routes. `lora`: an adapter is loaded into the running server, und
 to the weights below the adapter again. `sleep`: the running server frees its weights and loads others in their place.
 `reload`: full weights are loaded over the old ones. `restart`: the server is stopped and started with the new weights.
 After each of them that loads weights every server is asked for the log-probabilities of a fixed text, which must be
-those that came with the weights (`check.py`), or for the initial weights those of the servers when they had started.
+those that came with the weights (`update.py`), or for the initial weights those of the servers when they had started.
 
 Limits: full weights travel through files that the servers can read; a server that was attached to is never restarted.
 """
@@ -23,12 +23,21 @@ import msgspec
 from agl.contracts import ServedModel
 from agl.errors import PolicyError
 from agl.schemas import ResourceVersion, Weights, WeightsProbe
-from agl_vllm.check import FLOAT32_TOLERANCE, TOLERANCE, check_served, probe_of
 from agl_vllm.client import ServerClient
 from agl_vllm.relay import TokenRelay
 from agl_vllm.server import SLEEP_MODE, LaunchSettings, LocalServer, can_sleep, can_take_tokens, require_vllm
 from agl_vllm.settings import read_settings
-from agl_vllm.update import load_adapter, rank_of, reload_weights, replace_weights, run_together
+from agl_vllm.update import (
+    FLOAT32_TOLERANCE,
+    TOLERANCE,
+    check_served,
+    load_adapter,
+    probe_of,
+    rank_of,
+    reload_weights,
+    replace_weights,
+    run_together,
+)
 
 _LOG = logging.getLogger("agl_vllm")
 _ASKED_IDS = tuple(range(1, 17))
@@ -103,8 +112,6 @@ class VLLMPolicy:
         else:
             await self._find_model()
         await self._each(self._ask)
-        await self._each(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
-        await self._each(lambda client: client.check_own_sampling(_ASKED_IDS, model=self._base_name))
         await self._take_tokens()
         self._is_well = True
         return self._serving("")
@@ -179,31 +186,25 @@ class VLLMPolicy:
         self._full = weights if weights.format == "hf" else self._full
 
     async def _bring(self, weights: Weights, route: Route) -> None:
-        match route:
-            case "lora":
-                await self._revive()
-                self._served = f"{self._base_name}-adapter"
-                await self._each(lambda client: load_adapter(client, weights, name=self._served))
-            case "base":
-                await self._revive()
-                self._served = self._base_name
-            case "sleep":
-                await self._revive()
-                self._served = self._base_name
-                await self._each(lambda client: replace_weights(client, weights))
-            case "reload":
-                await self._revive()
-                self._served = self._base_name
-                await self._each(lambda client: reload_weights(client, weights))
-            case "restart":
-                self._served = self._base_name
-                await run_together(self._restart(server, weights) for server in self._servers)
+        self._served = f"{self._base_name}-adapter" if route == "lora" else self._base_name
+        if route == "restart":
+            await run_together(self._restart(server, weights) for server in self._servers)
+            return
+        for server in self._servers:
+            await self._revive(server)
+        if route == "lora":
+            await self._each(lambda client: load_adapter(client, weights, name=self._served))
+        elif route != "base":
+            update = replace_weights if route == "sleep" else reload_weights
+            await self._each(lambda client: update(client, weights))
 
     async def _ask(self, client: ServerClient) -> None:
-        """Check that a server that has started gives token ids, and keep what it says of the initial weights."""
+        """Check what a server that has started answers, and keep what it says of the initial weights."""
         scores = await client.score(_ASKED_IDS, model=self._base_name)
         if self._servers:  # one that was attached to may have the last weights of an earlier run
             self._initial_probe = WeightsProbe(token_ids=_ASKED_IDS, logprobs=tuple(scores))
+        await client.check_logprobs_mode(_ASKED_IDS, model=self._base_name)
+        await client.check_own_sampling(_ASKED_IDS, model=self._base_name)
 
     def _probe(self, weights: Weights) -> WeightsProbe:
         if weights == self._initial and self._initial_probe is not None:
@@ -213,16 +214,9 @@ class VLLMPolicy:
     async def _check(self, probe: WeightsProbe | None, version: str) -> None:
         """Raise PolicyError where a server does not serve the weights of `probe`; check nothing without one."""
         if probe is not None:
-            await self._each(
-                lambda client: check_served(
-                    client,
-                    probe,
-                    name=self.name,
-                    model=self._served,
-                    version=version,
-                    tolerance=self._tolerance(),
-                )
-            )
+            how: dict[str, Any] = {"name": self.name, "model": self._served, "version": version}
+            tolerance = self._tolerance()
+            await self._each(lambda client: check_served(client, probe, tolerance=tolerance, **how))
 
     def _route(self, weights: Weights) -> Route:
         if weights.format == "lora":
@@ -255,24 +249,13 @@ class VLLMPolicy:
         if chosen.tokens_in is None and await asyncio.to_thread(can_take_tokens, chosen.python):
             self._settings = chosen = msgspec.structs.replace(chosen, tokens_in=True)
         self._can_sleep = await self._may_sleep()
-        how = LaunchSettings(
-            name=self.name,
-            python=chosen.python,
-            args=chosen.args,
-            env=chosen.env,
-            dtype=chosen.dtype,
-            lora_rank=chosen.max_lora_rank,
-            start_timeout_s=chosen.start_timeout_s,
-            tokens_in=bool(chosen.tokens_in),
-            can_sleep=self._can_sleep,
-        )
+        how = LaunchSettings(name=self.name, chosen=chosen, tokens_in=bool(chosen.tokens_in), can_sleep=self._can_sleep)
         file_name = re.sub(r"[^\w.-]", "_", self.name)
         self._servers = [
             LocalServer(
                 how,
                 log=self._log_dir / f"{file_name}-{number}.log",
                 device=chosen.devices[number] if chosen.devices else "",
-                sync_timeout_s=chosen.sync_timeout_s,
             )
             for number in range(chosen.replicas)
         ]
@@ -315,14 +298,11 @@ class VLLMPolicy:
                 )
             self._base_name = self._served = wanted
 
-    async def _revive(self) -> None:
-        """Start again those of our servers that have died, with the full weights that they had."""
-        for server in self._servers:
-            if server.is_running and await server.client.is_healthy():
-                continue
+    async def _revive(self, server: LocalServer) -> None:
+        """Start a server of ours again that has died, with the full weights that it had."""
+        if not (server.is_running and await server.client.is_healthy()):
             _LOG.warning("policy %r: the server at %s has died; starting it again", self.name, server.client.base_url)
-            await server.stop()
-            await server.start(model=self._full.uri)
+            await self._restart(server, self._full)
 
     async def _restart(self, server: LocalServer, weights: Weights) -> None:
         await server.stop()

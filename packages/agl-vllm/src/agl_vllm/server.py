@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from agl.errors import PolicyError
 from agl_vllm import guard
 from agl_vllm.client import ServerClient
+from agl_vllm.settings import VllmSettings
 
 _LOG = logging.getLogger("agl_vllm")
 _POLL_S = 0.5
@@ -37,52 +37,44 @@ class LaunchSettings:
 
     Attributes:
         name: Name of the policy, which is also the model name that requests give.
-        python: Interpreter that has vLLM.
-        args: Further arguments of vLLM's server.
-        env: Further environment variables.
-        dtype: vLLM's ``--dtype``.
-        lora_rank: Largest rank of an adapter; 0 for no adapters.
-        start_timeout_s: Seconds that a start may take.
+        chosen: The person's settings.
         tokens_in: Whether prompts are given as token ids (``--enable-scale-out``).
         can_sleep: Whether weights can be freed and loaded again while it runs (``--enable-sleep-mode``).
     """
 
     name: str
-    python: str
-    args: tuple[str, ...]
-    env: Mapping[str, str]
-    dtype: str
-    lora_rank: int
-    start_timeout_s: float
+    chosen: VllmSettings
     tokens_in: bool = False
     can_sleep: bool = False
 
     def command(self, *, model: str, port: int) -> list[str]:
         """Return the server's command line."""
-        adapters = ["--enable-lora", "--max-lora-rank", str(self.lora_rank), "--max-loras", "1"]
+        python, rank = self.chosen.python, self.chosen.max_lora_rank
+        adapters = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1"]
         return [
-            *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
-            *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype),
+            *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+            *("--served-model-name", self.name, "--dtype", self.chosen.dtype),
+            *("--host", "127.0.0.1", "--port", str(port)),
             # otherwise the model's generation_config.json would change the distribution silently
             *("--generation-config", "vllm"),
             # otherwise log-probabilities would be those at temperature 1, whatever temperature a request asks for
             *("--logprobs-mode", "processed_logprobs"),
-            *(adapters if self.lora_rank else ()),
+            *(adapters if rank else ()),
             *(("--enable-scale-out",) if self.tokens_in else ()),
-            *((SLEEP_MODE,) if self.can_sleep and SLEEP_MODE not in self.args else ()),
-            *self.args,
+            *((SLEEP_MODE,) if self.can_sleep and SLEEP_MODE not in self.chosen.args else ()),
+            *self.chosen.args,
         ]
 
     def environment(self, *, device: str) -> dict[str, str]:
         """Return the server's environment: this one, with the switches for updates and without telemetry."""
-        found = environment_for(self.python)
+        found = environment_for(self.chosen.python)
         found.pop("VLLM_API_KEY", None)  # that of another server; this one would ask for it
         found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        if self.lora_rank:
+        if self.chosen.max_lora_rank:
             found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         if device:
             found["CUDA_VISIBLE_DEVICES"] = device
-        return found | dict(self.env)
+        return found | self.chosen.env
 
 
 class LocalServer:
@@ -92,16 +84,15 @@ class LocalServer:
         settings: How to start it.
         log: File that its output is appended to.
         device: ``CUDA_VISIBLE_DEVICES``, ``""`` to leave it as it is.
-        sync_timeout_s: Seconds for a call that changes weights or waits for answers in flight.
     """
 
-    def __init__(self, settings: LaunchSettings, *, log: Path, device: str, sync_timeout_s: float) -> None:
+    def __init__(self, settings: LaunchSettings, *, log: Path, device: str) -> None:
         self._settings = settings
         self._log = log
         self._device = device
         self._port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self.client = ServerClient(f"http://127.0.0.1:{self._port}/v1", timeout_s=sync_timeout_s)
+        self.client = ServerClient(f"http://127.0.0.1:{self._port}/v1", timeout_s=settings.chosen.sync_timeout_s)
 
     @property
     def is_running(self) -> bool:
@@ -152,9 +143,9 @@ class LocalServer:
             now = time.monotonic()
             if process.poll() is not None:
                 raise PolicyError(self._failure(f"ended with exit code {process.returncode} while it started"))
-            if now - started > self._settings.start_timeout_s:
+            if now - started > self._settings.chosen.start_timeout_s:
                 raise PolicyError(
-                    self._failure(f"did not serve within {self._settings.start_timeout_s:g} s (start_timeout_s)")
+                    self._failure(f"did not serve within {self._settings.chosen.start_timeout_s:g} s (start_timeout_s)")
                 )
             if now - said > _SAY_EVERY_S:
                 said = now

@@ -1,14 +1,22 @@
-"""Updates of one running server's weights, between answers and never within one."""
+"""Updates of one running server's weights, between answers and never within one, and the check after each.
+
+An answer of 200 is no proof: reloads that answered so and left wrong logits have been seen. So the probe that came
+with the weights, a text of N tokens with their log-probabilities, is scored by the server and compared:
+
+    difference = mean over the N - 1 tokens after the first of |log p_server - log p_weights|        in nats
+
+The mean and not the largest: rounding moves single unlikely tokens far, and wrong weights move nearly all of them.
+"""
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from agl.errors import PolicyError
-from agl.schemas import Weights
+from agl.schemas import PROBE_FILE, Weights, WeightsProbe, read_probe
 from agl_vllm.client import RouteMissingError, ServerClient
 
 _LOG = logging.getLogger("agl_vllm")
@@ -16,26 +24,19 @@ _LOG = logging.getLogger("agl_vllm")
 
 async def load_adapter(client: ServerClient, weights: Weights, *, name: str) -> None:
     """Load the adapter as the model ``name``; raises :class:`PolicyError` where the server takes no adapters."""
-    async with _between_answers(client):
-        try:
-            await client.load_adapter(name, weights.uri)
-        except RouteMissingError as error:
-            raise PolicyError(
-                f"the server at {client.base_url} takes no adapters ({error}); start it with --enable-lora and the "
-                "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or let agl start it with lora_rank"
-            ) from error
+    remedy = (
+        "takes no adapters; start it with --enable-lora and the environment variable "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or let agl start it with lora_rank"
+    )
+    async with _between_answers(client, remedy):
+        await client.load_adapter(name, weights.uri)
 
 
 async def reload_weights(client: ServerClient, weights: Weights) -> None:
     """Load full weights into the server; raises :class:`PolicyError` where it takes no new weights."""
-    async with _between_answers(client):
-        try:
-            await client.reload_weights(weights.uri)
-        except RouteMissingError as error:
-            raise PolicyError(
-                f"the server at {client.base_url} takes no new weights ({error}); start it with the environment "
-                "variable VLLM_SERVER_DEV_MODE=1, or let agl start it"
-            ) from error
+    remedy = "takes no new weights; start it with the environment variable VLLM_SERVER_DEV_MODE=1, or let agl start it"
+    async with _between_answers(client, remedy):
+        await client.reload_weights(weights.uri)
 
 
 async def replace_weights(client: ServerClient, weights: Weights) -> None:
@@ -43,22 +44,23 @@ async def replace_weights(client: ServerClient, weights: Weights) -> None:
 
     After a failure the server has no weights, and must be started again.
     """
-    async with _between_answers(client):
-        try:
-            await client.sleep()
-            await client.wake_up("weights")
-            await client.reload_weights(weights.uri)
-            await client.wake_up("kv_cache")
-        except RouteMissingError as error:
-            raise PolicyError(
-                f"the server at {client.base_url} cannot sleep ({error}); start it with --enable-sleep-mode and the "
-                'environment variable VLLM_SERVER_DEV_MODE=1, or write sync = "reload"'
-            ) from error
+    remedy = (
+        "cannot sleep; start it with --enable-sleep-mode and the environment variable VLLM_SERVER_DEV_MODE=1, or "
+        'write sync = "reload"'
+    )
+    async with _between_answers(client, remedy):
+        await client.sleep()
+        await client.wake_up("weights")
+        await client.reload_weights(weights.uri)
+        await client.wake_up("kv_cache")
 
 
 @asynccontextmanager
-async def _between_answers(client: ServerClient) -> AsyncGenerator[None]:
-    """Hold the server's requests within the block, then drop the prefixes that the old weights computed."""
+async def _between_answers(client: ServerClient, remedy: str) -> AsyncGenerator[None]:
+    """Hold the server's requests within the block, then drop the prefixes that the old weights computed.
+
+    A route that the server lacks is an error with the remedy.
+    """
     # An answer that begins with the old weights and ends with the new ones has log-probabilities of neither.
     is_held = True
     try:
@@ -71,7 +73,10 @@ async def _between_answers(client: ServerClient) -> AsyncGenerator[None]:
                 "weights, and its prefix cache is cleared only where the server does so itself",
                 client.base_url,
             )
-        yield
+        try:
+            yield
+        except RouteMissingError as error:
+            raise PolicyError(f"the server at {client.base_url} {remedy} ({error})") from error
         if is_held:
             await client.reset_prefix_cache()
     except BaseException:  # a pause that failed may hold them all the same, and every call of the agents would hang
@@ -103,3 +108,48 @@ async def run_together(work: Iterable[Awaitable[object]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+FLOAT32_TOLERANCE = 1e-3
+TOLERANCE = 0.05
+"""Mean differences in nats that rounding may cause between two engines, in float32 and in half precision."""
+
+
+def probe_of(weights: Weights, *, name: str) -> WeightsProbe:
+    """Return the probe beside the weights; raises :class:`PolicyError` where there is none."""
+    probe = read_probe(Path(weights.uri))
+    if probe is None:
+        raise PolicyError(
+            f"policy {name!r}: the weights in {weights.uri} have no {PROBE_FILE}, without which nobody can check that "
+            "a server serves them; publish them with an algorithm that writes it (those of agl-algo-torch do), or set "
+            "probe = false to serve them unchecked"
+        )
+    return probe
+
+
+async def check_served(
+    client: ServerClient, probe: WeightsProbe, *, name: str, model: str, version: str, tolerance: float
+) -> float:
+    """Compare what the server serves as ``model`` with the probe; returns the mean difference in nats.
+
+    Raises:
+        PolicyError: It is above ``tolerance``; the message names both values of the worst token, and their means.
+    """
+    served = await client.score(probe.token_ids, model=model)  # [N - 1]
+    differences = [abs(a - b) for a, b in zip(served, probe.logprobs, strict=True)]  # [N - 1]
+    difference = _mean(differences)  # nan where the server gave nan, which no tolerance lets pass
+    if difference <= tolerance:
+        return difference
+    worst = max(range(len(differences)), key=differences.__getitem__)  # entry i is about token i + 1 of the probe
+    raise PolicyError(
+        f"policy {name!r}: the server at {client.base_url} said that it had taken the weights {version!r}, and does "
+        f"not serve them: token {probe.token_ids[worst + 1]} at place {worst + 1} of the probe has log-probability "
+        f"{served[worst]:.4f} there and {probe.logprobs[worst]:.4f} by the weights (means {_mean(served):.4f} and "
+        f"{_mean(probe.logprobs):.4f}; mean difference {difference:.4f}, tolerance {tolerance:g}). "
+        'Training on its answers would be wrong; use sync = "restart" with a server that agl starts, or raise '
+        "probe_tolerance if the server computes in another precision"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

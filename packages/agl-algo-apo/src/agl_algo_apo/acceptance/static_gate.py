@@ -2,6 +2,10 @@
 
 A text that breaks a rule is rejected with a reason and never repaired, because nobody proposed the repaired text.
 Candidates come from a model and are not trusted, so nothing here formats or renders one.
+
+Demonstrations have a gate of their own. Each holds a memorised answer by nature, to a training task; one that holds a
+task on which candidates are compared or scored would make those scores worthless. Such answers come in where a training
+task repeats a validation task, or where an agent looks things up in files that hold both.
 """
 
 import re
@@ -11,9 +15,12 @@ from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from typing import Any, cast
 
+from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
-from agl.hints import pip_install
+from agl.hints import did_you_mean, pip_install
 from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource
+from agl_algo_apo.search.settings import SearchSettings
+from agl_algo_apo.texts.demonstrations import Demonstrations, as_text
 from agl_algo_apo.texts.lineage import resource_of, text_of
 from agl_algo_apo.texts.messages import changed_messages, check_messages, messages_of
 
@@ -277,3 +284,73 @@ def task_text(task: Json) -> str:
         return task_text(list(cast("dict[str, Json]", task).values()))
     parts = cast("list[Json]", task) if isinstance(task, list) else []
     return "\n".join(task_text(part) for part in parts)
+
+
+def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm: str) -> list[TextRules]:
+    """Return the rules of every tuned text.
+
+    Raises:
+        ConfigError: There is nothing to tune, a setting names another resource, or a text breaks its own rules.
+    """
+    if not context.tunes:
+        raise ConfigError(
+            f"{algorithm} has no prompt to tune; set tunes to a [resource.NAME] with a template or a value"
+        )
+    unknown = sorted({*settings.texts.invariants, *settings.texts.roles} - set(context.tunes))
+    if unknown:
+        hint = did_you_mean(unknown[0], context.tunes, otherwise=f"this algorithm tunes {list(context.tunes)}")
+        raise ConfigError(f"invariants or roles name {unknown}, which {algorithm} does not tune; {hint}")
+    return [_rules_of(name, context, settings) for name in context.tunes]
+
+
+def _rules_of(name: str, context: AlgorithmContext, settings: SearchSettings) -> TextRules:
+    resource = context.current(name).resource
+    text = text_of(resource, name=name)
+    longest = settings.texts.max_chars or max(4000, 4 * len(text))
+    rules = TextRules(name=name, seed=resource, invariants=settings.texts.invariants.get(name, ()), max_chars=longest)
+    check_seed(rules)
+    check_fields(name, resource, [*context.train, *context.val], filled=settings.texts.filled)
+    return rules
+
+
+class ValidationMarks(Record, frozen=True, kw_only=True):
+    """The marks of tasks that no demonstration may come from: those on which candidates are compared and scored.
+
+    Attributes:
+        names: Words with letters and digits that one held-out task has and no training task.
+        runs: Runs of words that held-out tasks have and training tasks lack.
+        inputs: Texts of the held-out tasks, as the agent sees them.
+    """
+
+    names: frozenset[str] = frozenset()
+    runs: frozenset[tuple[str, ...]] = frozenset()
+    inputs: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, held_out: Sequence[Json], train: Sequence[Json], *, hidden: Collection[str] = ()) -> "ValidationMarks":
+        """Return the marks of tasks that are not trained on."""
+        names = identifiers_of(held_out, train, hidden=hidden)
+        ours, theirs = ([_text(visible(task, hidden)) for task in tasks] for tasks in (held_out, train))
+        return cls(
+            # A number alone may well be an answer in training too.
+            names=frozenset(name for name in names if re.search(r"[^\W\d_]", name)),
+            runs=frozenset(run for text in ours for run in runs_of(text))
+            - {r for text in theirs for r in runs_of(text)},
+            inputs=frozenset(ours) | {as_text(visible(task, hidden)) for task in held_out},
+        )
+
+    def violation(self, shown: Demonstrations) -> str:
+        """Return the reason why demonstrations may not be tried, ``""`` if they may."""
+        for demonstration in [demonstration for found in shown.values() for demonstration in found]:
+            text = f"{demonstration.input}\n{demonstration.output}"
+            named = sorted(words_of(text) & self.names)
+            copied = sorted(runs_of(text) & self.runs)
+            if named or copied or demonstration.input in self.inputs:
+                what = named[0] if named else " ".join(copied[0]) if copied else demonstration.input[:80]
+                return f"{demonstration.key} holds a validation task: {what!r}"
+        return ""
+
+
+def _text(task: Json) -> str:
+    """Return a task's texts, or all of it as JSON where it has none."""
+    return task_text(task) or as_text(task)

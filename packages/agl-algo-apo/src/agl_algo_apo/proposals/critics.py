@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from agl_algo_apo.acceptance.static_gate import task_text
-from agl_algo_apo.proposals.evidence import EvidenceRun, evidence_text, read_run
-from agl_algo_apo.proposals.shared_failures import live_failures
+from agl_algo_apo.proposals.evidence import EvidenceRun, evidence_text, live_failures, read_run
 from agl_algo_apo.search.tools import Origin, SearchTools, Written
 from agl_algo_apo.texts.lineage import PromptCandidate, resource_of
 
@@ -53,16 +52,16 @@ class Critics:
         evidence = [await self._evidence(parent, assignment) for assignment in assignments]
         ask = self._critiques_and_edits if self._asks_twice else self._improvements
         # By id, which follows from the texts: two children with the same text are one candidate, paid for once.
-        admitted: dict[str, tuple[PromptCandidate, Assignment]] = {}
+        screened: dict[str, tuple[PromptCandidate, Assignment]] = {}
         texts = [evidence_text(runs) for runs in evidence]
         for assignment, runs, written in zip(
             assignments, evidence, await ask(parent, assignments, texts, step), strict=True
         ):
             if written.text is not None:
-                child = await self._admit_edit(parent, assignment, written, runs, step)
+                child = await self._screened_edit(parent, assignment, written, runs, step)
                 if child is not None:
-                    admitted[child.id] = (child, assignment)
-        return list(admitted.values())
+                    screened[child.id] = (child, assignment)
+        return list(screened.values())
 
     async def _improvements(
         self, parent: PromptCandidate, assignments: Sequence[Assignment], evidence: Sequence[str], step: int
@@ -111,7 +110,7 @@ class Critics:
             for k in range(len(assignments))
         ]
 
-    async def _admit_edit(
+    async def _screened_edit(
         self,
         parent: PromptCandidate,
         assignment: Assignment,
@@ -126,7 +125,7 @@ class Critics:
             evidence=tuple(run.measured.rollout for run in runs),
             spent=written.spent,
         )
-        return await self._search.admit(child, parent, origin=origin)
+        return await self._search.screen(child, parent, origin=origin)
 
     async def _evidence(self, parent: PromptCandidate, assignment: Assignment) -> list[EvidenceRun]:
         name, scores = assignment.name, self._search.evaluator.scores

@@ -52,7 +52,7 @@ class SearchProgress(msgspec.Struct, kw_only=True):
         shared_steps: Steps of other algorithms whose rollouts were looked at, by algorithm.
         shared: A rollout of another algorithm that fell short with the best candidate, by training task.
         proven: Changes of texts that lost something when they were undone, by resource.
-        pruned: Ids of the candidates whose changes were undone one by one.
+        deletions_tried: Ids of the candidates whose changes were undone one by one.
         used: The training tasks whose failures a critic has seen, by candidate.
     """
 
@@ -69,7 +69,7 @@ class SearchProgress(msgspec.Struct, kw_only=True):
     barren: int = 0
     idle: int = 0
     proven: dict[str, list[str]] = {}
-    pruned: list[str] = []
+    deletions_tried: list[str] = []
     used: dict[str, list[int]] = {}
     shared_steps: dict[str, int] = {}
     shared: dict[int, Measured] = {}

@@ -1,17 +1,34 @@
-"""The results of a search's steps: live versions, files for people, scores, metrics, the reason for the end."""
+"""The results of a search's steps: live versions, files for people, scores, metrics, the reason for the end.
 
+There is one score of a candidate at any time, and everything that names one has it from here: the store's versions,
+`lineage.jsonl`, the metrics of a step, and `result.json`. Before the final measurement it is the mean of all rewards
+on validation tasks; after it, that of the fresh ones for those who are in the result.
+
+A version has the score of the candidate that brought it. The live versions have that of the published candidate, all
+of whose texts are live together.
+"""
+
+from __future__ import annotations
+
+import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agl_algo_apo.search import artifacts
+from agl.contracts import VersionScore
+from agl.schemas import Json, Record, to_json
 from agl_algo_apo.search.progress import STOP_WORDS, StopReason
-from agl_algo_apo.search.tools import SearchTools
-from agl_algo_apo.search.version_scores import CandidateScore, candidate_scores
-from agl_algo_apo.texts.lineage import resource_of
+from agl_algo_apo.texts.lineage import Lineage, resource_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
     from agl.schemas import Json
+    from agl_algo_apo.acceptance.final_measurement import How, Result
+    from agl_algo_apo.measurement.estimates import Estimate
+    from agl_algo_apo.measurement.evaluation import Evaluator
+    from agl_algo_apo.search.tools import SearchTools
 
 
 async def publish_best(search: SearchTools, step: int, *, is_final: bool) -> tuple[str, ...]:
@@ -41,18 +58,18 @@ def write_files(search: SearchTools, *, is_improved: bool) -> None:
     """Write the best texts where they are better, the lineage, and the result at the end."""
     workdir = search.context.workdir
     if is_improved or search.progress.step == 1:
-        artifacts.write_best(workdir, search.best.texts)
+        write_best(workdir, search.best.texts)
     scores = current_scores(search)
     journal = search.journal.dump()
     rows = [
         {**msgspec.structs.asdict(c), "score": msgspec.to_builtins(scores.get(c.id)), "journal": journal.get(c.id)}
         for c in search.lineage.all()
     ]
-    artifacts.write_lineage(workdir, rows)
+    write_lineage(workdir, rows)
     if search.result is not None:
         reason = {"stop_reason": search.progress.stop_reason, "stop_detail": search.progress.stop_detail}
         spent = {"spent": msgspec.structs.asdict(search.budget.spent), "texts": search.best.texts}
-        artifacts.write_result(workdir, {**msgspec.structs.asdict(search.result), **reason, **spent})
+        write_result(workdir, {**msgspec.structs.asdict(search.result), **reason, **spent})
 
 
 def metrics_of(search: SearchTools) -> dict[str, float]:
@@ -92,3 +109,95 @@ def note_scores(search: SearchTools) -> None:
     for owner, score in final.items():
         if score is not None:
             search.journal.scored(owner, result.how, score)
+
+
+def write_best(workdir: Path, texts: Mapping[str, str]) -> None:
+    """Write ``best/<name>.txt`` for every tuned resource."""
+    for name, text in texts.items():
+        _write(workdir / "best" / f"{name}.txt", text.encode())
+
+
+def write_lineage(workdir: Path, rows: Iterable[Json]) -> None:
+    """Write ``lineage.jsonl``: one candidate a line, in the order in which they were made."""
+    _write(workdir / "lineage.jsonl", b"".join(to_json(row) + b"\n" for row in rows))
+
+
+def write_result(workdir: Path, result: Json) -> None:
+    """Write ``result.json``."""
+    _write(workdir / "result.json", msgspec.json.format(to_json(result), indent=2) + b"\n")
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+class CandidateScore(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The score of a candidate with its 95 % interval over ``n`` tasks, and the rewards that it is made of."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    how: How
+
+
+def candidate_scores(
+    lineage: Lineage, evaluator: Evaluator, *, seed: str, result: Result | None
+) -> dict[str, CandidateScore]:
+    """Return the score of every candidate that was measured on validation tasks, by id.
+
+    Args:
+        lineage: All candidates.
+        evaluator: Has their rewards.
+        seed: Id of the first candidate.
+        result: Result of the final measurement, ``None`` before it.
+    """
+    scores: dict[str, CandidateScore] = {}
+    for candidate in lineage.all():
+        rewards = evaluator.scores.rewards(candidate.id, "val")
+        if rewards:
+            how: How = "first measurement" if candidate.id == seed else "selection"
+            scores[candidate.id] = _score(evaluator.estimate(rewards), how)
+    if result is not None:
+        scores[seed] = _score(result.seed_score, result.how)
+        scores[result.winner] = _score(result.score, result.how)
+        if result.beaten_score is not None:
+            scores[result.beaten] = _score(result.beaten_score, result.how)
+    return scores
+
+
+def version_scores(
+    lineage: Lineage,
+    scores: Mapping[str, CandidateScore],
+    *,
+    seed: str,
+    published: str,
+    live: Mapping[str, str],
+) -> list[VersionScore]:
+    """Return the scores of all versions whose candidates were measured.
+
+    Args:
+        lineage: All candidates.
+        scores: The score of each, by id.
+        seed: Id of the first candidate.
+        published: Id of the candidate whose texts are live.
+        live: The live version of every tuned resource.
+    """
+    owners: dict[tuple[str, str], str] = {}
+    for candidate in lineage.all():
+        for version in candidate.versions.items():
+            owners.setdefault(version, candidate.id)  # children share unchanged versions; the first one owns them
+    if published != seed:
+        owners |= dict.fromkeys(live.items(), published)
+    return [
+        VersionScore(name=name, version=version, **msgspec.structs.asdict(scores[owner]))
+        for (name, version), owner in owners.items()
+        if owner in scores
+    ]
+
+
+def _score(value: Estimate, how: How) -> CandidateScore:
+    return CandidateScore(**msgspec.structs.asdict(value), how=how)

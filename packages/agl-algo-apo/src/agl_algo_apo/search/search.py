@@ -16,20 +16,25 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo.acceptance.final_measurement import FinalTasks, Result, measure_again, rewards_by
 from agl_algo_apo.acceptance.race import slices
-from agl_algo_apo.acceptance.text_rules import text_rules
-from agl_algo_apo.measurement.evaluation import Evaluator
+from agl_algo_apo.acceptance.static_gate import text_rules
+from agl_algo_apo.measurement.evaluation import Evaluator, check_splits, dataset_digest, environment_of
 from agl_algo_apo.measurement.journal import GateReport, compared
 from agl_algo_apo.measurement.scores import FRESH, Split
 from agl_algo_apo.proposals.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
 from agl_algo_apo.proposals.requests import Requests
-from agl_algo_apo.search.budget import Budget, BudgetExhaustedError
-from agl_algo_apo.search.datasets import check_splits, dataset_digest, environment_of
-from agl_algo_apo.search.extension import has_more
+from agl_algo_apo.search.budget import CURRENCIES, Budget, BudgetExhaustedError, BudgetLimits, Spent
 from agl_algo_apo.search.progress import SearchProgress
-from agl_algo_apo.search.report import current_scores, metrics_of, note_scores, publish_best, stop_words, write_files
+from agl_algo_apo.search.report import (
+    current_scores,
+    metrics_of,
+    note_scores,
+    publish_best,
+    stop_words,
+    version_scores,
+    write_files,
+)
 from agl_algo_apo.search.settings import SearchSettings, SpendingPlan, check_question, spending_plan
 from agl_algo_apo.search.tools import SearchTools
-from agl_algo_apo.search.version_scores import version_scores
 from agl_algo_apo.texts.lineage import Lineage, PromptCandidate, candidate_id, resource_of, text_of
 
 MAX_BARREN = 6
@@ -66,6 +71,7 @@ class PromptSearch(SearchTools):
 
     async def check(self, context: AlgorithmContext) -> None:
         """Check tasks, prompts, budget, requests and the optimiser's endpoint; raises :class:`ConfigError`."""
+        # Kept here: steps and races read tasks, seed and store from it.
         self.context = context
         check_splits(context)
         self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
@@ -94,19 +100,23 @@ class PromptSearch(SearchTools):
             failure_reward=self.settings.scoring.failure,
             perfect_score=self.settings.scoring.perfect,
         )
+        # Positions of validation tasks; the last ones become the test tasks.
         order = list(range(len(context.val)))
         # Shuffled once: files are often sorted, by difficulty say, and a first slice should look like all of them.
         self.random(0, "validation order").shuffle(order)
         count = len(order) - self.settings.scoring.test_tasks(len(order))
         self.order: tuple[int, ...] = tuple(order[:count])
         self.test: tuple[int, ...] = tuple(sorted(order[count:]))
+        # The slices of every race: F tasks, 2 F, 4 F, ... and all.
         self.rungs = slices(self.order, self.settings.val_batch_size)
         context.say(self.plan.words)
 
     async def step(self) -> StepReport:
         """Measure the first prompt, improve, or finish with the final measurement."""
+        # The state counts steps done, so a step that was cut is repeated under its number and rollout ids.
         step = self.progress.step + 1
         before, paid, scored = self.progress.best, self.budget.spent.rollouts, len(self.evaluator.scores)
+        # A search that has stopped takes one step more, the final measurement.
         is_final = bool(self.progress.stop_reason)
         try:
             if step == 1:
@@ -130,6 +140,7 @@ class PromptSearch(SearchTools):
         if is_paid and len(self.evaluator.scores) == scored:
             self.progress.stop("infrastructure", f"{self.evaluator.broken.total()} broken rollouts in this process")
         self._decide_stop(is_improved=self.progress.best != before, is_paid=is_paid)
+        # After the decision to stop, so that files, metrics and versions tell of the same candidate.
         published = await publish_best(self, step, is_final=is_final)
         note_scores(self)
         write_files(self, is_improved=self.progress.best != before)
@@ -173,6 +184,7 @@ class PromptSearch(SearchTools):
         self.budget.load(state["spent"])
         self.evaluator.environment = dict(state["environment"])
         self.result = None if state["result"] is None else msgspec.convert(state["result"], Result)
+        # The first texts of the run and not today's, which may be a winner that was published since.
         seed = self.lineage[self.progress.seed].texts
         self.rules = [
             msgspec.structs.replace(rules, seed=resource_of(seed[rules.name], rules.seed)) for rules in self.rules
@@ -191,6 +203,7 @@ class PromptSearch(SearchTools):
 
     def _reopen(self) -> None:
         self.progress.reopen()
+        # Its fresh rewards have been looked at now, so they may choose from here on.
         self.evaluator.scores.keep_fresh()
         self.result = None
 
@@ -207,8 +220,10 @@ class PromptSearch(SearchTools):
         seed = await self.evaluator.register(
             PromptCandidate(id=candidate_id(texts), texts=texts, status="pool", step=step)
         )
+        # The person's own texts: the first candidate, and what a winner has to beat.
         self.lineage.put(seed)
         self.progress.seed = self.progress.best = self.progress.published = seed.id
+        # The trainer may have validated them before the first step; those rollouts are paid and count.
         await self.evaluator.adopt(seed, self.context.validated(), test=frozenset(self.test))
         await self.measure_whole(seed, step)
 
@@ -220,13 +235,15 @@ class PromptSearch(SearchTools):
         changed = sorted(name for name in now if now.get(name) != before.get(name))
         self.context.say(f"{', '.join(changed)} changed; rewards from before are out of date and are measured again")
         self.evaluator.environment = now
+        # Rewards with other weights or tools say nothing about the texts now.
         self.evaluator.scores.clear()
         for candidate in self.lineage.pool():
             if candidate.id not in (self.progress.best, self.progress.seed):
                 self.lineage.put(candidate.replace(status="beaten", reason="measured before other resources changed"))
+        # And so do the judgements that came from them.
         self.progress.used.clear()
         self.progress.proven.clear()
-        self.progress.pruned.clear()
+        self.progress.deletions_tried.clear()
         await self.measure_whole(self.best, step)
 
     def _decide_stop(self, *, is_improved: bool, is_paid: bool) -> None:
@@ -234,6 +251,7 @@ class PromptSearch(SearchTools):
         progress = self.progress
         # A bool counts as 0 or 1: one more stale step where rollouts were paid for no improvement.
         progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
+        # The order is that of the reasons' weight; only the first one is kept.
         if self.is_perfect:
             progress.stop("perfect")
         if progress.barren >= MAX_BARREN:
@@ -252,6 +270,7 @@ class PromptSearch(SearchTools):
         await self._refresh(step)
         with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
             await self.tidy(step)
+        # The trainer's last validation stays reserved.
         self.budget.release(keeping=self.plan.after)  # the rest was held back for this
         self.result = await measure_again(
             self.evaluator,
@@ -269,6 +288,7 @@ class PromptSearch(SearchTools):
 
     def _note_final(self, result: Result, step: int) -> None:
         """Note how the best candidate did in the final measurement."""
+        # Where the first prompt stays, the best candidate was judged all the same.
         judged, seed = result.beaten or result.winner, self.progress.seed
         if judged == seed:
             return
@@ -317,3 +337,53 @@ class PromptSearch(SearchTools):
         )
         self._optimizers.append(opened)
         return opened
+
+
+_OUTAGES = ("optimizer_unreachable", "optimizer_garbage", "infrastructure")
+
+
+def has_more(settings: SearchSettings, state: Mapping[str, Json], *, tasks: int, calls: int, algorithm: str) -> bool:
+    """Return whether an ended search can take further steps.
+
+    It can after an outage, with a raised budget, with more rounds and with more patience, each as far as the budget
+    has room for a step and another final measurement.
+
+    Args:
+        settings: The parameters that it has now.
+        state: Its last state.
+        tasks: Number of training tasks.
+        calls: Questions to the optimiser's model per proposal.
+        algorithm: The algorithm's name, for errors.
+
+    Raises:
+        ConfigError: The budget is less than the method needs at all.
+    """
+    progress = SearchProgress.load(state["progress"])
+    plan = spending_plan(
+        settings, tasks=tasks, val=state["val"], after=state["validation"], calls=calls, algorithm=algorithm
+    )
+    match progress.stop_reason:
+        case "budget":
+            is_over = not _is_raised(plan.limits, msgspec.convert(state["limits"], BudgetLimits))
+        case "rounds":
+            is_over = 0 < settings.beam_rounds <= progress.rounds
+        case "patience":
+            is_over = settings.patience <= progress.stale
+        case reason:
+            is_over = reason not in _OUTAGES
+    return not is_over and _has_room(plan, msgspec.convert(state["spent"], Spent))
+
+
+def _is_raised(now: BudgetLimits, before: BudgetLimits) -> bool:
+    """Return whether any limit is higher than before, or gone."""
+    pairs = [(getattr(now, name), getattr(before, name)) for name in CURRENCIES]
+    return any(old is not None and (new is None or new > old) for new, old in pairs)
+
+
+def _has_room(plan: SpendingPlan, spent: Spent) -> bool:
+    """Return whether a step and another final measurement can be paid."""
+    limits, needed = plan.limits, plan.fewest - plan.seed  # the first prompt is measured already
+    if limits.rollouts is not None and limits.rollouts - spent.rollouts < needed:
+        return False
+    pairs = [(getattr(limits, name), getattr(spent, name)) for name in ("calls", "tokens", "money")]
+    return all(limit is None or limit > paid for limit, paid in pairs)

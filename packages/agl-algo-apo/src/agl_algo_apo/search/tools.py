@@ -1,4 +1,4 @@
-"""The tools of a search's improving steps: proposals and their static gate, questions, races, the journal.
+"""The tools of a search's improving steps: proposals and their static gate, questions, first measurements.
 
 Everything here follows from the search's state and (seed, step, purpose), so a step that is repeated does the same.
 """
@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agl.contracts import AlgorithmContext
-from agl_algo_apo.acceptance.held_out import HeldOut
-from agl_algo_apo.acceptance.race import Verdict, race
-from agl_algo_apo.acceptance.static_gate import TextRules, identifiers_of, violation
+from agl_algo_apo.acceptance.static_gate import TextRules, ValidationMarks, identifiers_of, violation
 from agl_algo_apo.measurement.evaluation import Evaluator, MeasureJob, nothing_scored
-from agl_algo_apo.measurement.journal import STATIC, GateReport, Journal, compared
-from agl_algo_apo.measurement.scores import Split
+from agl_algo_apo.measurement.journal import STATIC, GateReport, Journal
 from agl_algo_apo.proposals.answers import before_text, extract
 from agl_algo_apo.proposals.optimizer import Optimizer
 from agl_algo_apo.proposals.requests import Requests
@@ -28,18 +25,6 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 4
 """Most tries of one candidate."""
-
-RACES: Mapping[str, str] = {
-    "race": "race against the parent",
-    "part": "race of the best part of a merge",
-    "crown": "race against the best",
-    "challenge": "second chance against the best",
-    "prune": "race without one change",
-    "doubtful": "race without one change, once more",
-    "undo": "race without the most useless change",
-    "delete": "race without all useless changes",
-}
-"""The name of the gate that a race is, by its purpose."""
 
 
 class Written(NamedTuple):
@@ -84,7 +69,7 @@ class SearchTools:
         self.progress = SearchProgress()
         self.result: Result | None = None
         self._known_by: frozenset[str] | None = None
-        self._marks: HeldOut | None = None
+        self._marks: ValidationMarks | None = None
 
     @property
     def journal(self) -> Journal:
@@ -106,10 +91,10 @@ class SearchTools:
         """Return a random generator that follows from seed, step and purpose alone."""
         return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
 
-    async def admit(
+    async def screen(
         self, child: PromptCandidate, parent: PromptCandidate, *, origin: Origin | None = None
     ) -> PromptCandidate | None:
-        """Return the candidate with versions that rollouts can pin, or ``None`` if it may not be tried.
+        """Return a proposal ready to be tried, with versions that rollouts can pin; ``None`` if it may not be tried.
 
         A proposal that breaks a rule stays in the lineage with the reason. One that was tried and beaten before may be
         tried again when it is proposed again: chance may have been against it, and its rewards so far still count.
@@ -124,7 +109,7 @@ class SearchTools:
         known_by = await self._identifiers()
         texts = child.instructions
         broken = [violation(texts[r.name], r, shown=origin.shown, identifiers=known_by) for r in self.rules]
-        broken.append((await self._held_out()).violation(child.demonstrations) if child.demonstrations else "")
+        broken.append((await self._validation_marks()).violation(child.demonstrations) if child.demonstrations else "")
         reason = next((text for text in broken if text), "")
         report = GateReport(gate=STATIC, has_passed=not reason, step=child.step, reason=reason)
         self.journal.met(child.id, report)
@@ -190,92 +175,11 @@ class SearchTools:
         if not self.evaluator.scores.rewards(candidate.id, "val"):
             raise nothing_scored(len(self.order), self.evaluator.broken)
 
-    async def race(
-        self,
-        entrants: Sequence[PromptCandidate],
-        rival: PromptCandidate,
-        *,
-        rungs: Sequence[tuple[int, ...]],
-        step: int,
-        purpose: str,
-        may_tie: bool = False,
-    ) -> dict[str, Verdict]:
-        """Race the entrants against the rival (:func:`agl_algo_apo.acceptance.race.race`) and note the verdicts."""
-        verdicts = await race(self.evaluator, entrants, rival, rungs=rungs, step=step, purpose=purpose, may_tie=may_tie)
-        for candidate, verdict in verdicts.items():
-            self.note_gate(
-                candidate,
-                rival.id,
-                gate=RACES[purpose],
-                has_passed=verdict.has_won,
-                split="val",
-                tasks=verdict.tasks,
-                step=step,
-            )
-        return verdicts
-
-    def note_gate(
-        self,
-        candidate: str,
-        rival: str,
-        *,
-        gate: str,
-        has_passed: bool,
-        split: Split,
-        tasks: Sequence[int],
-        step: int,
-    ) -> None:
-        """Note the outcome of a gate that compared a candidate with a rival on tasks of one split."""
-        ours, theirs = (self.evaluator.scores.rewards(each, split, tasks) for each in (candidate, rival))
-        report = GateReport(gate=gate, has_passed=has_passed, step=step, rival=rival)
-        self.journal.met(candidate, compared(report, ours, theirs, tasks=tasks, within=self.evaluator.range))
-
-    async def contest(
-        self,
-        entrants: Sequence[PromptCandidate],
-        rival: PromptCandidate,
-        *,
-        step: int,
-        purpose: str,
-        may_tie: bool = False,
-    ) -> list[PromptCandidate]:
-        """Race proposals against their parent; winners join the pool and are returned, the best one first."""
-        verdicts = await self.race(
-            entrants, rival, rungs=self._rungs(entrants), step=step, purpose=purpose, may_tie=may_tie
-        )
-        winners: list[PromptCandidate] = []
-        for entrant in entrants:
-            verdict = verdicts[entrant.id]
-            status = "pool" if verdict.has_won else "beaten"
-            decided = self.lineage.put(entrant.replace(status=status, reason=verdict.words))
-            if verdict.has_won:
-                winners.append(decided)
-        winners.sort(key=lambda winner: verdicts[winner.id].difference, reverse=True)
-        if winners:
-            await self._promote(winners[0], rival, step=step, may_tie=may_tie)
-        return winners
-
-    async def _promote(self, winner: PromptCandidate, rival: PromptCandidate, *, step: int, may_tie: bool) -> None:
-        """Make a winner the best candidate; where its rival was another, it has to beat the best one first."""
-        if rival.id != self.progress.best:
-            verdicts = await self.race(
-                [winner], self.best, rungs=self.rungs, step=step, purpose="crown", may_tie=may_tie
-            )
-            if not verdicts[winner.id].has_won:
-                return
-        self.progress.best = winner.id
-
-    def _rungs(self, entrants: Sequence[PromptCandidate]) -> Sequence[tuple[int, ...]]:
-        """Return the slices of a race; an entrant that runs again starts beyond those that decided it before."""
-        again = [entrant for entrant in entrants if entrant.tries > 1]
-        known = max((len(self.evaluator.scores.rewards(entrant.id, "val")) for entrant in again), default=0)
-        return [rung for rung in self.rungs if len(rung) > known] or self.rungs[-1:]
-
-    async def _held_out(self) -> HeldOut:
+    async def _validation_marks(self) -> ValidationMarks:
         """Return the marks of the validation tasks, test tasks included."""
         if self._marks is None:
             hidden = await self.evaluator.hidden_keys()
-            self._marks = HeldOut.of(self.context.val, self.context.train, hidden=hidden)
+            self._marks = ValidationMarks.of(self.context.val, self.context.train, hidden=hidden)
         return self._marks
 
     async def _identifiers(self) -> frozenset[str]:

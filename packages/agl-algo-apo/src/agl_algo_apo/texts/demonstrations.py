@@ -15,7 +15,7 @@ in its place there, as it will be asked.
 
 Input and output of several lines start on a line of their own. The text is escaped for the template's engine, so that
 filling the placeholders leaves it as it was recorded. The instructions are kept without it: the optimiser's model
-neither sees nor changes demonstrations, and they keep a rule of their own (`acceptance/held_out.py`).
+neither sees nor changes demonstrations, and they keep a rule of their own (`acceptance/static_gate.py`).
 """
 
 import re

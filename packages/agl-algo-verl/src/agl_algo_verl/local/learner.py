@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agl_algo_verl.local.kl_control import KlController
 from agl_algo_verl.losses.correction import corrected, correction_metrics
 from agl_algo_verl.losses.metrics import finite
 from agl_algo_verl.rows.replay import beside
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from agl_objectives.replay import Replayed
 
     Part = tuple[list[RowSample], int]
+    from agl_algo_verl.settings.settings import AlgorithmKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +127,7 @@ class VerlLearner:
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
         every = await asyncio.to_thread(self._with_replayed, replace(prepared, samples=samples), replayed)
         correction = self._settings.correction
+        # k_t = pi_old / pi_behaviour over the whole step: statistics of a rollout need all of its rows.
         every = replace(every, samples=corrected(every.samples, correction))
         metrics |= correction_metrics(every.samples, correction)
         samples = every.samples[: len(samples)]
@@ -141,6 +142,7 @@ class VerlLearner:
         # alone.
         if self.trains_policy(step):
             mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
+            # log pi_ref of the held rows, which the anchor's k3 compares with.
             held = await asyncio.to_thread(self._with_reference, held)
             jobs += self._jobs(partial(self._update_policy, held=held), every, tasks=mini, epochs=epochs)
         if not jobs and self.trains_policy(step):  # without a row, a step counts as one without a gradient does
@@ -237,6 +239,7 @@ class VerlLearner:
         from agl_algo_verl.local.worker import VerlWorker
 
         worker = VerlWorker(origin=origin, settings=self._settings, steps=self._steps)
+        # The schedule counts steps of the experiment, not those since the model was opened.
         self._place(worker, place)
         if self._settings.has_critic and self._critic is None:
             self._critic = self._make_critic(worker)
@@ -282,9 +285,11 @@ class VerlLearner:
 
         if has_gradient(rows, self._settings):
             names = {row.rollout for row in rows}
+            # Held rows go with the update of their rollout; U counts their tokens there.
             own = [row for row in held if row.rollout in names]
             found = self._policy.update(rows, rollouts=rollouts, is_last=is_last, held=own)
             self._tried += 1
+            # VERL's engine made no update of it; the moments of AdamW stay as they were.
             if self._skipped.note(found["grad_norm"], update=self._tried):
                 return finite(found) | {"updates_nonfinite": 1.0}
             self.updates += 1
@@ -352,3 +357,39 @@ class VerlLearner:
             # Advantages were made in `rows.prepare` already; the penalty changes the scores that they compare.
             samples = shaping.with_penalty(prepared, samples, penalty=penalty, settings=self._settings)
         return samples, metrics
+
+
+class KlController:
+    """The weight beta of a KL penalty in the reward; `value` outlives the process in the algorithm's state.
+
+    The adaptive one is the proportional controller of Ziegler et al. 2019 (arXiv 1909.08593):
+
+        e    = clip(KL / target_kl - 1, -0.2, 0.2)
+        beta = beta * (1 + e * n / horizon)
+
+    KL is in nats per token; n, the rollouts of the step, and `horizon` count rollouts. After `horizon` rollouts at 1.2
+    times the target or more, beta has grown by about a fifth; the clip keeps one step with an odd KL from moving it
+    far.
+
+    Deviation from the paper, which measures the KL of whole responses: as in VERL it is per token, so `target_kl` does
+    not depend on how long answers are.
+    """
+
+    def __init__(self, settings: AlgorithmKeys) -> None:
+        """Start at the configured coefficient."""
+        self._settings = settings
+        self.value = settings.kl_ctrl.kl_coef
+
+    def update(self, *, kl: float, rollouts: int) -> None:
+        """Move the weight by the KL of a step of `rollouts` rollouts; a fixed weight stays."""
+        from agl_algo_verl.typed import verl_part
+
+        control = self._settings.kl_ctrl
+        # VERL's controller is made anew each time, from the current weight: it has no other state, and `value` alone
+        # has to be saved.
+        config = verl_part("verl.trainer.config:KLControlConfig")(
+            type=control.type, kl_coef=self.value, horizon=control.horizon, target_kl=control.target_kl
+        )
+        controller: Any = verl_part("verl.trainer.ppo.core_algos:get_kl_controller")(config)
+        controller.update(current_kl=kl, n_steps=rollouts)  # VERL's `n_steps` are what the paper calls episodes
+        self.value = float(controller.value)

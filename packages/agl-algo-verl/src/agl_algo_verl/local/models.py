@@ -110,8 +110,8 @@ def actor_config(settings: VerlSettings) -> Any:
         use_dynamic_bsz=True,  # how micro-batches are really cut is said per batch (`batches.micro_batched`)
         clip_ratio=actor.clip_ratio,  # eps, where the two below are not given
         # VERL's own defaults of these two are 0.2, whatever clip_ratio says, so they are always given.
-        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,  # eps_low
-        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,  # eps_high
+        clip_ratio_low=actor.number("clip_ratio_low"),  # eps_low
+        clip_ratio_high=actor.number("clip_ratio_high"),  # eps_high
         clip_ratio_c=actor.clip_ratio_c,  # c; a bad token that has become likely would have no bound on its loss
         loss_agg_mode=actor.loss_agg_mode,
         loss_scale_factor=actor.loss_scale_factor,  # a constant, such as the longest response

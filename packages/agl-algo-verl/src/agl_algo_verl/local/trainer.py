@@ -37,8 +37,7 @@ from agl_algo_verl.rows.token_numbers import with_tokens
 from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings.packing import with_packing
 from agl_algo_verl.settings.settings import read_settings
-from agl_algo_verl.weights.adapters import prune_merged, whole_weights
-from agl_algo_verl.weights.tuned_policy import own_weights, tuned_policy
+from agl_algo_verl.weights.adapters import own_weights, prune_merged, tuned_policy, whole_weights
 from agl_objectives.replay import Replayed
 from agl_objectives.saving import LiveAtSaves, SaveInterval, begin_saving, offer_of
 
@@ -68,6 +67,7 @@ class VERL:
         self._interval = SaveInterval("verl", self.settings.saving.save_every)
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
+        # Steps done; the state counts them.
         self._step = 0
         self._live = ""  # the version whose weights a step began to train
 
@@ -76,6 +76,7 @@ class VERL:
 
         Raises ConfigError for what cannot be trained here.
         """
+        # One policy: a run with several needs an algorithm for each.
         self._tuned, _ = tuned_policy(context)
         self._context = context
         self._live_at_saves = LiveAtSaves(context, self._tuned)
@@ -83,6 +84,7 @@ class VERL:
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
         self._learner = VerlLearner(self.settings, workdir=context.workdir, steps=self._steps)
+        # 1: the groups of every step, for this step or ahead of it.
         self._supply = VerlSupply(context, self.settings, steps=self._steps)
         self._unused = unused_estimator(self.settings)
         self._replay = VerlReplay(self.settings, workdir=context.workdir)
@@ -95,24 +97,31 @@ class VERL:
     async def step(self) -> StepReport:
         """Take one batch of groups, update, publish, and save unless that may wait."""
         context, step = self._context, self._step + 1
+        # Weights that another algorithm has published since are trained from here on.
         await self._open()
         started = time.perf_counter()
+        # 1. groups: every task G = rollout.n times
         supplied = await self._supply.take(step)
         collect_s = time.perf_counter() - started
         # In a thread: while groups are collected ahead, agents go on in this event loop.
+        # 2. rows with advantages A from credit and the estimator
         prepared = await asyncio.to_thread(self._prepare, supplied)
         if notice := self._unused.news(**prepared.finished):
             self._context.say(f"{self._context.name}: {notice}")
+        # Rows of agents that are not trained, for the anchor's term alone.
         held, unheld = held_rows(supplied.groups, policy=self._tuned, settings=self.settings)
         metrics = prepared.metrics | supplied.metrics | unheld | {"collect_s": collect_s}
 
         self._is_moving = True
         started, updates = time.perf_counter(), self._learner.updates
         self._live = context.current(self._tuned).version
+        # 5. rollouts of earlier steps, which the correction weighs against today's policy
         replayed = self._replayed(prepared, step=step)
+        # 3, 4 and 6. log pi_old, log pi_ref and V, then A once more where these change it, then the updates
         trained = await self._learner.train(
             prepared, step=step, progress=context.progress, replayed=replayed, held=held
         )
+        # Means over the updates of the step.
         metrics |= trained.metrics | self._replay.metrics(replayed) | self._replay.weights(trained.replayed)
         if self._learner.trains_policy(step):
             self._replay.add(trained.own, version=self._live, uses=prepared.uses)
@@ -120,10 +129,13 @@ class VERL:
             context.say(f"{context.name}: {notice}")
         metrics["update_s"] = time.perf_counter() - started  # seconds, log-probabilities and values included
 
+        # 7. new weights; a step without an update leaves the live version as it is
         published = (await self._publish(step),) if self._learner.updates > updates else ()
         self._step, self._is_moving = step, False
+        # From here on the step's own checkpoint is the one to continue from.
         self._learner.finished()
         self._interval.stepped()
+        # Without a deferring trainer every step is saved before it counts as done.
         if context.defer is None:
             await self.save(True)
         is_finished = step >= self._steps
@@ -148,7 +160,9 @@ class VERL:
         if self._is_moving or not (must or self._interval.is_due()):
             return False
         started, kept = time.perf_counter(), self._context.kept()
+        # Moments and schedules first: weights that are published must be ones that training continues from.
         await self._learner.save(step=self._step, kept=kept)
+        # Replay is saved with the same step, or a resumed run would train other rollouts.
         await asyncio.to_thread(self._replay.save, step=self._step, kept=kept)
         self._live_at_saves.note()
         if self._unwritten is not None:
@@ -165,6 +179,7 @@ class VERL:
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint: weights, optimizer moments, schedule and random state."""
         self._step = int(state["step"])
+        # Groups that were under way are asked for again by their numbers, and found in the store.
         self._supply.restore(state["supply"])
         self._replay.load(step=self._step)
         self._live_at_saves.note()
@@ -173,6 +188,7 @@ class VERL:
     async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
         self._live_at_saves.note()
+        # Groups that were drawn with the weights that the run leaves are dropped.
         self._supply.go_back(step=self._step)
         await asyncio.to_thread(self._replay.clear, step=self._step)
         if missing := await self._learner.go_back(state, rate=rate):
@@ -195,6 +211,7 @@ class VERL:
     async def _publish(self, step: int) -> str:
         """Make the weights live, from memory where the policy can take them so; returns `name@version`."""
         context, learner = self._context, self._learner
+        # A policy in this process takes weights from memory, which saves writing them before they serve.
         offer = offer_of(context, self._tuned)
         if offer is None:
             resource = await learner.export(step=step, kept=self._live_at_saves.beside(context.kept()))
@@ -219,6 +236,7 @@ class VERL:
     async def _open(self) -> None:
         """Open the policy, and open it anew when another algorithm has published weights since."""
         version = self._context.current(self._tuned)
+        # Its own weights are in the worker already; the version that it was opened from is, too.
         is_foreign = version.algorithm != self._context.name and version.version != self._learner.opened
         if not self._learner.opened or is_foreign:
             weights = own_weights(version.resource, name=self._tuned)
@@ -229,6 +247,7 @@ class VERL:
 def advice(settings: VerlSettings) -> list[str]:
     """Return what to tell the person about settings that work and have a better alternative."""
     notes: list[str] = []
+    # Old rollouts without a weight bias the gradient towards what older weights did.
     is_corrected = settings.correction.is_on or settings.algorithm.rollout_correction.bypass_mode
     if settings.trainer.v1.is_async and not is_corrected:
         notes.append(

@@ -30,29 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from agl_algo_verl.settings.keys import key_tables
 from agl_objectives.registry import find_estimator, find_loss, is_own_loss
 from agl_objectives.reports import UnusedEstimator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from agl_algo_verl.settings.settings import ActorKeys, VerlSettings
     from agl_objectives.aggregation import Aggregation
     from agl_objectives.registry import FoundEstimator, FoundLoss
-
-ESTIMATORS = {
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "reinforce_plus_plus": "reinforce++",
-    "reinforce_plus_plus_baseline": "reinforce++-baseline",
-    "opo": "opo",
-    "gpg": "gpg",
-    "grpo_passk": "grpo_passk",
-    "remax": "remax",
-}
-"""VERL's names of estimators, and ours of the same functions."""
 
 OVER_SEQUENCES = ("sapo", "geo_mean")
 """VERL's losses that are a mean over sequences, whatever `loss_agg_mode` says."""
@@ -88,10 +75,12 @@ class LossChoice:
 
 def chosen_estimator(settings: VerlSettings) -> FoundEstimator:
     """Return the estimator of a run without a critic; raises ConfigError for an unknown name or parameter."""
+    # Our name wins; that VERL's key is not given as well, a rule in `keys.toml` has checked.
     if settings.estimator:
         return find_estimator(settings.estimator, settings.estimator_params)
     algorithm = settings.algorithm
-    name = ESTIMATORS[algorithm.adv_estimator]
+    name: str = key_tables()["estimators"][algorithm.adv_estimator]
+    # Dr. GRPO is GRPO without the division by the group's deviation (arXiv 2503.20783, section 3.2).
     return find_estimator("dr_grpo" if name == "grpo" and not algorithm.norm_adv_by_std_in_grpo else name)
 
 
@@ -115,11 +104,13 @@ def chosen_loss(settings: VerlSettings) -> LossChoice | None:
     actor = settings.actor
     if settings.loss:
         name, params = settings.loss, settings.loss_params
-    elif actor.policy_loss.loss_mode in _PARAMS:
-        name, parameters = _PARAMS[actor.policy_loss.loss_mode]
-        params = parameters(actor)
+    elif named := dict(key_tables()["losses"].get(actor.policy_loss.loss_mode, {})):
+        # VERL's keys of the loss become our parameters; what is no key, such as a divergence, is written with "=".
+        name = named.pop("loss")
+        params = {ours: key[1:] if key.startswith("=") else actor.number(key) for ours, key in named.items()}
     else:
         return None
+    # w_t and W follow from VERL's `loss_agg_mode`, whichever loss it is.
     aggregation, constant = _weights(actor)
     return LossChoice(name=name, params=params, aggregation=aggregation, constant=constant)
 
@@ -127,6 +118,7 @@ def chosen_loss(settings: VerlSettings) -> LossChoice | None:
 def needs_entropies(settings: VerlSettings) -> bool:
     """Return whether updates compute entropies: for a bonus, and for losses of others, which may read them."""
     choice = chosen_loss(settings)
+    # A loss of a plugin may read H_t; ours say what they read, and none reads it.
     may_read = choice is not None and not is_own_loss(choice.name)
     return settings.actor.entropy_coeff != 0.0 or may_read
 
@@ -155,42 +147,11 @@ def with_aggregation(settings: VerlSettings, *, is_given: bool) -> VerlSettings:
 
 def _weights(actor: ActorKeys) -> tuple[Aggregation, int]:
     """Return our name of VERL's `loss_agg_mode`, and the divisor of `constant`."""
+    # w_t = 1 and W = the update's tokens, as DAPO (arXiv 2503.14476, section 3.3).
     if actor.loss_agg_mode == "token-mean":
         return "token", 1
+    # w_t = 1 / the rollout's tokens and W = the update's rollouts, as GRPO's paper.
     if actor.loss_agg_mode == "seq-mean-token-mean":
         return "sequence", 1
+    # w_t = 1 / constant and W = the rollouts, as Dr. GRPO.
     return "constant", actor.loss_scale_factor or 1  # the sum over a rollout's tokens, divided or not
-
-
-def _bounds(actor: ActorKeys) -> dict[str, Any]:
-    low, high = actor.clip_ratio_low, actor.clip_ratio_high
-    return {
-        "clip_low": actor.clip_ratio if low is None else low,
-        "clip_high": actor.clip_ratio if high is None else high,
-    }
-
-
-def _dppo(divergence: str) -> Callable[[ActorKeys], dict[str, Any]]:
-    return lambda actor: {**_bounds(actor), "divergence": divergence, "ratio_max": actor.clip_ratio_c}
-
-
-def _clip_cov(actor: ActorKeys) -> dict[str, Any]:
-    own = actor.policy_loss
-    return {**_bounds(actor), "ratio": own.clip_cov_ratio, "cov_low": own.clip_cov_lb, "cov_high": own.clip_cov_ub}
-
-
-_PARAMS: dict[str, tuple[str, Callable[[ActorKeys], dict[str, Any]]]] = {
-    "cispo": ("cispo", _bounds),
-    "sapo": ("sapo", lambda actor: {"tau_positive": actor.tau_pos, "tau_negative": actor.tau_neg}),
-    "geo_mean": ("gmpo", _bounds),
-    "clip_cov": ("clip-cov", _clip_cov),
-    "kl_cov": (
-        "kl-cov",
-        lambda actor: {"ratio": actor.policy_loss.kl_cov_ratio, "kl_coef": actor.policy_loss.ppo_kl_coef},
-    ),
-    "dppo_tv": ("dppo", _dppo("tv")),
-    "dppo_kl": ("dppo", _dppo("kl")),
-    "gpg": ("gpg", lambda _: {}),
-    "dro": ("dro", lambda actor: {"beta": actor.policy_loss.dro_beta}),
-}
-"""Our names of VERL's losses, and their parameters by VERL's keys."""

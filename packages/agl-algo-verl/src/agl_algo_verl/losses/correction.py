@@ -63,14 +63,20 @@ class Bound:
 
     def holds(self, log_M: Tensor, rollout_M: Tensor) -> Tensor:
         """Return where the statistic is within its bounds, [M] bool."""
+        # The estimates of KL(pi_behaviour || pi_old) by Schulman, each from log_M = log k_t of its token.
         kind = self.option[-2:]
+        # k1 is log(1 / k_t): its bounds are compared as logarithms, which changes no decision.
         values_M = {"k1": -log_M, "k2": 0.5 * log_M**2, "k3": torch.exp(log_M) - 1.0 - log_M}[kind]
         if not self.option.startswith("token"):
+            # seq_OVER_k: one statistic for all tokens of a rollout, its rows together.
             over = self.option.split("_")[1]
             size = int(rollout_M.max()) + 1 if len(rollout_M) else 0
+            # [number of rollouts]; what is reduced is spread back to the tokens, [M].
             start = values_M.new_zeros(size)
+            # torch's names of the reductions.
             reduce = {"sum": "sum", "mean": "mean", "max": "amax"}[over]
             values_M = start.scatter_reduce(0, rollout_M, values_M, reduce=reduce, include_self=False)[rollout_M]
+        # Bounds are inclusive, as in VERL.
         return (values_M >= self.low) & (values_M <= self.high)
 
 
@@ -92,14 +98,17 @@ class Correction:
     def weights(self, old_M: Tensor, behaviour_M: Tensor, rollout_M: Tensor) -> Tensor:
         """Return the importance weight of every token, 1 where they are off."""
         if self.importance is None:
+            # k_t = 1: a token counts as if pi_old had drawn it.
             return torch.ones_like(old_M)
         return self.importance.weights(old_M, behaviour_M, rollout_M=rollout_M)
 
     def keeps(self, old_M: Tensor, behaviour_M: Tensor, rollout_M: Tensor) -> Tensor:
         """Return where a token is not rejected, [M] bool."""
+        # log k_t; the clamp keeps exp from overflowing for tokens that pi_old finds impossible.
         log_M = (old_M - behaviour_M).clamp(-LIMIT, LIMIT)
         kept_M = torch.ones_like(log_M, dtype=torch.bool)
         for bound in self.bounds:
+            # All options must hold.
             kept_M &= bound.holds(log_M, rollout_M)
         return kept_M
 
@@ -109,6 +118,7 @@ def correction_of(keys: RolloutCorrectionKeys) -> Correction:
     importance = None
     if keys.rollout_is is not None:
         low, high = _threshold("rollout_is_threshold", keys.rollout_is_threshold)
+        # b of `rollout_is_threshold`: the cap of min(k, b), or the upper end of IcePop's band a <= k <= b.
         importance = Importance(
             cap=high,
             level=keys.rollout_is,
@@ -124,19 +134,25 @@ def corrected(samples: Sequence[RowSample], correction: Correction) -> list[RowS
     rows = [row for row in samples if row.trained_tokens]
     if not (correction.is_on and rows):
         return list(samples)
+    # A sequence is a rollout with all its rows, so statistics run over their tokens together.
     numbers = {rollout: n for n, rollout in enumerate(dict.fromkeys(row.rollout for row in rows))}
     sizes = [row.trained_tokens for row in rows]
+    # log pi_old of the engine, [M] over all rows of the step.
     old_M = torch.cat([(row.behaviour if row.old is None else row.old)[row.mask] for row in rows])
+    # log pi_behaviour, as the server recorded it when it drew the tokens.
     behaviour_M = torch.cat([row.behaviour[row.mask] for row in rows])
     rollout_M = torch.tensor([numbers[row.rollout] for row in rows]).repeat_interleave(torch.tensor(sizes))
     weights: Sequence[Tensor] = cast("Any", correction.weights(old_M, behaviour_M, rollout_M)).split(sizes)
     keeps: Sequence[Tensor] = cast("Any", correction.keeps(old_M, behaviour_M, rollout_M)).split(sizes)
     found: dict[int, RowSample] = {}
     for row, weight_N, keep_N in zip(rows, weights, keeps, strict=True):
+        # Back from the M trained tokens to each row's R places; untrained ones weigh nothing.
         weight_R, rejected_R = torch.zeros_like(row.behaviour), torch.zeros_like(row.mask)
         weight_R[row.mask], rejected_R[row.mask] = weight_N.to(weight_R), ~keep_N
+        # None where weights are off, so that the batch has no such field and VERL multiplies by nothing.
         weighed = replace(row, importance=weight_R) if correction.importance is not None else row
         found[id(row)] = replace(weighed, rejected=rejected_R) if correction.bounds else weighed
+    # Rows without a trained token, which are held or padding, pass as they are.
     return [found.get(id(row), row) for row in samples]
 
 
@@ -147,19 +163,24 @@ def correction_metrics(samples: Sequence[RowSample], correction: Correction) -> 
     that have an advantage, or over all rows where none has: the others are not weighed against anything.
     """
     rows = [row for row in samples if row.trained_tokens]
+    # Where A = 0 the weight changes no gradient, so it would only blur the shares.
     rows = [row for row in rows if bool((row.advantages[row.mask] != 0).any())] or rows
     found: dict[str, float] = {}
     importance = correction.importance
     if importance is not None and rows:
+        # w_t of the trained tokens, in float64: squares are summed.
         weight_M = torch.cat([row.importance[row.mask] for row in rows if row.importance is not None]).double()
+        # Tokens at the cap, whose gradient is too small by as much as k_t exceeds b.
         name, chosen_M = "tis_truncated", weight_M >= importance.cap
         if importance.mode == "mask":
             name, chosen_M = "tis_masked", weight_M == 0
         found[name] = float(chosen_M.double().mean())
+        # Kish's effective sample size, as a share: 1 where all weights are equal.
         squares = float((weight_M**2).sum())
         if squares:
             found["effective_share"] = float(weight_M.sum()) ** 2 / squares / len(weight_M)
     if correction.bounds and rows:
+        # Rejected tokens, which lose their gradient and keep their place in the denominators.
         rejected_M = torch.cat([row.rejected[row.mask] for row in rows if row.rejected is not None])
         found["rejected_share"] = float(rejected_M.double().mean())
     return found
@@ -169,6 +190,7 @@ def _bounds(keys: RolloutCorrectionKeys) -> tuple[Bound, ...]:
     name = "algorithm.rollout_correction.rollout_rs"
     if keys.rollout_rs is None:
         return ()
+    # An option that is named twice counts once.
     options = list(dict.fromkeys(part.strip() for part in keys.rollout_rs.split(",") if part.strip()))
     for option in options:
         if option not in OPTIONS:
@@ -180,6 +202,7 @@ def _bounds(keys: RolloutCorrectionKeys) -> tuple[Bound, ...]:
             f"{name} = {keys.rollout_rs!r} with rollout_rs_threshold = {keys.rollout_rs_threshold!r}; give at least "
             "one option, and one threshold for all or one for each, separated by commas."
         )
+    # One threshold serves all options.
     spread = given * len(options) if len(given) == 1 else given
     return tuple(_bound(option, text) for option, text in zip(options, spread, strict=True))
 
@@ -187,6 +210,7 @@ def _bounds(keys: RolloutCorrectionKeys) -> tuple[Bound, ...]:
 def _bound(option: str, text: str) -> Bound:
     low, high = _threshold("rollout_rs_threshold", text)
     if option.endswith("k1"):
+        # `b` alone stands for the band 1/b to b, which is symmetric in the logarithm.
         low = 1.0 / high if low is None else low
         if low <= high:
             return Bound(option=option, low=math.log(low), high=math.log(high))
@@ -200,6 +224,7 @@ def _bound(option: str, text: str) -> Bound:
 
 def _threshold(name: str, value: str | float) -> tuple[float | None, float]:
     """Return the lower bound, if one is given, and the upper one of a number or of `"LOW_HIGH"`."""
+    # "LOW_HIGH", or a number; VERL writes both as text.
     parts = str(value).split("_")
     try:
         low, high = (float(parts[0]) if len(parts) == 2 else None), float(parts[-1])

@@ -79,6 +79,7 @@ def loss_of(mode: str) -> FoundLoss | None:
     """Return the loss that a `loss_mode` names; None for VERL's own names."""
     if not mode.startswith(PREFIX):
         return None
+    # The name travels as text, because VERL's configuration carries nothing else to its workers.
     named = json.loads(mode.removeprefix(PREFIX))
     return find_loss(named["loss"], named["params"])
 
@@ -97,20 +98,26 @@ class LossWorker(TrainingWorker):
         self.loss_fn = loss_fn
         if policy is None:  # a critic has none
             return
+        # None for `vanilla` and `gspo`, which stay VERL's own functions.
         self._found = loss_of(policy.loss_mode)
+        # VERL's own loss, with the numbers that ours report as well.
         own = partial(counted, loss_fn, config)
         if self._found is not None:
             own = partial(policy_loss, config=config, found=self._found)
+        # The anchor's term comes last; it is 0 where no row is held.
         self.loss_fn = partial(anchored, own)
 
     def train_mini_batch(self, data: TensorDict) -> Any:
         """Do the updates that the rows name, as often as there are epochs; or leave one update to VERL."""
+        # One update leaves the cut to VERL, whose mini-batch then has all rows.
         count = int(per_row(data, UPDATES)[0]) if UPDATES in cast("Any", data) else 1
         self._place = 0
         if count == 1:
             return super().train_mini_batch(data)
         pop: Any = verl_part("verl.utils.tensordict_utils:pop")
+        # mu of PPO: how often each update is made; VERL would repeat the whole batch instead.
         epochs = int(pop(data, key="epochs", default=1))
+        # VERL averages a list of numbers over the updates of a step.
         merged: dict[str, list[Any]] = {}
         for index in range(epochs * count):
             self._moves_schedule = index + 1 == epochs * count  # schedules count steps, so only the last update does
@@ -124,12 +131,14 @@ class LossWorker(TrainingWorker):
 
     def _update(self, data: TensorDict, number: int) -> TensorDict:
         """Return this rank's rows of an update as VERL's one mini-batch."""
+        # This rank's rows of the update; other ranks have the rest.
         places = (per_row(data, UPDATE) == number).nonzero()[:, 0]
         select: Any = verl_part("verl.utils.tensordict_utils:index_select_tensor_dict")
         part: Any = select(data, places if len(places) else torch.tensor([0]))
         for name in () if len(places) else ("response_mask", "loss_mask", ANCHOR):
             if name in part:
                 part[name] = ragged([torch.zeros_like(values_R) for values_R in _field(part, name).unbind()])
+        # The mini-batch of VERL is counted over all ranks.
         rows = part.shape[0] * cast("Any", self).engine.get_data_parallel_size()  # VERL divides by the ranks again
         verl_part("verl.utils.tensordict_utils:assign_non_tensor")(
             part, mini_batch_size=rows, epochs=1, global_batch_size=int(per_row(part, ROLLOUTS)[0])
@@ -153,11 +162,14 @@ class LossWorker(TrainingWorker):
         """Return the batch with what the loss finds in the tokens of the update on all ranks."""
         asked = cast("Any", data.copy())
         verl_part("verl.utils.tensordict_utils:assign_non_tensor")(asked, compute_loss=False, calculate_entropy=False)
+        # log pi before the update, which the survey compares over all tokens of the update.
         answer: Any = self.infer_batch(asked)  # None on the ranks that share a row's tokens with another one
         own: dict[int, TokenBatch] = {}
         if answer is not None:
             logp_B_R = no_padding_2_padding(answer["log_probs"].to(_field(data, "responses").device), data).float()
+            # By the row's number, so that all ranks see one order.
             own = by_row(tokens_of(data, logp_B_R))
+        # Every rank computes the same: the survey is a function of all tokens.
         found = surveyed_rows(_of_all_ranks(own), loss)
         surveyed = cast("Any", data.copy())
         lengths = integers(_field(data, "responses").offsets().diff())
@@ -223,27 +235,37 @@ def policy_loss(
     logp_B_R = no_padding_2_padding(model_output["log_probs"], data)
     entropy = model_output.get("entropy", None)
     mask_B_R = _padded(data, "response_mask").bool()
+    # H_t of the trained tokens, with gradient.
     entropy_M = None if entropy is None else no_padding_2_padding(entropy, data)[mask_B_R]
     tokens = tokens_of(data, logp_B_R)
+    # Losses read entropies as numbers; the bonus below has their gradient.
     tokens = replace(tokens, entropy_M=None if entropy_M is None else entropy_M.detach())
+    # loss_t of every trained token, [M].
     terms = checked_terms(found.entry.name, found.call(tokens), tokens.logp_M)
     loss_M = terms.loss_M
     if "rollout_is_weights" in fields:
+        # c_t, the importance weight of the correction.
         loss_M = loss_M * _padded(data, "rollout_is_weights")[mask_B_R]
     share_M = tokens.weight_M / _per_token(data, TOTAL, mask_B_R) * float(fields["dp_size"])  # D w_t / W
+    # sum_t w_t c_t loss_t / W of this micro-batch; micro-batches and ranks add up.
     loss = (share_M * loss_M).sum()
     metrics: dict[str, Any] = {"actor/pg_loss": _summed(loss)}
     if entropy_M is not None:
         bonus = (share_M * entropy_M).sum()
+        # - entropy_coeff * sum_t w_t H_t / W
         loss = loss - config.entropy_coeff * bonus
         metrics["actor/entropy_loss"] = _summed(bonus)
     if config.use_kl_loss:
+        # log pi_ref of the frozen start.
         reference_M = _padded(data, "ref_log_prob")[mask_B_R]
         kl_penalty = verl_part("verl.trainer.ppo.core_algos:kl_penalty")
         kl = (share_M * kl_penalty(tokens.logp_M, reference_M, kl_penalty=config.kl_loss_type)).sum()
+        # + kl_loss_coef * sum_t w_t KL_t / W, by VERL's estimate of the KL.
         loss = loss + config.kl_loss_coef * kl
         metrics |= {"kl_loss": _summed(kl), "kl_coef": config.kl_loss_coef}
+    # D / M: metrics are means over the update's tokens, and VERL averages them over ranks.
     per_token = float(fields["dp_size"]) / max(1, int(fields["batch_num_tokens"]))
+    # -log rho_t, whose mean is the k1 estimate of KL(pi_old || pi).
     away_M = (tokens.old_M - tokens.logp_M).detach()
     counts = {COUNTS + name: value for name, value in terms.counts.items()} | {"actor/ppo_kl": float(away_M.sum())}
     summed = {name: _summed(value * per_token) for name, value in counts.items()}
@@ -265,10 +287,14 @@ def counted(
         away_M, peak = log_B_R[mask_B_R], _peak(log_B_R[mask_B_R])
         advantages_M = _padded(data, "advantages")[mask_B_R]
         if config.policy_loss.loss_mode == "gspo":
+            # log s of GSPO: the mean of log rho_t over the row's trained tokens, the same at each of them.
             length_B = mask_B_R.sum(dim=1, keepdim=True).clamp(min=1)
             away_M = ((log_B_R * mask_B_R).sum(dim=1, keepdim=True) / length_B).expand(mask_B_R.shape)[mask_B_R]
+        # rho_t, or s of GSPO.
         ratio_M = away_M.clamp(-LIMIT, LIMIT).exp()
+        # Clipped below: a bad token that has already become unlikely has no gradient.
         low = (ratio_M < 1.0 - config.clip_ratio_low) & (advantages_M < 0)
+        # Clipped above: a good token that has already become likely has none.
         high = (ratio_M > 1.0 + config.clip_ratio_high) & (advantages_M > 0)
     per_token = float(cast("Any", data)["dp_size"]) / max(1, int(cast("Any", data)["batch_num_tokens"]))
     means = [name for name, value in metrics.items() if getattr(value, "aggregation", None) is AggregationType.MEAN]
@@ -284,9 +310,11 @@ def anchored(loss_fn: Any, model_output: Any, data: TensorDict, dp_group: Any = 
     fields: Any = data
     if ANCHOR not in fields:
         return loss, metrics
+    # 1 / U at the held tokens, 0 elsewhere.
     share_B_R = _padded(data, ANCHOR)
     held_B_R = share_B_R > 0
     logp_M = no_padding_2_padding(model_output["log_probs"], data)[held_B_R]
+    # k3 = exp(d) - d - 1 with d = log pi_ref - log pi, which is never negative.
     kl_M = kl_estimate(logp_M, _padded(data, START)[held_B_R], kind="k3")
     kl = (share_B_R[held_B_R] * kl_M).sum() * float(fields["dp_size"])  # D k3 / U
     return loss + float(fields[ANCHOR_COEF]) * kl, {**metrics, "anchor_kl": _summed(kl)}
@@ -311,6 +339,7 @@ def tokens_of(data: TensorDict, logp_B_R: Tensor) -> TokenBatch:
 
 def by_row(tokens: TokenBatch) -> dict[int, TokenBatch]:
     """Return the tokens of each row that has any, by its number, on the CPU and without gradient."""
+    # Tokens of a row stand together, so its runs are its rows.
     numbers, counts = cast("Any", torch).unique_consecutive(tokens.row_M, return_counts=True)
     sizes = integers(counts)
     split: list[Sequence[Tensor]] = [getattr(tokens, name).detach().cpu().split(sizes) for name in _VECTORS]
@@ -323,6 +352,7 @@ def surveyed_rows(rows: Mapping[int, TokenBatch], loss: SurveyedLoss) -> dict[st
     order = sorted(rows)  # the same on every rank, however rows were dealt out
     if not order:
         return {}
+    # All M tokens of the update, row after row.
     whole = _of_vectors([torch.cat([getattr(rows[row], name) for row in order]) for name in _VECTORS])
     sizes = [len(rows[row].logp_M) for row in order]
     found: Mapping[str, Any] = loss.survey(whole)
@@ -340,6 +370,7 @@ def _of_all_ranks(own: dict[int, TokenBatch]) -> dict[int, TokenBatch]:
     """Return the rows of all ranks by their numbers."""
     distributed = cast("Any", torch.distributed)
     parts: list[Any] = [None] * distributed.get_world_size()
+    # Objects, because ranks have different numbers of rows.
     distributed.all_gather_object(parts, own)
     return {row: tokens for part in parts for row, tokens in part.items()}
 
@@ -349,6 +380,7 @@ def _ragged_rows(parts: Mapping[int, Tensor], data: TensorDict, *, lengths: Sequ
     mask = _field(data, "response_mask")
     rows: list[Tensor] = []
     for number, mask_R, length in zip(integers(per_row(data, ROW)), mask.unbind(), lengths, strict=True):
+        # [R]; untrained places stay 0 and are never read.
         values_R = torch.zeros(length, device=mask_R.device)
         # A row that fills up a batch is the copy of another one, without a trained token.
         if bool(mask_R.any()):

@@ -83,15 +83,14 @@ def compose(
 def _defaults(read: RaySettings) -> dict[str, Any]:
     """Return this package's defaults where they differ from VERL's; docs/how-to/verl.md lists them."""
     actor, settings = read.settings.actor, read.settings
-    low, high = actor.clip_ratio_low, actor.clip_ratio_high
     return {
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,
         "actor_rollout_ref.rollout.n": settings.actor_rollout_ref.rollout.n,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,  # VERL's 2 needs two GPUs
         # VERL's own bounds are 0.2 whatever clip_ratio says, so they are always given.
-        "actor_rollout_ref.actor.clip_ratio_low": actor.clip_ratio if low is None else low,
-        "actor_rollout_ref.actor.clip_ratio_high": actor.clip_ratio if high is None else high,
+        "actor_rollout_ref.actor.clip_ratio_low": actor.number("clip_ratio_low"),
+        "actor_rollout_ref.actor.clip_ratio_high": actor.number("clip_ratio_high"),
         "actor_rollout_ref.model.use_remove_padding": settings.is_packed,
         "actor_rollout_ref.model.override_config.attn_implementation": attention(use_remove_padding=settings.is_packed),
         "actor_rollout_ref.model.enable_gradient_checkpointing": (

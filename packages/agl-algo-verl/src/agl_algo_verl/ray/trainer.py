@@ -67,8 +67,7 @@ from agl_algo_verl.runtime import check_version
 from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.settings.packing import with_packing
 from agl_algo_verl.settings.ray import check_machine, read_ray_settings
-from agl_algo_verl.weights.adapters import prune_merged, whole_weights
-from agl_algo_verl.weights.tuned_policy import own_weights, tuned_policy
+from agl_algo_verl.weights.adapters import own_weights, prune_merged, tuned_policy, whole_weights
 from agl_objectives.reports import Skipped
 from agl_objectives.saving import SaveInterval, begin_saving
 
@@ -85,31 +84,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REPORTED = {
-    "actor/loss": "loss",
-    "actor/pg_loss": "pg_loss",
-    "actor/grad_norm": "grad_norm",
-    "agl/entropy": "entropy",
-    "actor/lr": "lr",
-    "actor/pg_clipfrac": "pg_clipfrac",
-    "actor/ppo_kl": "ppo_kl",
-    "actor/kl_loss": "kl_loss",
-    "actor/ratio_max": "ratio_max",
-    "agl/kl": "kl",
-    "agl/logprob_gap": "logprob_gap",
-    "agl/logprob_gap_mean": "logprob_gap_mean",
+    **{
+        f"actor/{name}": name
+        for name in ["loss", "pg_loss", "grad_norm", "lr", "pg_clipfrac", "ppo_kl", "kl_loss", "ratio_max"]
+    },
+    **{f"agl/{name}": name for name in ["entropy", "kl", "logprob_gap", "logprob_gap_mean", "effective_share"]},
+    **{f"agl/{name}": name for name in ["tis_truncated", "tis_masked", "rejected_share", "replay_weight"]},
+    **{f"agl/{name}": name for name in ("replay_truncated", "updates_skipped")},
+    **{f"critic/{name}": name for name in ("vf_loss", "vf_clipfrac")},
     "actor/anchor_kl": "anchor_kl",
-    "agl/effective_share": "effective_share",
-    "agl/tis_truncated": "tis_truncated",
-    "agl/tis_masked": "tis_masked",
-    "agl/rejected_share": "rejected_share",
-    "agl/replay_weight": "replay_weight",
-    "agl/replay_truncated": "replay_truncated",
-    "agl/updates_skipped": "updates_skipped",
     "training/rollout_probs_diff_max": "probability_gap",
     "training/rollout_probs_diff_mean": "probability_gap_mean",
     "timing_s/old_log_prob": "old_log_prob_s",
-    "critic/vf_loss": "vf_loss",
-    "critic/vf_clipfrac": "vf_clipfrac",
     "critic/grad_norm": "critic_grad_norm",
     "critic/lr": "critic_lr",
     "critic/values/mean": "value",

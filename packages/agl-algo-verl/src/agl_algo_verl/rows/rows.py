@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agl.errors import MissingTokenIdsError
+from agl.errors import MissingTokenIdsError, RunError
 from agl_algo_verl.losses.choice import chosen_estimator
-from agl_algo_verl.rows.errors import RowTooLongError
 from agl_algo_verl.typed import from_bytes
 from agl_objectives.advantages import call_advantages, trained_tokens
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
@@ -33,6 +32,10 @@ if TYPE_CHECKING:
     from agl.schemas import CallCredit, Episode, Row
     from agl_algo_verl.settings.settings import VerlSettings
     from agl_objectives.advantages import Baseline
+
+
+class RowTooLongError(RunError):
+    """A row is longer than the configured lengths, and the configuration says to stop then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

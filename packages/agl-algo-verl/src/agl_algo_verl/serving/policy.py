@@ -4,9 +4,8 @@ While VERL's cluster runs, its replicas serve, and the algorithm says where (`at
 another algorithm's turn or the last validation, the policy named by `home` serves here. It is started when the first
 call comes, so that it takes no memory from VERL. Both give token ids and log-probabilities.
 
-All mutable state belongs to one event loop in a thread of its own, so that a busy agent delays no answer. Where there
-are many replicas or many calls, a process of its own passes the calls on (`relay_process.py`), which a busy trainer
-does not delay either. The address stays, for both listen at the same socket.
+A process of its own passes the calls on (`relay_process.py`), which neither a busy agent nor a busy trainer delays. All
+mutable state here belongs to one event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,30 +15,22 @@ import os
 import secrets
 import socket
 import threading
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from agl import PluginManager
 from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import AglError, ConfigError, PolicyError
-from agl.hints import did_you_mean
 from agl.schemas import ResourceVersion, Weights
-from agl_algo_verl.serving.relay import CONNECT_S, Backend, ReplicaRelay, model_of
+from agl_algo_verl.serving.relay import CONNECT_S, Backend, model_of
 from agl_algo_verl.serving.relay_process import RelayProcess
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from agl.contracts import Policy
-
-RelayPlace = Literal["auto", "process", "here"]
-PLACES: tuple[RelayPlace, ...] = ("auto", "process", "here")
-
-MANY_REPLICAS, MANY_CALLS = 4, 64
-"""Numbers above which calls are passed on by a process of their own."""
 
 BACKLOG = 4096
 """Connections that wait while the relay's process is started again."""
@@ -54,15 +45,10 @@ class VerlPolicy:
         home: The kind of policy that serves while no cluster does; it must be able to load weights.
         host: Interface to listen on.
         port: Port; 0 for a free one.
-        relay: The place where calls are passed on to replicas: `here`, in this process; a `process` of its own; by
-            default that process once there are more than `relay_replicas` replicas, or more than `relay_calls` calls
-            have been under way at once.
-        relay_replicas: Replicas up to which this process passes calls on by default.
-        relay_calls: Calls under way up to which it does.
         params: Parameters of `home`, such as `threads`.
 
     Raises:
-        ConfigError: `home` is `verl` itself, `model` is a path without a directory, or a setting of the relay is wrong.
+        ConfigError: `home` is `verl` itself or `model` is a path without a directory.
     """
 
     def __init__(
@@ -73,9 +59,6 @@ class VerlPolicy:
         home: str = "torch",
         host: str = "127.0.0.1",
         port: int = 0,
-        relay: RelayPlace = "auto",
-        relay_replicas: int = MANY_REPLICAS,
-        relay_calls: int = MANY_CALLS,
         **params: Any,
     ) -> None:
         if home == "verl":
@@ -85,15 +68,12 @@ class VerlPolicy:
                 f"policy {name!r} has model = {model!r}, and there is no such directory; give one in Hugging Face's "
                 "format (config.json, model.safetensors, tokenizer.json), or a hub name"
             )
-        _check_relay(name, relay, relay_replicas, relay_calls)
         self.name = name
-        self._place, self._many_replicas, self._many_calls = relay, relay_replicas, relay_calls
         self._model, self._home_name, self._params = model, home, params
         self._host, self._port = host, port
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._relays: list[ReplicaRelay | RelayProcess] = []  # the one at work, and one that it took over from
-        self._leaving: asyncio.Task[None] | None = None
+        self._relay = RelayProcess(self._home_backend, key=policy_key())
         self._listener: socket.socket | None = None
         self._lock = asyncio.Lock()
         self._replicas: Backend | None = None
@@ -124,10 +104,11 @@ class VerlPolicy:
                 f"the policy {self.name!r} cannot listen on {self._host}:{self._port} ({error}); "
                 "give another port, or 0"
             ) from error
+        self._relay = RelayProcess(self._home_backend, key=policy_key())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agl-verl-policy", daemon=True)
         self._thread.start()
-        await self._there(self._begin(self._listener))
+        await self._there(self._relay.start(self._listener.dup()))
         port = self._listener.getsockname()[1]
         self._address = f"http://{self._host}:{port}/v1"
         return self._served()
@@ -173,7 +154,7 @@ class VerlPolicy:
 
     async def hold(self) -> None:
         """Hold new calls until `attach`, `detach` or `stop`; returns once the calls under way have ended."""
-        await self._there(self._hold())
+        await self._there(self._relay.hold())
 
     async def detach(self) -> None:
         """Send calls home from now on; idempotent.
@@ -184,11 +165,11 @@ class VerlPolicy:
 
     async def lost(self) -> None:
         """Return once a call has found that none of the replicas can be reached, or the relay has ended for good."""
-        await self._there(self._first_loss())
+        await self._there(self._relay.lost.wait())
 
     def failure(self) -> AglError | None:
         """Return why the relay has ended for good; None while it works."""
-        return next((relay.failure for relay in self._relays if isinstance(relay, RelayProcess)), None)
+        return self._relay.failure
 
     async def counts(self) -> dict[str, int]:
         """Return how many calls replicas have answered, how many times one could not be reached, and restarts."""
@@ -210,66 +191,22 @@ class VerlPolicy:
             if self._home is not None:
                 self._home_serves = await self._home.load(version)
 
-    async def _begin(self, listener: socket.socket) -> None:
-        """Pass calls on that arrive at a socket: in a process of its own where that is wanted, here otherwise."""
-        relay_class = RelayProcess if self._place == "process" else ReplicaRelay
-        self._relays.append(relay := relay_class(self._home_backend, key=policy_key()))
-        await relay.start(listener.dup())
-
     async def _end(self) -> None:
-        if self._leaving is not None:
-            self._leaving.cancel()
-        await asyncio.gather(*(relay.stop() for relay in self._relays))
+        await self._relay.stop()
         await self._leave_home()
 
-    async def _hold(self) -> None:
-        await asyncio.gather(*(relay.hold() for relay in self._relays))
-
-    async def _first_loss(self) -> None:
-        losses = [asyncio.ensure_future(relay.lost.wait()) for relay in self._relays]
-        try:
-            await asyncio.wait(losses, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for loss in losses:
-                loss.cancel()
-
     async def _counts(self) -> dict[str, int]:
-        calls, failures, restarts = Counter[str](), Counter[str](), 0
-        for relay in self._relays:
-            if isinstance(relay, RelayProcess):
-                await relay.count()
-                restarts += relay.restarts
-            calls += relay.calls
-            failures += relay.failures
-        return {"replica_calls": calls.total(), "replica_failures": failures.total(), "relay_restarts": restarts}
+        relay = self._relay
+        await relay.count()
+        counts = {"replica_calls": relay.calls.total(), "replica_failures": relay.failures.total()}
+        return counts | {"relay_restarts": relay.restarts}
 
     async def _attach(self, replicas: Backend | None) -> None:
         async with self._lock:
             self._replicas, self._failure = replicas, None
-            if replicas is not None and self._is_outgrown(replicas):
-                await self._move_out(replicas)
-        for relay in self._relays:
-            relay.use(replicas)
+        self._relay.use(replicas)
         if replicas is not None:
             await self._leave_home()
-
-    def _is_outgrown(self, replicas: Backend) -> bool:
-        """Return whether calls are passed on here and should not be any more."""
-        relay = self._relays[-1]
-        if self._place != "auto" or isinstance(relay, RelayProcess):
-            return False
-        return len(replicas.urls) > self._many_replicas or relay.most > self._many_calls
-
-    async def _move_out(self, replicas: Backend) -> None:
-        """Let a process take the calls from now on; the relay here ends with those that it has."""
-        if self._listener is None:
-            raise AssertionError("a policy listens before it is attached")
-        here, process = self._relays[-1], RelayProcess(self._home_backend, key=policy_key())
-        process.use(replicas)
-        await process.start(self._listener.dup())
-        self._relays.append(process)
-        if isinstance(here, ReplicaRelay):
-            self._leaving = asyncio.create_task(here.leave())
 
     async def _leave_home(self) -> None:
         async with self._lock:
@@ -307,22 +244,6 @@ async def _model_of(url: str, *, key: str) -> str:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         return await model_of(session, url, key=key)
-
-
-def _check_relay(name: str, place: str, replicas: int, calls: int) -> None:
-    """Raise ConfigError for settings of the relay that are wrong or would be ignored."""
-    if place not in PLACES:
-        hint = did_you_mean(place, PLACES, otherwise=f"use one of: {', '.join(PLACES)}.")
-        raise ConfigError(f"policy {name!r} has relay = {place!r}; {hint}")
-    if replicas < 0 or calls < 0:
-        raise ConfigError(
-            f"policy {name!r} has relay_replicas = {replicas} and relay_calls = {calls}; give whole numbers from 0."
-        )
-    if place != "auto" and (replicas, calls) != (MANY_REPLICAS, MANY_CALLS):
-        raise ConfigError(
-            f'policy {name!r} has relay_replicas or relay_calls beside relay = "{place}", which does not read them. '
-            'Remove them, or set relay = "auto".'
-        )
 
 
 def policy_key() -> str:

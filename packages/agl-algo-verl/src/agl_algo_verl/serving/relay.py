@@ -3,7 +3,7 @@
 Each call goes to the replica that has read its conversation so far, unless that one is busier than the others. A
 replica that cannot be reached, or hangs up before it answers, is left out and the call goes to the next; nothing was
 answered then, so nothing is recorded twice. Where all replicas are gone, calls wait: no agent fails for that.
-Many calls are relayed by a process of its own (`relay_process.py`), where the same code runs (`relay_program.py`).
+It runs in a process of its own (`relay_program.py`), which its owner starts and watches (`relay_process.py`).
 
 Answers are passed on as they arrive. One that does not name the version of the weights gets it added here, because
 calls that were held reach newer weights than those that were live when the agent made them. Of a body no more is read
@@ -40,9 +40,6 @@ CONNECT_S = 5.0
 DRAIN_S = 60.0
 """Seconds for which calls that are under way may go on when the relay stops."""
 
-LINGER_S = 5.0
-"""Seconds for which a relay that leaves still answers on open connections: clients keep idle ones for less."""
-
 VERSION_FIELDS = frozenset({"model_version", "model_versions", "weight_versions"})
 """Fields in which servers name the version of their weights."""
 
@@ -74,14 +71,10 @@ class Backend:
 
 
 class CallGate:
-    """Lets calls pass, or holds them while weights change; belongs to one event loop.
-
-    Attributes:
-        most: The largest number of calls that were under way at once.
-    """
+    """Lets calls pass, or holds them while weights change; belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._inside = self.most = 0
+        self._inside = 0
         self._open, self._empty = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._empty.set()
@@ -91,7 +84,6 @@ class CallGate:
         while not self._open.is_set():
             await self._open.wait()
         self._inside += 1
-        self.most = max(self.most, self._inside)
         self._empty.clear()
 
     async def __aexit__(self, *_: object) -> None:
@@ -133,19 +125,12 @@ class ReplicaRelay:
         self._backend: Backend | None = None
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
-        self._is_over = self._is_leaving = False
-        self._answering, self._idle = 0, asyncio.Event()
-        self._idle.set()
+        self._is_over = False
         self._balance = Balance()
         self._gate = CallGate()
         self.lost = asyncio.Event()
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-
-    @property
-    def most(self) -> int:
-        """The largest number of calls that were under way at once."""
-        return self._gate.most
 
     async def start(self, listener: socket.socket) -> None:
         """Answer calls that arrive at a socket that listens already; closes it in the end."""
@@ -178,16 +163,6 @@ class ReplicaRelay:
         """Hold new calls and wait for none; idempotent."""
         self._gate.close()
 
-    async def leave(self) -> None:
-        """Take no new connections; returns once all calls have their answer, held ones too, and stops then."""
-        if self._runner is not None:
-            for site in list(self._runner.sites):
-                await site.stop()
-        self._is_leaving = True
-        await asyncio.sleep(LINGER_S)
-        await self._idle.wait()
-        await self.stop()
-
     async def stop(self) -> None:
         """Stop listening, after the calls under way; those that are held are refused. Idempotent."""
         self._is_over = True
@@ -202,16 +177,7 @@ class ReplicaRelay:
         sent = request.headers.get("authorization", "").partition(" ")[2].strip()
         if not hmac.compare_digest(sent.encode("utf-8", "replace"), self._key):
             return _error_response(401, f"this policy asks for its key, which its process has as {POLICY_KEY_ENV}")
-        self._answering += 1
-        self._idle.clear()
-        try:
-            return await self._answer_with(request, await request.read())
-        finally:
-            self._answering -= 1
-            if not self._answering:
-                self._idle.set()
-
-    async def _answer_with(self, request: web.Request, content: bytes) -> web.StreamResponse:
+        content = await request.read()
         while True:
             async with self._gate:
                 if self._is_over:
@@ -260,8 +226,6 @@ class ReplicaRelay:
         async with session.request(request.method, url, data=body or None, headers=headers) as reply:
             passed = {name: value for name, value in reply.headers.items() if name.lower() not in CONNECTION_HEADERS}
             response = web.StreamResponse(status=reply.status, headers=passed)
-            if self._is_leaving:
-                response.force_close()  # the next call of this connection goes to the relay that took over
             first = await _first_bytes(reply, version) if version else await reply.content.readany()
             self.calls[url] += 1
             try:

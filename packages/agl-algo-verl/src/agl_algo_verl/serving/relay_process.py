@@ -30,7 +30,7 @@ import msgspec
 from agl.contracts import POLICY_KEY_ENV
 from agl.errors import PolicyError
 from agl_algo_verl.serving.relay import DRAIN_S
-from agl_algo_verl.serving.relay_lines import LONGEST, Note, Order, line
+from agl_algo_verl.serving.relay_program import LONGEST, Note, Order, line
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence

@@ -1,8 +1,12 @@
 """A relay in a process of its own: `python -m agl_algo_verl.serving.relay_program LISTENER CONTROL OWNER`.
 
 LISTENER is a socket that listens already and stays the owner's, so that its address outlives this process. CONTROL is
-one end of a socket pair over which the owner gives orders (`relay_lines.py`), OWNER the owner's process id. The program
+one end of a socket pair over which the owner gives orders, OWNER the owner's process id. The program
 ends when it is told to, and at once when its owner is gone, after `kill -9` as well.
+
+Both send lines of JSON. The note that answers an order has the order's number, and the order that answers a question
+for the server at home has the number of that question. News that replicas are lost has the number of the order to use
+them.
 """
 
 from __future__ import annotations
@@ -14,18 +18,56 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from agl.contracts import POLICY_KEY_ENV
 from agl.errors import PolicyError
 from agl_algo_verl.serving.relay import Backend, ReplicaRelay
-from agl_algo_verl.serving.relay_lines import LONGEST, Note, Order, line
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
     from typing import Any
+
+LONGEST = 2**20
+"""Largest line in bytes; a cluster of thousands of replicas fits."""
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """From the owner: `use` other servers, `hold` calls, `count`, the server at `home`, `stop`.
+
+    Attributes:
+        backend: The servers of `use`, None for the one at home; the server at home.
+        is_held: Whether calls are held after `use`.
+        error: The reason why nobody serves at home.
+    """
+
+    kind: Literal["use", "hold", "count", "home", "stop"]
+    number: int = 0
+    backend: Backend | None = None
+    is_held: bool = False
+    error: str = ""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """From the relay: it is `ready`, an order is `done`, it asks for the server at `home`, all replicas are `lost`.
+
+    Attributes:
+        calls: Answers of each replica since the process began.
+        failures: How often each could not be reached.
+    """
+
+    kind: Literal["ready", "done", "home", "lost"]
+    number: int = 0
+    calls: dict[str, int] = {}
+    failures: dict[str, int] = {}
+
+
+def line(message: Order | Note) -> bytes:
+    """Return a message as a line."""
+    return msgspec.json.encode(message) + b"\n"
+
 
 OWNER_S = 1.0
 """Seconds between looks at the owner, whose forked children may hold CONTROL open when it is gone."""

@@ -53,7 +53,10 @@ def check_rules(settings: VerlSettings, given: Mapping[str, Any], *, engine: Eng
                 for name, value in given.items()
                 if any(name == key or name.startswith(f"{key}.") for key in below) and _matters(rule, value)
             ]
-            wrong += [f"{', '.join(broken)}: {rule['why']}."] if broken else []
+            states = [*rule.get("needs", ()), *rule.get("against", ())]
+            found = {key: _value(settings, key) for state in states for key in state}
+            now = ", ".join(f"{key} = {value!r}" for key, value in found.items() if value != "")
+            wrong += [f"{', '.join(broken)}: {rule['why']}{f' ({now})' if now else ''}."] if broken else []
     if wrong:
         raise ConfigError("The VERL configuration has keys that VERL would ignore or misread:\n- " + "\n- ".join(wrong))
 
@@ -63,16 +66,22 @@ def _is_broken(rule: Mapping[str, Any], settings: VerlSettings, given: Mapping[s
     needs: list[dict[str, Any]] = rule.get("needs", [{}] if "against" in rule else [])
     if rule.get("explicit") and any(key in given for state in needs for key in state):
         return False
-    holds = [all(_is(settings, given, *pair) for pair in state.items()) for state in needs]
-    forbidden = [all(_is(settings, given, *pair) for pair in state.items()) for state in rule.get("against", ())]
+    holds = [all(_is(_value(settings, key), wanted) for key, wanted in state.items()) for state in needs]
+    against: list[dict[str, Any]] = rule.get("against", [])
+    forbidden = [all(_is(_value(settings, key), wanted) for key, wanted in state.items()) for state in against]
     return not any(holds) or any(forbidden)
 
 
-def _is(settings: VerlSettings, given: Mapping[str, Any], name: str, expected: Any) -> bool:
-    """Return whether a key has a value, or one of several; true and false stand for any value that is on or off."""
+def _value(settings: VerlSettings, name: str) -> Any:
+    """Return the value of a dotted key."""
     value: Any = settings
     for part in name.split("."):
         value = getattr(value, part)
+    return value
+
+
+def _is(value: Any, expected: Any) -> bool:
+    """Return whether a value is the expected one, or one of several; true and false stand for on and off."""
     if isinstance(expected, bool):
         return bool(value) is expected
     return value in (cast("list[Any]", expected) if isinstance(expected, list) else [expected])

@@ -63,7 +63,7 @@ class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
 
 
 class KlControlKeys(Keys, frozen=True, kw_only=True):
-    """The weight of the KL penalty in the reward; `adaptive` moves it until the KL is `target_kl` (`kl_control.py`)."""
+    """The weight of the KL penalty in the reward; `adaptive` moves it until the KL is `target_kl` (`learner.py`)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     kl_coef: float = 0.001  # beta, and where an adaptive one starts
@@ -171,6 +171,13 @@ class ActorKeys(Keys, frozen=True, kw_only=True):
     policy_loss: PolicyLossKeys = PolicyLossKeys()
     optim: OptimKeys = OptimKeys()
     fsdp_config: FsdpKeys = FsdpKeys()
+
+    def number(self, name: str) -> Any:
+        """Return the value of a dotted key; of a bound that is not given, `clip_ratio`, whatever VERL's own default."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part)
+        return self.clip_ratio if value is None and name.startswith("clip_ratio_") else value
 
 
 class ModelKeys(Keys, frozen=True, kw_only=True):
