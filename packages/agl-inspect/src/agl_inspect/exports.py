@@ -1,4 +1,4 @@
-"""The contract of formats that plugins add to ``agl export``.
+"""The contract of formats that plugins add to ``agl data export``.
 
 A plugin registers a format as a command below ``export``: ``CommandEntry(name="atif", parent="export", ...)``. Its
 factory is called with one :class:`ExportSetup` as ``setup`` and builds an :class:`ExportWriter`. The command chooses
@@ -126,7 +126,7 @@ def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
         call = msgspec.convert(record, ModelCall)
         ids, answer, logprobs = (record.get(name, []) for name in _LISTS)
         packed = {"prompt_ids": pack_ids(ids), "response_ids": pack_ids(answer), "logprobs": pack_floats(logprobs)}
-    except (TypeError, OverflowError, msgspec.ValidationError) as error:
+    except (TypeError, ValueError, msgspec.ValidationError) as error:
         raise ValueError(f"it is no record of a model call: {error}") from error
     return replace(call, request=request, response=response, **packed)
 

@@ -181,7 +181,7 @@ def _evaluator(steps: _Steps) -> _Finding | None:
     return (
         f"a reward broke in {share:.0%} of the rollouts, which failed though the agent had done its work",
         "agl runs --status failed shows the error; repair the reward, or give a judge more retries and a longer "
-        "timeout_s in [reward.params]; agl reward FILE --status failed tries it on these rollouts",
+        "timeout_s in [reward.params]; agl replay --score FILE --status failed tries it on these rollouts",
     )
 
 

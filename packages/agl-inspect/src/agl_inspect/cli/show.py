@@ -13,6 +13,7 @@ from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
 from agl_inspect.cli.contents import Contents
 from agl_inspect.cli.steps import read_steps
+from agl_inspect.cli.why import why
 from agl_inspect.records.metrics import RUN
 from agl_inspect.records.names import ORIGIN
 from agl_inspect.rollouts.explanations import token_counts
@@ -22,6 +23,7 @@ from agl_inspect.terminal.completion import LATEST, complete_experiment, complet
 from agl_inspect.terminal.context import pass_manager
 from agl_inspect.terminal.opening import store_option, with_store
 from agl_inspect.terminal.output import echo, json_line, json_option, print_json, short, when
+from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
 from agl_inspect.versions.lineage import ListedVersion, diff_versions, list_versions
 
@@ -63,7 +65,7 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     return complete(ctx, param, incomplete)
 
 
-@click.command()
+@click.command(cls=Modes, modes={"--why": why})
 @click.argument("rollout_id", required=False, shell_complete=_complete)
 @click.option("--steps", "has_steps", is_flag=True, help="Show the steps of an experiment's run, a line for each.")
 @click.option("--run", type=RUN, metavar="N|all", help="With --steps: this run, from 1, or all; else the newest.")

@@ -1,4 +1,4 @@
-"""``agl workers``: list the processes that run experiments or take part in them, with their signs of life."""
+"""``agl runs workers``: list the processes that run experiments or take part in them, with their signs of life."""
 
 import click
 

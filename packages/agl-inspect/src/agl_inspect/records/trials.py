@@ -1,4 +1,4 @@
-"""Keeps in the store what ``agl try`` measured, so that it stands beside the versions that were compared."""
+"""Keeps in the store what ``agl resources try`` measured, so that it stands beside the versions that were compared."""
 
 import time
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ from agl_inspect.terminal.completion import complete_experiment, complete_rollou
 from agl_inspect.terminal.context import given_options, manager_of, pass_manager
 from agl_inspect.terminal.opening import new_store, resolve_url, store_option, with_store
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table, short
-from agl_inspect.terminal.program import OpenGroup, main
+from agl_inspect.terminal.program import Modes, OpenGroup, main
 from agl_inspect.terminal.query import (
     CONVERSATIONS,
     COUNTED,
@@ -27,6 +27,7 @@ __all__ = [
     "CONVERSATIONS",
     "COUNTED",
     "STOPPED",
+    "Modes",
     "OpenGroup",
     "check_experiment",
     "complete_experiment",

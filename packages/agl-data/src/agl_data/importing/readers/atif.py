@@ -160,7 +160,7 @@ class _Trajectory:
         )
 
     def _add_reward(self, number: int, record: dict[str, Any]) -> None:
-        """Add a reward that ``agl export`` wrote."""
+        """Add a reward that ``agl data export`` wrote."""
         target = as_text(record.get("call"))
         self._run.add_reward(
             f"reward {number}",
@@ -179,7 +179,7 @@ class _Trajectory:
         try:
             found: dict[str, Any] = {"prompt_ids": pack_ids(prompt), "response_ids": pack_ids(answer)}
             found["logprobs"] = pack_floats(logprobs)
-        except (TypeError, OverflowError) as error:
+        except ValueError as error:
             raise DatasetError(
                 f"{self._place}: step {number + 1} has token ids or logprobs that are no numbers of 32 bits ({error}); "
                 "write them once more, or leave them out"
@@ -263,7 +263,7 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def _own(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``agl export`` wrote beside the fields of the format."""
+    """Return what ``agl data export`` wrote beside the fields of the format."""
     return as_dict(as_dict(record.get("extra")).get("agl"))
 
 
