@@ -309,7 +309,6 @@ def test_hostile_text_and_answers_never_reach_the_terminal() -> None:
     hostile = "shout \x1b]0;owned\x07[bold]\u202e carefully: {question}"
     said = invoke(
         "resources",
-        "resources",
         "try",
         "e.toml",
         "--text",
