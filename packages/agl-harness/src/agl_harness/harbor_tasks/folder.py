@@ -296,9 +296,7 @@ def _artifacts(entries: Sequence[Any]) -> list[str]:
     sources: list[Any] = [entry.get("source") if hasattr(entry, "get") else entry for entry in entries]
     for source in sources:
         if not isinstance(source, str) or not source.startswith("/") or ".." in PurePosixPath(source).parts:
-            raise ConfigError(
-                f"the artifact {source!r} of a task is not an absolute path, such as /app/out.txt"
-            )
+            raise ConfigError(f"the artifact {source!r} of a task is not an absolute path, such as /app/out.txt")
     return list(dict.fromkeys(["/logs/artifacts", *(os.path.normpath(source) for source in sources)]))
 
 
