@@ -74,8 +74,6 @@ def _tell(event: str, text: str, **values: Any) -> None:
     _LOG.info("%s: %s %s", event, text, values or "")
 
 
-_LOG = logging.getLogger("agl_ray")
-
 LOOK_S = 1.0
 """Seconds between two looks at the queue."""
 

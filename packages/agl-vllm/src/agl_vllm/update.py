@@ -25,17 +25,17 @@ _LOG = logging.getLogger("agl_vllm")
 async def load_adapter(client: ServerClient, weights: Weights, *, name: str) -> None:
     """Load the adapter as the model ``name``; raises :class:`PolicyError` where the server takes no adapters."""
     remedy = (
-        "takes no adapters; start it with --enable-lora and the environment variable "
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or let agl start it with lora_rank"
+        "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or let agl "
+        "start it with lora_rank"
     )
-    async with _between_answers(client, remedy):
+    async with _between_answers(client, "takes no adapters", remedy):
         await client.load_adapter(name, weights.uri)
 
 
 async def reload_weights(client: ServerClient, weights: Weights) -> None:
     """Load full weights into the server; raises :class:`PolicyError` where it takes no new weights."""
-    remedy = "takes no new weights; start it with the environment variable VLLM_SERVER_DEV_MODE=1, or let agl start it"
-    async with _between_answers(client, remedy):
+    remedy = "start it with the environment variable VLLM_SERVER_DEV_MODE=1, or let agl start it"
+    async with _between_answers(client, "takes no new weights", remedy):
         await client.reload_weights(weights.uri)
 
 
@@ -45,10 +45,10 @@ async def replace_weights(client: ServerClient, weights: Weights) -> None:
     After a failure the server has no weights, and must be started again.
     """
     remedy = (
-        "cannot sleep; start it with --enable-sleep-mode and the environment variable VLLM_SERVER_DEV_MODE=1, or "
+        "start it with --enable-sleep-mode and the environment variable VLLM_SERVER_DEV_MODE=1, or "
         'write sync = "reload"'
     )
-    async with _between_answers(client, remedy):
+    async with _between_answers(client, "cannot sleep", remedy):
         await client.sleep()
         await client.wake_up("weights")
         await client.reload_weights(weights.uri)
@@ -56,10 +56,10 @@ async def replace_weights(client: ServerClient, weights: Weights) -> None:
 
 
 @asynccontextmanager
-async def _between_answers(client: ServerClient, remedy: str) -> AsyncGenerator[None]:
+async def _between_answers(client: ServerClient, lack: str, remedy: str) -> AsyncGenerator[None]:
     """Hold the server's requests within the block, then drop the prefixes that the old weights computed.
 
-    A route that the server lacks is an error with the remedy.
+    A route that the server does not have is an error that says what the server lacks, and the remedy.
     """
     # An answer that begins with the old weights and ends with the new ones has log-probabilities of neither.
     is_held = True
@@ -76,7 +76,7 @@ async def _between_answers(client: ServerClient, remedy: str) -> AsyncGenerator[
         try:
             yield
         except RouteMissingError as error:
-            raise PolicyError(f"the server at {client.base_url} {remedy} ({error})") from error
+            raise PolicyError(f"the server at {client.base_url} {lack} ({error}); {remedy}") from error
         if is_held:
             await client.reset_prefix_cache()
     except BaseException:  # a pause that failed may hold them all the same, and every call of the agents would hang
