@@ -147,13 +147,13 @@ async def _follow(service: GatewayService, order: Order) -> None:
     if order.kind == "settle":
         await service.recorder.settle(order.name)
     elif order.kind == "pause":
-        await service.relay.gates[order.name].pause(drain_s=order.drain_s)
+        await service.router.gates[order.name].pause(drain_s=order.drain_s)
     elif order.gate is not None:
-        service.relay.gates[order.name].resume(model_version=order.gate.model_version, model=order.gate.model)
+        service.router.gates[order.name].resume(model_version=order.gate.model_version, model=order.gate.model)
 
 
 async def _set_gate(service: GatewayService, name: str, state: GateState) -> None:
-    gate = service.relay.gates[name]
+    gate = service.router.gates[name]
     gate.resume(model_version=state.model_version, model=state.model)
     if state.is_paused:
         await gate.pause(drain_s=0.0)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from agl.contracts import Store
 from agl.errors import StoreError
+from agl.schemas import Span
 from agl_gateway.record.outage import FINAL, Outage
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_gateway.status.metrics import SpanRate
@@ -266,18 +267,12 @@ class Spool:
                 await self._defer_or_refuse(file, own, error)
 
     async def _append(self, calls: Sequence[SpooledCall]) -> Exception | None:
-        spans = [span for call in calls for span in call.spans]
-        try:
-            await self._store.append_spans(spans)
-        except Exception as error:  # noqa: BLE001  # isolation: kept, and repeated or reported by the caller
-            return error
-        self._rate.add(len(spans))
-        return None
+        return await appended(self._store, [span for call in calls for span in call.spans], self._rate)
 
     async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
         """Try an attempt again later, for ever; set it aside only where the store will never take it."""
         attempt_id = calls[0].attempt_id
-        message = str(error) if isinstance(error, StoreError) else repr(error)
+        message = message_of(error)
         spans = sum(len(call.spans) for call in calls)
         if isinstance(error, FINAL):
             _log.error("the store refused %d spans of attempt %s: %s", spans, attempt_id, message)
@@ -332,3 +327,18 @@ class Spool:
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+async def appended(store: Store, spans: Sequence[Span], rate: SpanRate) -> Exception | None:
+    """Write spans to the store and count them; returns the error instead where it refuses."""
+    try:
+        await store.append_spans(spans)
+    except Exception as error:  # noqa: BLE001  # isolation: repeated, or reported by the caller
+        return error
+    rate.add(len(spans))
+    return None
+
+
+def message_of(error: Exception) -> str:
+    """Return what to say of a store's refusal."""
+    return str(error) if isinstance(error, StoreError) else repr(error)
