@@ -194,7 +194,7 @@ async def test_process_that_hangs_is_ended_and_started_again(apart, caplog):
 
 
 async def test_stop_does_not_wait_for_the_next_start(apart, caplog, monkeypatch):
-    monkeypatch.setattr("agl_gateway.processes.gateway_process._FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr("agl_gateway.processes.supervisor._FIRST_PAUSE_S", 60.0)
     async with apart() as (_, gateway):
         os.kill(gateway.pid, signal.SIGKILL)
         await eventually(lambda: "started again in 60 s" in caplog.text)

@@ -1,7 +1,7 @@
 """The program of a gateway in a process of its own: ``python -m agl_gateway.processes.program LISTENER CONTROL OWNER``.
 
 LISTENER is a socket that listens already and stays the owner's, so that its address outlives this process. CONTROL is
-one end of a socket pair over which the owner gives orders (:mod:`agl_gateway.processes.process_lines`), OWNER the
+one end of a socket pair over which the owner gives orders (:mod:`agl_gateway.processes.gateway_process`), OWNER the
 owner's process id. The program ends at the owner's order, and at once when its owner is gone, after ``kill -9`` too.
 """
 
@@ -22,7 +22,7 @@ import msgspec
 from agl import PluginManager
 from agl.errors import AglError
 from agl_gateway.access.certificate import certificate_of
-from agl_gateway.processes.process_lines import LONGEST, Beginning, GateState, Note, Order, line
+from agl_gateway.processes.gateway_process import LONGEST, Beginning, GateState, Note, Order, line
 from agl_gateway.record.spools import left_text, spools_for
 from agl_gateway.service import GatewayService
 from agl_gateway.store_api.contract import Fault, fault_of

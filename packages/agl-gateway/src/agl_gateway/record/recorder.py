@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from agl.contracts import Store
@@ -42,36 +43,29 @@ _SPOOL_STOP_S = 5.0
 """Seconds in which a gateway that ends brings the spool's calls to the store; the others stay there."""
 
 
+@dataclass(eq=False)
 class Recorder:
     """Writes the recorded calls of the gateway to the store. Used in one event loop only.
 
-    Args:
+    Attributes:
         spools: The gateway's own spool, and those of gateways that are gone; none to go without.
         spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
         on_held: Takes the number of calls that are not in the store, and of open streams, whenever it changes.
-
-    Attributes:
         lost: Number of spans that could not be written.
         spool: Calls that are durable and not in the store; ``None`` without one.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        rate: SpanRate,
-        outage: Outage,
-        spools: Sequence[SpoolFile] = (),
-        spool_after_s: float = 0.05,
-        on_held: Callable[[int], None] | None = None,
-    ) -> None:
-        self._on_held = on_held
+    store: Store
+    _: KW_ONLY
+    rate: SpanRate
+    outage: Outage
+    spools: Sequence[SpoolFile] = ()
+    spool_after_s: float = 0.05
+    on_held: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
         self._held = 0
-        self._spool_after_s = spool_after_s
-        self._store = store
-        self._outage = outage
-        self._rate = rate
-        self._writer = AttemptWriter(store, rate=rate, on_failure=self._fail)
+        self._writer = AttemptWriter(self.store, rate=self.rate, on_failure=self._fail)
         self._queue: deque[CallRecord] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
@@ -89,7 +83,7 @@ class Recorder:
         self._is_stopping = False
         self._oldest_at = 0.0
         self.lost = 0
-        self.spool = self._new_spool(spools, rate) if spools else None
+        self.spool = self._new_spool(self.spools, self.rate) if self.spools else None
 
     @property
     def pending(self) -> int:
@@ -286,10 +280,10 @@ class Recorder:
         append: asyncio.Task[bool] | None = None
         tries = 0
         while True:
-            if append is None and spool.is_empty and not self._outage.is_on:
+            if append is None and spool.is_empty and not self.outage.is_on:
                 append = asyncio.create_task(self._append([span for call in calls for span in call.spans]))
             if append is not None:
-                await asyncio.wait([append], timeout=self._spool_after_s)
+                await asyncio.wait([append], timeout=self.spool_after_s)
             if append is not None and append.done():
                 if append.result():
                     await self._finish(batch)
@@ -311,7 +305,7 @@ class Recorder:
 
     async def _append(self, spans: list[Span]) -> bool:
         """Write spans of several attempts at once; returns false if the store refuses."""
-        return not spans or await appended(self._store, spans, self._rate) is None
+        return not spans or await appended(self.store, spans, self.rate) is None
 
     async def _finish(self, batch: Sequence[CallRecord]) -> None:
         """Record that exchanges are in the store, or never will be."""
@@ -341,15 +335,15 @@ class Recorder:
 
     def _hold(self, change: int) -> None:
         self._held += change
-        if self._on_held is not None:
-            self._on_held(self._held)
+        if self.on_held is not None:
+            self.on_held(self._held)
 
     def _new_spool(self, spools: Sequence[SpoolFile], rate: SpanRate) -> Spool:
         return Spool(
             spools[0],
             leftovers=spools[1:],
-            store=self._store,
-            outage=self._outage,
+            store=self.store,
+            outage=self.outage,
             rate=rate,
             on_stored=self._stored,
             on_failure=self._fail,
