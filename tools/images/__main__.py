@@ -16,7 +16,7 @@ import yaml
 from agl import PluginManager
 from agl_deploy.images import wheel_command
 from agl_deploy.needs import read_needs
-from agl_run.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 from tools.images import __doc__ as about
 from tools.images._build import BASE, PYTHON, Images, call, missing, wheels
 from tools.images._containers import Compose

@@ -15,9 +15,9 @@ from agl.contracts import ExperimentRecord, Upstream
 from agl.errors import ConfigError, StoreError
 from agl.schemas import NamedResources, Rollout, Span
 from agl.stores import MemoryStore
+from agl_inspect.records import state as saved
 from agl_run import AgentSpec, AsyncRunner, Quiet, RunSetup, Trainer
-from agl_run.experiment import state as saved
-from agl_run.experiment.schedule import concurrent, sequential
+from agl_run.run.schedule import concurrent, sequential
 from agl_run.runners.command import CommandRunner
 from agl_run.runners.process import ProcessRunner
 
@@ -71,7 +71,7 @@ def test_fresh_start_cancels_what_the_stopped_run_left_queued(tmp_path: Path) ->
 
     async def before() -> None:
         await store.enqueue([Rollout(rollout_id="old", task="old", experiment="e")])
-        await saved.save(store, ExperimentRecord(name="e", run=1))
+        await saved.save_progress(store, ExperimentRecord(name="e", run=1))
 
     asyncio.run(before())
     trainer = Trainer(name="e", store=store, folder=tmp_path, progress=Quiet())

@@ -16,15 +16,15 @@ import pytest
 from agl.contracts import ExperimentRecord, RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import ModelCall, Outcome, RetryPolicy, Rollout, Span, pack_floats, pack_ids
-from agl_run import SQLiteStore
-from agl_run.sqlite import _schema
-from agl_run.sqlite._schema import CURRENT, MIGRATIONS
+from agl_store_sqlite import _schema
+from agl_store_sqlite._schema import CURRENT, MIGRATIONS
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.stores.older_layout import narrow_numbers
 
 WRITER = """
 import asyncio, sys
 from agl.schemas import Outcome, Rollout, Span
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 async def work(store, worker):
     for number in range(100000):
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 PATIENT = """
 import asyncio, sys
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 async def main():
     store = SQLiteStore(sys.argv[1])
@@ -62,7 +62,7 @@ asyncio.run(main())
 
 FULL = """
 import resource, sys
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 try:
@@ -136,7 +136,7 @@ async def write(path: Path, rollouts: int) -> SQLiteStore:
 
 async def reopen(path: Path) -> tuple[int, str]:
     """Open a store, and return the number of its rollouts and what was logged meanwhile."""
-    handler, logger = ListHandler(), logging.getLogger("agl_run.sqlite")
+    handler, logger = ListHandler(), logging.getLogger("agl_store_sqlite")
     logger.addHandler(handler)
     store = SQLiteStore(url_of(path))
     logger.removeHandler(handler)

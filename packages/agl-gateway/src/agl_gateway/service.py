@@ -48,7 +48,8 @@ from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
 from agl_gateway.traffic.splits import Split, Splitter, check_labels
 from agl_gateway.wire.client_apis import ClientApis
-from agl_run.tokens import AttemptTokens, Keys
+from agl_inspect.keys import Keys
+from agl_run.access.tokens import AttemptTokens
 
 _SHUTDOWN_S = 2.0
 BACKLOG = 1024

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from agl.errors import AglError
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 _LOG = logging.getLogger("agl.audit")
 _OWN_LOG = logging.getLogger(__name__)

@@ -13,8 +13,11 @@ from agl.schemas import Span
 from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.wire.problems import Problem
-from agl_run.commands import KEY_ADVICE, PLACEHOLDER_KEY
-from agl_run.tokens import AttemptToken, AttemptTokens, Keys, TokenScope
+from agl_inspect.keys import Keys
+from agl_run import KEY_ADVICE
+from agl_run.access import AttemptToken
+from agl_run.access.placeholder_key import PLACEHOLDER_KEY
+from agl_run.access.tokens import AttemptTokens, TokenScope
 
 _log = logging.getLogger(__name__)
 

@@ -30,6 +30,10 @@ from agl_gateway.access.tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.presence import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, spools_in
 from agl_gateway.record.spools import default_folder
+from agl_inspect.keys import state_dir
+from agl_inspect.stores import as_url, build_store
+from agl_inspect.terminal import json_option, pass_manager, print_json, resolve_url, with_store
+from agl_inspect.text import visible
 from agl_run import (
     SECRET_ENV,
     SECRET_FILE_ENV,
@@ -41,20 +45,9 @@ from agl_run import (
     load_config,
     refusal_of,
     signing_keys,
-    state_dir,
     worker_key,
 )
-from agl_run.commands import (
-    as_url,
-    build_store,
-    json_option,
-    pass_manager,
-    print_json,
-    resolve_url,
-    visible,
-    with_store,
-)
-from agl_run.tokens import AdminKey
+from agl_run.access.tokens import AdminKey
 
 State = Literal["ok", "warning", "wrong"]
 

@@ -28,7 +28,7 @@ from agl_gateway.access.quotas import Quotas
 from agl_gateway.record.agent_spans import as_said_by_agent
 from agl_gateway.status.metrics import SpanRate
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 PROTOBUF = "application/x-protobuf"
 _MAX_BODY = 16 * 1024 * 1024

@@ -20,7 +20,7 @@ from agl_gateway.relay.side_calls import COMPACT, SIDE_CALLS, SideCalls
 from agl_gateway.wire.google import COUNT_TOKENS, GOOGLE_BASE, GOOGLE_METHODS, google_endpoint
 from agl_gateway.wire.problems import Problem, problem_response
 from agl_gateway.wire.translation import CHAT, ClientApi
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

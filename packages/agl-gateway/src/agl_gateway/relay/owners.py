@@ -14,7 +14,7 @@ from agl_gateway.relay.callers import HelperRules, session_of
 from agl_gateway.traffic.conversation_ids import conversation_of
 from agl_gateway.traffic.conversations import Conversations, rollout_id_of
 from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from agl_gateway.wire.compaction import CompactionTranslation
 from agl_gateway.wire.problems import Problem, problem_body, problem_response
 from agl_gateway.wire.thoughts import restored, thoughts_of
 from agl_gateway.wire.translation import CHAT, Outgoing, Translation
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 DROPPED_HEADER = "x-agl-dropped"
 """Response header that names what a translated request asked for in vain."""

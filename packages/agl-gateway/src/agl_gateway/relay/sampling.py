@@ -20,7 +20,7 @@ from typing import cast
 import msgspec
 
 from agl import semconv
-from agl.contracts import RolloutQuery, Store, Upstream
+from agl.contracts import RolloutQuery, Store, Upstream, sampling_mode
 from agl.dialects import Request, sampled
 from agl.errors import NotFoundError
 from agl.schemas import Json, Rollout
@@ -28,8 +28,7 @@ from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.traffic.conversation_ids import opening_of
 from agl_gateway.wire.problems import Problem
-from agl_run.greedy import greedy_policies
-from agl_run.replay import sampling_mode
+from agl_run import greedy_policies
 
 SEED_HEADER = "x-agl-seed"
 

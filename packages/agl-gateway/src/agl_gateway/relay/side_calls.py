@@ -18,7 +18,7 @@ from agl_gateway.relay.sender import reply_headers, request_headers
 from agl_gateway.wire.client_apis import ABSENT
 from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.thoughts import restored
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 COMPACT = "/responses/compact"
 

@@ -22,7 +22,7 @@ from agl_gateway.processes.siblings import PEER_HEADER, SIBLING
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.store_api.worker_reach import WorkerReach
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 _VERSION = version("agl-gateway")
 _SETTLE_S = 5.0

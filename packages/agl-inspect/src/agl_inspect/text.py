@@ -1,0 +1,13 @@
+"""The characters in text of agents and models that a terminal would obey."""
+
+__all__ = ["visible"]
+
+CONTROLS = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Control characters but tab and line feed, and those that turn text around."""
+
+_VISIBLE = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in CONTROLS}
+
+
+def visible(text: str) -> str:
+    """Escape the control characters in text of agents and models, so that a terminal shows and never obeys them."""
+    return text.translate(_VISIBLE)
