@@ -192,7 +192,7 @@ async def test_full_spool_refuses_calls_before_the_model_is_asked(serving, serve
         if limit == "calls":
             spool.max_calls = 2
         else:
-            spool._max_bytes = 1
+            spool.max_bytes = 1
         store.is_gone = True
         kept = 2 if limit == "calls" else 1
         assert {200} == {(await call(it, token))[0] for _ in range(kept)}
