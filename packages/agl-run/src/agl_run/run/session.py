@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
 
 import msgspec
 
@@ -40,13 +39,14 @@ from agl_run.parts.waiting import loading, told
 from agl_run.plan import Plan
 from agl_run.run.finish_feed import FinishFeed
 from agl_run.run.lock import ExperimentLock
+from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.announcement import Announcement, Serving, make_serving, withdraw
 from agl_run.worker.cluster_share import store_for_workers
 from agl_run.worker.current import LiveResources
 from agl_run.worker.loop_limit import crowded_loop
 from agl_run.worker.order import order_of, reclaim_lost
-from agl_run.worker.setup import WorkerContext, make_tracers, worker_setup
+from agl_run.worker.setup import make_runner, make_tracers, run_context
 from agl_run.worker.unclaimed import WorkerWatch
 from agl_run.worker.worker import Worker
 
@@ -124,10 +124,9 @@ class Session:
         self.live = LiveResources(self.store, llms)
         await self._make_live(state)
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
-        context = self._worker_context(upstreams)
-        tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
-        setup = replace(worker_setup(self.plan, context, tracers), keep=self.feed.keep)
-        self.worker = await self._stack.enter_async_context(Worker(setup))
+        context = self._context(upstreams)
+        worker = Worker(context, make_runner(self.plan, context), keep=self.feed.keep)
+        self.worker = await self._stack.enter_async_context(worker)
         self._ownership.on_loss = self.worker.fail
         announcement = Announcement(self.store, self.plan.name, self._serving(state, context, llms))
         self._announcement = await self._stack.enter_async_context(announcement)
@@ -339,8 +338,10 @@ class Session:
         self.live.set(version)
         return True
 
-    def _worker_context(self, upstreams: list[Upstream]) -> WorkerContext:
-        return WorkerContext(
+    def _context(self, upstreams: list[Upstream]) -> RunContext:
+        return run_context(
+            self.plan,
+            make_tracers(self.plan, self._stack.enter_context(ExitStack())),
             store=self.store,
             secret=signing_keys(),
             resources=self.live.for_rollout,
@@ -351,7 +352,7 @@ class Session:
             concurrency=0 if self.plan.fleet is not None else self.plan.config.runner.concurrency,
         )
 
-    def _serving(self, state: ExperimentRecord, context: WorkerContext, llms: Mapping[str, LLM]) -> Serving:
+    def _serving(self, state: ExperimentRecord, context: RunContext, llms: Mapping[str, LLM]) -> Serving:
         return make_serving(
             self.plan,
             run=state.run,

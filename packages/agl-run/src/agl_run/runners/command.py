@@ -33,14 +33,14 @@ from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.kept import KeptProcess
 from agl_run.runners.printed import LINE, PrintedText
 from agl_run.runners.result import describe_error, read_result
-from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
+from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunContext, environment_for_agents
 from agl_run.runners.spool import Spool
 
 
 class CommandRunner:
     """Runs a command line per attempt; see the module."""
 
-    def __init__(self, setup: RunSetup) -> None:
+    def __init__(self, setup: RunContext) -> None:
         if not setup.agent.command:
             raise ConfigError(
                 'the \'command\' runner needs the agent as a list of words, such as agent = ["node", "agent.js"]'

@@ -1,4 +1,4 @@
-"""The settings of a runner that all its attempts share."""
+"""The context of a run that all its attempts share: for its worker, and for its runner."""
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
+from agl.contracts import POLICY_KEY_ENV, RewardEmitter, Store, Tracer, Upstream
 from agl.errors import TokenError
 from agl.schemas import Claim, NamedResources, Rollout
 from agl_run.access.placeholder_key import PLACEHOLDER_KEY
@@ -25,6 +25,11 @@ TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
 """Variable with the name of a file that holds the admin token of a served store."""
 
 
+async def no_resources(_: Rollout) -> NamedResources:
+    """Return no resources, for runs without any."""
+    return {}
+
+
 class SettlingGateway(Protocol):
     """A gateway that can wait for an attempt's calls, local or remote."""
 
@@ -38,30 +43,36 @@ class SettlingGateway(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSetup:
-    """One experiment's settings for running attempts.
+class RunContext:
+    """Everything that the attempts of a run share, in the experiment's own process and in a remote worker.
 
     Attributes:
+        store: Source of rollouts, and target of spans and outcomes.
         agent: The agent to run.
-        store: Where spans go while an attempt runs.
+        experiment: Only this experiment's rollouts are claimed, ``None`` for all.
         secret: Signs attempt tokens; never stored. ``None`` where they come with the claims, for a worker's token.
         resources: Returns the resources of a rollout, with pinned versions applied.
         gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
         gateway: The gateway, local or remote, so that an attempt ends only after its calls are in the store.
+        rewards: Reward emitters by name, run after the agent, hidden task fields included.
+        requires_calls: True if a successful attempt without any model call is a failure.
         upstreams: The configured policies, so that the wire hook knows which calls to redirect.
         tracers: Names of the tracers to install in the process that runs the agent, with the objects made.
         plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
-        concurrency: Attempts at once.
+        concurrency: Attempts at once; 0 leaves them all to remote workers.
         workdir: Where the experiment keeps its files; ``None`` for none.
         ca: File with the authorities of the gateway's certificate; ``None`` for that of ``AGL_CA_FILE``, if it is set.
     """
 
-    agent: AgentSpec
     store: Store
-    secret: Secret | None
-    resources: Callable[[Rollout], Awaitable[NamedResources]]
+    agent: AgentSpec = field(default_factory=AgentSpec)
+    secret: Secret | None = None
+    resources: Callable[[Rollout], Awaitable[NamedResources]] = no_resources
+    experiment: str | None = None
     gateway_url: str = ""
     gateway: SettlingGateway | None = None
+    rewards: Sequence[tuple[str, RewardEmitter]] = ()
+    requires_calls: bool = False
     upstreams: Sequence[Upstream] = ()
     tracers: Sequence[tuple[str, Tracer]] = ()
     plugins: dict[str, str] = field(default_factory=dict[str, str])
@@ -104,7 +115,7 @@ class RunSetup:
         return {**client_environment(self.base_url, token), **trust} if self.base_url else {}
 
 
-def environment_for_agents(setup: RunSetup) -> dict[str, str]:
+def environment_for_agents(setup: RunContext) -> dict[str, str]:
     """Return this process's environment without the keys of the store, and without those that a gateway holds."""
     held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
     own = {SECRET_ENV, SECRET_FILE_ENV, ADMIN_TOKEN_ENV, TOKEN_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV}

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -26,8 +26,8 @@ from agl_run.worker.admission import JoinProblem, check_direct_calls, difference
 from agl_run.worker.announcement import BEAT_S, Serving, load_serving
 from agl_run.worker.current import PinnedResources
 from agl_run.worker.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
-from agl_run.worker.setup import WorkerContext, ca_of, make_tracers, worker_setup
-from agl_run.worker.worker import Worker, WorkerSetup
+from agl_run.worker.setup import ca_of, make_runner, make_tracers, run_context
+from agl_run.worker.worker import Worker
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -174,7 +174,7 @@ class RemoteWorker:
         with ExitStack() as stack:
             try:
                 await self._store.announce(member)
-                async with Worker(self._setup(serving, gateway, stack)) as worker:
+                async with self._make_worker(serving, gateway, stack) as worker:
                     self._worker = worker
                     self._announce(serving, gateway)
                     self._has_joined = True
@@ -202,13 +202,16 @@ class RemoteWorker:
             worker=self._name,
         )
 
-    def _setup(self, serving: Serving, gateway: RemoteGateway | None, stack: ExitStack) -> WorkerSetup:
+    def _make_worker(self, serving: Serving, gateway: RemoteGateway | None, stack: ExitStack) -> Worker:
         url = gateway.url if gateway is not None else ""
         endpoints = {
             name: msgspec.structs.replace(llm, endpoint=f"{url}/v1") if url else llm
             for name, llm in serving.endpoints.items()
         }
-        context = WorkerContext(
+        context = run_context(
+            self._plan,
+            make_tracers(self._plan, stack),
+            unreachable=unreachable_policies(serving),
             store=self._store,
             secret=None if worker_key() else signing_keys(),
             resources=PinnedResources(self._store, endpoints, live=self._live).for_rollout,
@@ -217,11 +220,9 @@ class RemoteWorker:
             upstreams=serving.upstreams,
             requires_calls=serving.requires_calls,
             concurrency=self._concurrency,
-            unreachable=unreachable_policies(serving),
         )
-        setup = worker_setup(self._plan, context, make_tracers(self._plan, stack))
-        runner = setup.runner if gateway is None else GuardedRunner(setup.runner, gateway)
-        return replace(setup, runner=runner, finished=self._count)
+        runner = make_runner(self._plan, context)
+        return Worker(context, runner if gateway is None else GuardedRunner(runner, gateway), finished=self._count)
 
     def _count(self, rollout: Rollout) -> None:
         self.tally.finished[rollout.status] = self.tally.finished.get(rollout.status, 0) + 1
