@@ -17,8 +17,7 @@ from agl.schemas import Attempt, Claim, Outcome, RetryPolicy, Rollout
 from agl.schemas._ids import attempt_id_of, new_rollout_id
 from agl.stores import MemoryStore
 from agl_run import AgentSpec, RunContext
-from agl_run.runners.command import CommandRunner
-from agl_run.runners.printed import HEAD, LINE, TAIL, PrintedText
+from agl_run.runners.command import HEAD, LINE, TAIL, CommandRunner, PrintedText
 
 MB = 1 << 20
 

@@ -15,7 +15,7 @@ from agl_inspect.records.hosts import worker_name
 from agl_inspect.records.saved_versions import deferred, saved_marks, unsaved
 from agl_inspect.records.state import AlgorithmState
 from agl_inspect.versions.lineage import list_versions, shown
-from agl_run.checks.serving_files import served_from_disk
+from agl_run.checks.notices import served_from_disk
 from agl_run.run.saving import remove_unreachable, to_end
 
 

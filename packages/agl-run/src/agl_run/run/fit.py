@@ -9,7 +9,7 @@ import msgspec
 
 from agl.schemas import Episode, Json, Mode, Record
 from agl_inspect.records import TRIAL, AlgorithmState, after_step, error_of, experiment_of, last_versions, save_progress
-from agl_run.checks.unused import unused_credits
+from agl_run.checks.notices import unused_credits
 from agl_run.config.records import ScheduleConfig
 from agl_run.config.retention import retain_after_run
 from agl_run.deliver.sinking import Sinks, SinkSource

@@ -29,6 +29,7 @@ from agl_inspect.records import labelled
 from agl_inspect.retention import Ownership
 from agl_inspect.stores import address_of, build_store, checked_store, located, without_password
 from agl_run.access.secret import signing_keys
+from agl_run.checks.notices import crowded_loop
 from agl_run.config.work_folder import own
 from agl_run.deliver.exporting import Exporting
 from agl_run.fleet import FleetSetup
@@ -44,7 +45,6 @@ from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.announcement import Announcement, Serving, make_serving, withdraw
 from agl_run.worker.cluster_share import store_for_workers
 from agl_run.worker.current import LiveResources
-from agl_run.worker.loop_limit import crowded_loop
 from agl_run.worker.order import order_of, reclaim_lost
 from agl_run.worker.setup import make_runner, make_tracers, run_context
 from agl_run.worker.unclaimed import WorkerWatch

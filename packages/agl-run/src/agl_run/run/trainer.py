@@ -13,7 +13,8 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, Resource
 from agl_run.agents.agent import Agent
-from agl_run.checks.checks import make_plan
+from agl_run.checks.planning import make_plan
+from agl_run.config.dataset import Tasks
 from agl_run.config.records import (
     ASYNC,
     ExperimentConfig,
@@ -28,7 +29,6 @@ from agl_run.config.records import (
     listed,
     policy,
 )
-from agl_run.config.tables import Tasks
 from agl_run.display.progress import Progress, default_progress, run_progress
 from agl_run.parts.rewards import given_rewards, name_of
 from agl_run.plan import Plan

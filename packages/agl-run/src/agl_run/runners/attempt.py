@@ -9,9 +9,10 @@ import ctypes
 import inspect
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -38,7 +39,6 @@ from agl_run.replay.script import Script
 from agl_run.runners.refusals import RefusedCalls
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.storable import storable_span
-from agl_run.runners.threads import AgentThreads
 
 STOP_GRACE_S = 5.0
 """Seconds that a cancelled agent gets to stop before it is abandoned."""
@@ -276,3 +276,32 @@ def _root_span(
         status_message="" if error is None else error.message,
         attributes=values,
     )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AgentThreads(Executor):
+    """Runs every call in a daemon thread of its own.
+
+    An agent may block in a call that nothing interrupts. The threads of a ``ThreadPoolExecutor`` would then hold up the
+    end of the process until that call returns.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        """Start ``fn`` at once; the number of calls that run at a time is the caller's to bound."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                value = fn(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001  # raised where the result is asked for
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        threading.Thread(target=run, name="agl-agent", daemon=True).start()
+        return future

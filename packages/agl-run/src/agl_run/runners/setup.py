@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from agl.contracts import POLICY_KEY_ENV, RewardEmitter, Store, Tracer, Upstream
-from agl.errors import TokenError
-from agl.schemas import Claim, NamedResources, Rollout
-from agl_run.access.placeholder_key import PLACEHOLDER_KEY
+from agl.errors import RunError, TokenError
+from agl.schemas import Claim, NamedResources, Outcome, Rollout
 from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV
-from agl_run.access.tokens import AttemptTokens, IssuedClaim, Secret, issue_token
+from agl_run.access.tokens import PLACEHOLDER_KEY, AttemptTokens, IssuedClaim, Secret, issue_token
 from agl_run.access.trust import trust_variables
 from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
 from agl_run.agents.agent import AgentSpec
@@ -146,3 +145,24 @@ def client_environment(base_url: str, token: str) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": token,
     }
+
+
+class LostError(RunError):
+    """Something that an attempt needs went away, such as its sandbox, which says nothing about the agent.
+
+    The worker gives the attempt back, and it is repeated; ``max_losses`` of the runner bounds how often.
+    """
+
+
+@runtime_checkable
+class LastingRunner(Protocol):
+    """A runner that leaves something of an attempt for the rewards, such as a workspace."""
+
+    async def release(self, claim: Claim, outcome: Outcome | None) -> None:
+        """Remove what is left of an attempt; called once it is judged, and before its outcome is written.
+
+        Args:
+            claim: The attempt that :meth:`execute` was called with.
+            outcome: Its outcome; ``None`` where it was given back and will be repeated.
+        """
+        ...

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from agl import semconv
 from agl.tracing import ActiveAttempt, Undo, current, open_span, patch
-from agl_run.access.placeholder_key import PLACEHOLDER_KEY, REFUSED
+from agl_run.access.tokens import PLACEHOLDER_KEY, REFUSED
 from agl_run.tracers.module_tracer import ModuleTracer
 
 _ROUTES = re.compile(

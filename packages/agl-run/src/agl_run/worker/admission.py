@@ -9,7 +9,7 @@ from agl import PluginManager
 from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
 from agl_inspect.records import place
-from agl_run.config.harnesses import agent_of, with_runner
+from agl_run.config.agent import agent_of, with_runner
 from agl_run.config.records import ExperimentConfig
 from agl_run.config.work_folder import work_folder
 from agl_run.parts.rewards import check_known

@@ -5,6 +5,7 @@ One worker serves one runner. It leaves the course of an attempt to the runner.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,12 +20,10 @@ from agl.stores import all_spans
 from agl.tracing import make_reward_span
 from agl_inspect.records import worker_name
 from agl_run.runners.judging import judged
-from agl_run.runners.lasting import LastingRunner, LostError
 from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
-from agl_run.runners.setup import RunContext
+from agl_run.runners.setup import LastingRunner, LostError, RunContext
 from agl_run.runners.storable import UNFIT, storable_outcome
-from agl_run.worker.slots import Slots
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -329,3 +328,44 @@ def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
         "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "
         "through httpx"
     )
+
+
+class Slots:
+    """Counts the agents that run, and adds up the time that they do.
+
+    Args:
+        count: Agents that may run at once; 0 where other machines run them all.
+        clock: Returns seconds that only grow.
+
+    Attributes:
+        taken: Agents that run now.
+    """
+
+    def __init__(self, count: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count = count
+        self.taken = 0
+        self._clock = clock
+        self._since = clock()
+        self._total_s = 0.0
+
+    @property
+    def free(self) -> int:
+        """Agents that may start."""
+        return self.count - self.taken
+
+    def now(self) -> tuple[float, float]:
+        """Return the time, and the seconds that all agents together have run until then."""
+        now = self._clock()
+        self._total_s += self.taken * (now - self._since)
+        self._since = now
+        return now, self._total_s
+
+    def take(self) -> None:
+        """Note that an agent starts."""
+        self.now()
+        self.taken += 1
+
+    def leave(self) -> None:
+        """Note that an agent has ended."""
+        self.now()
+        self.taken -= 1

@@ -10,23 +10,21 @@ import msgspec
 
 from agl import PluginManager
 from agl.algorithms import AlgorithmConfig
-from agl.contracts import AlgorithmEntry, Store
+from agl.contracts import AlgorithmEntry, Store, Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl.stores import MAX_ATTEMPTS
+from agl.tracing import upstreams_for
 from agl_inspect.records import FEWEST_TASKS, MAX_NAME, NAME, PREFIX, experiment_of
 from agl_inspect.stores import check_store_url
 from agl_run.agents.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 from agl_run.agents.importing import OtherModuleError, make_importable
 from agl_run.checks.frameworks import check_frameworks
-from agl_run.config.dataset import as_tasks, check_hidden
-from agl_run.config.harnesses import HARNESS, agent_of, with_runner
+from agl_run.config.agent import HARNESS, agent_of, tasks_of, with_runner
+from agl_run.config.dataset import Tasks, as_tasks, check_hidden
 from agl_run.config.records import ExperimentConfig, ExperimentSection, GatewayConfig, ResourceConfig
 from agl_run.config.retention import limits_of
-from agl_run.config.roles import check_patterns
-from agl_run.config.sources import tasks_of
-from agl_run.config.tables import Tasks
 from agl_run.config.work_folder import work_folder
 from agl_run.deliver.exporting import check_different
 from agl_run.parts.rewards import check_known
@@ -493,3 +491,30 @@ def _check_agent(plan: Plan) -> None:
 def _provided(plan: Plan) -> Sequence[str]:
     """Return the names of the agent's parameters that its runner fills, which declares them as ``provides``."""
     return getattr(plan.manager.resolve(plan.manager.runner(plan.config.runner.use)), "provides", ())
+
+
+def check_patterns(patterns: Mapping[str, str]) -> None:
+    """Refuse ``agents`` patterns, by policy name, that are no regular expression or that share an agent's name.
+
+    Two expressions can overlap in ways that only a call shows; the gateway refuses such a call.
+
+    Raises:
+        ConfigError: A pattern is wrong; names the policies and the agent that both claim.
+    """
+    for policy, pattern in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"[policy.{policy}] agents = {pattern!r} is no regular expression: {error}; list names as in "
+                "'write|rewrite'"
+            ) from None
+    upstreams = [Upstream(name=policy, base_url="", agents=pattern) for policy, pattern in patterns.items()]
+    for name in (name for pattern in patterns.values() for name in pattern.split("|")):
+        claimed = [upstream.name for upstream in upstreams_for(upstreams, names=[name])]
+        if len(claimed) > 1:
+            first, second = sorted(claimed, key=list(patterns).index)[:2]
+            raise ConfigError(
+                f"[policy.{first}] and [policy.{second}] both take the calls of agent {name!r} "
+                f"(agents = {patterns[first]!r} and {patterns[second]!r}); let one policy name it"
+            )
