@@ -118,7 +118,7 @@ def check_shape(data: Mapping[str, Any], record: type[Record], *, path: str = ""
     Raises:
         ConfigError: A key is unknown or missing, or has a value of another type.
     """
-    hints = get_type_hints(record)
+    hints = get_type_hints(record, include_extras=True)
     for key, value in data.items():
         where = f"{path}.{key}" if path else key
         if key in hints:
