@@ -193,7 +193,7 @@ def test_component_that_is_not_installed_is_named_with_the_line_that_installs_it
 
 def test_program_that_cannot_be_read_is_named(project: Path, read) -> None:
     (project / "deploy_agent.py").write_text("def solve(:\n")
-    with pytest.raises(ConfigError, match=r"deploy_agent.py of the agent is no Python"):
+    with pytest.raises(ConfigError, match=r"deploy_agent.py of the agent is not valid Python"):
         read()
 
 

@@ -1,7 +1,7 @@
 """The sandboxes of this machine: a folder for each, and processes apart from the rest where bubblewrap works.
 
-A sandbox's folder stands beside a lock that its owner holds, so that the next process removes what a killed one left.
-A folder without a lock is one that was kept for people to look at.
+A sandbox's folder has a lock file next to it, which its owner holds, so that the next process removes what a killed one
+left. A folder without a lock file was kept for people to look at.
 """
 
 import asyncio
@@ -22,8 +22,7 @@ from filelock import FileLock, Timeout
 from agl.errors import ConfigError, RunError
 from agl.hints import pip_install
 from agl.schemas import new_span_id
-from agl_harness.isolation import Isolation, Kind, View, find_isolation
-from agl_harness.sandbox import (
+from agl_harness.sandboxes.contract import (
     HOME,
     NO_LIMITS,
     TEMPORARY,
@@ -36,7 +35,8 @@ from agl_harness.sandbox import (
     SandboxError,
     checked_path,
 )
-from agl_harness.usage import IS_KNOWN, exact_memory, file_memory, usage_below
+from agl_harness.sandboxes.isolation import Isolation, Kind, View, find_isolation
+from agl_harness.sandboxes.usage import IS_KNOWN, exact_memory, file_memory, usage_below
 from agl_run.programs import KeptProcess, PrintedText
 
 _LOG = logging.getLogger("agl_harness")
@@ -67,7 +67,7 @@ class LocalSandboxes:
     Args:
         base: The folder that theirs are made in.
         hidden: Folders that nothing in a sandbox sees, where bubblewrap works, besides other sandboxes.
-        readable: Files and folders within those that it may read nevertheless.
+        readable: Files and folders within hidden ones that it may read.
         isolation: ``bwrap``, ``none`` for plain processes, or ``auto`` for bubblewrap where it works.
     """
 
@@ -239,7 +239,7 @@ class LocalSandbox:
         await self._disk(_copy, source, target)
 
     async def snapshot(self) -> Sandbox:
-        """Return a sandbox with a copy of the workspace, in a folder beside this one's."""
+        """Return a sandbox with a copy of the workspace, in a folder next to this one's."""
         root = self._root.with_name(f"{self._root.name}-{new_span_id()}")
         lock = await self._disk(_make, root)
         copy = LocalSandbox(root, isolation=self._isolation, view=self._view, lock=lock)

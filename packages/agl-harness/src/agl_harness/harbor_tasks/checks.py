@@ -5,10 +5,19 @@ from pathlib import Path, PurePosixPath
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import Json
-from agl_harness.isolation import find_isolation
-from agl_harness.local import no_places
+from agl_harness.harbor_tasks.folder import (
+    CONFIG,
+    PREFIX,
+    Lack,
+    check_workdir,
+    describe,
+    instruction_of,
+    lacks_of,
+    load_task,
+)
+from agl_harness.sandboxes.isolation import find_isolation
+from agl_harness.sandboxes.local import no_places
 from agl_harness.settings import HarnessSettings
-from agl_harness.task_folder import CONFIG, PREFIX, Lack, check_workdir, describe, instruction_of, lacks_of, load_task
 
 _BUILT_BY = ("harbor",)
 """Backends that build a task's image."""
@@ -60,7 +69,7 @@ def read_tasks(name: str, folder: Path) -> list[Json]:
         Tasks with ``name``, ``prompt`` and, below ``folder``, ``workspace``.
 
     Raises:
-        DatasetError: There is none, or one cannot be read.
+        DatasetError: No task is found, or one cannot be read.
     """
     return [_task(path, folder) for path in task_folders(name, folder)]
 
@@ -69,7 +78,7 @@ def task_folders(name: str, folder: Path) -> list[Path]:
     """Return the task folders of a name, sorted; see :func:`read_tasks`.
 
     Raises:
-        DatasetError: There is none.
+        DatasetError: No task is found.
     """
     found = _folders(name, folder)
     if not found:
