@@ -288,7 +288,7 @@ def test_copy_never_takes_what_is_outside_of_the_environment(task: Path) -> None
         with pytest.raises(ConfigError, match="leads out of"):
             layout_of(load_task(task))
     write(task, {"environment/Dockerfile": "FROM x\nWORKDIR /app\nCOPY ../solution/solve.sh /app/"})
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         layout_of(load_task(task))
 
 

@@ -149,7 +149,7 @@ def _variable(key: str, name: str) -> str:
     if _VARIABLE.fullmatch(name):
         return name
     raise ConfigError(
-        f"the {key} in the experiment's file is not the name of an environment variable; write letters, digits and '_', "
+        f"the {key} in the experiment's file is not the name of a variable; write letters, digits and '_', "
         "as in OPENAI_API_KEY"
     )
 
