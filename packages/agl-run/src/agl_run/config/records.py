@@ -305,7 +305,7 @@ def runner(
     )
 
 
-def checked(config: ExperimentConfig) -> ExperimentConfig:
+def validated(config: ExperimentConfig) -> ExperimentConfig:
     """Check that every value has the type that its section declares, and return the configuration.
 
     Raises:

@@ -26,7 +26,7 @@ from agl_run.parts.counterfactual import check_replays
 from agl_run.parts.gateway import check_place
 from agl_run.parts.models import policy_params
 from agl_run.parts.rewards import build_own, is_own
-from agl_run.parts.waiting import loading, told
+from agl_run.parts.waiting import loading, waiting_for
 from agl_run.plan import Plan
 
 
@@ -44,7 +44,7 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
             check_template(name, resource)
     check_keys(plan)
     check_place(plan, store_url="" if plan.store else located(config.experiment.store, plan.folder))
-    with told("importing the rewards, tracers and exporters", say=say):
+    with waiting_for("importing the rewards, tracers and exporters", say=say):
         build_rewards(plan)
         for name in config.tracers:
             manager.build(manager.tracer(name))
@@ -53,13 +53,13 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
         build_sinks(plan)
     trained = plan.trained_policies() if plan.needs_token_ids() else set[str]()
     for name, policy in config.policy.items():
-        with told(loading(name, policy.use, policy.params, folder=plan.folder), say=say):
+        with waiting_for(loading(name, policy.use, policy.params, folder=plan.folder), say=say):
             built = manager.build(manager.policy(policy.use), name=name, **policy_params(plan, name))
         if name in trained and not built.has_token_ids:
             raise ConfigError(no_token_ids(name, policy.use))
         check_policy_key(plan, name, built.resource())
     for algorithm in config.algorithm:
-        with told(f"algorithm {algorithm.name!r}: checking {algorithm.use}", say=say):
+        with waiting_for(f"algorithm {algorithm.name!r}: checking {algorithm.use}", say=say):
             await check_without_starting(plan, algorithm)
 
 

@@ -25,9 +25,9 @@ from agl_run.config.records import (
     RetentionConfig,
     RunnerConfig,
     ScheduleConfig,
-    checked,
     listed,
     policy,
+    validated,
 )
 from agl_run.display.progress import Progress, default_progress, run_progress
 from agl_run.parts.rewards import given_rewards, name_of
@@ -103,14 +103,14 @@ class Trainer:
     ) -> None:
         resources = dict(initial_resources or {})
         served = {key: _served(value) for key, value in resources.items() if isinstance(value, LLM)}
-        self._config = checked(
+        self._config = validated(
             ExperimentConfig(
                 experiment=_section(settings, name=name, store=store if isinstance(store, str) else "memory://"),
                 runner=_runner(runner, n_runners),
                 policy={**served, **{key: _policy(key, value) for key, value in (policies or {}).items()}},
                 resource={key: _resource(key, value) for key, value in resources.items() if key not in served},
                 algorithm=tuple(_algorithm(item, adapter or {}) for item in _several(algorithm)),
-                schedule=ScheduleConfig(mode=schedule) if isinstance(schedule, str) else schedule,  # pyright: ignore[reportArgumentType]  # checked() says which modes there are
+                schedule=ScheduleConfig(mode=schedule) if isinstance(schedule, str) else schedule,  # pyright: ignore[reportArgumentType]  # validated() says which modes there are
                 credit=_component(credit),
                 reward=tuple(_reward(item) for item in _several(rewards)),
                 gateway=GatewayConfig(use=gateway) if isinstance(gateway, str) else gateway,

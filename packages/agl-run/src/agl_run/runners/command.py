@@ -30,8 +30,8 @@ from agl.schemas import (
 )
 from agl.tracing import make_reward_span, redact
 from agl_run.runners.attempt import upstreams_of
+from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.folders import own_folder, remove_abandoned
-from agl_run.runners.kept import KeptProcess
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunContext, environment_for_agents
 from agl_run.runners.spool import Spool
@@ -112,7 +112,7 @@ class CommandRunner:
                 'the \'command\' runner needs the agent as a list of words, such as agent = ["node", "agent.js"]'
             )
         self._setup = setup
-        self._running: set[KeptProcess] = set()
+        self._running: set[BoundProcess] = set()
 
     async def start(self) -> None:
         """Remove what killed runners left behind; attempts share no state."""
@@ -168,10 +168,10 @@ class CommandRunner:
             "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",
         }
 
-    async def _spawn(self, folder: Path, environment: dict[str, str]) -> KeptProcess:
+    async def _spawn(self, folder: Path, environment: dict[str, str]) -> BoundProcess:
         words = [word.replace("{task}", str(folder / "task.json")) for word in self._setup.agent.command]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-        return await KeptProcess.start(words, environment=environment, cwd=self._setup.agent.folder or None, **pipes)
+        return await BoundProcess.start(words, environment=environment, cwd=self._setup.agent.folder or None, **pipes)
 
     async def _watch(
         self, process: asyncio.subprocess.Process, task: bytes, limit: float | None

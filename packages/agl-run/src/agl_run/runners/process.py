@@ -12,7 +12,7 @@ from agl.errors import ConfigError, RunError
 from agl.schemas import Claim, ErrorInfo, Outcome
 from agl_run.messages import resource_for_child
 from agl_run.replay.script import load_script
-from agl_run.runners.kept import KeptProcess
+from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
 from agl_run.runners.setup import RunContext, environment_for_agents
 
@@ -134,14 +134,14 @@ class _KilledAtStartError(RunError):
 class _Child:
     """One child process and its pipes."""
 
-    def __init__(self, kept: KeptProcess) -> None:
+    def __init__(self, kept: BoundProcess) -> None:
         self._kept = kept
         self._process = kept.process
 
     @classmethod
     async def spawn(cls, setup: RunContext) -> "_Child":
         environment = {**environment_for_agents(setup), **setup.plugins, **setup.environment()}
-        kept = await KeptProcess.start(
+        kept = await BoundProcess.start(
             [sys.executable, "-m", "agl_run.runners.child"],
             environment=environment,
             stdin=asyncio.subprocess.PIPE,
