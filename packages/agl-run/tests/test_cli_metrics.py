@@ -12,8 +12,7 @@ from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord, Metric
 from agl.schemas import PromptTemplate, ResourceVersion
-from agl_inspect.cli.curves import STEP, Curve, Point, drawn
-from agl_inspect.cli.overlay import overlaid
+from agl_inspect.cli.metrics import STEP, Curve, Point, drawn, overlaid
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 

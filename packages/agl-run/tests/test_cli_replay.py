@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import agl
 from agl import semconv
 from agl.schemas import ModelCall, ResourceVersion
-from agl_inspect.rollouts.differences import difference, nearest
+from agl_inspect.rollouts.conversations import difference, nearest
 from agl_inspect.terminal.program import cli
 from agl_replay.cli.replay_server import ReplayServer
 from agl_store_sqlite._store import SQLiteStore

@@ -19,9 +19,9 @@ from agl.schemas._ids import new_span_id
 from agl.stores import MemoryStore
 from agl_inspect.records import labels
 from agl_inspect.records.state import AlgorithmState, save_progress
-from agl_inspect.statistics.comparison import compare, compare_tasks, interval, student_cdf, student_quantile
+from agl_inspect.statistics import compare, compare_tasks, interval, student_cdf, student_quantile
 from agl_inspect.terminal.program import cli
-from agl_inspect.versions.lineage import diff_versions
+from agl_inspect.versions import diff_versions
 from agl_store_sqlite._store import SQLiteStore
 
 VERSIONS = [

@@ -18,9 +18,9 @@ from click.testing import CliRunner, Result
 from agl.contracts import ExperimentRecord, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, ResourceVersion, Rollout
-from agl_inspect.records.trials import read_trials
-from agl_inspect.retention.ownership import Ownership
+from agl_inspect.ownership import Ownership
 from agl_inspect.terminal.program import cli
+from agl_inspect.versions import read_trials
 from agl_replay.trials.report import TriedRollout, TriedTask, compare_pair
 from agl_replay.trials.texts import text_of, unknown_placeholders, with_text
 from agl_run.run.lock import ExperimentLock

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from agl.contracts import ExperimentRecord, Presence, Store
 from agl.schemas import Rollout
-from agl_inspect.records.hosts import worker_name
+from agl_inspect.records.workers import worker_name
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 

@@ -11,7 +11,7 @@ from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.schemas import Attempt, Reward
 from agl.tracing import make_reward_span
 from agl_inspect.rollouts.explanations import explain, explain_training
-from agl_inspect.rollouts.training_records import TrainingRecord
+from agl_inspect.rollouts.training import TrainingRecord
 from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
 
 

@@ -18,7 +18,7 @@ from agl.contracts import Presence, RewardSetup, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore, without_credentials
-from agl_inspect.records.hosts import place, worker_is_dead, worker_name
+from agl_inspect.records.workers import place, worker_is_dead, worker_name
 from agl_run import parse_config
 from agl_run.access.tokens import AdminKey
 from agl_run.config.records import ComponentConfig

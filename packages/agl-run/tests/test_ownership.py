@@ -16,8 +16,8 @@ from agl.contracts import ExperimentRecord, RolloutQuery, Store, Trained
 from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Outcome, Rollout
 from agl.stores import MemoryStore
-from agl_inspect.records.hosts import place, worker_name
-from agl_inspect.retention.ownership import Owner, Ownership
+from agl_inspect.ownership import Owner, Ownership
+from agl_inspect.records.workers import place, worker_name
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 

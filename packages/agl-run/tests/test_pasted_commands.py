@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from agl.stores import MemoryStore
-from agl_inspect.stores import hints
-from agl_inspect.stores.urls import without_password
+from agl_inspect.stores import hints, without_password
 from agl_inspect.terminal.program import cli
 from agl_run.cli.again import run_again
 from agl_run.cli.run import run

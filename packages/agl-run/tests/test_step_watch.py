@@ -1,7 +1,7 @@
 """Steps that teach nothing are told, once for each reason."""
 
 from agl.contracts import StepReport
-from agl_inspect.records.step_lines import step_line
+from agl_inspect.records.metrics import step_line
 from agl_run.watch.step_watch import StepWatch
 
 

@@ -16,9 +16,16 @@ from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.contents import LONGEST, Text
 from agl_console.split import SplitPart, split_part
-from agl_inspect.records import KeptTrial, TrialScore, read_trials
 from agl_inspect.stores import command
-from agl_inspect.versions import ListedVersion, diff_versions, list_versions, resource_text
+from agl_inspect.versions import (
+    KeptTrial,
+    ListedVersion,
+    TrialScore,
+    diff_versions,
+    list_versions,
+    read_trials,
+    resource_text,
+)
 
 PAGE = 50
 """Resources on a page."""

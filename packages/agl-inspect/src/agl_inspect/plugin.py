@@ -23,7 +23,7 @@ def agl_commands() -> Iterable[CommandEntry]:
     )
     yield CommandEntry(name="sql", factory="agl_inspect.cli.sql:sql", summary="query everything that is recorded")
     yield CommandEntry(
-        name="workers", factory="agl_inspect.cli.workers:workers", summary="list trainers and workers, and if they live"
+        name="workers", factory="agl_inspect.cli.runs:workers", summary="list trainers and workers, and if they live"
     )
     yield CommandEntry(
         name="resources",

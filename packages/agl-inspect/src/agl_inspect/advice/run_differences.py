@@ -11,8 +11,7 @@ from typing import Literal
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Record
 from agl_inspect.records.validations import Validation, read_validations
-from agl_inspect.statistics.comparison import FEWEST_ALIKE, compare, compare_tasks
-from agl_inspect.statistics.means import clamped, scaled
+from agl_inspect.statistics import FEWEST_ALIKE, compare, compare_tasks
 
 Verdict = Literal["better", "worse", "unclear"]
 
@@ -65,7 +64,12 @@ def _difference(first: _Named, other: _Named) -> RunDifference:
     if _count(fewest) < 2:
         return _unclear(first, other, f"{fewest[0]} has {_tasks(_count(fewest))}, and an interval needs 2")
     is_paired = old.tasks == new.tasks and len(old.rewards) == len(new.rewards)
-    difference, low, high = _interval(old.rewards, new.rewards, is_paired=is_paired)
+    if is_paired:
+        samples = [{str(task): [reward] for task, reward in enumerate(one.rewards)} for one in (old, new)]
+        found = compare_tasks(*samples)
+    else:
+        found = compare(old.rewards, new.rewards)
+    difference, low, high = found.difference, found.low, found.high
     is_clear = not low <= 0 <= high and (low < high or min(_count(first), _count(other)) >= FEWEST_ALIKE)
     verdict: Verdict = "unclear" if not is_clear else "better" if difference > 0 else "worse"
     head = f"{run} is {verdict} than {baseline} by {abs(difference):.3g}"
@@ -86,18 +90,6 @@ def _difference(first: _Named, other: _Named) -> RunDifference:
         verdict=verdict,
         words=f"{head}, 95 % interval {ends[0]:.3g} to {ends[1]:.3g}, {how}",
     )
-
-
-def _interval(old: Sequence[float], new: Sequence[float], *, is_paired: bool) -> tuple[float, float, float]:
-    """Return the difference of the means and the ends of its interval, finite for rewards of any size."""
-    small, scale = scaled([*old, *new])
-    first, second = small[: len(old)], small[len(old) :]
-    if is_paired:
-        samples = [{str(task): [reward] for task, reward in enumerate(rewards)} for rewards in (first, second)]
-        found = compare_tasks(*samples)
-    else:
-        found = compare(first, second)
-    return clamped(found.difference * scale), clamped(found.low * scale), clamped(found.high * scale)
 
 
 def _unclear(first: _Named, other: _Named, why: str) -> RunDifference:

@@ -9,13 +9,9 @@ import click
 from agl import PluginManager
 from agl.contracts import Metric, Store
 from agl.errors import ConfigError
-from agl_inspect.cli.curves import STEP, Curve, curves_of, drawn
-from agl_inspect.cli.overlay import overlaid
-from agl_inspect.cli.picture import save_picture
+from agl_inspect.cli.charts import STEP, Curve, curves_of, save_picture, text_chart
 from agl_inspect.records.metrics import RUN, choice, place_of, read_runs
-from agl_inspect.terminal.completion import complete_experiment
-from agl_inspect.terminal.context import pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
+from agl_inspect.terminal.opening import complete_experiment, pass_manager, store_option, with_store
 from agl_inspect.terminal.output import echo, json_option, print_json, print_table
 
 _run_option = click.option(
@@ -86,9 +82,9 @@ def plot(
     """Draw the metrics of EXPERIMENT over its steps; without --name the rewards.
 
     The steps are those of all its algorithms together, so that a validation stands above the step it follows. Several
-    experiments, or several runs with --run all, are drawn one over the other, a colour for each. A metric that has
-    NAME_low and NAME_high beside it is drawn with this interval, and the versions that an algorithm published are
-    marked. The score of a prompt search over its rollouts: --name best_val_score --over spent_rollouts.
+    experiments, or several runs with --run all, are drawn one over the other, a colour for each. The interval between
+    NAME_low and NAME_high is shaded where both are logged, and published versions are marked. The score of a prompt
+    search over its rollouts: --name best_val_score --over spent_rollouts.
     """
     wanted = names or ("reward",)
 
@@ -104,21 +100,13 @@ def plot(
 
     curves = with_store(manager, store_url, work)
     if output is None:
-        _draw(curves)
+        names = dict.fromkeys(curve.metric for curve in curves)
+        charts = [[curve for curve in curves if curve.metric == name] for name in names]
+        width = shutil.get_terminal_size().columns
+        click.echo("\n\n".join(text_chart(chart, width=width) for chart in charts))
         return
     save_picture(curves, output)
     echo(f"{len(curves)} curve{'s' if len(curves) > 1 else ''} in {output}")
-
-
-def _draw(curves: Sequence[Curve]) -> None:
-    """Draw every curve by itself, or those of one metric over each other if they come from several runs."""
-    width = shutil.get_terminal_size().columns
-    if all(curve.color == 0 for curve in curves):
-        echo("\n\n".join(drawn(curve, width=width) for curve in curves))
-        return
-    names = dict.fromkeys(curve.metric for curve in curves)
-    pictures = [overlaid([curve for curve in curves if curve.metric == name], width=width) for name in names]
-    click.echo("\n\n".join(pictures))
 
 
 def _last_steps(found: Sequence[Metric], last: int | None) -> list[Metric]:

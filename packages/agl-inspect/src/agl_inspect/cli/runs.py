@@ -15,9 +15,10 @@ from agl.contracts import Recording, RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
 from agl.stores import read_recordings, reward_of
+from agl_inspect.ownership import is_owned
 from agl_inspect.records.state import unfinished_experiments
-from agl_inspect.retention.ownership import is_owned
-from agl_inspect.retention.removal import (
+from agl_inspect.records.workers import ListedWorker, list_workers
+from agl_inspect.retention import (
     LEAST_FREED,
     GarbageReport,
     RetentionLimits,
@@ -25,9 +26,14 @@ from agl_inspect.retention.removal import (
     parse_size,
     remove_old,
 )
-from agl_inspect.terminal.completion import complete_experiment, complete_rollout
-from agl_inspect.terminal.context import given_options, pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
+from agl_inspect.terminal.opening import (
+    complete_experiment,
+    complete_rollout,
+    given_options,
+    pass_manager,
+    store_option,
+    with_store,
+)
 from agl_inspect.terminal.output import json_option, print_json, print_table, short, when
 from agl_inspect.terminal.program import OpenGroup
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, seconds_of
@@ -306,3 +312,30 @@ async def _remove(store: Store, names: Sequence[str], *, force: bool) -> int:
 
 async def _collect(store: Store, query: RolloutQuery, limits: RetentionLimits, *, is_dry_run: bool) -> GarbageReport:
     return await compacted(store, await remove_old(store, query, limits, is_dry_run=is_dry_run))
+
+
+@click.command()
+@click.option("--experiment", help="Only processes of this experiment.")
+@store_option
+@json_option
+@pass_manager
+def workers(manager: PluginManager, experiment: str | None, store_url: str | None, as_json: bool) -> None:
+    """List the trainers and workers of the store's experiments, and whether they are busy, idle or gone.
+
+    A trainer or worker reports every four seconds; without a report for 15 seconds, or with its process ended on this
+    machine, it is gone.
+    """
+    found = with_store(manager, store_url, lambda store: list_workers(store, experiment))
+    if as_json:
+        print_json(found)
+    elif found:
+        columns = ("worker", "experiment", "role", "state", "attempts", "since", "last sign of life")
+        print_table(columns, [_worker_row(item) for item in found], least=("since", "role"))
+    else:
+        click.echo("no process takes part in an experiment of this store")
+
+
+def _worker_row(item: ListedWorker) -> tuple[str, ...]:
+    name = f"{item.host}:{item.pid}" if item.pid else item.worker
+    attempts, since, seen = str(item.attempts), when(item.since), when(item.seen_at)
+    return name, item.experiment, item.role, item.state, attempts, since, seen

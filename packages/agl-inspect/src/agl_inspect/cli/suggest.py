@@ -9,10 +9,8 @@ from agl.contracts import Metric
 from agl.schemas import Record
 from agl_inspect.advice.suggestions import Suggestion, suggestions_of
 from agl_inspect.records.metrics import RUN, read_runs
-from agl_inspect.stores.hints import command
-from agl_inspect.terminal.completion import complete_experiment
-from agl_inspect.terminal.context import pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
+from agl_inspect.stores import command
+from agl_inspect.terminal.opening import complete_experiment, pass_manager, store_option, with_store
 from agl_inspect.terminal.output import echo, json_option, print_json
 from agl_inspect.terminal.ranking import counted, print_fit, suggest_next
 

@@ -8,14 +8,11 @@ from agl import PluginManager
 from agl.contracts import Store
 from agl.episodes import ScoreOptions, build_episode
 from agl.schemas import Episode, Json, Record, Span
-from agl_inspect.records.rules import rules_of
+from agl_inspect.records.state import rules_of
 from agl_inspect.rollouts.explanations import explain, explain_training
-from agl_inspect.rollouts.saved_training import is_saved
 from agl_inspect.rollouts.span_reader import SpanReader
-from agl_inspect.rollouts.training_records import TrainingRecord, training_of
-from agl_inspect.terminal.completion import complete_rollout
-from agl_inspect.terminal.context import pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
+from agl_inspect.rollouts.training import TrainingRecord, is_saved, training_of
+from agl_inspect.terminal.opening import complete_rollout, pass_manager, store_option, with_store
 from agl_inspect.terminal.output import echo, json_option, print_json
 from agl_inspect.terminal.query import deciding, find
 

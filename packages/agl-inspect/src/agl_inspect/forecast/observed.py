@@ -10,7 +10,7 @@ from agl import semconv
 from agl.contracts import Recording
 from agl.dialects import call_messages
 from agl.schemas import Attempt, Episode, Json, ModelCall, Record, Rollout, Span, Transition, to_json
-from agl_inspect.records.rollouts import error_of
+from agl_inspect.records.names import error_of
 from agl_inspect.rollouts.explanations import tokens_of
 
 _SECOND_NS = 1e9

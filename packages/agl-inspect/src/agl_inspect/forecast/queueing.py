@@ -18,7 +18,7 @@ from statistics import fmean, variance
 
 from agl.schemas import Record
 from agl_inspect.forecast.observed import Observed
-from agl_inspect.statistics.comparison import student_quantile
+from agl_inspect.statistics import student_quantile
 
 _ROLLOUTS = 200_000
 """Rollouts at most in all simulated steps together."""

@@ -1,8 +1,16 @@
 """The kit for command lines: the ``agl`` command, options for stores and rollouts, output."""
 
-from agl_inspect.terminal.completion import complete_experiment, complete_rollout
-from agl_inspect.terminal.context import given_options, manager_of, pass_manager
-from agl_inspect.terminal.opening import new_store, resolve_url, store_option, with_store
+from agl_inspect.terminal.opening import (
+    complete_experiment,
+    complete_rollout,
+    given_options,
+    manager_of,
+    new_store,
+    pass_manager,
+    resolve_url,
+    store_option,
+    with_store,
+)
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table, short
 from agl_inspect.terminal.program import OpenGroup, main
 from agl_inspect.terminal.query import (

@@ -1,17 +1,43 @@
 """Opens the store that a command reads: the named one, or the only one in ``runs/``."""
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import click
+from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import Store
-from agl.errors import ConfigError
-from agl_inspect.stores.opening import build_store
-from agl_inspect.stores.urls import SQLITE, as_url, refuse_directory, stores_in
+from agl.errors import AglError, ConfigError
+from agl_inspect.stores import SQLITE, as_url, build_store, refuse_directory, stores_in
+from agl_store_sqlite import experiments, rollout_ids
+
+pass_manager = click.make_pass_decorator(PluginManager)
+"""Decorator that passes the plugin manager as a command's first argument."""
+
+
+def manager_of(ctx: click.Context) -> PluginManager:
+    """Return the manager of this invocation, after ``--no-plugins`` and the environment variables."""
+    root = ctx.find_root()
+    if not isinstance(root.obj, PluginManager):
+        try:
+            root.obj = PluginManager.from_environment(load=not root.params.get("no_plugins"))
+        except AglError as error:
+            raise click.ClickException(str(error)) from error
+    return root.obj
+
+
+def given_options(ctx: click.Context) -> dict[str, str]:
+    """Return the options that were written on the command line, by the names of their parameters."""
+    return {
+        param.name: max(param.opts, key=len)
+        for param in ctx.command.params
+        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    }
+
 
 T = TypeVar("T")
 
@@ -82,3 +108,30 @@ def _only_file(folder: Path) -> str:
             f"which store? {found}; name one with --store {SQLITE}{files[0].as_posix()}, or set AGL_STORE"
         )
     return f"{SQLITE}{files[0]}"
+
+
+LATEST = "latest"
+"""The id that stands for the newest rollout."""
+
+_LISTED = 100
+"""Suggestions at most; more letters lead to the others."""
+
+
+def complete_rollout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Ids that begin with what was typed, and ``latest``."""
+    begins_latest = LATEST.startswith(incomplete) and _names(ctx, lambda path: rollout_ids(path, "", limit=1))
+    found = _names(ctx, lambda path: rollout_ids(path, incomplete, limit=_LISTED))
+    return [LATEST, *found] if begins_latest else found
+
+
+def complete_experiment(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of experiments that begin with what was typed."""
+    return _names(ctx, lambda path: experiments(path, incomplete, limit=_LISTED))
+
+
+def _names(ctx: click.Context, look: Callable[[Path], list[str]]) -> list[str]:
+    try:
+        url = resolve_url(ctx.params.get("store_url") or ctx.params.get("source"))
+        return look(Path(url.removeprefix(SQLITE))) if url.startswith(SQLITE) else []
+    except (AglError, sqlite3.Error, OSError):
+        return []

@@ -14,9 +14,9 @@ from agl.errors import ConfigError, NotFoundError
 from agl.hints import closest, did_you_mean
 from agl.schemas import Attempt, Rollout, RolloutStatus
 from agl.stores import read_recordings
-from agl_inspect.records.rules import rules_of
-from agl_inspect.retention.removal import parse_duration
-from agl_inspect.terminal.completion import LATEST, complete_experiment
+from agl_inspect.records.state import rules_of
+from agl_inspect.retention import parse_duration
+from agl_inspect.terminal.opening import LATEST, complete_experiment
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl_inspect.advice.fits import keep_fit
-from agl_inspect.advice.history import (
+from agl_inspect.advice.past_runs import (
     History,
     PastRun,
     history_of,
 )
-from agl_inspect.advice.ranking import FEWEST, Fit, fit
+from agl_inspect.advice.ranking import FEWEST, Fit, fit, keep_fit
 from agl_inspect.records.metrics import choice
 from agl_inspect.records.state import load_experiment
 from agl_inspect.terminal.opening import with_store

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from agl.contracts import is_diverged
 from agl.schemas import Episode, Record
 from agl_inspect.rollouts import answer_counts
-from agl_inspect.statistics import FEWEST_ALIKE, interval, mean
+from agl_inspect.statistics import FEWEST_ALIKE, interval
 from agl_inspect.terminal import echo, print_table, short
 
 CONFIDENCE = 0.95
@@ -82,7 +83,7 @@ def judged(report: ForkReport) -> ForkReport:
     is_known = math.isfinite(low)
     return ForkReport(
         **{name: getattr(report, name) for name in ForkReport.__struct_fields__ if name not in _JUDGED},
-        mean=mean(rewards) if rewards else None,
+        mean=fmean(rewards) if rewards else None,
         low=low if is_known else None,
         high=high if is_known else None,
         verdict=_verdict(report, rewards, low, high),

@@ -11,10 +11,10 @@ import msgspec
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl.schemas import Json
-from agl_inspect.records import keep_trial
 from agl_inspect.stores import MEMORY, command, without_password
 from agl_inspect.terminal import STOPPED, echo, json_option, pass_manager, print_json, with_store
 from agl_inspect.text import visible
+from agl_inspect.versions import keep_trial
 from agl_replay.trials.candidates import Contender, Given, contenders, new_placeholders, resource_of
 from agl_replay.trials.report import TrialReport, best_of, print_report, report_of, scores_of
 from agl_replay.trials.trying import Contest, Contested, try_versions

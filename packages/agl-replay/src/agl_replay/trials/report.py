@@ -13,10 +13,11 @@ from typing import Any, Literal
 from agl import semconv
 from agl.dialects import call_messages
 from agl.schemas import Json, Record, to_json
-from agl_inspect.records import TrialScore, error_of
+from agl_inspect.records import error_of
 from agl_inspect.rollouts import labelled_texts, tokens_of
-from agl_inspect.statistics import FEWEST_ALIKE, Comparison, clamped, compare_tasks, interval, mean, scaled
+from agl_inspect.statistics import FEWEST_ALIKE, Comparison, compare_tasks, interval
 from agl_inspect.terminal import echo, print_table, short
+from agl_inspect.versions import TrialScore
 from agl_replay.trials.candidates import Contender
 from agl_replay.trials.trying import Contested, Ran
 from agl_run.engine import MOST_FREQUENT, kind_of
@@ -65,12 +66,12 @@ class TriedTask(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     def mean(self, mark: str) -> float | None:
         """Return the mean of a candidate's rewards, ``None`` without any."""
-        return mean(scores) if (scores := self.scores(mark)) else None
+        return fmean(scores) if (scores := self.scores(mark)) else None
 
     def difference(self, mark: str, baseline: str) -> float | None:
         """Return a candidate's mean minus the baseline's, ``None`` where one of them is missing."""
         new, old = self.mean(mark), self.mean(baseline)
-        return None if new is None or old is None else clamped(new - old)
+        return None if new is None or old is None else new - old
 
 
 class TriedCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -199,7 +200,7 @@ def scores_of(report: TrialReport) -> list[TrialScore]:
         found.append(
             TrialScore(
                 version=each.version,
-                mean=mean(means) if means else None,
+                mean=fmean(means) if means else None,
                 low=low,
                 high=high,
                 tasks=len(means),
@@ -284,7 +285,7 @@ def _candidate(mark: str, version: str, origin: str, tasks: Sequence[TriedTask])
         mark=mark,
         version=version,
         origin=origin,
-        mean=mean(scores) if scores else None,
+        mean=fmean(scores) if scores else None,
         rollouts=len(rollouts),
         failed=sum(each.status != "succeeded" for each in rollouts),
         without_reward=len(rollouts) - len(scores),
@@ -297,8 +298,7 @@ def _verdict(
     comparison: Comparison, differences: Sequence[float]
 ) -> tuple[Literal["better", "worse", "unclear"], int | None]:
     """Return the verdict, and the number of tasks that a difference of this size needs if it is not clear."""
-    small, scale = scaled(differences)
-    spread, difference = variance(small), comparison.difference / scale
+    spread, difference = variance(differences), comparison.difference
     if spread == 0:
         is_clear = difference != 0 and len(differences) >= FEWEST_ALIKE
         needed = None if is_clear or difference == 0 else FEWEST_ALIKE
@@ -306,7 +306,7 @@ def _verdict(
         is_clear = comparison.low > 0 or comparison.high < 0
         normal = NormalDist()
         factor = (normal.inv_cdf(0.5 + comparison.confidence / 2) + normal.inv_cdf(_POWER)) ** 2
-        enough = max(len(differences) + 1, math.ceil(factor * spread / difference**2)) if difference**2 else None
+        enough = max(len(differences) + 1, math.ceil(factor * spread / difference**2)) if difference else None
         needed = None if is_clear else enough
     if not is_clear:
         return "unclear", needed

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -42,7 +43,6 @@ from agl_inspect.records import (
     version_of_step,
 )
 from agl_inspect.rollouts import StepTallies, TrainingRecord, keep_tallies, save_training
-from agl_inspect.statistics import mean
 from agl_run.config.settings import changed_settings, training_settings
 from agl_run.display.progress import Progress
 from agl_run.display.run_view import AlgorithmView, RunView
@@ -369,7 +369,7 @@ class Driver:
         episodes = (await collector(tasks, step=step, mode="val", resources=versions)).episodes
         if not step:
             self.validated = episodes
-        reward, failed = mean(rewards_of(episodes)), failures_of(episodes)
+        reward, failed = fmean(rewards_of(episodes)), failures_of(episodes)
         report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
         tallies = self.reports.steps.take(VALIDATION, step=step, uses={})
         await keep_tallies(self.session.store, self.state, tallies)

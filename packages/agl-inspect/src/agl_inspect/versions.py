@@ -1,8 +1,10 @@
 """Describes versions of resources: their text, lineage, labels, scores and rewards."""
 
 import difflib
+import time
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, cast
 
 import msgspec
@@ -12,13 +14,12 @@ from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
 from agl_inspect.records import labels
-from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, TRIAL
-from agl_inspect.records.rollouts import group_id_of
-from agl_inspect.records.saved_versions import unsaved
-from agl_inspect.statistics.comparison import interval
-from agl_inspect.statistics.means import mean
+from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, TRIAL, group_id_of
+from agl_inspect.records.shelf import Shelf
+from agl_inspect.records.state import unsaved
+from agl_inspect.searches import Candidate, candidates_of, owner_of
+from agl_inspect.statistics import Comparison, compare, compare_tasks, interval
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
-from agl_inspect.versions.candidates import Candidate, candidates_of, owner_of
 
 _MANY = 1000
 
@@ -78,7 +79,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
         if not self.rewards:
             return "no finished rollout with a reward ran with it"
         low, high = interval(self.rewards, confidence=confidence)
-        return f"mean {mean(self.rewards):.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
+        return f"mean {fmean(self.rewards):.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
 
 
 async def list_versions(
@@ -265,3 +266,99 @@ def _pointing(names: dict[str, str], version: str) -> list[str]:
 async def _known(store: Store, name: str) -> str:
     names = sorted(version.name for version in await store.resources())
     return did_you_mean(name, names, otherwise=f"there are {names}")
+
+
+def compare_arms(old: Arm, new: Arm, *, confidence: float) -> tuple[Comparison, tuple[Arm, Arm], str]:
+    """Return the comparison, the arms with the rewards that it counts, and a note on the pairing.
+
+    Rewards are paired by task if both versions were validated on at least two tasks of the same content, and on at
+    least half of the tasks of either; otherwise all rollouts count.
+
+    Raises:
+        ConfigError: There are too few rewards.
+    """
+    common = [task for task in old.validated if task in new.validated]
+    counts = len(old.validated), len(new.validated)
+    if len(common) < 2 or 2 * len(common) < max(counts):
+        return compare(old.rewards, new.rewards, confidence=confidence), (old, new), _why_not(old, new, len(common))
+    arms = _on(old, common), _on(new, common)
+    left_out = sum(counts) - 2 * len(common)
+    note = f"tasks that only one of them was validated on are left out: {left_out}" if left_out else ""
+    return compare_tasks(arms[0].validated, arms[1].validated, confidence=confidence), arms, note
+
+
+def _on(arm: Arm, tasks: list[str]) -> Arm:
+    """Return an arm with the validations on some tasks only."""
+    validated = {task: arm.validated[task] for task in tasks}
+    rewards = [reward for found in validated.values() for reward in found]
+    return Arm(version=arm.version, rewards=rewards, validated=validated)
+
+
+def _why_not(old: Arm, new: Arm, common: int) -> str:
+    for arm in (old, new):
+        if not arm.validated:
+            return f"not paired by task: {arm.version} has no validation with a reward"
+    counts = f"{len(old.validated)} and {len(new.validated)} validation tasks"
+    return f"not paired by task: of {counts} only {common} are in both"
+
+
+class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version in a trial, measured by itself and against the trial's baseline.
+
+    Attributes:
+        version: The version.
+        mean: Mean of its rewards over tasks, ``None`` without any.
+        low: Lower end of the 95 % interval of that mean over tasks, ``None`` below two; ``high`` the upper end.
+        tasks: Tasks with a reward.
+        difference: Its mean minus the baseline's, paired by task; ``None`` for the baseline, and where fewer than two
+            tasks have both.
+        difference_low: Lower end of the 95 % interval of the difference; ``difference_high`` the upper end.
+        paired: Tasks with rewards of both.
+        verdict: ``better``, ``worse`` or ``unclear``; ``""`` for the baseline.
+    """
+
+    version: str
+    mean: float | None
+    low: float | None
+    high: float | None
+    tasks: int
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    paired: int = 0
+    verdict: str = ""
+
+
+class KeptTrial(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A trial that ended.
+
+    Attributes:
+        time: Unix seconds.
+        experiment: The experiment of its rollouts.
+        source: The tasks in words, such as ``20 of 40 validation tasks``.
+        scores: The versions; the first is the baseline.
+    """
+
+    time: float
+    experiment: str
+    resource: str
+    source: str
+    scores: list[TrialScore]
+
+
+async def keep_trial(
+    store: Store, *, experiment: str, resource: str, source: str, scores: Sequence[TrialScore]
+) -> None:
+    """Keep a trial of a resource beside those before it."""
+    now = time.time()
+    kept = KeptTrial(time=now, experiment=experiment, resource=resource, source=source, scores=list(scores))
+    await _trials_of(resource).add(store, {f"{now:017.6f}": kept})
+
+
+async def read_trials(store: Store, resource: str) -> list[KeptTrial]:
+    """Return the trials of a resource, newest first."""
+    return sorted((await _trials_of(resource).read(store)).values(), key=lambda trial: -trial.time)
+
+
+def _trials_of(resource: str) -> Shelf[KeptTrial]:
+    return Shelf(KeptTrial, f"trial/{resource}/")

@@ -9,12 +9,11 @@ differences, which is narrower where tasks differ more than versions do.
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, covariance, variance
+from statistics import NormalDist, covariance, fmean, variance
 from typing import Any
 
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_inspect.statistics.means import clamped, mean, scaled
 
 FEWEST_ALIKE = 6
 """Tasks from which on differences that are all alike, whose interval has no width, are no chance: 2 / 2 ** 6 < 0.05."""
@@ -64,10 +63,9 @@ def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0
             f"there are {len(old)} rewards of the old version and {len(new)} of the new one, and an interval needs two "
             "of each at least; record more rollouts"
         )
-    before, after, scale = _scaled_alike(old, new)
-    parts = variance(before) / len(old), variance(after) / len(new)
+    parts = variance(old) / len(old), variance(new) / len(new)
     quantile = student_quantile(0.5 + _checked(confidence) / 2, _freedom(parts, (len(old), len(new))))
-    compared = _compared((mean(before), mean(after)), parts, scale=scale, quantile=quantile)
+    compared = _compared((fmean(old), fmean(new)), parts, quantile=quantile)
     return Comparison(confidence=confidence, old_count=len(old), new_count=len(new), **compared)
 
 
@@ -78,12 +76,11 @@ def compare_tasks(
     common = [task for task in old if task in new]
     if len(common) < 2:
         raise ConfigError(f"{len(common)} tasks are in both samples, and an interval needs two at least")
-    first, second, scale = _scaled_alike(*([mean(rewards[task]) for task in common] for rewards in (old, new)))
+    first, second = ([fmean(rewards[task]) for task in common] for rewards in (old, new))
     n = len(common)
     compared = _compared(
-        (mean(first), mean(second)),
+        (fmean(first), fmean(second)),
         (variance(first) / n, variance(second) / n),
-        scale=scale,
         shared=covariance(first, second) / n,
         quantile=student_quantile(0.5 + _checked(confidence) / 2, n - 1),
     )
@@ -91,21 +88,14 @@ def compare_tasks(
     return Comparison(confidence=confidence, old_count=counts[0], new_count=counts[1], paired_tasks=n, **compared)
 
 
-def _scaled_alike(old: Sequence[float], new: Sequence[float]) -> tuple[list[float], list[float], float]:
-    """Return two samples divided by one number, so that their variances are finite, and that number."""
-    small, scale = scaled([*old, *new])
-    return small[: len(old)], small[len(old) :], scale
-
-
 def _compared(
-    means: tuple[float, float], parts: tuple[float, float], *, scale: float, quantile: float, shared: float = 0.0
+    means: tuple[float, float], parts: tuple[float, float], *, quantile: float, shared: float = 0.0
 ) -> dict[str, Any]:
-    """Return the difference and the ratio of two means with their intervals, finite for finite rewards.
+    """Return the difference and the ratio of two means with their intervals.
 
     Args:
         means: The old mean and the new one.
         parts: Their variances.
-        scale: What the rewards were divided by.
         quantile: Half the interval's width in standard errors.
         shared: Their covariance.
     """
@@ -113,10 +103,10 @@ def _compared(
     width = quantile * math.sqrt(max(0.0, sum(parts) - 2 * shared))
     ratio_low, ratio_high = _ratio_interval(means, parts, quantile=quantile, shared=shared)
     return {
-        "difference": clamped(difference * scale),
-        "low": clamped((difference - width) * scale),
-        "high": clamped((difference + width) * scale),
-        "policy_improvement_ratio": clamped(means[1] / means[0]) if means[0] > 0 else None,
+        "difference": difference,
+        "low": difference - width,
+        "high": difference + width,
+        "policy_improvement_ratio": means[1] / means[0] if means[0] > 0 else None,
         "ratio_low": ratio_low,
         "ratio_high": ratio_high,
     }
@@ -132,21 +122,19 @@ def _ratio_interval(
     old, new = means
     squared = quantile**2
     leading, middle = old**2 - squared * parts[0], old * new - squared * shared
-    (leading, middle, last), _ = scaled((leading, middle, new**2 - squared * parts[1]))  # the roots stay the same
     if old <= 0 or leading <= 0:
         return None, None
-    root = math.sqrt(max(0.0, middle * middle - leading * last))
-    return clamped((middle - root) / leading), clamped((middle + root) / leading)
+    root = math.sqrt(max(0.0, middle * middle - leading * (new**2 - squared * parts[1])))
+    return (middle - root) / leading, (middle + root) / leading
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Return Student's interval of the mean; infinite for fewer than two values, and finite for finite ones else."""
+    """Return Student's interval of the mean; infinite for fewer than two values."""
     if len(values) < 2:
         return -math.inf, math.inf
     quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
-    small, scale = scaled(values)
-    width = quantile * math.sqrt(variance(small) / len(small))
-    return clamped((mean(small) - width) * scale), clamped((mean(small) + width) * scale)
+    width = quantile * math.sqrt(variance(values) / len(values))
+    return fmean(values) - width, fmean(values) + width
 
 
 class Criterion(Record, frozen=True, kw_only=True):
@@ -237,9 +225,8 @@ def _away(value: float, tiny: float) -> float:
 
 def _freedom(parts: tuple[float, float], counts: tuple[int, int]) -> float:
     """Welch and Satterthwaite's degrees of freedom; infinite when nothing varies."""
-    small, _ = scaled(parts)
-    below = sum(part**2 / (count - 1) for part, count in zip(small, counts, strict=True))
-    return sum(small) ** 2 / below if below > 0 else math.inf
+    below = sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+    return sum(parts) ** 2 / below if below > 0 else math.inf
 
 
 def _checked(confidence: float) -> float:

@@ -9,13 +9,11 @@ not keep, such as the text of a prompt from which a run began.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Record
-from agl_inspect.records.state import AlgorithmState, algorithm_key
+from agl_inspect.records.state import states_of_run
 from agl_inspect.records.validations import Validation, read_validations
-from agl_inspect.statistics.comparison import interval
+from agl_inspect.statistics import interval
 
 _OF_SCORE = ("reward", "experiment.reward_weights", "experiment.trust_agent_rewards")
 """Settings that decide which reward a rollout gets: runs that differ in them have scores of other kinds."""
@@ -61,19 +59,6 @@ class Kind(Record, frozen=True, kw_only=True):
     val: str
     rewards: dict[str, str]
     algorithms: dict[str, str]
-
-    def differs_from(self, other: "Kind") -> list[str]:
-        """Return what another kind has otherwise, in words."""
-        words = {
-            "agent": f"the agent ({self.agent}, not {other.agent})",
-            "train": "the training tasks",
-            "val": "the validation tasks",
-            "rewards": "the rewards",
-            "algorithms": f"the algorithms ({_listed(self.algorithms)}, not {_listed(other.algorithms)})",
-        }
-        pairs = {field: (getattr(self, field), getattr(other, field)) for field in words}
-        unknown = {"train"} if not (self.train and other.train) else set[str]()
-        return [words[field] for field, (mine, theirs) in pairs.items() if mine != theirs and field not in unknown]
 
 
 class History(Record, frozen=True, kw_only=True):
@@ -141,11 +126,7 @@ def _key(algorithm: str, name: str) -> str:
 
 async def _read(store: Store, record: ExperimentRecord, run: int) -> tuple[Kind, PastRun | None] | None:
     """Return the kind of a run and what it reached if it ended; ``None`` for one without steps or validations."""
-    prefix = algorithm_key(record.name, run, "")
-    states = {
-        key.removeprefix(prefix): msgspec.json.decode(data, type=AlgorithmState)
-        for key, data in (await store.load_state(prefix)).items()
-    }
+    states = await states_of_run(record.name, run).read(store)
     settings = {name: state.settings for name, state in sorted(states.items()) if state.settings}
     validations = await read_validations(store, record.name, run) if settings else []
     if not validations:
@@ -173,7 +154,3 @@ def kind_of(settings: Mapping[str, Mapping[str, str]], *, agent: str, train: str
     rewards = {name: text for name, text in every.items() if _decides_scores(name)}
     algorithms = {algorithm: values.get("use", "").strip('"') for algorithm, values in settings.items()}
     return Kind(agent=agent, train=train, val=val, rewards=rewards, algorithms=algorithms)
-
-
-def _listed(algorithms: Mapping[str, str]) -> str:
-    return ", ".join(name if name == use else f"{name}: {use}" for name, use in algorithms.items()) or "none"

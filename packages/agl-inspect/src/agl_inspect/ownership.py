@@ -20,7 +20,7 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Record
-from agl_inspect.records.hosts import place, worker_is_dead, worker_name
+from agl_inspect.records.workers import place, worker_is_dead, worker_name
 
 _LOG = logging.getLogger("agl_run.run")
 

@@ -5,20 +5,25 @@ still be resumed, however old it is. Each batch is one transaction of the store,
 that stops in the middle is continued by the next one.
 """
 
+import asyncio
+import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from agl.contracts import RolloutQuery, Store
-from agl.errors import ConfigError, NotFoundError
+from agl.errors import AglError, ConfigError, NotFoundError
 from agl.schemas import Record, Rollout, RolloutStatus, from_json
+from agl_inspect.ownership import Ownership, is_owned
 from agl_inspect.records.sources import experiment_of
 from agl_inspect.records.state import load_experiment, load_settings, unfinished_experiments
-from agl_inspect.retention.ownership import is_owned
+from agl_inspect.records.workers import worker_name
 from agl_store_sqlite.sql import Compaction
 
 FINISHED: tuple[RolloutStatus, ...] = ("succeeded", "failed", "cancelled")
@@ -259,3 +264,72 @@ async def delete_finished(store: Store, rollout_ids: Sequence[str]) -> Sequence[
         else:
             break
     return rollout_ids
+
+
+EVERY_S = 3600.0
+"""Seconds between two removals."""
+
+_TURN = ".retention"
+"""The name under which servers take turns; no experiment can have it."""
+
+_LOG = logging.getLogger("agl_run.run")
+
+
+@asynccontextmanager
+async def retaining(
+    store: Store, limits: RetentionLimits | None, *, say: Callable[[str], None], every_s: float = EVERY_S
+) -> AsyncGenerator[None]:
+    """Remove what exceeds the limits at the start and every ``every_s`` seconds; of several servers one at a time.
+
+    Files are not written anew, which would hold up what is being recorded: new rollouts take the space.
+    """
+    if limits is None:
+        yield
+        return
+    task = asyncio.create_task(_keep_removing(store, limits, say=say, every_s=every_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _keep_removing(store: Store, limits: RetentionLimits, *, say: Callable[[str], None], every_s: float) -> None:
+    while True:
+        try:
+            report = await _in_turn(store, limits)
+        except AglError as error:
+            _LOG.warning("old rollouts could not be removed, which is tried again in %g s: %s", every_s, error)
+        else:
+            if report is not None and report.removed:
+                say(f"retention: {removal_text(report)}")
+        await asyncio.sleep(every_s)
+
+
+async def _in_turn(store: Store, limits: RetentionLimits) -> GarbageReport | None:
+    """Remove what exceeds the limits; returns ``None`` while another server does."""
+    async with taking_turns(store, _TURN, title="the removal of old rollouts") as own:
+        return None if own is None else await remove_old(own, RolloutQuery(), limits)
+
+
+@asynccontextmanager
+async def taking_turns(store: Store, turn: str, *, title: str) -> AsyncGenerator[Store | None]:
+    """Let one process at a time do something with a store: yields the store for it, or ``None`` while another does it.
+
+    A process that was killed is outwaited for as long as its lease lasts.
+
+    Args:
+        store: The store.
+        turn: The name of what is done, which begins with a full stop, so that no experiment has it.
+        title: The same in words, for messages.
+    """
+    own = Ownership(store, turn, workdir=Path(worker_name()), title=title)
+    is_taken = False
+    with suppress(ConfigError):
+        await own.__aenter__()
+        is_taken = True
+    try:
+        yield own.store if is_taken else None
+    finally:
+        if is_taken:
+            await own.__aexit__()
