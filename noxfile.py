@@ -556,7 +556,7 @@ def site(session: nox.Session) -> None:
     pytest(session, tools, "tools/tests")
 
 
-UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "uv"]
+UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "towncrier>=25,<26", "uv"]
 
 
 @nox.session

@@ -199,7 +199,7 @@ def test_resumed_run_remembers_the_best_of_before(log: Log, agl_plugins: PluginF
     assert 0 == done.returncode, done.stderr
     assert "the last step was not the best: validation reward 0.000 after it, 1.000 after step 1;" in done.stdout
     assert "prompt: halves-1-writer-1" in done.stdout.splitlines()
-    assert "agl export prompt@halves-1-writer-1 --format json" in done.stdout
+    assert "agl data export prompt@halves-1-writer-1 --format json" in done.stdout
 
 
 def test_run_that_was_given_validation_tasks_later_says_how_it_ended(

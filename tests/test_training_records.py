@@ -174,7 +174,7 @@ def test_step_that_was_killed_is_told_from_the_one_that_repeated_it(
 def test_what_was_kept_goes_with_its_rollout(fit: Callable[..., Any], tmp_path: Path, why: Callable[..., str]) -> None:
     fit()
     url, copy = f"sqlite:///{tmp_path}/runs.db", f"sqlite:///{tmp_path}/copy.db"
-    run_agl("runs", "copy", url, copy, folder=tmp_path)
+    run_agl("data", "copy", url, copy, folder=tmp_path)
     told = run_agl("why", "told-1-learner-train-00001-00001-000", "--store", copy, folder=tmp_path)
     assert "row 0, credit 1, advantage 0.5" in told
 

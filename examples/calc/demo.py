@@ -92,7 +92,7 @@ def main() -> None:
     print(f"all of it in a browser:       agl console {runs} --open")
     print(f"look at the newest run:       agl show latest --store {runs}")
     print(f"why its calls were trained:   agl why latest --store {runs}")
-    print(f"good runs as dialogues:       agl export --min-reward 1 --output good.jsonl --store {runs}")
+    print(f"good runs as dialogues:       agl data export --min-reward 1 --output good.jsonl --store {runs}")
     print(f"(in {HERE}; agl is {Path(sys.executable).with_name('agl')})")
 
 

@@ -179,7 +179,7 @@ def test_the_whole_experiment_runs(example: Path, data: Path, environment: dict[
 
     assert 1 == result["steps"]["grpo"]
     assert [0.0, 0.0] == [result["before"], result["after"]]
-    calls = run(example, "-m", "agl", "export", "--format", "transitions", "--store", "sqlite:///out/runs.db")
+    calls = run(example, "-m", "agl", "data", "export", "--format", "transitions", "--store", "sqlite:///out/runs.db")
     seen = [json.loads(line) for line in calls.splitlines()]
     assert 6 <= len({row["rollout_id"] for row in seen})
     assert {"llm"} == {row["policy"] for row in seen}

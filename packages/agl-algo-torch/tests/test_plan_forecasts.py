@@ -1,4 +1,4 @@
-"""The forecasts of ``agl plan`` against what happens here: memory of a step, and the time of an update."""
+"""The forecasts of ``agl check --forecast`` against what happens here: memory of a step, and the time of an update."""
 
 from __future__ import annotations
 

@@ -46,5 +46,5 @@ def test_the_example_runs_and_its_model_can_be_taken_away(tmp_path: Path) -> Non
     assert 2 == len(gaps)
     assert max(gaps) < 1e-5
     store = ("--store", "sqlite:///out/verl/runs.db")
-    run(folder, "-m", "agl", "export", "calc-lm", "--format", "model", "--output", "mine", *store)
+    run(folder, "-m", "agl", "data", "export", "calc-lm", "--format", "model", "--output", "mine", *store)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (folder / "mine").iterdir()}

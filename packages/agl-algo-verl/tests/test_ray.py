@@ -147,7 +147,7 @@ def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tm
     (saved,) = (folder / "out").rglob("global_step_1/actor/huggingface")
     assert gap_to(saved, [call for call in calls if call.model_version == "global_step_1"]) < 1e-5
     store = ("--store", "sqlite:///out/verl-ray/runs.db")
-    run(folder, command("export", "calc-lm", "--format", "model", "--output", "mine", *store))
+    run(folder, command("data", "export", "calc-lm", "--format", "model", "--output", "mine", *store))
     trained = AutoModelForCausalLM.from_pretrained(folder / "mine").state_dict()
     start = AutoModelForCausalLM.from_pretrained(folder / "out/model").state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in trained.items())

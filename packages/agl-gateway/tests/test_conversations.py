@@ -145,7 +145,7 @@ async def test_conversation_is_an_ordinary_training_rollout(tmp_path, backend):
         assert sum(len(call.response_ids) // 4 for call in episode.transitions) == sum(
             sum(row.mask) for row in episode.rows
         )
-    command = ["export", "--store", f"sqlite:///{tmp_path}/served.db", "--mode", "train", "--min-reward", "0.5"]
+    command = ["data", "export", "--store", f"sqlite:///{tmp_path}/served.db", "--mode", "train", "--min-reward", "0.5"]
     shown = await asyncio.to_thread(CliRunner().invoke, cli, command)
     (line,) = shown.stdout.splitlines()
     assert ["hi", "yes", "why?", "yes"] == [message["content"] for message in json.loads(line)["messages"]]

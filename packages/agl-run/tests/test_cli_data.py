@@ -423,7 +423,7 @@ def test_show_of_a_failed_attempt_names_its_error(store_of):
 NAMED = {
     "show": ("show", "{}"),
     "why": ("why", "{}"),
-    "export": ("export", "{}", "--format", "spans"),
+    "export": ("data", "export", "{}", "--format", "spans"),
     "replay": ("replay", "{}"),
     "rm": ("runs", "rm", "{}"),
 }
@@ -547,7 +547,7 @@ def test_why_with_agents_says_who_is_not_selected(store_of):
 
 
 def exported(*args: str) -> list[dict]:
-    result = invoke("export", *args)
+    result = invoke("data", "export", *args)
     assert result.exit_code == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -589,7 +589,7 @@ def test_export_rows_has_masks(store_of):
 
 def test_export_spans_to_a_file_can_be_read_back(store_of, tmp_path):
     store_of(fill, 1)
-    result = invoke("export", "ro-calc-000", "--format", "spans", "--output", "out.jsonl")
+    result = invoke("data", "export", "ro-calc-000", "--format", "spans", "--output", "out.jsonl")
     assert (0, "5 lines of spans written to out.jsonl\n") == (result.exit_code, result.stderr)
     spans = [codec.from_json(line, Span) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert store_of(lambda store: store.spans("ro-calc-000")) == spans
@@ -602,7 +602,7 @@ def test_export_writes_the_spans_that_are_chosen_and_nothing_else(store_of):
         (span["rollout_id"], span["reward"]["value"]) for span in rewards
     ]
     assert 3 == len(exported("ro-calc-001", "--format", "spans", "--agent", "solver", "--span", "chat"))
-    refused = invoke("export", "--kind", "call")
+    refused = invoke("data", "export", "--kind", "call")
     assert (1, True) == (refused.exit_code, "pass --format spans, without --min-reward" in refused.output)
 
 
@@ -614,7 +614,7 @@ def test_export_keeps_only_what_earned_enough(store_of):
 
 def test_export_of_pairs_says_how_many_tasks_give_none(store_of):
     store_of(fill, 2)
-    result = invoke("export", "--format", "dpo")
+    result = invoke("data", "export", "--format", "dpo")
     assert (0, "") == (result.exit_code, result.stdout)
     assert re.match(r"\d tasks? gives? no pair: fewer than two runs", result.stderr)
     assert result.stderr.endswith("0 lines of dpo written to stdout\n")
@@ -622,7 +622,7 @@ def test_export_of_pairs_says_how_many_tasks_give_none(store_of):
 
 def test_export_to_an_unwritable_path_says_so(store_of):
     store_of(fill, 1)
-    result = invoke("export", "--output", "absent/out.jsonl")
+    result = invoke("data", "export", "--output", "absent/out.jsonl")
     assert (1, True) == (result.exit_code, "cannot write 'absent" in result.stderr)
 
 

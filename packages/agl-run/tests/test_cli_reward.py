@@ -1,4 +1,4 @@
-"""``agl reward`` on real SQLite stores, with functions of the user's own and emitters of plugins."""
+"""``agl replay --score`` on real SQLite stores, with functions of the user's own and emitters of plugins."""
 
 import asyncio
 import json
@@ -382,7 +382,16 @@ def test_interrupt_prints_what_was_scored_until_then(recorded: Callable[..., Non
     recorded(GROUPS)
     code = JUDGE.replace('rollout.task["answer"] == "stop"', 'rollout.rollout_id.endswith("00001-000")')
     Path("measure.py").write_text(code)
-    command = [sys.executable, "-m", "agl", "reward", "experiment.toml", "--set", "reward.use=measure:forever"]
+    command = [
+        sys.executable,
+        "-m",
+        "agl",
+        "replay",
+        "--score",
+        "experiment.toml",
+        "--set",
+        "reward.use=measure:forever",
+    ]
     with (
         Path("said").open("w") as said,
         subprocess.Popen([*command, "--concurrency", "1"], stdout=said, stderr=subprocess.STDOUT) as process,

@@ -239,7 +239,7 @@ main()
         ("show", "--json"),
         ("show", "--kind", "call"),
         ("show", "--agent", "solver"),
-        ("export", "--format", "spans", "--agent", "solver"),
+        ("data", "export", "--format", "spans", "--agent", "solver"),
         ("why",),
     ],
     ids=" ".join,

@@ -1,4 +1,4 @@
-"""``agl workers``: the processes of experiments, busy, idle or gone."""
+"""``agl runs workers``: the processes of experiments, busy, idle or gone."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def announcing(name: str, member: str, *, owner: str = "") -> Callable[[Store], 
 
 
 def listed(*options: str) -> dict[str, dict[str, object]]:
-    output = CliRunner().invoke(cli, ("workers", "--json", *options), catch_exceptions=False).output
+    output = CliRunner().invoke(cli, ("runs", "workers", "--json", *options), catch_exceptions=False).output
     return {item["worker"]: item for item in json.loads(output)}
 
 

@@ -64,7 +64,7 @@ def test_shell_hears_of_no_error(folder):
 
 @pytest.mark.parametrize(
     "words",
-    [("show",), ("why",), ("replay",), ("export",), ("export", "calc-0"), ("runs", "rm")],
+    [("show",), ("why",), ("replay",), ("export",), ("data", "export", "calc-0"), ("runs", "rm")],
     ids=" ".join,
 )
 def test_ids_are_completed(words, folder):

@@ -1,4 +1,4 @@
-"""``agl runs copy``: everything arrives as it was, an interrupted copy can be repeated, and nothing is overwritten."""
+"""``agl data copy``: everything arrives as it was, an interrupted copy can be repeated, and nothing is overwritten."""
 
 import asyncio
 import json
@@ -96,7 +96,7 @@ def use(path: Path, work: Callable[[Store], Awaitable[Any]]) -> Any:
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(cli, ["runs", "copy", *words], prog_name="agl")
+    return CliRunner().invoke(cli, ["data", "copy", *words], prog_name="agl")
 
 
 @pytest.fixture

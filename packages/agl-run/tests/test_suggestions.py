@@ -195,7 +195,7 @@ def store(tmp_path: Path) -> str:
 
 
 def agl(*words: str) -> Result:
-    return CliRunner().invoke(cli, ["suggest", *words])
+    return CliRunner().invoke(cli, ["metrics", "--suggest", *words])
 
 
 def test_command_names_evidence_and_setting_of_the_newest_run(store: str) -> None:

@@ -1,4 +1,4 @@
-"""``agl runs copy`` moves a store from SQLite to PostgreSQL and back."""
+"""``agl data copy`` moves a store from SQLite to PostgreSQL and back."""
 
 import asyncio
 import os
@@ -58,7 +58,7 @@ async def use(store: Store, work: Any) -> Any:
 
 
 def copy(*words: str) -> str:
-    line = [sys.executable, "-m", "agl", "runs", "copy", *words]
+    line = [sys.executable, "-m", "agl", "data", "copy", *words]
     return subprocess.run(line, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
 
 

@@ -289,7 +289,7 @@ def read_with_every_command(agl: Start, store_url: str, trained: list[str]) -> N
     listed = json.loads(ended(agl("runs", "--store", store_url, "--limit", "1000", "--json")))
     assert len(trained) == len(listed)
     assert trained[0] in ended(agl("show", trained[0], "--store", store_url))
-    exported = ended(agl("export", "--store", store_url, *trained[:2])).splitlines()
+    exported = ended(agl("data", "export", "--store", store_url, *trained[:2])).splitlines()
     assert len(exported) >= 2
     ended(agl("why", trained[0], "--store", store_url))
     ended(agl("runs", "gc", "--store", store_url, "--keep", "10"))

@@ -327,7 +327,7 @@ class GRPO:
         return int(state["step"]) < self._steps
 
     def measure_update(self, weights: Weights, rows: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of a step's updates on rows of (tokens, trained tokens), for `agl plan`."""
+        """Return the seconds of a step's updates on rows of (tokens, trained tokens), for `agl check --forecast`."""
         learner = self._tuned.tried_out(weights)
 
         def update(samples: Sequence[RowSample]) -> None:

@@ -247,7 +247,7 @@ class PreferenceAlgorithm(ABC, Generic[E]):
         await self._tuned.go_back(state, rate=rate, updates=self._updates)
 
     def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of so many tasks a step draws, and how many times it runs each, for `agl plan`."""
+        """Return how many tasks a step draws of so many, and how often it runs each, for `agl check --forecast`."""
         return self._supply.size(tasks)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
@@ -510,7 +510,7 @@ class DPO(PairAlgorithm):
 
     Args:
         data: File of `{"prompt": [...], "chosen": [...], "rejected": [...]}` lines, relative to the experiment's file,
-            as `agl export --format dpo` writes them; each step learns from all of it. Empty for rollouts.
+            as `agl data export --format dpo` writes them; each step learns from all of it. Empty for rollouts.
         steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
         tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
         group_size: Rollouts per task, by default 4; refused with a source.

@@ -89,7 +89,7 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One run: its state, what to change, figures, tables and settings.
 
     Attributes:
-        suggestions: What ``agl suggest`` says of the run.
+        suggestions: What ``agl metrics --suggest`` says of the run.
         goal: The steps to a reward; ``None`` where none is logged.
         meanings: Explanations of metrics by name.
         next: The query of the page with older steps, empty if there are none.

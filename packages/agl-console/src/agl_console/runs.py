@@ -93,7 +93,7 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         against_first: The newest validation of each run but the first one against that of the first.
         goal: The steps of the compared runs to a reward; ``None`` where none is logged.
         differences: The settings in which they differ.
-        fits: What a model said about the parameters of runs on this page, by ``agl suggest --next``, newest first.
+        fits: What a model said about the parameters of runs on this page, by ``agl metrics --rank``, newest first.
         next: The query of the next page, empty on the last.
     """
 

@@ -1,4 +1,4 @@
-"""Registers ``agl data`` with its commands, and the formats of ``agl data export``."""
+"""Registers the commands of ``agl data``, and the formats of ``agl data export``."""
 
 from collections.abc import Iterable
 
@@ -23,8 +23,7 @@ _COMMANDS = {
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """Register the group, its commands, and the formats; each builds an :class:`agl_inspect.exports.ExportWriter`."""
-    yield CommandEntry(name="data", factory="agl_data.group:data", summary="import, export, archive and copy runs")
+    """Register the commands and the formats; each builds an :class:`agl_inspect.exports.ExportWriter`."""
     for name, (factory, summary) in _COMMANDS.items():
         yield CommandEntry(name=name, parent="data", factory=f"agl_data.{factory}", summary=summary)
     for name, (factory, summary) in _FORMATS.items():

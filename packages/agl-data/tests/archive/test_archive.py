@@ -1,4 +1,4 @@
-"""``agl runs archive``: what is written and what is left out, what is removed and what never is."""
+"""``agl data archive``: what is written and what is left out, what is removed and what never is."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""``agl runs archive`` and ``agl runs restore``, as their users call them."""
+"""``agl data archive`` and ``agl data restore``, as their users call them."""
 
 import asyncio
 import json
@@ -40,14 +40,14 @@ def run(command, *words: str) -> Result:
 
 
 def test_both_are_commands_of_agl_runs(folder):
-    assert "archived 4 rollouts of 1 experiment" in run_agl("runs", "archive", "kept", "--remove", folder=folder)
-    assert "restored 4 rollouts of 1 experiment\n" in run_agl("runs", "restore", "kept", folder=folder)
+    assert "archived 4 rollouts of 1 experiment" in run_agl("data", "archive", "kept", "--remove", folder=folder)
+    assert "restored 4 rollouts of 1 experiment\n" in run_agl("data", "restore", "kept", folder=folder)
 
 
 def test_archive_reports_what_it_did(folder):
     first, second = run(archive, "kept").stdout.splitlines(), run(archive, "kept").stdout.splitlines()
     assert first[0].startswith("archived 4 rollouts of 1 experiment (0.0 MiB)")
-    assert "bring them back with: agl runs restore kept" == first[1]
+    assert "bring them back with: agl data restore kept" == first[1]
     expected = ["archived 0 rollouts of 1 experiment", "4 rollouts in the archive already: not written again"]
     assert expected == second
 

@@ -1,4 +1,4 @@
-"""``agl runs restore``: what comes back, what stays as it is, and what is refused."""
+"""``agl data restore``: what comes back, what stays as it is, and what is refused."""
 
 import asyncio
 

@@ -49,7 +49,7 @@ def export(form: str, recordings: Sequence[Recording], *, suffix: str = ".jsonl"
 
 
 def imported(path: Path, **target: Any) -> list[Episode]:
-    """The rollouts of a file as episodes, as ``agl import`` brings them into a store."""
+    """The rollouts of a file as episodes, as ``agl data import`` brings them into a store."""
 
     async def work() -> list[Recording]:
         files, lost = find_files([path], "auto")

@@ -200,7 +200,7 @@ def test_folder_without_files_says_which_names_are_read(tmp_path: Path, imports:
 
 def test_dry_run_writes_nothing_and_makes_no_store(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [chat("a", "b")])
-    said = run_agl("import", "a.jsonl", "--dry-run", folder=tmp_path)
+    said = run_agl("data", "import", "a.jsonl", "--dry-run", folder=tmp_path)
 
     assert said.startswith(
         "would import 1 run into 'imported' from 1 file of chat: 1 model call, 1 task, 0 new rewards\n"
@@ -210,7 +210,7 @@ def test_dry_run_writes_nothing_and_makes_no_store(tmp_path: Path) -> None:
 
 def test_import_that_is_killed_is_completed_by_repeating_it(tmp_path: Path, imports: Imports) -> None:
     path = write_lines(tmp_path / "a.jsonl", (chat(f"What is {n} + 1?", str(n + 1) * 50) for n in range(6000)))
-    words = [sys.executable, "-m", "agl", "import", str(path), "--experiment", "old", "--store", imports.url]
+    words = [sys.executable, "-m", "agl", "data", "import", str(path), "--experiment", "old", "--store", imports.url]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_until(lambda: (tmp_path / "runs").exists() and bool(imports.count()), within_s=120)
     os.kill(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""OTLP as JSON: as OpenTelemetry's own exporter encodes it, as Phoenix names things, and as ``agl otlp`` writes it."""
+"""OTLP as JSON: from OpenTelemetry's own exporter, with Phoenix's names, and from ``agl data otlp``."""
 
 import json
 from pathlib import Path
@@ -182,9 +182,9 @@ def test_rollouts_that_agl_otlp_wrote_come_back_with_agents_rewards_and_messages
     write_lines(tmp_path / "chats.jsonl", source)
     write_lines(tmp_path / "trajectories.jsonl", [trajectory()])
     url = f"sqlite:///{tmp_path}/there.db"
-    run_agl("import", "chats.jsonl", "--reward", "reward", "--store", url, folder=tmp_path)
-    run_agl("import", "trajectories.jsonl", "--reward", "extra.reward", "--store", url, folder=tmp_path)
-    run_agl("otlp", "--contents", "--output", "traces.jsonl", "--store", url, folder=tmp_path)
+    run_agl("data", "import", "chats.jsonl", "--reward", "reward", "--store", url, folder=tmp_path)
+    run_agl("data", "import", "trajectories.jsonl", "--reward", "extra.reward", "--store", url, folder=tmp_path)
+    run_agl("data", "otlp", "--contents", "--output", "traces.jsonl", "--store", url, folder=tmp_path)
     done = imports(tmp_path / "traces.jsonl")
 
     agents = {"sums": 1, "guide": 1, "terminus-2": 1, "searcher": 1}

@@ -1,4 +1,4 @@
-"""Preference pairs of imported runs, as ``agl export --format dpo`` writes them."""
+"""Preference pairs of imported runs, as ``agl data export --format dpo`` writes them."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ from .logs import chat, write_lines
 def exported(tmp_path: Path) -> Any:
     def export(lines: list[dict[str, Any]], *options: str) -> list[dict[str, Any]]:
         write_lines(tmp_path / "chats.jsonl", lines)
-        run_agl("import", "chats.jsonl", "--reward", "score", folder=tmp_path)
-        run_agl("export", "--format", "dpo", "--output", "pairs.jsonl", *options, folder=tmp_path)
+        run_agl("data", "import", "chats.jsonl", "--reward", "score", folder=tmp_path)
+        run_agl("data", "export", "--format", "dpo", "--output", "pairs.jsonl", *options, folder=tmp_path)
         return [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
 
     return export

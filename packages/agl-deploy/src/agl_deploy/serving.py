@@ -70,7 +70,6 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
 
 def _fetch(model: str, gateway: str) -> list[str]:
     """Return the command that copies the files of the version that has the label now."""
-    export = (
-        f"agl export {shlex.quote(model)} --store http://{gateway}:{GATEWAY_PORT} --format model --output {_FOLDER}"
-    )
+    store = f"http://{gateway}:{GATEWAY_PORT}"
+    export = f"agl data export {shlex.quote(model)} --store {store} --format model --output {_FOLDER}"
     return ["sh", "-c", f"rm -rf {_FOLDER} && {export}"]

@@ -1,4 +1,4 @@
-"""The contract of formats that plugins add to ``agl export``.
+"""The contract of formats that plugins add to ``agl data export``.
 
 A plugin registers a format as a command below ``export``: ``CommandEntry(name="atif", parent="export", ...)``. Its
 factory is called with one :class:`ExportSetup` as ``setup`` and builds an :class:`ExportWriter`. The command chooses

@@ -29,9 +29,9 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         why: The decision of the search that made it, with its reason.
-        origin: The algorithm and step that made it, ``agl try``, or the experiment whose first version it is; ``""`` if
-            unknown.
-        tried: The trials by ``agl dev`` and ``agl try`` that ran with it, such as ``2 rollouts of sums-dev``.
+        origin: The algorithm and step that made it, ``agl resources try``, or the experiment whose first version it is;
+            ``""`` if unknown.
+        tried: The trials by ``agl dev`` and ``agl resources try`` that ran with it, such as ``2 rollouts of sums-dev``.
         is_saved: False for weights that were served from memory and never written.
     """
 
@@ -45,7 +45,7 @@ class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def is_only_tried(self) -> bool:
-        """True for a version that an algorithm or ``agl try`` only tried, and that no label points at."""
+        """True for a version that an algorithm or ``agl resources try`` only tried, and that no label points at."""
         return bool(self.version.metadata.get("candidate")) and not self.labels
 
 
@@ -123,7 +123,7 @@ async def list_versions(
 
 
 def origin_of(version: ResourceVersion) -> str:
-    """Name what made a version: an algorithm with its step, ``agl try``, or the experiment that began with it.
+    """Name what made a version: an algorithm with its step, ``agl resources try``, or the experiment that began so.
 
     It is ``""`` if unknown.
     """
@@ -153,7 +153,7 @@ async def _newest_published(store: Store, newest: ResourceVersion, names: dict[s
 
 
 async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) -> dict[str, str]:
-    """Count the rollouts of trials by ``agl dev`` and ``agl try`` that ran with each version, by version."""
+    """Count the rollouts of trials by ``agl dev`` and ``agl resources try`` that ran with each version, by version."""
     experiments = {record.name for record in await store.experiments()}
     named = {str(v.metadata["experiment"]) for v in versions if "experiment" in v.metadata}
     experiments |= {each.removesuffix(TRIAL).removesuffix(PROMPT_TRIAL) for each in named}

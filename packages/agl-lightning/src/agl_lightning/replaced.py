@@ -64,7 +64,8 @@ REPLACED: Mapping[str, tuple[str, str]] = {
     "ResourcesUpdate": ("publish agl.schemas.ResourceVersion records: await store.publish([...])", _QUERY[1]),
     **dict.fromkeys(("FilterField", "FilterOptions", "PaginatedResult", "SortOptions"), _QUERY),
     **dict.fromkeys(
-        ("Worker", "WorkerStatus"), ("`agl workers` lists trainers and workers, and whether they are busy", _QUERY[1])
+        ("Worker", "WorkerStatus"),
+        ("`agl runs workers` lists trainers and workers, and whether they are busy", _QUERY[1]),
     ),
     **dict.fromkeys(("Event", "Link", "OtelResource", "SpanContext", "SpanCoreFields", "TraceState"), _SPAN),
     **dict.fromkeys(("StatusCode", "TraceStatus"), _SPAN),

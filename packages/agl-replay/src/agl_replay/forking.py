@@ -1,4 +1,4 @@
-"""Forks a recorded rollout at one of its calls, for ``agl fork``."""
+"""Forks a recorded rollout at one of its calls, for ``agl replay --fork``."""
 
 import time
 from collections.abc import Sequence

@@ -153,7 +153,14 @@ def test_role_credit_pays_each_role_by_its_own_reward() -> None:
         Reward(value=0.25, name="critic"),
     )
     credit = RoleCredit(roles={"write|rewrite": {"reward": "sql"}, "check": {"reward": "critic"}})
-    one = episode(call(0, "write"), call(1, "check"), call(2, "rewrite"), call(3, "plan"), reward=7.0, rewards=rewards)
+    one = episode(
+        call(0, "write"),
+        call(1, "check"),
+        call(2, "rewrite"),
+        call(3, "plan"),
+        reward=7.0,
+        rewards=rewards,
+    )
     assert [{"c0": 1.0, "c1": 0.25, "c2": 1.0, "c3": 7.0}] == values(credit, one)
     baselines = [given.baseline for given in credits_of(credit, one)]
     assert ["g/write|rewrite", "g/check", "g/write|rewrite", "g/plan"] == baselines

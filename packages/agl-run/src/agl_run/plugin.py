@@ -81,7 +81,9 @@ def agl_step_finished(run: int, algorithm: str, report: StepReport, experiment_s
 def agl_commands() -> Iterable[CommandEntry]:
     """Register the commands that run something."""
     yield CommandEntry(name="init", factory="agl_run.cli.init:init", summary="write a small experiment that runs")
-    yield CommandEntry(name="check", factory="agl_run.cli.check:check", summary="check an experiment before it runs")
+    yield CommandEntry(
+        name="check", factory="agl_run.cli.check:check", summary="check or forecast an experiment before it runs"
+    )
     yield CommandEntry(
         name="dev", factory="agl_run.cli.dev:dev", summary="try an agent on a few tasks, training nothing"
     )
@@ -89,10 +91,4 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(
         name="worker", factory="agl_run.cli.worker:worker", summary="run a running experiment's rollouts"
     )
-    yield CommandEntry(
-        name="plan", factory="agl_run.cli.forecast:plan", summary="forecast the steps of a run and find its faults"
-    )
     yield CommandEntry(name="exec", factory="agl_run.cli.exec:exec_", summary="record any program once")
-    yield CommandEntry(
-        name="sync", factory="agl_run.cli.sync:sync", summary="write what W&B, MLflow or TensorBoard lack of a run"
-    )

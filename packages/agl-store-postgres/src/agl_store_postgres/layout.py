@@ -2,8 +2,8 @@
 
 Rollouts and attempts are numbered as in :mod:`agl_store_sqlite.sql`. Text that is compared or sorted has the collation
 ``C``, so ids sort as in Python. Spans and documents arrive packed, so PostgreSQL does not compress them again
-(``STORAGE EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running, then its status; so a claim does not touch
-the index of the lists.
+(``STORAGE EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running, then its status; so a claim
+does not touch the index of the lists.
 """
 
 import logging

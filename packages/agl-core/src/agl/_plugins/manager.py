@@ -34,7 +34,7 @@ from agl._plugins.build import build, resolve
 from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, QuarantinedPlugin, key_of, missing
 from agl._plugins.discovery import Candidate, candidates, check_bound
 from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
-from agl._plugins.source import CORE, DISABLED_VARIABLE, RUN, STRICT_VARIABLE, Source, describe, interrupted
+from agl._plugins.source import CORE, DISABLED_VARIABLE, ENGINE, STRICT_VARIABLE, Source, describe, interrupted
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError
 
 E = TypeVar("E", bound=Entry)
@@ -43,7 +43,6 @@ EVERY = "*"
 """In ``AGL_DISABLED_PLUGINS``: every plugin but the core's own components."""
 
 CORE_PLUGIN = "core"
-RUN_PLUGIN = "run"
 
 _log = logging.getLogger("agl.plugins")
 
@@ -51,9 +50,9 @@ _log = logging.getLogger("agl.plugins")
 class PluginManager:
     """Registered plugins and their components.
 
-    A new manager has the components of ``agl-core``, and of ``agl-run`` where that is installed; :meth:`load` adds the
-    other installed plugins and :meth:`register` one at hand. Looking components up is safe from several threads;
-    registering is not.
+    A new manager has the components of ``agl-core``, and of ``agl-run`` with its parts where it is installed;
+    :meth:`load` adds the other installed plugins and :meth:`register` one at hand. Looking components up is safe from
+    several threads; registering is not.
 
     Args:
         disabled: Names of entry points or distributions to leave out; ``"*"`` for all.
@@ -73,7 +72,7 @@ class PluginManager:
         self._failures: dict[str, int] = {}
         core = Source(name=CORE_PLUGIN, distribution=CORE, version=agl.__version__, module=builtin.__name__)
         self._admit(core, builtin)
-        for candidate in candidates(RUN):
+        for candidate in [found for distribution in ENGINE for found in candidates(distribution)]:
             self._load(candidate)
 
     @classmethod
@@ -103,7 +102,7 @@ class PluginManager:
     def load(self) -> None:
         """Load the installed plugins in order of name; one that fails is quarantined, or raised when strict."""
         for candidate in candidates():
-            if candidate.source.distribution == RUN:
+            if candidate.source.distribution in ENGINE:
                 continue
             if self._disabled & {EVERY, candidate.source.name, candidate.source.distribution}:
                 self._skipped.append(candidate.source)
@@ -239,7 +238,7 @@ class PluginManager:
             check_hooks(self._hooks, plugin)
             entries = components(self._hooks, plugin)
             self._named[source] = tuple(key_of(entry) for entry in entries)
-            self._catalog.add(source, entries, reserved=(CORE_PLUGIN, RUN_PLUGIN))
+            self._catalog.add(source, entries, reserved=(CORE_PLUGIN, "inspect", "run", "store-sqlite"))
         except BaseException:
             self._hooks.unregister(plugin)
             raise

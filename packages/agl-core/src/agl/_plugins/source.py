@@ -3,8 +3,8 @@
 from agl.schemas import Record
 
 CORE = "agl-core"
-RUN = "agl-run"
-"""The distribution of the trainer and the command; its components load like the core's own where it is installed."""
+ENGINE = ("agl-inspect", "agl-run", "agl-store-sqlite")
+"""The distributions of the engine; their components load like the core's own where they are installed."""
 
 DISABLED_VARIABLE = "AGL_DISABLED_PLUGINS"
 STRICT_VARIABLE = "AGL_PLUGINS_STRICT"

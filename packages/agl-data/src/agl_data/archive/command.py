@@ -1,4 +1,4 @@
-"""``agl runs archive`` and ``agl runs restore``."""
+"""``agl data archive`` and ``agl data restore``."""
 
 import asyncio
 import sys

@@ -140,7 +140,7 @@ def open_archive(place: Place) -> None:
     mark = _decoded(place, MARK, Mark)
     if mark is None:
         raise ConfigError(
-            f"{place.shown} is no archive: it has no file {MARK}; name the folder that agl runs archive wrote to"
+            f"{place.shown} is no archive: it has no file {MARK}; name the folder that agl data archive wrote to"
         )
     if mark.format != Mark().format:
         raise damaged(place, MARK, f"it names the format {mark.format!r}")

@@ -1,6 +1,6 @@
 """Fields of a rollout and its calls that formats have no name for: an object ``agl`` in each one's free field.
 
-``agl import`` reads them back. They repeat the record and add nothing to it.
+``agl data import`` reads them back. They repeat the record and add nothing to it.
 """
 
 from typing import Any

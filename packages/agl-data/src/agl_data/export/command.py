@@ -1,4 +1,4 @@
-"""``agl export``: recorded rollouts as JSON lines, prompts as text, JSON or a Python constant, weights as files."""
+"""``agl data export``: rollouts as JSON lines, prompts as text, JSON or a Python constant, weights as files."""
 
 import pprint
 import re
@@ -132,7 +132,9 @@ def _export_resources(
     manager: PluginManager, store_url: str | None, names: tuple[str, ...], form: str, output: Path | None
 ) -> None:
     if not names:
-        raise ConfigError(f"--format {form} writes a resource; name one, such as: agl export my_prompt --format {form}")
+        raise ConfigError(
+            f"--format {form} writes a resource; name one, such as: agl data export my_prompt --format {form}"
+        )
 
     async def work(store: Store) -> list[ResourceVersion]:
         pairs = [name.partition("@") for name in names]

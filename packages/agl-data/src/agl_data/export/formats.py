@@ -1,4 +1,4 @@
-"""The formats of ``agl export``: its own, and those that plugins register as commands below it."""
+"""The formats of ``agl data export``: its own, and those that plugins register as commands below it."""
 
 from collections.abc import Sequence
 from pathlib import Path

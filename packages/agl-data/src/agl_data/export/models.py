@@ -20,7 +20,7 @@ def copy_model(version: ResourceVersion, target: Path | None) -> str:
         raise ConfigError(f"{name} is a {type(weights).__name__}, not weights; --format model copies weights")
     if target is None:
         raise ConfigError(
-            f"weights are a directory; name the target: agl export {name} --format model --output DIRECTORY"
+            f"weights are a directory; name the target: agl data export {name} --format model --output DIRECTORY"
         )
     source = Path(weights.uri)
     if not source.is_dir():

@@ -1,4 +1,4 @@
-"""``agl import``: imports runs that other tools recorded."""
+"""``agl data import``: imports runs that other tools recorded."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Records that ``agl export`` wrote into the free fields of other formats, as an object ``agl``."""
+"""Records that ``agl data export`` wrote into the free fields of other formats, as an object ``agl``."""
 
 from typing import Any
 
@@ -29,6 +29,6 @@ def own_reward(place: str, record: Any) -> Reward:
 
 def _damaged(place: str, error: ValueError) -> DatasetError:
     return DatasetError(
-        f"{place} has a field agl that agl export did not write so ({error}), and nothing was imported; export the "
-        "runs once more, or remove that field"
+        f"{place} has a field agl that agl data export did not write so ({error}), and nothing was imported; export "
+        "the runs once more, or remove that field"
     )

@@ -28,7 +28,9 @@ from agl.schemas import (
 from agl.tracing import chat_spans, make_reward_span
 from agl_data.importing.values import digest, json_text
 
-NO_IDS = "calls without token ids: they feed sft and dpo (agl export writes their data), prompts and rewards, not grpo"
+NO_IDS = (
+    "calls without token ids: they feed sft and dpo (agl data export writes their data), prompts and rewards, not grpo"
+)
 IDS_MISSING = "the source of the import has the text of the call and no token ids"
 NO_TIMES = "runs without times: they carry the time of the import"
 CHANGED_TEXT = "records with halves of characters, which were replaced, or integers beyond 64 bits, now texts"

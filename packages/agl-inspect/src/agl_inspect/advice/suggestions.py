@@ -365,7 +365,7 @@ _RULES: dict[str, _Rule] = {
         lambda share: share >= 0.02,
         "a reward broke in {:.0%} of the rollouts, which failed though the agent had done its work",
         "agl runs --status failed shows the error; repair the reward, or give a judge more retries and a longer "
-        "timeout_s in [reward.params]; agl reward FILE --status failed tries it on these rollouts",
+        "timeout_s in [reward.params]; agl replay --score FILE --status failed tries it on these rollouts",
     ),
     "cut-answers": _where(
         "truncated_share",

@@ -1,4 +1,4 @@
-"""``agl metrics`` and ``agl plot``: the numbers that algorithms logged, as tables or as curves."""
+"""``agl metrics``: the numbers that algorithms logged, as tables, as curves, and as advice."""
 
 import shutil
 from collections.abc import Sequence
@@ -10,9 +10,11 @@ from agl import PluginManager
 from agl.contracts import Metric, Store
 from agl.errors import ConfigError
 from agl_inspect.cli.charts import STEP, Curve, curves_of, save_picture, text_chart
+from agl_inspect.cli.suggest import rank, suggest
 from agl_inspect.records.metrics import RUN, choice, place_of, read_runs
 from agl_inspect.terminal.opening import complete_experiment, pass_manager, store_option, with_store
 from agl_inspect.terminal.output import echo, json_option, print_json, print_table
+from agl_inspect.terminal.program import Modes
 
 _run_option = click.option(
     "--run", type=RUN, metavar="N|all", help="Only this run, from 1, or all of them; by default the newest."
@@ -21,46 +23,7 @@ _algorithm_option = click.option("--algorithm", help="Only numbers of this algor
 _name_option = click.option("--name", "names", multiple=True, help="Only these metrics; repeatable, may hold * and ?.")
 
 
-@click.command()
-@click.argument("experiment", required=False, shell_complete=complete_experiment)
-@store_option
-@_run_option
-@_algorithm_option
-@_name_option
-@click.option("--last", type=click.IntRange(min=1), help="Only the last steps of each algorithm.")
-@json_option
-@pass_manager
-def metrics(
-    manager: PluginManager,
-    experiment: str | None,
-    store_url: str | None,
-    run: int | None,
-    algorithm: str | None,
-    names: tuple[str, ...],
-    last: int | None,
-    as_json: bool,
-) -> None:
-    """Print the metrics of EXPERIMENT, a line for each step; the only experiment of the store by default.
-
-    A step is the algorithm's own. Where several algorithms train, a second column counts the steps of all together.
-    """
-    wanted = (experiment,) if experiment else ()
-    runs = with_store(manager, store_url, lambda store: read_runs(store, wanted, run, algorithm, names))
-    tables: dict[str, list[Metric]] = {}
-    for each in runs:
-        for of in dict.fromkeys(metric.algorithm for metric in each.found):
-            title = f"run {each.run} {of}" if len(runs) > 1 else of
-            tables[title] = _last_steps([metric for metric in each.found if metric.algorithm == of], last)
-    if as_json:
-        print_json([metric for table in tables.values() for metric in table])
-        return
-    for number, (title, table) in enumerate(tables.items()):
-        if len(tables) > 1:
-            echo(f"{'' if number == 0 else chr(10)}{title}")
-        _print_steps(table)
-
-
-@click.command()
+@click.command("plot")
 @click.argument("experiments", nargs=-1, metavar="[EXPERIMENT]...", shell_complete=complete_experiment)
 @store_option
 @_run_option
@@ -107,6 +70,45 @@ def plot(
         return
     save_picture(curves, output)
     echo(f"{len(curves)} curve{'s' if len(curves) > 1 else ''} in {output}")
+
+
+@click.command(cls=Modes, modes={"--plot": plot, "--suggest": suggest, "--rank": rank})
+@click.argument("experiment", required=False, shell_complete=complete_experiment)
+@store_option
+@_run_option
+@_algorithm_option
+@_name_option
+@click.option("--last", type=click.IntRange(min=1), help="Only the last steps of each algorithm.")
+@json_option
+@pass_manager
+def metrics(
+    manager: PluginManager,
+    experiment: str | None,
+    store_url: str | None,
+    run: int | None,
+    algorithm: str | None,
+    names: tuple[str, ...],
+    last: int | None,
+    as_json: bool,
+) -> None:
+    """Print the metrics of EXPERIMENT, a line for each step; the only experiment of the store by default.
+
+    A step is the algorithm's own. Where several algorithms train, a second column counts the steps of all together.
+    """
+    wanted = (experiment,) if experiment else ()
+    runs = with_store(manager, store_url, lambda store: read_runs(store, wanted, run, algorithm, names))
+    tables: dict[str, list[Metric]] = {}
+    for each in runs:
+        for of in dict.fromkeys(metric.algorithm for metric in each.found):
+            title = f"run {each.run} {of}" if len(runs) > 1 else of
+            tables[title] = _last_steps([metric for metric in each.found if metric.algorithm == of], last)
+    if as_json:
+        print_json([metric for table in tables.values() for metric in table])
+        return
+    for number, (title, table) in enumerate(tables.items()):
+        if len(tables) > 1:
+            echo(f"{'' if number == 0 else chr(10)}{title}")
+        _print_steps(table)
 
 
 def _last_steps(found: Sequence[Metric], last: int | None) -> list[Metric]:

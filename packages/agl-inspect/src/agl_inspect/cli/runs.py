@@ -314,7 +314,7 @@ async def _collect(store: Store, query: RolloutQuery, limits: RetentionLimits, *
     return await compacted(store, await remove_old(store, query, limits, is_dry_run=is_dry_run))
 
 
-@click.command()
+@runs.command()
 @click.option("--experiment", help="Only processes of this experiment.")
 @store_option
 @json_option

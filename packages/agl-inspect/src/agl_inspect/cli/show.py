@@ -13,6 +13,7 @@ from agl.dialects import call_messages
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Json, ModelCall, Record, Reward, Rollout, Span, to_json
 from agl_inspect.advice.suggestions import VALIDATE
+from agl_inspect.cli.why import why
 from agl_inspect.records.metrics import RUN, LoggedRun, place_of, read_runs, step_line, version_of_step
 from agl_inspect.records.names import ORIGIN
 from agl_inspect.rollouts.answers import answer_counts, fork_origin
@@ -28,6 +29,7 @@ from agl_inspect.terminal.opening import (
     with_store,
 )
 from agl_inspect.terminal.output import echo, json_line, json_option, print_json, short, when
+from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
 from agl_inspect.versions import ListedVersion, diff_versions, list_versions
 
@@ -204,7 +206,7 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     return complete(ctx, param, incomplete)
 
 
-@click.command()
+@click.command(cls=Modes, modes={"--why": why})
 @click.argument("rollout_id", required=False, shell_complete=_complete)
 @click.option("--steps", "has_steps", is_flag=True, help="Show the steps of an experiment's run, a line for each.")
 @click.option("--run", type=RUN, metavar="N|all", help="With --steps: this run, from 1, or all; else the newest.")

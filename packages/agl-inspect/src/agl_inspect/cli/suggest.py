@@ -1,4 +1,4 @@
-"""``agl suggest``: what to change in an experiment, by the numbers of its run, or by those of runs like it."""
+"""``agl metrics --suggest`` and ``--rank``: advice by a run's numbers, or by runs like it."""
 
 from collections.abc import Sequence
 
@@ -28,10 +28,9 @@ class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
     suggestions: list[Suggestion]
 
 
-@click.command()
+@click.command("suggest")
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
 @click.option("--run", type=RUN, metavar="N|all", help="Only this run, from 1, or all of them; by default the newest.")
-@click.option("--next", "is_next", is_flag=True, help="Rank the parameters of comparable runs, and propose the next.")
 @store_option
 @json_option
 @pass_manager
@@ -39,26 +38,32 @@ def suggest(
     manager: PluginManager,
     experiment: str | None,
     run: int | None,
-    is_next: bool,
     store_url: str | None,
     as_json: bool,
 ) -> None:
     """Say what keeps EXPERIMENT from learning, with the numbers that show it and the setting to change.
 
     The only experiment of the store by default. It reads the metrics of a run that goes on or is over, and changes
-    nothing. With --next it fits a model to EXPERIMENT and to the runs that compare with it, eight at least: which
-    parameters matter, and what to run next. agl run FILE --next runs that.
+    nothing.
     """
-    if is_next and run is not None:
-        raise click.UsageError("--next looks at many runs; leave out --run")
-    if is_next:
-        found = suggest_next(manager, experiment, store_url)
-        if as_json:
-            print_json(found)
-        else:
-            print_fit(found)
+    _look(manager, experiment, run, store_url, as_json=as_json)
+
+
+@click.command("rank")
+@click.argument("experiment", required=False, shell_complete=complete_experiment)
+@store_option
+@json_option
+@pass_manager
+def rank(manager: PluginManager, experiment: str | None, store_url: str | None, as_json: bool) -> None:
+    """Rank the parameters of the runs that compare with EXPERIMENT, and propose the next run.
+
+    A model is fitted to eight runs at least. "agl run FILE --next" runs the proposal.
+    """
+    found = suggest_next(manager, experiment, store_url)
+    if as_json:
+        print_json(found)
     else:
-        _look(manager, experiment, run, store_url, as_json=as_json)
+        print_fit(found)
 
 
 def _look(

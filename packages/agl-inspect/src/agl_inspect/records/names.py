@@ -16,13 +16,13 @@ TRIAL = "-dev"
 """The end of the name of the experiment that a trial by ``agl dev`` is recorded as."""
 
 PROMPT_TRIAL = "-try"
-"""The end of the name of the experiment that a trial by ``agl try`` is recorded as."""
+"""The end of the name of the experiment that a trial by ``agl resources try`` is recorded as."""
 
 FORKS = "-fork"
-"""The end of the name of the experiment that forks by ``agl fork`` are recorded as."""
+"""The end of the name of the experiment that forks by ``agl replay --fork`` are recorded as."""
 
-ORIGIN = "agl try"
-"""The origin, in their metadata, of versions that ``agl try`` published."""
+ORIGIN = "agl resources try"
+"""The origin, in their metadata, of versions that ``agl resources try`` published."""
 
 
 MAX_ERROR = 500

@@ -57,8 +57,8 @@ _WITHOUT_IDS = (
 
 _IMPORTED_WITHOUT_IDS = (
     "The run was imported, and its source has the text of these calls, not their token ids. Text feeds sft and dpo "
-    "(agl export writes their data), prompt search and rewards, not grpo or another algorithm that trains on sampled "
-    "tokens."
+    "(agl data export writes their data), prompt search and rewards, not grpo or another algorithm that trains on "
+    "sampled tokens."
 )
 
 

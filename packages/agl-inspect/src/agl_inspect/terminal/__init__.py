@@ -12,7 +12,7 @@ from agl_inspect.terminal.opening import (
     with_store,
 )
 from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table, short
-from agl_inspect.terminal.program import OpenGroup, main
+from agl_inspect.terminal.program import Modes, OpenGroup, main
 from agl_inspect.terminal.query import (
     CONVERSATIONS,
     COUNTED,
@@ -35,6 +35,7 @@ __all__ = [
     "CONVERSATIONS",
     "COUNTED",
     "STOPPED",
+    "Modes",
     "OpenGroup",
     "check_experiment",
     "complete_experiment",

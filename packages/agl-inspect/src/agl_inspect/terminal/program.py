@@ -3,7 +3,7 @@
 import logging
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,35 @@ from agl.hints import did_you_mean
 from agl_inspect.terminal.opening import manager_of
 from agl_inspect.terminal.output import STOPPED
 from agl_inspect.text import visible
+
+
+class Modes(click.Command):
+    """A command that a flag turns into another one: ``agl metrics --plot`` reads the other words as that one does.
+
+    Args:
+        modes: The other commands, by flag.
+    """
+
+    def __init__(self, *args: Any, modes: Mapping[str, click.Command], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._modes = modes
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Read the words after the command's name, without the flag that chose a mode."""
+        words = args[: args.index("--")] if "--" in args else args
+        flag = next((word for word in words if word in self._modes), None)
+        if flag is None:
+            return super().make_context(info_name, args, parent, **extra)
+        args.remove(flag)
+        return self._modes[flag].make_context(f"{info_name} {flag}", args, parent, **extra)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, then the modes, each of which has a help of its own."""
+        super().format_options(ctx, formatter)
+        with formatter.section("Modes, each with a --help of its own"):
+            formatter.write_dl([(flag, command.get_short_help_str(80)) for flag, command in self._modes.items()])
 
 
 class OpenGroup(click.Group):
@@ -48,8 +77,12 @@ class PluginGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with their summaries, importing none of them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(entry.name, entry.summary) for entry in _entries_below(ctx, "")])
+        found = {entry.name: entry.summary for entry in _entries_below(ctx, "")}
+        grouped = {name for names in _GROUPS.values() for name in names}
+        for title, names in {**_GROUPS, "Operate": tuple(name for name in found if name not in grouped)}.items():
+            if rows := [(name, found[name]) for name in names if name in found]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Read the options before the command; see :meth:`invoke` for errors."""
@@ -72,6 +105,15 @@ class PluginGroup(click.Group):
         except KeyboardInterrupt:
             click.echo("\nstopped", err=True)
             sys.exit(STOPPED)
+
+
+_GROUPS = {
+    "Run": ("init", "check", "dev", "run", "worker", "serve", "exec"),
+    "Look": ("runs", "show", "why", "metrics", "console", "sql"),
+    "Versions": ("resources",),
+    "Again and around": ("replay", "data", "plugins"),
+}
+"""The verbs of ``agl --help``, by what they are for; all others come last."""
 
 
 class _UsageError(click.ClickException):

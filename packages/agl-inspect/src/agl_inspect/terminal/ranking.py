@@ -66,8 +66,8 @@ def counted(manager: PluginManager, experiment: str, store_url: str | None) -> s
         return ""
     if len(history.runs) < FEWEST:
         more = FEWEST - len(history.runs)
-        return f"{len(history.runs)} runs compare with it; {more} more, and agl suggest --next ranks their parameters"
-    return f"{len(history.runs)} runs compare with it: agl suggest {experiment} --next ranks their parameters"
+        return f"{len(history.runs)} runs compare with it; {more} more, and agl metrics --rank ranks their parameters"
+    return f"{len(history.runs)} runs compare with it: agl metrics --suggest {experiment} --next ranks their parameters"
 
 
 async def _fitted(store: Store, experiment: str | None) -> Fit:

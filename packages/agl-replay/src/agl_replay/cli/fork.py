@@ -1,4 +1,4 @@
-"""``agl fork``: run a recorded rollout again as it was up to one call, and anew from there, several times.
+"""``agl replay --fork``: run a recorded rollout again as it was up to one call, and anew from there, several times.
 
 The calls before it get their recorded answers; the call itself and all later ones are answered by the experiment's
 policies. So the mean reward of the forks is what the run could expect before that call. Tools run again: no tracer can
@@ -38,11 +38,13 @@ from agl_inspect.terminal import (
 )
 from agl_inspect.text import visible
 from agl_replay.cli.fork_report import ForkReport, describe_fork, judged, print_forks
-from agl_replay.cli.replay import SUFFIX
 from agl_replay.forking import Forked, fork_rollout
 from agl_run import load_config
 from agl_run.engine import Plan, can_replay, default_progress, run_blocking
 from agl_run.terminal import make_trainer, store_of
+
+SUFFIX = "-replay"
+"""The end of the name of the experiment that replays are recorded as."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class ForkPoint(Record, frozen=True, kw_only=True, omit_defaults=False):
     answered: str
 
 
-@click.command()
+@click.command("fork")
 @click.argument("rollout_id", shell_complete=complete_rollout)
 @click.option("--at", "number", type=click.IntRange(min=1), help="The call to fork at; without it, list the calls.")
 @click.option("--n", "count", type=click.IntRange(1, 1000), default=8, show_default=True, help="Number of forks.")
@@ -156,7 +158,7 @@ def _call(recorded: _Recorded, number: int) -> RecordedAnswer:
     if number > len(recorded.calls):
         raise ConfigError(
             f"--at {number} is beyond the {len(recorded.calls)} model calls of {recorded.rollout.rollout_id}; "
-            f"agl fork {recorded.rollout.rollout_id} lists them"
+            f"agl replay --fork {recorded.rollout.rollout_id} lists them"
         )
     return recorded.calls[number - 1]
 
@@ -205,7 +207,7 @@ def _file_of(rollout: Rollout) -> Path:
     several = f"several files here describe it: {', '.join(map(str, found))}" if found else "no file here describes it"
     raise ConfigError(
         f"the rollout {rollout.rollout_id} belongs to the experiment {rollout.experiment!r}, and {several}; name its "
-        f"file: agl fork {rollout.rollout_id} --file FILE"
+        f"file: agl replay --fork {rollout.rollout_id} --file FILE"
     )
 
 

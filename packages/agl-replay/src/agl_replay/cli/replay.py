@@ -25,6 +25,7 @@ from agl.schemas import JsonResource, ModelCall, PromptTemplate, Record, Resourc
 from agl.stores import all_spans
 from agl_inspect.stores import located
 from agl_inspect.terminal import (
+    Modes,
     complete_rollout,
     deciding,
     echo,
@@ -38,13 +39,13 @@ from agl_inspect.terminal import (
     with_store,
 )
 from agl_inspect.versions import is_of_file
+from agl_replay.cli.fork import SUFFIX, fork
 from agl_replay.cli.replay_report import ComparedRun, compare, side_of
 from agl_replay.cli.replay_server import ReplayServer
+from agl_replay.cli.score import score
 from agl_run import ExperimentConfig, PolicyConfig, Quiet, ResourceConfig, Trainer, load_config, policy
 from agl_run.engine import describe_episode, record_command
 from agl_run.terminal import read_experiment, store_of
-
-SUFFIX = "-replay"
 
 
 class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -82,7 +83,7 @@ class _ReplayedRollout:
         return self.side.episode.rollout
 
 
-@click.command()
+@click.command(cls=Modes, modes={"--fork": fork, "--score": score})
 @click.argument("rollout_id", shell_complete=complete_rollout)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--live", is_flag=True, help="Let the experiment's models answer anew.")

@@ -1,4 +1,4 @@
-"""``agl try``: run versions of a prompt, or an edited text, on chosen tasks, and compare them task by task."""
+"""``agl resources try``: run versions of a prompt, or an edited text, on tasks, and compare them task by task."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Finds the candidates of ``agl try``: versions of the store, and texts that a person gives or edits."""
+"""Finds the candidates of ``agl resources try``: versions of the store, and texts that a person gives or edits."""
 
 import asyncio
 import hashlib

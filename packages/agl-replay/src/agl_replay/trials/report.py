@@ -115,7 +115,7 @@ class TriedPair(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class TrialReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A trial of ``agl try``; ``is_complete`` is false for one that was stopped.
+    """A trial of ``agl resources try``; ``is_complete`` is false for one that was stopped.
 
     ``tasks`` are in their order, and ``source`` says how many they are and where from.
     """

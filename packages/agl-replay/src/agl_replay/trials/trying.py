@@ -1,4 +1,4 @@
-"""Runs several versions of one resource on the same tasks, for ``agl try``."""
+"""Runs several versions of one resource on the same tasks, for ``agl resources try``."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``agl plan``: forecast the steps of a run from recorded rollouts or a small trial, and find faults."""
+"""``agl check --forecast``: forecast the steps of a run from recorded rollouts or a small trial, and find faults."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ from agl_run.run.session import store_url_of
 from agl_run.terminal import experiment_argument, make_trainer
 
 
-@click.command()
+@click.command("forecast")
 @experiment_argument
 @click.option(
     "--run/--no-run",
@@ -52,7 +52,7 @@ from agl_run.terminal import experiment_argument, make_trainer
 )
 @json_option
 @pass_manager
-def plan(
+def forecast(
     manager: PluginManager,
     file: Path,
     settings: tuple[str, ...],

@@ -14,9 +14,10 @@ import click
 from agl import PluginManager
 from agl_inspect.records import after_step
 from agl_inspect.stores import MEMORY, command, located, without_password
-from agl_inspect.terminal import STOPPED, echo, json_option, pass_manager, print_fit, print_json
+from agl_inspect.terminal import STOPPED, Modes, echo, json_option, pass_manager, print_fit, print_json
 from agl_run.cli.again import run_again
 from agl_run.cli.next_run import propose_for
+from agl_run.cli.sync import sync
 from agl_run.cli.watching import console_of
 from agl_run.config.records import ExperimentConfig
 from agl_run.display.progress import Quiet
@@ -25,7 +26,7 @@ from agl_run.run.resume import NothingMoreError
 from agl_run.terminal import experiment_argument, make_trainer, ray_option
 
 
-@click.command()
+@click.command(cls=Modes, modes={"--sync": sync})
 @experiment_argument
 @click.option("--resume", is_flag=True, help="Continue an experiment that was stopped, or was given more steps.")
 @click.option("--fresh", is_flag=True, help="Start again an experiment that ran before.")
@@ -130,7 +131,7 @@ def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> 
 
 def _commands(result: FitResult, store_url: str) -> list[str]:
     """Return the commands that show the run; curves and suggestions need a step."""
-    looks = [("runs",), ("show", "latest"), ("why", "latest"), ("export", "--output", "runs.jsonl")]
+    looks = [("runs",), ("show", "latest"), ("why", "latest"), ("data", "export", "--output", "runs.jsonl")]
     of_steps = [("plot", result.experiment), ("suggest", result.experiment)] if any(result.steps.values()) else []
     return [command(*words, store_url=store_url) for words in (*looks, *of_steps)]
 

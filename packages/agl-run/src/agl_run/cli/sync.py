@@ -1,4 +1,4 @@
-"""``agl sync``: write what W&B, MLflow or TensorBoard lack of a run."""
+"""``agl run --sync``: write what W&B, MLflow or TensorBoard lack of a run."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from agl_run.run.syncing import sync_plan
 from agl_run.terminal import experiment_argument, make_trainer
 
 
-@click.command()
+@click.command("sync")
 @experiment_argument
 @click.option("--run", type=click.IntRange(min=1), metavar="N", help="The run, from 1; by default the newest.")
 @pass_manager

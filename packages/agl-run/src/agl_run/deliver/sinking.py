@@ -124,7 +124,7 @@ class Sinks:
             self._say(line)
         self.has_all = all(lines)
         if self._running and self.end is None:
-            with suppress(AglError):  # without it a later `agl sync` knows less
+            with suppress(AglError):  # without it a later `agl run --sync` knows less
                 await self._source.store.save_state({self._source.end_key: msgspec.json.encode(end)})
 
     def wake(self) -> None:
@@ -178,7 +178,7 @@ class _Sinking:
             return f"{self._name}: {self._written or f'{len(self._given)} steps'} written to {self._sink.destination}"
         _LOG.warning(
             "%s: %d of the run's %d known steps and its end were not written to %s; the store has them all, and "
-            "`agl sync` with the experiment's file writes them",
+            "`agl run --sync` with the experiment's file writes them",
             *(self._name, self._known - len(self._given), self._known, self._sink.destination),
         )
         return ""

@@ -1,1 +1,1 @@
-"""``agl plan``: the forecast of a run from recorded or tried rollouts."""
+"""``agl check --forecast``: the forecast of a run from recorded or tried rollouts."""

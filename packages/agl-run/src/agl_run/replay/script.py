@@ -51,7 +51,7 @@ def _position(answers: Sequence[RecordedAnswer], rollout_id: str, span_id: str) 
     if found is None:
         raise RunError(
             f"the rollout {rollout_id} has no answered model call with the span {span_id!r}, so nothing can fork "
-            f"there; agl fork {rollout_id} lists the calls that it has"
+            f"there; agl replay --fork {rollout_id} lists the calls that it has"
         )
     return found
 

@@ -12,11 +12,11 @@ _FIRST, _LAST = 10, 50
 """Steps at the start and at the end that are kept; the rules compare these."""
 
 _SPEEDS = ("slow-rollouts", "slow-updates")
-"""Rules that are about the time of a step and not about learning; ``agl suggest`` has them."""
+"""Rules that are about the time of a step and not about learning; ``agl metrics --suggest`` has them."""
 
 
 class StepWatch:
-    """Watches the steps of one algorithm by the rules of ``agl suggest``.
+    """Watches the steps of one algorithm by the rules of ``agl metrics --suggest``.
 
     Args:
         algorithm: Its name.

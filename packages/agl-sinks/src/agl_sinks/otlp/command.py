@@ -1,4 +1,4 @@
-"""``agl otlp``: sends recorded rollouts to a tracing backend, or writes them as a file of OTLP's JSON."""
+"""``agl data otlp``: sends recorded rollouts to a tracing backend, or writes them as a file of OTLP's JSON."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,6 +1,6 @@
-"""``agl export --format otlp``: whole rollouts as a file of OTLP, with contents and token ids.
+"""``agl data export --format otlp``: whole rollouts as a file of OTLP, with contents and token ids.
 
-A file is read by collectors and by ``agl import``: JSON, one request a line, or Protobuf, each request with its
+A file is read by collectors and by ``agl data import``: JSON, one request a line, or Protobuf, each request with its
 length before it, where the name ends in ``.pb``. A call and a reward have all of their fields as JSON in attributes.
 """
 

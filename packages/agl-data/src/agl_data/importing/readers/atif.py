@@ -160,7 +160,7 @@ class _Trajectory:
         )
 
     def _add_reward(self, number: int, record: dict[str, Any]) -> None:
-        """Add a reward that ``agl export`` wrote."""
+        """Add a reward that ``agl data export`` wrote."""
         target = as_text(record.get("call"))
         self._run.add_reward(
             f"reward {number}",
@@ -263,7 +263,7 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def _own(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``agl export`` wrote beside the fields of the format."""
+    """Return what ``agl data export`` wrote beside the fields of the format."""
     return as_dict(as_dict(record.get("extra")).get("agl"))
 
 

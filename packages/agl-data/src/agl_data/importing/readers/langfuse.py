@@ -229,7 +229,7 @@ def _score(place: str, record: dict[str, Any], trace: str) -> tuple[str, Part]:
 
 
 def _own(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``agl export`` wrote into the metadata."""
+    """Return what ``agl data export`` wrote into the metadata."""
     return as_dict(as_dict(record.get("metadata")).get("agl"))
 
 

@@ -1,4 +1,4 @@
-"""OTLP, as the collector's file exporter, ``agl otlp --output`` and HTTP exporters write it: one trace is one run.
+"""OTLP, as the collector's file exporter, ``agl data otlp --output`` and HTTP exporters write it: one trace is one run.
 
 It is read as JSON, or as Protobuf. Model calls, agents and tools are recognised by the GenAI conventions, or by the
 attributes of OpenInference or Langfuse.
@@ -35,7 +35,7 @@ _SOURCES: dict[str, RewardSource] = {
     "human": "human",
 }
 _CALL, _REWARD = "agl.call", "agl.reward_record"
-"""Attributes in which ``agl export`` writes whole records, as JSON."""
+"""Attributes in which ``agl data export`` writes whole records, as JSON."""
 
 _EVALUATION_EVENT = "gen_ai.evaluation.result"
 

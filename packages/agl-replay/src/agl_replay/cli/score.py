@@ -1,4 +1,4 @@
-"""``agl reward``: score recorded rollouts again with a changed reward, running no agent and writing nothing."""
+"""``agl replay --score``: score recorded rollouts again with a changed reward, running no agent and writing nothing."""
 
 import os
 import sys
@@ -60,7 +60,7 @@ class _Report(Record, frozen=True, kw_only=True, omit_defaults=False):
     rollouts: list[Rescored]
 
 
-@click.command()
+@click.command("score")
 @experiment_argument
 @click.argument("rollout_ids", nargs=-1, metavar="[ROLLOUT]...", shell_complete=complete_rollout)
 @store_option
@@ -78,7 +78,7 @@ class _Report(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.option("--summary", "is_short", is_flag=True, help="Print the summary only.")
 @json_option
 @pass_manager
-def reward(
+def score(
     manager: PluginManager,
     file: Path,
     settings: tuple[str, ...],
