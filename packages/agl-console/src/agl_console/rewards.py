@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.episodes import Score, ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Attempt, Record, Reward, Rollout, RolloutStatus, Span
-from agl.stores import reward_of
 from agl_console.reading import newest_recordings
 from agl_console.rollouts import bar_of, bars_of
+from agl_inspect.rollouts import reward_of
 
 NEWEST = 200
 """Rollouts whose rewards make the distributions, fewer where these are large."""
@@ -218,8 +218,7 @@ async def _of_run(store: Store, rollout: Rollout) -> tuple[dict[_Key, list[float
     count = 0
     async for recording in newest_recordings(store, query, NEWEST, spans=SpanQuery(kind="reward", limit=_SPANS)):
         count += 1
-        deciding = recording.rollout.attempt_id
-        trains = reward_of(next((each for each in recording.attempts if each.attempt_id == deciding), None))
+        trains = reward_of(recording)
         for key, values in _values(recording.spans, recording.rollout, trains=trains).items():
             found.setdefault(key, []).extend(values)
     return found, count

@@ -12,8 +12,15 @@ from agl.errors import ConfigError
 from agl_inspect.cli.charts import STEP, Curve, curves_of, save_picture, text_chart
 from agl_inspect.cli.suggest import rank, suggest
 from agl_inspect.records.metrics import RUN, choice, place_of, read_runs
-from agl_inspect.terminal.opening import complete_experiment, pass_manager, store_option, with_store
-from agl_inspect.terminal.output import echo, json_option, print_json, print_table
+from agl_inspect.terminal.opening import (
+    Reading,
+    complete_experiment,
+    pass_manager,
+    reads_store,
+    store_option,
+    with_store,
+)
+from agl_inspect.terminal.output import echo, print_json, print_table
 from agl_inspect.terminal.program import Modes
 
 _run_option = click.option(
@@ -63,8 +70,8 @@ def plot(
 
     curves = with_store(manager, store_url, work)
     if output is None:
-        names = dict.fromkeys(curve.metric for curve in curves)
-        charts = [[curve for curve in curves if curve.metric == name] for name in names]
+        drawn = dict.fromkeys(curve.metric for curve in curves)
+        charts = [[curve for curve in curves if curve.metric == name] for name in drawn]
         width = shutil.get_terminal_size().columns
         click.echo("\n\n".join(text_chart(chart, width=width) for chart in charts))
         return
@@ -74,35 +81,31 @@ def plot(
 
 @click.command(cls=Modes, modes={"--plot": plot, "--suggest": suggest, "--rank": rank})
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
-@store_option
 @_run_option
 @_algorithm_option
 @_name_option
 @click.option("--last", type=click.IntRange(min=1), help="Only the last steps of each algorithm.")
-@json_option
-@pass_manager
+@reads_store
 def metrics(
-    manager: PluginManager,
+    store: Reading,
     experiment: str | None,
-    store_url: str | None,
     run: int | None,
     algorithm: str | None,
     names: tuple[str, ...],
     last: int | None,
-    as_json: bool,
 ) -> None:
     """Print the metrics of EXPERIMENT, a line for each step; the only experiment of the store by default.
 
     A step is the algorithm's own. Where several algorithms train, a second column counts the steps of all together.
     """
     wanted = (experiment,) if experiment else ()
-    runs = with_store(manager, store_url, lambda store: read_runs(store, wanted, run, algorithm, names))
+    runs = store.read(lambda opened: read_runs(opened, wanted, run, algorithm, names))
     tables: dict[str, list[Metric]] = {}
     for each in runs:
         for of in dict.fromkeys(metric.algorithm for metric in each.found):
             title = f"run {each.run} {of}" if len(runs) > 1 else of
             tables[title] = _last_steps([metric for metric in each.found if metric.algorithm == of], last)
-    if as_json:
+    if store.as_json:
         print_json([metric for table in tables.values() for metric in table])
         return
     for number, (title, table) in enumerate(tables.items()):

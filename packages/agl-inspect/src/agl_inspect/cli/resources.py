@@ -16,8 +16,16 @@ from agl_inspect.records import labels
 from agl_inspect.records.state import DEFERRED
 from agl_inspect.searches import COLUMNS, Candidate, Search, candidates_of, searches_of
 from agl_inspect.statistics import Criterion, check_better
-from agl_inspect.terminal.opening import complete_experiment, given_options, pass_manager, store_option, with_store
-from agl_inspect.terminal.output import echo, json_option, print_json, print_table, short, when
+from agl_inspect.terminal.opening import (
+    Reading,
+    complete_experiment,
+    given_options,
+    pass_manager,
+    reads_store,
+    store_option,
+    with_store,
+)
+from agl_inspect.terminal.output import echo, print_json, print_table, short, when
 from agl_inspect.terminal.program import OpenGroup
 from agl_inspect.text import visible
 from agl_inspect.versions import (
@@ -53,12 +61,8 @@ def resources() -> None:
 @click.argument("name", required=False)
 @click.option("--candidates", is_flag=True, help="Also versions that an algorithm only tried.")
 @click.option("--why", is_flag=True, help="The candidates of NAME's searches, with the decisions and their costs.")
-@store_option
-@json_option
-@pass_manager
-def list_(
-    manager: PluginManager, name: str | None, candidates: bool, why: bool, store_url: str | None, as_json: bool
-) -> None:
+@reads_store
+def list_(store: Reading, name: str | None, candidates: bool, why: bool) -> None:
     """List the newest version of every resource, or all versions of NAME, oldest first.
 
     Weights that were served from memory and never written are "not saved".
@@ -68,21 +72,21 @@ def list_(
     questions to the optimiser's model with theirs.
     """
     if why:
-        _list_candidates(manager, name, store_url, as_json=as_json)
+        _list_candidates(store, name)
         return
-    found = with_store(manager, store_url, lambda store: list_versions(store, name, has_candidates=candidates))
-    if as_json:
+    found = store.read(lambda opened: list_versions(opened, name, has_candidates=candidates))
+    if store.as_json:
         print_json(found)
         return
     columns = ("name", "version", "parent", "made by", "step", "created", "labels", "score", "trials", "what")
     print_table(columns, [_row(item) for item in found], whole=("version",))
 
 
-def _list_candidates(manager: PluginManager, name: str | None, store_url: str | None, *, as_json: bool) -> None:
+def _list_candidates(store: Reading, name: str | None) -> None:
     if name is None:
         raise ConfigError("--why lists the candidates of one resource; write agl resources list NAME --why")
-    found = with_store(manager, store_url, lambda store: candidates_of(store, name))
-    if as_json:
+    found = store.read(lambda opened: candidates_of(opened, name))
+    if store.as_json:
         print_json(found)
     elif found:
         print_table(COLUMNS, [candidate.row for candidate in found], least=("money", "step", "their tokens"))
@@ -93,26 +97,22 @@ def _list_candidates(manager: PluginManager, name: str | None, store_url: str | 
 @resources.command("show")
 @click.argument("name")
 @click.argument("version", required=False)
-@store_option
-@json_option
-@pass_manager
-def show_(manager: PluginManager, name: str, version: str | None, store_url: str | None, as_json: bool) -> None:
+@reads_store
+def show_(store: Reading, name: str, version: str | None) -> None:
     """Show VERSION of NAME (a version, a label or a candidate; by default the newest) with its lineage and labels.
 
     Of a version that a prompt search made also the candidate: the critique that led to it, the rollouts that its
     critic was shown, every gate with its numbers, the decision, and the costs.
     """
 
-    async def work(store: Store) -> ShownVersion | Candidate:
-        tried = [c for c in await candidates_of(store, name) if c.id == version and not c.versions]
-        return tried[-1] if tried else await shown(store, name, version)
+    async def work(opened: Store) -> ShownVersion | Candidate:
+        tried = [c for c in await candidates_of(opened, name) if c.id == version and not c.versions]
+        return tried[-1] if tried else await shown(opened, name, version)
 
-    found = with_store(manager, store_url, work)
-    if as_json:
-        print_json(found)
-        return
-    for line in _lines(found) if isinstance(found, ShownVersion) else (*found.lines(), "", found.texts[name]):
-        echo(line)
+    found = store.read(work)
+    store.show(
+        found, lambda: _lines(found) if isinstance(found, ShownVersion) else (*found.lines(), "", found.texts[name])
+    )
 
 
 @resources.command("report")
@@ -183,13 +183,9 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
     "--experiment", shell_complete=complete_experiment, help="With --if-better: only rollouts of this experiment."
 )
 @click.option("--reason", default="", help="Why, for the history.")
-@store_option
-@json_option
-@pass_manager
-@click.pass_context
+@reads_store
 def promote(
-    ctx: click.Context,
-    manager: PluginManager,
+    store: Reading,
     name: str,
     version: str,
     label: str,
@@ -197,8 +193,6 @@ def promote(
     is_split: bool,
     experiment: str | None,
     reason: str,
-    store_url: str | None,
-    as_json: bool,
     **criterion: Any,
 ) -> None:
     """Point a label at VERSION of NAME (a version or another label).
@@ -208,6 +202,7 @@ def promote(
     interval's lower end is above --min-gain. With --split only rollouts count that a serving split gave to the arms
     VERSION, a label then, and --label.
     """
+    ctx = click.get_current_context()
     if is_split and not if_better:
         raise ConfigError("--split limits the rewards that --if-better compares; give both, or neither")
     unused = [] if if_better else [option for name, option in given_options(ctx).items() if name in _CONDITIONS]
@@ -220,12 +215,12 @@ def promote(
     if is_split:
         split = resources.get_command(ctx, "split")
         assert split is not None  # noqa: S101  # a group of plugins' commands raises for an unknown one
-        options = {"experiment": experiment, "reason": reason, "store_url": store_url, "as_json": as_json}
+        options = {"experiment": experiment, "reason": reason, "store_url": store.url, "as_json": store.as_json}
         ctx.invoke(split, labels=(label, version), promoted=name, **options, **criterion)
         return
 
-    async def work(store: Store) -> tuple[LabelMove, str]:
-        found = await shown(store, name, version)
+    async def work(opened: Store) -> tuple[LabelMove, str]:
+        found = await shown(opened, name, version)
         if not found.is_saved:
             raise ConfigError(
                 f"{name}@{found.version.version} is not saved: {_NOT_SAVED}. agl resources list {name} shows those "
@@ -233,34 +228,26 @@ def promote(
             )
         chosen = found.version.version
         if not if_better:
-            return await labels.move(store, name, label, chosen, reason=reason), ""
-        present = await labels.labelled(store, name, label)
+            return await labels.move(opened, name, label, chosen, reason=reason), ""
+        present = await labels.labelled(opened, name, label)
         if present is None:
             raise ConfigError(f"{name!r} has no label {label!r} to be better than; promote once without --if-better")
         bar = Criterion(**criterion)
-        numbers = _better(await arms(store, name, [present.version, chosen], experiment=experiment), bar)
-        return await labels.move(store, name, label, chosen, reason=reason or numbers), numbers
+        numbers = _better(await arms(opened, name, [present.version, chosen], experiment=experiment), bar)
+        return await labels.move(opened, name, label, chosen, reason=reason or numbers), numbers
 
-    made, numbers = with_store(manager, store_url, work)
-    if as_json:
-        print_json(made)
-        return
-    click.echo(f"{name}: {label} is now {made.version}{f' ({numbers})' if numbers else ''}")
+    made, numbers = store.read(work)
+    store.show(made, lambda: [f"{name}: {label} is now {made.version}{f' ({numbers})' if numbers else ''}"])
 
 
 @resources.command()
 @click.argument("name")
 @_label_option
-@store_option
-@json_option
-@pass_manager
-def rollback(manager: PluginManager, name: str, label: str, store_url: str | None, as_json: bool) -> None:
+@reads_store
+def rollback(store: Reading, name: str, label: str) -> None:
     """Point a label back at its previous version; each repetition goes one version further back."""
-    made = with_store(manager, store_url, lambda store: labels.move_back(store, name, label))
-    if as_json:
-        print_json(made)
-        return
-    click.echo(f"{name}: {label} is now {made.version} ({made.reason})")
+    made = store.read(lambda opened: labels.move_back(opened, name, label))
+    store.show(made, lambda: [f"{name}: {label} is now {made.version} ({made.reason})"])
 
 
 @resources.command("compare")
@@ -269,41 +256,24 @@ def rollback(manager: PluginManager, name: str, label: str, store_url: str | Non
 @click.argument("new")
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--confidence", type=_confidence, default=0.95, show_default=True, help="Of the interval.")
-@store_option
-@json_option
-@pass_manager
-def compare_(
-    manager: PluginManager,
-    name: str,
-    old: str,
-    new: str,
-    experiment: str | None,
-    confidence: float,
-    store_url: str | None,
-    as_json: bool,
-) -> None:
+@reads_store
+def compare_(store: Reading, name: str, old: str, new: str, experiment: str | None, confidence: float) -> None:
     """Compare the rewards of rollouts that ran with the versions or labels OLD and NEW of NAME.
 
     Where both were validated on the same tasks, these validations are paired by task: Student's interval of the
     differences. Otherwise all rollouts count, by Welch's interval of the difference of means; the answer says which.
     """
 
-    async def work(store: Store) -> Sequence[Arm]:
-        names = [(await shown(store, name, which)).version.version for which in (old, new)]
+    async def work(opened: Store) -> Sequence[Arm]:
+        names = [(await shown(opened, name, which)).version.version for which in (old, new)]
         if names[0] == names[1]:
             raise ConfigError(f"{old!r} and {new!r} are both the version {names[0]!r} of {name!r}; name two versions")
-        return await arms(store, name, names, experiment=experiment)
+        return await arms(opened, name, names, experiment=experiment)
 
-    before, after = with_store(manager, store_url, work)
+    before, after = store.read(work)
     result, counted, note = compare_arms(before, after, confidence=confidence)
-    if as_json:
-        print_json(result)
-        return
-    for arm in counted:
-        click.echo(f"{arm.version}: {arm.summary(confidence)}")
-    click.echo(result.words)
-    if note:
-        click.echo(note)
+    lines = [f"{arm.version}: {arm.summary(confidence)}" for arm in counted]
+    store.show(result, lambda: [*lines, result.words, *([note] if note else [])])
 
 
 def _better(pair: Sequence[Arm], bar: Criterion) -> str:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import click
-from msgspec.structs import replace
 
-from agl import PluginManager, semconv
+from agl import semconv
 from agl.contracts import SpanQuery, Store
 from agl.dialects import call_messages
 from agl.errors import NotFoundError
@@ -19,16 +18,15 @@ from agl_inspect.records.names import ORIGIN
 from agl_inspect.rollouts.answers import answer_counts, fork_origin
 from agl_inspect.rollouts.conversations import ShownMessages, labelled_texts
 from agl_inspect.rollouts.explanations import token_counts
-from agl_inspect.rollouts.span_reader import SpanReader
+from agl_inspect.rollouts.span_reader import SpanReader, in_tree
 from agl_inspect.terminal.opening import (
     LATEST,
+    Reading,
     complete_experiment,
     complete_rollout,
-    pass_manager,
-    store_option,
-    with_store,
+    reads_store,
 )
-from agl_inspect.terminal.output import echo, json_line, json_option, print_json, short, when
+from agl_inspect.terminal.output import echo, json_line, short, when
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
 from agl_inspect.versions import ListedVersion, diff_versions, list_versions
@@ -197,7 +195,6 @@ class ShownSpan(Record, frozen=True, kw_only=True):
     sequence: int
     line: str
     reader: int = 0
-    is_circular: bool = False
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -213,19 +210,15 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
 @click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
 @span_options
-@store_option
-@json_option
-@pass_manager
+@reads_store
 def show(
-    manager: PluginManager,
+    store: Reading,
     rollout_id: str | None,
     has_steps: bool,
     run: int | None,
     number: int | None,
     is_full: bool,
     chosen: SpanQuery | None,
-    store_url: str | None,
-    as_json: bool,
 ) -> None:
     """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
 
@@ -237,7 +230,9 @@ def show(
     """
     if has_steps:
         _refuse_options(number, chosen, is_full=is_full)
-        _show_steps(manager, store_url, experiment=rollout_id, run=run, as_json=as_json)
+        steps = store.read(lambda opened: read_steps(opened, rollout_id, run))
+        has_runs = len({step["run"] for step in steps}) > 1
+        store.show(steps, lambda: (f"run {s['run']} {s['line']}" if has_runs else str(s["line"]) for s in steps))
         return
     if rollout_id is None:
         raise click.UsageError("give the id of a rollout, latest, or the name of a resource; agl runs lists rollouts")
@@ -245,17 +240,14 @@ def show(
         raise click.UsageError("--run goes with --steps; a rollout is named by its id")
     contents = Contents(is_full=is_full)
 
-    async def work(store: Store) -> None:
-        found = await _find(store, rollout_id, number, chosen)
+    async def work(opened: Store) -> None:
+        found = await _find(opened, rollout_id, number, chosen)
         if isinstance(found, ShownRollout):
-            await (_print_json(found) if as_json else _print(found, contents))
-        elif as_json:
-            print_json(found)
+            await (_print_json(found) if store.as_json else _print(found, contents))
         else:
-            for line in _story(found):
-                echo(line)
+            store.show(found, lambda: _story(found))
 
-    with_store(manager, store_url, work)
+    store.read(work)
     if contents.is_cut:
         echo("… texts are cut; --full shows them whole")
 
@@ -266,18 +258,6 @@ def _refuse_options(number: int | None, chosen: SpanQuery | None, *, is_full: bo
     option = next((name for name, value in {"--attempt": number, "--full": is_full, **spans}.items() if value), "")
     if option:
         raise click.UsageError(f"{option} is for a rollout; leave it out, or --steps")
-
-
-def _show_steps(
-    manager: PluginManager, store_url: str | None, *, experiment: str | None, run: int | None, as_json: bool
-) -> None:
-    steps = with_store(manager, store_url, lambda store: read_steps(store, experiment, run))
-    if as_json:
-        print_json(steps)
-        return
-    has_runs = len({step["run"] for step in steps}) > 1
-    for step in steps:
-        echo(f"run {step['run']} {step['line']}" if has_runs else str(step["line"]))
 
 
 async def _find(
@@ -351,10 +331,10 @@ async def _print(found: ShownRollout, contents: Contents) -> None:
         echo(f"fork of {found.origin}{'' if found.is_filtered else answered}")
     if not spans:
         echo("no span fits --span, --agent and --kind" if found.is_filtered else "no spans were recorded")
-    for depth, span in tree(spans):
+    for depth, span, is_circular in in_tree(spans):
         indent = "  " * depth
-        echo(f"{indent}- {span.line}")
-        if not span.is_circular:
+        echo(f"{indent}- {span.line}{' (its parents form a circle)' if is_circular else ''}")
+        if not is_circular:
             recorded = await found.readers[span.reader].at(span.sequence)
             for line in contents.of(recorded):
                 echo(f"{indent}    {line}")
@@ -384,22 +364,6 @@ def shown(span: Span, reader: int = 0) -> ShownSpan:
         line=line_of(span),
         reader=reader,
     )
-
-
-def tree(spans: Sequence[ShownSpan]) -> Iterator[tuple[int, ShownSpan]]:
-    """Return the spans with their depths: children below their parent, in order of start."""
-    known = {span.span_id for span in spans}
-    children: dict[str, list[ShownSpan]] = {}
-    for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
-        parent = span.parent_id if span.parent_id in known and span.parent_id != span.span_id else None
-        children.setdefault(parent or "", []).append(span)
-    waiting = [(0, span) for span in reversed(children.pop("", []))]
-    while waiting:
-        depth, span = waiting.pop()
-        yield depth, span
-        waiting.extend((depth + 1, child) for child in reversed(children.pop(span.span_id, [])))
-    for span in (span for left in children.values() for span in left):
-        yield 0, replace(span, line=f"{span.line} (its parents form a circle)", is_circular=True)
 
 
 def line_of(span: Span) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from agl import PluginManager
 from agl.contracts import Metric, Recording, RolloutQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
@@ -18,8 +17,12 @@ from agl.schemas import Episode, Json, to_json
 from agl.stores import read_recordings
 from agl_inspect.records.names import run_of
 from agl_inspect.rollouts.explanations import tokens_of
-from agl_inspect.terminal.opening import complete_experiment, pass_manager, store_option, with_store
-from agl_inspect.terminal.output import echo, json_option, print_json, print_table
+from agl_inspect.terminal.opening import (
+    Reading,
+    complete_experiment,
+    reads_store,
+)
+from agl_inspect.terminal.output import echo, print_json, print_table
 from agl_inspect.terminal.query import deciding
 
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -31,19 +34,10 @@ _Found = tuple[list[str], list[tuple[Any, ...]]]
 
 @click.command()
 @click.argument("query", required=False)
-@store_option
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rows of this experiment.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV for spreadsheets.")
-@json_option
-@pass_manager
-def sql(
-    manager: PluginManager,
-    query: str | None,
-    store_url: str | None,
-    experiment: str | None,
-    as_csv: bool,
-    as_json: bool,
-) -> None:
+@reads_store
+def sql(store: Reading, query: str | None, experiment: str | None, as_csv: bool) -> None:
     """Run QUERY, a SELECT of SQLite's, over what is recorded; without a query, list the tables and their columns.
 
     Any store can be asked: the rows are copied into a temporary database, and only the tables that the query names.
@@ -52,8 +46,8 @@ def sql(
         for table, columns in TABLES.items():
             echo(f"{table}: {', '.join(columns)}")
         return
-    columns, rows = with_store(manager, store_url, lambda store: _ask(store, query, experiment))
-    if as_json:
+    columns, rows = store.read(lambda opened: _ask(opened, query, experiment))
+    if store.as_json:
         _refuse_repeated(columns)
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
     elif as_csv:

@@ -43,12 +43,13 @@ from agl_inspect.records.validations import (
     is_below,
     rewards_of,
 )
-from agl_inspect.records.workers import OWNER, ListedWorker, list_workers, place, worker_is_dead, worker_name
+from agl_inspect.records.workers import GONE_S, OWNER, ListedWorker, list_workers, place, worker_is_dead, worker_name
 
 __all__ = [
     "DEFERRED",
     "FEWEST_TASKS",
     "FORKS",
+    "GONE_S",
     "LABEL",
     "MAX_NAME",
     "NAME",

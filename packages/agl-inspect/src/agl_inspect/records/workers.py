@@ -1,6 +1,5 @@
 """Lists the processes that run experiments or take part in them, with their signs of life."""
 
-import ctypes
 import hashlib
 import os
 import socket
@@ -9,7 +8,6 @@ import uuid
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from agl.contracts import ExperimentRecord, Presence, RolloutQuery, Store
 from agl.schemas import Record, new_trace_id
@@ -55,29 +53,14 @@ def worker_is_dead(name: str) -> bool:
 
 
 def process_is_alive(pid: int) -> bool:
-    """Return true if a process with this id exists on this machine; portable."""
-    if pid == os.getpid():
-        return True
-    if os.name == "nt":
-        return _is_alive_windows(pid)
+    """Return true if a process with this id exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # of another user
+        pass
     return True
-
-
-def _is_alive_windows(pid: int) -> bool:
-    kernel32: Any = getattr(ctypes, "windll").kernel32  # noqa: B009  # absent on other systems
-    handle = kernel32.OpenProcess(0x1000, False, pid)  # PROCESS_QUERY_LIMITED_INFORMATION
-    if not handle:
-        return False
-    code = ctypes.c_ulong()
-    kernel32.GetExitCodeProcess(handle, ctypes.byref(code))
-    kernel32.CloseHandle(handle)
-    return code.value == 259  # STILL_ACTIVE
 
 
 GONE_S = 15.0

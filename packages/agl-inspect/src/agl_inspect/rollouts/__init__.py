@@ -21,7 +21,7 @@ from agl_inspect.rollouts.conversations import (
     one_line,
 )
 from agl_inspect.rollouts.explanations import explain, explain_training, reward_text, tokens_of
-from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader
+from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader, in_tree, read_episode, reward_of
 from agl_inspect.rollouts.step_tallies import AgentTally, Observed, StepTallies, StepTally, keep_tallies, read_tallies
 from agl_inspect.rollouts.training import TrainingRecord, is_saved, save_training, token_values, training_of
 
@@ -45,14 +45,17 @@ __all__ = [
     "exchanges_of",
     "explain",
     "explain_training",
+    "in_tree",
     "is_saved",
     "keep_tallies",
     "key_of",
     "labelled_texts",
     "nearest",
     "one_line",
+    "read_episode",
     "read_tallies",
     "recorded_answers",
+    "reward_of",
     "reward_text",
     "save_training",
     "text_answer",

@@ -2,9 +2,10 @@
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -13,6 +14,7 @@ from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import AglError, ConfigError
 from agl_inspect.stores import SQLITE, as_url, build_store, refuse_directory, stores_in
+from agl_inspect.terminal.output import echo, json_option, print_json
 from agl_store_sqlite import experiments, rollout_ids
 
 pass_manager = click.make_pass_decorator(PluginManager)
@@ -65,6 +67,36 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
 
     asyncio.run(use())  # what a main coroutine returns is written out by Python, and thrown away, as it ends
     return result[0]
+
+
+class Reading(NamedTuple):
+    """The store that a command reads, and the form of its output."""
+
+    manager: PluginManager
+    url: str | None
+    as_json: bool
+
+    def read(self, work: Callable[[Store], Awaitable[T]]) -> T:
+        """Open the store, do the work, close the store."""
+        return with_store(self.manager, self.url, work)
+
+    def show(self, found: Any, lines: Callable[[], Iterable[str]]) -> None:
+        """Print what was found as JSON, or as lines for people."""
+        if self.as_json:
+            print_json(found)
+        else:
+            for line in lines():
+                echo(line)
+
+
+def reads_store(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--store`` and ``--json`` to a command, which gets both as a :class:`Reading` before its own arguments."""
+
+    @wraps(command)
+    def reading(manager: PluginManager, *args: Any, store_url: str | None, as_json: bool, **options: Any) -> Any:
+        return command(Reading(manager, store_url, as_json), *args, **options)
+
+    return store_option(json_option(pass_manager(reading)))
 
 
 def new_store(manager: PluginManager, url: str, *, other_than: str) -> Store:

@@ -28,10 +28,10 @@ from agl.contracts import (
 from agl.errors import ConfigError, ConflictError, StoreError
 from agl.schemas import Outcome, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore
+from agl_inspect import retention as served
 from agl_inspect.ownership import Ownership
 from agl_inspect.records.state import AlgorithmState, save_progress
 from agl_inspect.retention import RetentionLimits, parse_size, remove_old, retaining
-from agl_inspect.retention import turns as served
 from agl_run import Quiet, RetentionConfig, parse_config
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually

@@ -5,22 +5,100 @@ A failed rollout counts 0, as in ``agl resources compare``; one without a reward
 
 import math
 import string
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, variance
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from agl import semconv
 from agl.dialects import call_messages
-from agl.schemas import Json, Record, to_json
-from agl_inspect.records import error_of
+from agl.schemas import Episode, Json, Record, ResourceVersion, Rollout, Span, to_json
+from agl_inspect.records import ORIGIN, PROMPT_TRIAL, error_of
 from agl_inspect.rollouts import labelled_texts, tokens_of
 from agl_inspect.statistics import FEWEST_ALIKE, Comparison, compare_tasks, interval
 from agl_inspect.terminal import echo, print_table, short
 from agl_inspect.versions import TrialScore
-from agl_replay.trials.candidates import Contender
-from agl_replay.trials.trying import Contested, Ran
-from agl_run.engine import MOST_FREQUENT, kind_of
+from agl_replay.candidates import Contender
+from agl_replay.forking import read_ended
+from agl_run import Progress
+from agl_run.engine import MOST_FREQUENT, Driver, Plan, cancel_unfinished, kind_of, trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """The versions and tasks of a trial.
+
+    Attributes:
+        name: The resource.
+        present: Its version that is live or labelled, ``""`` if no version holds the value in the experiment's file.
+        versions: The versions to compare, the baseline first; ``None`` is the value in the experiment's file.
+        tasks: The tasks.
+        samples: Rollouts of each task with each version.
+    """
+
+    name: str
+    present: str
+    versions: Sequence[ResourceVersion | None]
+    tasks: Sequence[Json]
+    samples: int = 1
+
+
+class Ran(NamedTuple):
+    """A rollout of a trial that ended, with its deciding attempt's spans."""
+
+    episode: Episode
+    spans: Sequence[Span]
+
+
+@dataclass(kw_only=True)
+class Contested:
+    """The progress of a trial, which is filled while it runs, so that an interrupted one can be reported.
+
+    Attributes:
+        versions: The versions, published, in the order of the contest.
+        rollouts: All rollouts, in the order in which they are queued.
+        ran: Those that ended, by id.
+        is_complete: True once all have ended.
+    """
+
+    versions: list[ResourceVersion] = field(default_factory=list[ResourceVersion])
+    rollouts: list[Rollout] = field(default_factory=list[Rollout])
+    ran: dict[str, Ran] = field(default_factory=dict[str, Ran])
+    is_complete: bool = False
+
+
+async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, found: Contested) -> None:
+    """Run the contest as the experiment ``NAME-try``, and fill ``found``, also if it is cancelled.
+
+    Versions that are new are published; nothing else of the experiment changes.
+    """
+    live = {contest.name: contest.present} if contest.present else {}
+    async with trial(plan, record_as=f"{plan.name}{PROMPT_TRIAL}", progress=progress, live=live) as driver:
+        found.versions = [await _published(driver, contest.name, version) for version in contest.versions]
+        collector = driver.collector(f"try-{time.time_ns() // 1_000_000}", None)
+        arms = [{contest.name: version.version} for version in found.versions]
+        found.rollouts = collector.side_by_side(contest.tasks, arms, n=contest.samples, mode="test")
+        try:
+            episodes = await collector.run(found.rollouts)
+            found.is_complete = True
+            driver.reports.agreement.report(episodes, trains=False)
+        finally:
+            await cancel_unfinished(driver.session.store, driver.name)
+            ended = await read_ended(driver.session.store, found.rollouts)
+            found.ran = {one.rollout.rollout_id: Ran(collector.episode(one), one.spans) for one in ended}
+
+
+async def _published(driver: Driver, name: str, version: ResourceVersion | None) -> ResourceVersion:
+    live = driver.session.live
+    if version is None:
+        return live.current(name)
+    parent = version.parent or (live.current(name).version if version.metadata.get("origin") == ORIGIN else "")
+    return await live.publish(replace(version, parent=parent))
+
 
 LISTED = 20
 """Tasks that the table has, unless all are asked for."""
@@ -161,32 +239,18 @@ def report_of(
 def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str) -> TriedPair:
     """Compare a candidate with the baseline over the tasks that both have rewards of."""
     differences = [each for task in tasks if (each := task.difference(mark, baseline)) is not None]
+    pair = TriedPair(mark=mark, baseline=baseline, comparison=None, verdict="unclear", needed_tasks=None, words="")
     head = f"{mark} against {baseline}"
     if len(differences) < 2:
-        words = f"{head}: cannot tell apart: {_count(len(differences), 'task')} with rewards of both, and an interval "
-        unclear = TriedPair(
-            mark=mark,
-            baseline=baseline,
-            comparison=None,
-            verdict="unclear",
-            needed_tasks=None,
-            words=f"{words}needs two",
-        )
-        return unclear
+        few = f"{_count(len(differences), 'task')} with rewards of both, and an interval needs two"
+        return replace(pair, words=f"{head}: cannot tell apart: {few}")
     samples = [
         {str(task.number): scores for task in tasks if (scores := task.scores(each))} for each in (baseline, mark)
     ]
     comparison = compare_tasks(*samples)
     verdict, needed = _verdict(comparison, differences)
-    words = _words(comparison, verdict, needed, differences)
-    return TriedPair(
-        mark=mark,
-        baseline=baseline,
-        comparison=comparison,
-        verdict=verdict,
-        needed_tasks=needed,
-        words=f"{head}: {words}",
-    )
+    words = f"{head}: {_words(comparison, verdict, needed, differences)}"
+    return replace(pair, comparison=comparison, verdict=verdict, needed_tasks=needed, words=words)
 
 
 def scores_of(report: TrialReport) -> list[TrialScore]:

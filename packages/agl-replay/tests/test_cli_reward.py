@@ -73,9 +73,9 @@ async def judged_together(rollout, spans):
 
 together, most = [], []
 
-def giant(rollout, spans):
+def signed(rollout, spans):
     number = int(rollout.rollout_id[-5])
-    return Reward(value=1e308 * (-1) ** number, name="big", dimensions={"": 1.0, "[bold]\x1b": None})
+    return Reward(value=2.0 * (-1) ** number, name="big", dimensions={"": 1.0, "[bold]\x1b": None})
 """
 
 EXPERIMENT = """
@@ -290,12 +290,12 @@ def test_composite_of_a_plugin_shows_its_parts_with_their_weights(recorded: Call
     assert "0.75 (plain.pattern 1, long 1 weighing 0.5, plain 1 weighing 0.25) by evaluator" in result.output
 
 
-def test_giant_values_and_nameless_parts_are_summed_up(recorded: Callable[..., None]) -> None:
+def test_values_and_nameless_parts_are_summed_up(recorded: Callable[..., None]) -> None:
     recorded(GROUPS)
-    result = invoke("--set", "reward.use=measure:giant")
+    result = invoke("--set", "reward.use=measure:signed")
     assert 0 == result.exit_code, result.output
-    (value, part) = (one for one in data_of("--set", "reward.use=measure:giant")["change"]["parts"] if one["after"])
-    assert ("", -1e308, 1e308) == (value["part"], value["after"]["least"], value["after"]["greatest"])
+    (value, part) = (one for one in data_of("--set", "reward.use=measure:signed")["change"]["parts"] if one["after"])
+    assert ("", -2.0, 2.0) == (value["part"], value["after"]["least"], value["after"]["greatest"])
     assert ("(no name)", 1.0) == (part["part"], part["after"]["mean"])
 
 

@@ -27,9 +27,9 @@ from agl.schemas import (
 from agl.schemas import _codec as codec
 from agl.tracing import chat_spans
 from agl_data.export.dialogues import chat_tools
-from agl_inspect.cli.show import shown, tree
 from agl_inspect.ownership import Ownership
 from agl_inspect.records.state import AlgorithmState, save_progress
+from agl_inspect.rollouts import in_tree
 from agl_inspect.terminal.opening import resolve_url
 from agl_inspect.terminal.program import cli
 from agl_inspect.terminal.query import seconds_of
@@ -349,7 +349,7 @@ def test_option_of_the_list_before_a_command_is_refused_and_removes_nothing(stor
 def test_group_store_wins_over_the_environment(store_of, monkeypatch, tmp_path):
     store_of(fill, 2)
     monkeypatch.setenv("AGL_STORE", "sqlite:///nowhere.db")
-    assert "removed 1 rollouts\n" == invoke("runs", "--store", "runs/agl.db", "rm", "ro-calc-000").output
+    assert "removed 1 rollouts\n" == invoke("runs", "rm", "--store", "runs/agl.db", "ro-calc-000").output
 
 
 def test_show_prints_the_tree(store_of):
@@ -499,11 +499,10 @@ def test_show_of_an_unknown_attempt_says_how_many_there_are(store_of):
 def test_tree_keeps_deep_and_circular_spans():
     ids = {"rollout_id": "r", "attempt_id": "r.1"}
     deep = [Span(**ids, span_id=str(n), parent_id=str(n - 1), name=f"s{n}", start_ns=n) for n in range(3000)]
-    found = list(tree([shown(span) for span in deep]))
-    assert (3000, (2999, "s2999")) == (len(found), (found[-1][0], found[-1][1].line))
+    found = list(in_tree(deep))
+    assert (3000, (2999, "s2999")) == (len(found), (found[-1][0], found[-1][1].name))
     circle = [Span(**ids, span_id="x", parent_id="y", name="x"), Span(**ids, span_id="y", parent_id="x", name="y")]
-    lines = sorted(span.line for _, span in tree([shown(span) for span in circle]))
-    assert ["x (its parents form a circle)", "y (its parents form a circle)"] == lines
+    assert [("x", True), ("y", True)] == sorted((span.name, is_circular) for _, span, is_circular in in_tree(circle))
 
 
 def test_why_accounts_for_every_call(store_of):
