@@ -19,7 +19,7 @@ def test_nobody_takes_what_another_distribution_does_not_offer():
 REFUSED = {
     "from agl._hookspecs import PROJECT": "agl._hookspecs:PROJECT",
     "from agl import _hookspecs": "agl._hookspecs",
-    "import agl._plugins.source": "agl._plugins.source",
+    "import agl._plugins.sources": "agl._plugins.sources",
     "from agl import Attempt": "agl:Attempt",
     "import agl\nagl.Attempt(number=1)": "agl:Attempt",
     "import agl as core\ndef f():\n    return core.schemas.nothing": "agl.schemas:nothing",

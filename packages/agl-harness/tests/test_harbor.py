@@ -11,11 +11,11 @@ import pytest
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import Json
-from agl_harness.dockerfile import read_dockerfile
-from agl_harness.isolation import find_isolation
-from agl_harness.placing import layout_of
-from agl_harness.task_checks import read_tasks
-from agl_harness.task_folder import instruction_of, load_task
+from agl_harness.harbor_tasks.checks import read_tasks
+from agl_harness.harbor_tasks.dockerfile import read_dockerfile
+from agl_harness.harbor_tasks.folder import instruction_of, load_task
+from agl_harness.harbor_tasks.layout import layout_of
+from agl_harness.sandboxes.isolation import find_isolation
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import asks, dev

@@ -10,7 +10,7 @@ import pytest
 
 from agl.errors import ConfigError
 from agl_harness import SandboxError
-from agl_harness.local import LocalSandbox
+from agl_harness.sandboxes.local import LocalSandbox
 from agl_run import Trainer, load_config, parse_config
 from agl_testing.model_server import ScriptedModelServer
 
@@ -179,7 +179,7 @@ def test_tests_find_the_sandbox_of_another_backend(
 
 BACKEND = """
 from pathlib import Path
-from agl_harness.local import LocalSandboxes
+from agl_harness.sandboxes.local import LocalSandboxes
 
 class Box:
     def __init__(self, inner):

@@ -10,12 +10,12 @@ from pathlib import Path
 import click
 
 from agl.errors import ConfigError
-from agl_harness.examining import examine
-from agl_harness.installing import Program, install, locate, require, version_of
-from agl_harness.isolation import find_isolation
-from agl_harness.oracle import solve_all
+from agl_harness.examination import examine
+from agl_harness.harbor_tasks.folder import LACKS, Lack
+from agl_harness.harbor_tasks.oracle import solve_all
+from agl_harness.installation import Program, install, locate, require, version_of
+from agl_harness.sandboxes.isolation import find_isolation
 from agl_harness.table import SITUATIONS, Harness, find, load_table
-from agl_harness.task_folder import LACKS, Lack
 from agl_inspect.terminal import json_option, manager_of, print_json, print_table
 from agl_inspect.text import visible
 from agl_run.programs import exec_program

@@ -20,7 +20,15 @@ from typing import Any
 import pytest
 
 from agl.errors import ConfigError
-from agl_harness.sandbox import Finished, Limits, ManagedSandboxes, PathError, Sandbox, SandboxError, TaskSandboxes
+from agl_harness.sandboxes.contract import (
+    Finished,
+    Limits,
+    ManagedSandboxes,
+    PathError,
+    Sandbox,
+    SandboxError,
+    TaskSandboxes,
+)
 
 __all__ = ["SandboxConformance"]
 

@@ -33,12 +33,13 @@ from agl.schemas import (
     to_json,
 )
 from agl.tracing import redact
-from agl_harness.backends import build_sandboxes, private_folders
-from agl_harness.dockerfile import Image
-from agl_harness.installing import Program, require
-from agl_harness.local import LocalSandbox, LocalSandboxes
-from agl_harness.placing import Layout, fill, layout_of
-from agl_harness.sandbox import (
+from agl_harness.harbor_tasks.checks import check_tasks
+from agl_harness.harbor_tasks.dockerfile import Image
+from agl_harness.harbor_tasks.folder import PREFIX, TaskFolder, filled_variables, load_task
+from agl_harness.harbor_tasks.layout import Layout, fill, layout_of
+from agl_harness.installation import Program, require
+from agl_harness.sandboxes.backends import build_sandboxes, private_folders
+from agl_harness.sandboxes.contract import (
     HOME,
     TEMPORARY,
     WORKSPACE,
@@ -49,11 +50,10 @@ from agl_harness.sandbox import (
     SandboxError,
     TaskSandboxes,
 )
+from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes
 from agl_harness.settings import HarnessSettings, bytes_of
 from agl_harness.table import Launch, Model, find, own_files
 from agl_harness.table import fill as fill_launch
-from agl_harness.task_checks import check_tasks
-from agl_harness.task_folder import PREFIX, TaskFolder, filled_variables, load_task
 from agl_harness.workspace import check_apart, fields_of, files_of, fill_workspace, source_of, task_folder_of
 from agl_run import AgentSpec, RunSetup
 from agl_run.programs import describe_error

@@ -5,9 +5,9 @@ from typing import Literal
 
 from agl.errors import ConfigError
 from agl.schemas import Json, Record
-from agl_harness.isolation import Kind
-from agl_harness.task_folder import Lack
-from agl_harness.usage import IS_KNOWN
+from agl_harness.harbor_tasks.folder import Lack
+from agl_harness.sandboxes.isolation import Kind
+from agl_harness.sandboxes.usage import IS_KNOWN
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -32,7 +32,7 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
         sandbox: ``local``, the name of a backend in the entry-point group ``agl_sandboxes``, or ``module:attribute``.
         sandbox_params: Parameters of that backend.
         without: What Harbor tasks may ask for and the sandbox need not give, such as ``build`` for what a Dockerfile
-            installs; see :data:`agl_harness.task_folder.LACKS`.
+            installs; see :data:`agl_harness.harbor_tasks.folder.LACKS`.
         isolation: For ``local``: ``auto`` keeps rollouts apart with bubblewrap where it works, ``bwrap`` refuses to go
             without, ``none`` does not.
         hidden: Folders, relative to the experiment file, that the harness finds empty, besides that of the experiment

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from agl.errors import ConfigError, RunError
 from agl.schemas import Json, Record
-from agl_harness.sandbox import WORKSPACE, Sandbox, SandboxError
-from agl_harness.task_folder import PREFIX
+from agl_harness.harbor_tasks.folder import PREFIX
+from agl_harness.sandboxes.contract import WORKSPACE, Sandbox, SandboxError
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 _GIT = "git:"

@@ -85,7 +85,7 @@ async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, foun
         try:
             episodes = await collector.run(found.rollouts)
             found.is_complete = True
-            driver.reports.agreement.report(episodes, trains=False)
+            driver.agreement.report(episodes, trains=False)
         finally:
             await cancel_unfinished(driver.session.store, driver.name)
             ended = await read_ended(driver.session.store, found.rollouts)

@@ -9,8 +9,9 @@ from agl_run.parts.models import policy_params
 from agl_run.parts.rewards import check_known, named
 from agl_run.plan import Plan, placeholder_keys
 from agl_run.run.blocking import run_blocking
-from agl_run.run.collector import Collector, cancel_unfinished, read_finished, score_options
+from agl_run.run.collector import Collector, cancel_unfinished
 from agl_run.run.driver import Driver
+from agl_run.run.episodes import read_finished, score_options
 from agl_run.run.session import open_store, store_url_of
 from agl_run.run.trainer import Trainer
 from agl_run.run.trial import reached, trial

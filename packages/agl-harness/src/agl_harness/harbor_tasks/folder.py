@@ -15,7 +15,7 @@ import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_harness.dockerfile import Image, read_dockerfile
+from agl_harness.harbor_tasks.dockerfile import Image, read_dockerfile
 
 PREFIX = "harbor:"
 """Begins the name of a task folder, in ``train``, ``val`` and ``workspace``."""

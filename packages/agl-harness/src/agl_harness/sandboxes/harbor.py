@@ -1,7 +1,7 @@
 """Sandboxes that are Harbor's own environments: Docker, Podman, Apptainer, Kubernetes, and clouds.
 
 Harbor needs Python 3.12 and many packages, so that it runs in a program of its own, in any Python that has it; see
-:mod:`agl_harness.harbor_server`. A sandbox's address holds that program's socket: rewards find it there.
+:mod:`agl_harness.sandboxes.harbor_server`. A sandbox's address holds that program's socket: rewards find it there.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from typing import Any, Literal, cast
 
 from agl.errors import ConfigError
 from agl.schemas import new_span_id
-from agl_harness.placing import PLACES
-from agl_harness.sandbox import (
+from agl_harness.harbor_tasks.layout import PLACES
+from agl_harness.sandboxes.contract import (
     HOME,
     NO_LIMITS,
     TEMPORARY,

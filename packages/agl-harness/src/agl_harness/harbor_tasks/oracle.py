@@ -6,15 +6,15 @@ from pathlib import Path
 
 from agl.errors import AglError
 from agl.schemas import Record
-from agl_harness.backends import private_folders
-from agl_harness.grading import grade
-from agl_harness.local import LocalSandboxes
-from agl_harness.placing import SOLUTION, fill, layout_of
+from agl_harness.harbor_tasks.checks import check_tasks, task_folders
+from agl_harness.harbor_tasks.folder import SOLUTION_SCRIPT, Lack, TaskFolder, filled_variables, load_task
+from agl_harness.harbor_tasks.grading import grade
+from agl_harness.harbor_tasks.layout import SOLUTION, fill, layout_of
 from agl_harness.runner import base_environment, with_image
-from agl_harness.sandbox import Limits
+from agl_harness.sandboxes.backends import private_folders
+from agl_harness.sandboxes.contract import Limits
+from agl_harness.sandboxes.local import LocalSandboxes
 from agl_harness.settings import HarnessSettings, bytes_of
-from agl_harness.task_checks import check_tasks, task_folders
-from agl_harness.task_folder import SOLUTION_SCRIPT, Lack, TaskFolder, filled_variables, load_task
 
 _PROGRAM = f"chmod +x /solution/{SOLUTION_SCRIPT} && exec /solution/{SOLUTION_SCRIPT}"
 _SHOWN = 500

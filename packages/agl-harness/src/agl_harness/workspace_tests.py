@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from agl import semconv
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span
-from agl_harness.isolation import Kind
-from agl_harness.recorded import check_named, record_of, sandboxes_of
 from agl_harness.runner import base_environment
-from agl_harness.sandbox import WORKSPACE, CopyableSandbox, Finished, Limits, PathError, Sandbox
+from agl_harness.sandboxes.backends import RewardBackend
+from agl_harness.sandboxes.contract import WORKSPACE, CopyableSandbox, Finished, Limits, PathError, Sandbox
+from agl_harness.sandboxes.isolation import Kind
 from agl_harness.settings import bytes_of
 from agl_harness.tally import MAX_REPORT, Tally, tally_of_output, tally_of_report
 from agl_harness.workspace import checked_file, files_of, filled
@@ -94,10 +93,7 @@ class WorkspaceTests:
         self._report = checked_file(report) if report else ""
         self._expected = expected
         self._limits = Limits(seconds=timeout_s, memory=bytes_of(memory), processes=processes)
-        self._named = sandbox
-        self._isolation: Kind = isolation
-        self._params = dict(params or {})
-        check_named(sandbox, folder=self._folder, isolation=isolation, params=self._params)
+        self._backend = RewardBackend("tests", folder=self._folder, named=sandbox, isolation=isolation, params=params)
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Run the tests.
@@ -106,11 +102,7 @@ class WorkspaceTests:
             SandboxError: The sandbox went away.
             ConfigError: The hidden tests are missing, or the tests' program is.
         """
-        record = record_of(spans, reward="tests")
-        sandboxes = sandboxes_of(
-            record, named=self._named, folder=self._folder, isolation=self._isolation, params=self._params
-        )
-        sandbox = await sandboxes.attach(record[semconv.WORKSPACE])
+        sandbox = (await self._backend.attach(spans)).sandbox
         if not isinstance(sandbox, CopyableSandbox):
             return await self._test(sandbox, rollout)
         copy = await sandbox.snapshot()

@@ -22,8 +22,7 @@ from filelock import FileLock, Timeout
 from agl.errors import ConfigError, RunError
 from agl.hints import pip_install
 from agl.schemas import new_span_id
-from agl_harness.isolation import Isolation, Kind, View, find_isolation
-from agl_harness.sandbox import (
+from agl_harness.sandboxes.contract import (
     HOME,
     NO_LIMITS,
     TEMPORARY,
@@ -36,7 +35,8 @@ from agl_harness.sandbox import (
     SandboxError,
     checked_path,
 )
-from agl_harness.usage import IS_KNOWN, exact_memory, file_memory, usage_below
+from agl_harness.sandboxes.isolation import Isolation, Kind, View, find_isolation
+from agl_harness.sandboxes.usage import IS_KNOWN, exact_memory, file_memory, usage_below
 from agl_run.programs import KeptProcess, PrintedText
 
 _LOG = logging.getLogger("agl_harness")

@@ -18,13 +18,21 @@ from agl import semconv
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span, new_span_id
-from agl_harness.isolation import Kind
-from agl_harness.placing import LOGS, TESTS, Layout, fill, layout_of, layout_of_tests
-from agl_harness.recorded import check_named, record_of, sandboxes_of
+from agl_harness.harbor_tasks.folder import TaskFolder, filled_variables, load_task
+from agl_harness.harbor_tasks.layout import LOGS, TESTS, Layout, fill, layout_of, layout_of_tests
 from agl_harness.runner import base_environment, with_image
-from agl_harness.sandbox import CopyableSandbox, Finished, Limits, PathError, Sandbox, Sandboxes, TaskSandboxes
+from agl_harness.sandboxes.backends import RewardBackend
+from agl_harness.sandboxes.contract import (
+    CopyableSandbox,
+    Finished,
+    Limits,
+    PathError,
+    Sandbox,
+    Sandboxes,
+    TaskSandboxes,
+)
+from agl_harness.sandboxes.isolation import Kind
 from agl_harness.settings import bytes_of
-from agl_harness.task_folder import TaskFolder, filled_variables, load_task
 from agl_harness.workspace import task_folder_of
 
 _PROGRAM = "chmod +x /tests/test.sh && exec /tests/test.sh"
@@ -74,10 +82,7 @@ class HarborTests:
         self._folder = setup.folder.absolute()
         self._limits = Limits(memory=bytes_of(memory), processes=processes)
         self._variables = tuple(variables)
-        self._named = sandbox
-        self._isolation: Kind = isolation
-        self._params = dict(params or {})
-        check_named(sandbox, folder=self._folder, isolation=isolation, params=self._params)
+        self._backend = RewardBackend("harbor", folder=self._folder, named=sandbox, isolation=isolation, params=params)
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Run the tests.
@@ -86,19 +91,15 @@ class HarborTests:
             SandboxError: The sandbox went away.
             ConfigError: The task is no Harbor task.
         """
-        record = record_of(spans, reward="harbor")
-        folder = task_folder_of("", rollout.task, folder=self._folder) or record.get(semconv.TASK_FOLDER)
+        found = await self._backend.attach(spans)
+        folder = task_folder_of("", rollout.task, folder=self._folder) or found.record.get(semconv.TASK_FOLDER)
         if folder is None:
             raise ConfigError(
                 'the reward "harbor" found no Harbor task; name a folder of them, as in train = "harbor:tasks"'
             )
-        sandboxes = sandboxes_of(
-            record, named=self._named, folder=self._folder, isolation=self._isolation, params=self._params
-        )
-        sandbox = await sandboxes.attach(record[semconv.WORKSPACE])
         given = {name: os.environ[name] for name in self._variables if name in os.environ}
         task = load_task(Path(folder))
-        return await grade(task, sandbox, sandboxes=sandboxes, limits=self._limits, variables=given)
+        return await grade(task, found.sandbox, sandboxes=found.sandboxes, limits=self._limits, variables=given)
 
 
 async def grade(
@@ -206,7 +207,7 @@ async def _run(sandbox: Sandbox, words: Sequence[str], environment: Mapping[str,
 
 def _reward(name: str, text: str, shown: str) -> Reward:
     """Read a file with a reward: a number, or in ``reward.json`` numbers by name, of which ``reward`` is the value."""
-    parts = None if len(text) > _MOST else (_parts(text) if name.endswith(".json") else _number(text))
+    parts = None if len(text) > _MOST else _numbers(text, is_json=name.endswith(".json"))
     if parts is None:
         feedback = f"the tests wrote no number into {name}, but {text[:80]!r}\n{shown}"
         return Reward(value=0.0, name="harbor", feedback=feedback)
@@ -217,25 +218,12 @@ def _reward(name: str, text: str, shown: str) -> Reward:
     return Reward(value=value, name="harbor", dimensions=dimensions, feedback=shown)
 
 
-def _number(text: str) -> dict[str, float] | None:
+def _numbers(text: str, *, is_json: bool) -> dict[str, float] | None:
+    """Return the numbers by name; ``None`` if one is not a finite number."""
     try:
-        value = float(text)
-    except ValueError:
+        found: Any = json.loads(text) if is_json else float(text)
+        parts = cast("dict[str, Any]", found) if isinstance(found, dict) else {"reward": found}
+        values = {name: float(value) for name, value in parts.items() if isinstance(value, int | float)}
+    except (ValueError, OverflowError, RecursionError):
         return None
-    return {"reward": value} if math.isfinite(value) else None
-
-
-def _parts(text: str) -> dict[str, float] | None:
-    try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    parts = cast("dict[str, Any]", found) if isinstance(found, dict) else {"reward": found}
-    numbers = [value for value in parts.values() if isinstance(value, int | float)]
-    if not parts or len(numbers) < len(parts):
-        return None
-    try:
-        values = {key: float(value) for key, value in parts.items()}
-    except OverflowError:
-        return None
-    return values if all(map(math.isfinite, values.values())) else None
+    return values if parts and values.keys() == parts.keys() and all(map(math.isfinite, values.values())) else None

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from agl.schemas import Record
-from agl_harness.dockerfile import Image, ignored_names, is_ignored, sources_of
-from agl_harness.sandbox import WORKSPACE, Sandbox
-from agl_harness.task_folder import TaskFolder
+from agl_harness.harbor_tasks.dockerfile import Image, ignored_names, is_ignored, sources_of
+from agl_harness.harbor_tasks.folder import TaskFolder
+from agl_harness.sandboxes.contract import WORKSPACE, Sandbox
 
 LOGS, TESTS, SOLUTION, PLACES = "logs", "tests", "solution", "places"
 """Folders of a sandbox for a task, besides its own."""

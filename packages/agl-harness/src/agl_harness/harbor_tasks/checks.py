@@ -5,10 +5,19 @@ from pathlib import Path, PurePosixPath
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import Json
-from agl_harness.isolation import find_isolation
-from agl_harness.local import no_places
+from agl_harness.harbor_tasks.folder import (
+    CONFIG,
+    PREFIX,
+    Lack,
+    check_workdir,
+    describe,
+    instruction_of,
+    lacks_of,
+    load_task,
+)
+from agl_harness.sandboxes.isolation import find_isolation
+from agl_harness.sandboxes.local import no_places
 from agl_harness.settings import HarnessSettings
-from agl_harness.task_folder import CONFIG, PREFIX, Lack, check_workdir, describe, instruction_of, lacks_of, load_task
 
 _BUILT_BY = ("harbor",)
 """Backends that build a task's image."""

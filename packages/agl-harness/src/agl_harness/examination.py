@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from agl.errors import AglError
 from agl.hints import pip_install
 from agl.schemas import Record
-from agl_harness.installing import require, version_of
+from agl_harness.installation import require, version_of
 from agl_harness.table import Harness
 from agl_run.programs import KeptProcess, PrintedText
 

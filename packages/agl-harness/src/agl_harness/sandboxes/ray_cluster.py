@@ -1,11 +1,13 @@
 """Local sandboxes on the nodes of a Ray cluster: an actor for each, which Ray places by its resources.
 
 The harness's program and its Python are those of the node, at the paths that they have here. Ray starts and places the
-actors; files travel in pieces. An actor or a node that dies is a sandbox that died, and its attempt is repeated.
+actors; files travel through its object store. When an actor or a node dies, the sandbox is gone, and its attempt is
+repeated.
 """
 
 import asyncio
 import contextlib
+import io
 import os
 import shutil
 import tarfile
@@ -18,9 +20,7 @@ from typing import Any
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl.schemas import new_span_id
-from agl_harness.isolation import Kind
-from agl_harness.local import LocalSandbox, LocalSandboxes
-from agl_harness.sandbox import (
+from agl_harness.sandboxes.contract import (
     NO_LIMITS,
     WORKSPACE,
     Finished,
@@ -30,12 +30,11 @@ from agl_harness.sandbox import (
     SandboxError,
     checked_path,
 )
+from agl_harness.sandboxes.isolation import Kind
+from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes
 from agl_harness.settings import bytes_of
 
 _NAMESPACE = "agl-sandboxes"
-_PIECE = 4 << 20
-"""Bytes of a file that travel at once."""
-
 _AT_ONCE = 64
 """Requests that an actor works on at once."""
 
@@ -207,25 +206,13 @@ class RaySandbox:
     async def upload(self, source: Path, path: str) -> None:
         """Copy a file or the contents of a folder into the sandbox."""
         checked_path(path)
-        transfer = new_span_id()
-        with tempfile.TemporaryDirectory(prefix="agl-ray-") as folder:
-            packed = Path(folder, "packed")
-            await asyncio.to_thread(_pack, source, packed)
-            with packed.open("rb") as file:
-                while piece := file.read(_PIECE):
-                    await _ask(self._handle.take.remote(transfer, piece))
-        await _ask(self._handle.put.remote(self._inner, transfer, path))
+        await _ask(self._handle.put.remote(self._inner, await asyncio.to_thread(_packed, source), path))
 
     async def download(self, path: str, target: Path) -> None:
         """Copy a file or the contents of a folder out of the sandbox."""
-        transfer, size = await _ask(self._handle.open.remote(self._inner, path))
+        packed = await _ask(self._handle.take.remote(self._inner, path))
         with tempfile.TemporaryDirectory(prefix="agl-ray-") as folder:
-            packed = Path(folder, "packed")
-            with packed.open("wb") as file:
-                for start in range(0, size, _PIECE):
-                    file.write(await _ask(self._handle.piece.remote(transfer, start)))
-            await _ask(self._handle.end.remote(transfer))
-            found = await asyncio.to_thread(_unpack, packed, Path(folder, "unpacked"))
+            found = await asyncio.to_thread(_unpack, packed, Path(folder))
             await asyncio.to_thread(_move, found, target)
 
     async def snapshot(self) -> Sandbox:
@@ -253,7 +240,6 @@ class _Box:
             isolation=place["isolation"],
         )
         self._open: dict[str, LocalSandbox] = {}
-        self._transfers = tempfile.TemporaryDirectory(prefix="agl-ray-")
         self._sandboxes.remove_abandoned()
 
     async def create(self, name: str, task: str, places: dict[str, str]) -> str:
@@ -283,35 +269,16 @@ class _Box:
     async def read(self, name: str, path: str) -> bytes:
         return await self._of(name).read(path)
 
-    async def open(self, name: str, path: str) -> tuple[str, int]:
-        """Pack a file or folder for a transfer, and return the transfer's name and its size."""
-        transfer = new_span_id()
-        with tempfile.TemporaryDirectory(dir=self._transfers.name) as folder:
-            found = Path(folder, _ITEM)
-            await self._of(name).download(path, found)
-            packed = Path(self._transfers.name, transfer)
-            await asyncio.to_thread(_pack, found, packed)
-        return transfer, packed.stat().st_size
+    async def take(self, name: str, path: str) -> bytes:
+        """Return an archive of a file or folder."""
+        with tempfile.TemporaryDirectory(prefix="agl-ray-") as folder:
+            await self._of(name).download(path, Path(folder, _ITEM))
+            return await asyncio.to_thread(_packed, Path(folder, _ITEM))
 
-    async def piece(self, transfer: str, start: int) -> bytes:
-        with Path(self._transfers.name, transfer).open("rb") as file:
-            file.seek(start)
-            return file.read(_PIECE)
-
-    async def end(self, transfer: str) -> None:
-        Path(self._transfers.name, transfer).unlink(missing_ok=True)
-
-    async def take(self, transfer: str, piece: bytes) -> None:
-        with Path(self._transfers.name, transfer).open("ab") as file:
-            file.write(piece)
-
-    async def put(self, name: str, transfer: str, path: str) -> None:
-        """Move what was taken to its place."""
-        packed = Path(self._transfers.name, transfer)
-        with tempfile.TemporaryDirectory(dir=self._transfers.name) as folder:
-            found = await asyncio.to_thread(_unpack, packed, Path(folder))
-            packed.unlink()
-            await self._of(name).upload(found, path)
+    async def put(self, name: str, packed: bytes, path: str) -> None:
+        """Copy an archive's file or folder to its place."""
+        with tempfile.TemporaryDirectory(prefix="agl-ray-") as folder:
+            await self._of(name).upload(await asyncio.to_thread(_unpack, packed, Path(folder)), path)
 
     def _of(self, name: str) -> LocalSandbox:
         if name not in self._open:
@@ -348,18 +315,20 @@ def _ray() -> Any:
         raise ConfigError(f"the sandbox 'ray' needs Ray; run: {pip_install('agl-harness[ray]')}") from error
 
 
-def _pack(source: Path, target: Path) -> None:
-    """Put a file or folder into an archive, links as links, without sockets, pipes and devices."""
+def _packed(source: Path) -> bytes:
+    """Return an archive of a file or folder, links as links, without sockets, pipes and devices."""
 
     def plain(item: tarfile.TarInfo) -> tarfile.TarInfo | None:
         return item if item.isfile() or item.isdir() or item.issym() or item.islnk() else None
 
-    with tarfile.open(target, "w") as archive:
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w") as archive:
         archive.add(source, arcname=_ITEM, filter=plain)
+    return target.getvalue()
 
 
-def _unpack(source: Path, folder: Path) -> Path:
-    with tarfile.open(source) as archive:
+def _unpack(packed: bytes, folder: Path) -> Path:
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="tar")
     return folder / _ITEM
 

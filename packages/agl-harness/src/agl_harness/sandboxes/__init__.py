@@ -1,0 +1,1 @@
+"""Sandboxes: their contract, those of this machine, and the backends that make them elsewhere."""
