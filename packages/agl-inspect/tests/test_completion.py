@@ -78,7 +78,7 @@ def test_beginning_of_latest_is_completed(folder):
 
 @pytest.mark.parametrize(
     "words",
-    [("runs", "--experiment"), ("runs", "gc", "--experiment"), ("sql", "--experiment"), ("metrics",), ("plot",)],
+    [("runs", "--experiment"), ("runs", "gc", "--experiment"), ("sql", "--experiment"), ("metrics",), ("metrics", "--plot")],
     ids=" ".join,
 )
 def test_experiments_are_completed(words, folder):

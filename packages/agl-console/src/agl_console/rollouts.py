@@ -120,12 +120,18 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A bar of the histogram: the rewards from ``low`` until ``high``, or both ``None`` for no reward."""
+    """A bar of a histogram: the rewards from ``low`` until ``high``, or both ``None`` for no reward.
+
+    Attributes:
+        query: Filters the rollouts by it, empty where there is no such filter.
+        is_here: Whether the rollout of the page has a value in it.
+    """
 
     low: float | None
     high: float | None
     count: int
     query: dict[str, str]
+    is_here: bool = False
 
 
 class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):

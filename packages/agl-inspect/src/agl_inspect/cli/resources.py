@@ -25,9 +25,9 @@ from agl_inspect.terminal.opening import (
     store_option,
     with_store,
 )
-from agl_inspect.terminal.output import echo, print_json, print_table, short, when
+from agl_inspect.terminal.output import echo, print_json, print_table, when
 from agl_inspect.terminal.program import OpenGroup
-from agl_inspect.text import visible
+from agl_inspect.text import short, visible
 from agl_inspect.versions import (
     Arm,
     ListedVersion,

@@ -26,9 +26,10 @@ from agl_inspect.terminal.opening import (
     complete_rollout,
     reads_store,
 )
-from agl_inspect.terminal.output import echo, json_line, short, when
+from agl_inspect.terminal.output import echo, json_line, when
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
+from agl_inspect.text import short
 from agl_inspect.versions import ListedVersion, diff_versions, list_versions
 
 CUT = 200

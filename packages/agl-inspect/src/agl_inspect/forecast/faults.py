@@ -12,6 +12,7 @@ from agl.schemas import Json, Record, to_json
 from agl_inspect.advice.suggestions import FULL_SAMPLING, LONGER_ANSWERS, REWRITTEN
 from agl_inspect.forecast.observed import Observed, ToolUse
 from agl_inspect.rollouts.explanations import NEXT_STEP
+from agl_inspect.text import short
 
 SHARE = 0.1
 """Share of the rollouts from which a fault is worth a look."""
@@ -92,7 +93,7 @@ def faults_of_tasks(train: Sequence[Json], val: Sequence[Json]) -> list[Fault]:
             Fault(
                 rule="repeated-tasks",
                 evidence=f"{repeated} of {len(train)} training tasks stand there already, one of them {often[1]} "
-                f"times: {_short(often[0])}",
+                f"times: {short(often[0])}",
                 change="leave each task once, or give those that differ in what is not in the file an id of their own",
             )
         )
@@ -101,7 +102,7 @@ def faults_of_tasks(train: Sequence[Json], val: Sequence[Json]) -> list[Fault]:
         found.append(
             Fault(
                 rule="shared-tasks",
-                evidence=f"{shared} of {len(val)} validation tasks are training tasks too, such as {_short(first)}",
+                evidence=f"{shared} of {len(val)} validation tasks are training tasks too, such as {short(first)}",
                 change="take them out of the training tasks: a validation on them measures what was learnt by heart",
             )
         )
@@ -110,10 +111,6 @@ def faults_of_tasks(train: Sequence[Json], val: Sequence[Json]) -> list[Fault]:
 
 def _key(task: Json) -> str:
     return to_json(task).decode()
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _many(

@@ -18,7 +18,6 @@ from agl_inspect.rollouts.conversations import (
     ending,
     labelled_texts,
     nearest,
-    one_line,
 )
 from agl_inspect.rollouts.explanations import explain, explain_training, reward_text, tokens_of
 from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader, in_tree, read_episode, reward_of
@@ -51,7 +50,6 @@ __all__ = [
     "key_of",
     "labelled_texts",
     "nearest",
-    "one_line",
     "read_episode",
     "read_tallies",
     "recorded_answers",

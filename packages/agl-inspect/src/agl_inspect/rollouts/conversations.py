@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from agl.schemas import Json, to_json
+from agl_inspect.text import short
 
 
 class ShownMessages:
@@ -43,7 +44,7 @@ def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [(f"{role} thinks", _plain(each)) for each in reasoning]
     if message.get("content"):
         found.append((role, _plain(message["content"])))
-    for call in _objects(message.get("tool_calls")):
+    for call in objects(message.get("tool_calls")):
         called = _object(call.get("function")) or _object(call.get("custom"))
         arguments = called.get("arguments", called.get("input", ""))
         found.append((f"{role} calls {called.get('name', '')}", _plain(arguments)))
@@ -65,7 +66,8 @@ def _part(part: Any) -> str:
     return part if isinstance(part, str) else to_json(part).decode()
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
+def objects(value: Any) -> list[dict[str, Any]]:
+    """Return the items of a list of any JSON as objects; others become empty ones."""
     return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
 
 
@@ -108,13 +110,7 @@ def ending(messages: Sequence[Mapping[str, Any]]) -> str:
     """Describe a request by the last message of its conversation, on one line."""
     if not messages:
         return "an empty conversation"
-    return f"{_role(messages[-1])}: {one_line(messages[-1].get('content'), 120)}"
-
-
-def one_line(value: Any, limit: int) -> str:
-    """Format a value on one line of at most ``limit`` characters."""
-    text = " ".join((value if isinstance(value, str) else to_json(value).decode()).split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return f"{_role(messages[-1])}: {short(messages[-1].get('content'), 120)}"
 
 
 def _role(message: Mapping[str, Any] | None) -> str:
@@ -131,11 +127,11 @@ def _content(message: Mapping[str, Any] | None) -> Any:
 def _whole(value: Any) -> str:
     if isinstance(value, str):
         return _cut(value, 0)
-    return _NOTHING if value is None else one_line(value, _LIMIT)
+    return _NOTHING if value is None else short(value, _LIMIT)
 
 
 def _cut(text: str, start: int) -> str:
-    return repr(("…" if start else "") + one_line(text[start:], _LIMIT)) if text else _NOTHING
+    return repr(("…" if start else "") + short(text[start:], _LIMIT)) if text else _NOTHING
 
 
 def _shared(asked: Sequence[Any], recorded: Sequence[Any]) -> int:

@@ -11,7 +11,7 @@ from agl_inspect.terminal.opening import (
     store_option,
     with_store,
 )
-from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table, short
+from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
 from agl_inspect.terminal.program import Modes, OpenGroup, main
 from agl_inspect.terminal.query import (
     CONVERSATIONS,
@@ -30,6 +30,7 @@ from agl_inspect.terminal.query import (
     span_options,
 )
 from agl_inspect.terminal.ranking import fit_and_keep, lacking, print_fit, settings_of
+from agl_inspect.text import short
 
 __all__ = [
     "CONVERSATIONS",

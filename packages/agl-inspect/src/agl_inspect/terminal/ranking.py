@@ -14,7 +14,8 @@ from agl_inspect.advice.past_runs import (
 from agl_inspect.advice.ranking import FEWEST, Fit, fit, keep_fit
 from agl_inspect.records.metrics import choice
 from agl_inspect.records.state import load_experiment
-from agl_inspect.terminal.output import echo, print_table, short
+from agl_inspect.terminal.output import echo, print_table
+from agl_inspect.text import short
 
 _NAMED = 12
 """Runs that are named in a line."""
