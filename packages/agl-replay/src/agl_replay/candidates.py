@@ -19,8 +19,8 @@ from agl.hints import did_you_mean
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource, ResourceVersion
 from agl_inspect.records import ORIGIN, PROMPT_TRIAL, labelled
 from agl_inspect.versions import shown
-from agl_run.engine import Plan, open_store, reached
-from agl_run.messages import Messages, value_for_agent
+from agl_run import Messages
+from agl_run.engine import Plan, open_store, reached, value_for_agent
 
 TextResource = PromptTemplate | JsonResource
 """A resource that has a text; models and weights have none."""

@@ -411,6 +411,7 @@ _TIMES: dict[str, _Rule] = {
 
 
 AlertKind = Literal["suggestion", "collapse"]
+"""What raised an alert."""
 
 
 class Alert(Record, frozen=True, kw_only=True):
