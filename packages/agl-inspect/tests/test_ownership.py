@@ -17,7 +17,7 @@ from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Outcome, Rollout
 from agl.stores import MemoryStore
 from agl_inspect.ownership import Owner, Ownership
-from agl_inspect.records.workers import place, worker_name
+from agl_inspect.records.workers import host_id, worker_name
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 
@@ -49,7 +49,7 @@ def own(store: Store, folder: str, *, lease_s: float = 60.0, beat_s: float = 0.0
 
 async def leave_owner(store: Store, **changes: Any) -> None:
     """Leave the owner that a killed trainer leaves, unless told otherwise one on another machine."""
-    owner = Owner(worker="host@elsewhere:1:0", host="host", place="elsewhere", pid=1, workdir="/trainers/one")
+    owner = Owner(worker="host@elsewhere:1:0", host="host", host_id="elsewhere", pid=1, workdir="/trainers/one")
     token = msgspec.json.encode(msgspec.structs.replace(owner, **changes))
     await store.save_state({"experiment/e/owner": token, "experiment/e/owner/beat": b"7"})
 
@@ -98,8 +98,8 @@ def test_owner_that_was_killed_elsewhere_is_replaced_after_its_lease(
 def test_owner_that_was_killed_on_this_machine_is_replaced_at_once(opener: Opener) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
-    dead = {"worker": worker_name().replace(f":{os.getpid()}:", f":{ended.pid}:"), "place": place()}
-    same_folder = {"worker": worker_name(), "place": place(), "workdir": "/trainers/two"}  # its lock is held here
+    dead = {"worker": worker_name().replace(f":{os.getpid()}:", f":{ended.pid}:"), "host_id": host_id()}
+    same_folder = {"worker": worker_name(), "host_id": host_id(), "workdir": "/trainers/two"}  # its lock is held here
 
     async def body(first: Store, second: Store) -> None:
         for changes in (dead, same_folder):

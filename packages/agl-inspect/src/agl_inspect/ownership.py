@@ -1,4 +1,4 @@
-"""One trainer per experiment and store, on whichever machine or in whichever folder: an owner with a lease.
+"""Lets one trainer own an experiment in its store, on whichever machine or in whichever folder, by a lease.
 
 The store holds the owner's token and a beat that counts while the owner lives. No clocks are compared: a trainer that
 finds another owner watches the beat for the length of the lease, and takes over if it stands still. The token then
@@ -20,7 +20,7 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Record
-from agl_inspect.records.workers import place, worker_is_dead, worker_name
+from agl_inspect.records.workers import host_id, worker_is_dead, worker_name
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -46,13 +46,13 @@ class Owner(Record, frozen=True, kw_only=True):
 
     Attributes:
         worker: Name of its process, different at every start.
-        host: Name of its machine; ``place`` tells machines of the same name apart.
+        host: Name of its machine; ``host_id`` tells machines of the same name apart.
         workdir: Its folder; a lock of the operating system keeps two trainers out of one folder.
     """
 
     worker: str
     host: str
-    place: str
+    host_id: str
     pid: int
     workdir: str
 
@@ -102,7 +102,7 @@ class Ownership:
         owner = Owner(
             worker=worker_name(),
             host=socket.gethostname(),
-            place=place(),
+            host_id=host_id(),
             pid=os.getpid(),
             workdir=str(workdir.absolute()),
         )
@@ -172,7 +172,7 @@ class Ownership:
 
     def _has_ended(self, owner: Owner) -> bool:
         """Return true if an owner has certainly ended, on this machine; false if unknown."""
-        is_of_this_folder = (owner.place, owner.workdir) == (self._owner.place, self._owner.workdir)
+        is_of_this_folder = (owner.host_id, owner.workdir) == (self._owner.host_id, self._owner.workdir)
         return is_of_this_folder or worker_is_dead(owner.worker)
 
     async def _outwait(self, held: _Held) -> bool:

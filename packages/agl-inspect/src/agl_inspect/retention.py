@@ -1,8 +1,8 @@
-"""Removes old finished rollouts, for ``agl runs gc`` and at the end of a run; :mod:`.retaining` does it for servers.
+"""Removes old finished rollouts, for ``agl runs gc``, at the end of a run, and regularly while a store is served.
 
 Versions, labels, scores, metrics, states and ledgers stay. So does every rollout of an experiment that runs or can
 still be resumed, however old it is. Each batch is one transaction of the store, the oldest rollouts first: a removal
-that stops in the middle is continued by the next one.
+that stops in the middle is continued by the next one. Of several servers of a store one at a time removes.
 """
 
 import asyncio

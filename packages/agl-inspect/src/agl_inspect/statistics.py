@@ -1,4 +1,4 @@
-"""Compares the rewards of two versions: means, and the intervals of their difference and of their ratio.
+"""Compares the rewards of two versions: the intervals of the difference and of the ratio of their means.
 
 Welch 1947, "The generalization of Student's problem when several different population variances are involved";
 Fieller 1954, "Some problems in interval estimation", for the ratio.

@@ -1,4 +1,12 @@
-"""Checks the URL of an experiment's store before the store is opened, and finds the stores of a folder."""
+"""Opens stores by their URLs, checks them, and renders the commands that messages propose for them.
+
+- A URL is checked before its store is opened, and the stores of a folder are found.
+- A store that lacks a part of the contract is refused, such as one of a plugin older than agl-core. Only methods and
+  their keyword arguments are compared; ``agl_testing.StoreConformance`` tests what they do.
+- A proposed command works when it is pasted into the same shell. It names the store unless it would find that by
+  itself, in ``AGL_STORE`` or as the only one in ``runs/``. Passwords are left out: PostgreSQL takes them from
+  ``PGPASSWORD`` or a password file, a served store from ``AGL_TOKEN``.
+"""
 
 import inspect
 import os

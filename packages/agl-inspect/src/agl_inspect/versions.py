@@ -1,4 +1,4 @@
-"""Describes versions of resources: their text, lineage, labels, scores and rewards."""
+"""Lists, shows and compares versions of resources: text, lineage, labels, scores, rewards and trials."""
 
 import difflib
 import time

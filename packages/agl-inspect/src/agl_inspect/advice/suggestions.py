@@ -1,4 +1,4 @@
-"""Finds in the metrics of a run what keeps it from learning, and says what to change.
+"""Finds in the metrics of a run what keeps it from learning, says what to change, and records it as alerts.
 
 Each rule looks at one algorithm's steps, mostly at the means of the last ones against those of the first. It speaks
 only where the numbers that it reads were logged and are clear, and with the numbers that made it speak. The limits are

@@ -11,7 +11,7 @@ import click
 
 from agl.errors import ConfigError
 from agl.schemas import ResourceVersion
-from agl_inspect.records.metrics import LoggedRun, place_of
+from agl_inspect.records.metrics import LoggedRun, experiment_step
 from agl_inspect.text import visible
 
 STEP = "step"
@@ -93,7 +93,7 @@ def _points(of: LoggedRun, *, over: str) -> dict[tuple[str, str], list[Point]]:
     known = {(m.algorithm, m.step, m.name): m.value for m in of.every if math.isfinite(m.value)}
     points: dict[tuple[str, str], list[Point]] = {}
     for metric in of.found:
-        x = float(place_of(metric)) if over == STEP else known.get((metric.algorithm, metric.step, over))
+        x = float(experiment_step(metric)) if over == STEP else known.get((metric.algorithm, metric.step, over))
         if x is not None and math.isfinite(metric.value):
             ends = [known.get((metric.algorithm, metric.step, f"{metric.name}_{end}")) for end in ("low", "high")]
             low, high = (metric.value if end is None else end for end in ends)
@@ -113,7 +113,7 @@ def _published(
 ) -> Iterator[tuple[float, str]]:
     """Yield where an algorithm published versions in a run, and their names."""
     own = [m for m in of.every if m.algorithm == algorithm and over in (STEP, m.name)]
-    places = {m.step: place_of(m) if over == STEP else m.value for m in own}
+    places = {m.step: experiment_step(m) if over == STEP else m.value for m in own}
     for version in versions:
         name = f"{of.experiment}-{of.run}-{algorithm}-{version.step}"  # the second one of a step ends with .2
         is_own = version.algorithm == algorithm and f"{version.version}.".startswith(f"{name}.")

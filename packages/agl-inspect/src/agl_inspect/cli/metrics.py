@@ -11,7 +11,7 @@ from agl.contracts import Metric, Store
 from agl.errors import ConfigError
 from agl_inspect.cli.charts import STEP, Curve, curves_of, save_picture, text_chart
 from agl_inspect.cli.suggest import rank, suggest
-from agl_inspect.records.metrics import RUN, choice, place_of, read_runs
+from agl_inspect.records.metrics import RUN, choice, experiment_step, read_runs
 from agl_inspect.terminal.opening import (
     Reading,
     complete_experiment,
@@ -124,7 +124,7 @@ def _print_steps(found: Sequence[Metric]) -> None:
     """Print one algorithm's numbers, a column for each metric."""
     names = list(dict.fromkeys(metric.name for metric in found))
     cells = {(metric.step, metric.name): f"{metric.value:.4g}" for metric in found}
-    places = {metric.step: place_of(metric) for metric in found}
+    places = {metric.step: experiment_step(metric) for metric in found}
     head, rows = ("step",), {step: (str(step),) for step in sorted(places)}
     if any(step != place for step, place in places.items()):
         head, rows = ("step", "of all"), {step: (str(step), str(places[step])) for step in rows}

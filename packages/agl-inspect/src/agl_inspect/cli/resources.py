@@ -1,4 +1,4 @@
-"""``agl resources``: versions of prompts, weights and other resources, their lineage and labels."""
+"""``agl resources``: versions of prompts, weights and other resources, their lineage, labels and search reports."""
 
 import difflib
 import re

@@ -1,4 +1,4 @@
-"""``agl runs``: list recorded rollouts, remove some, tidy old ones; copying has a module of its own.
+"""``agl runs``: lists recorded rollouts and workers, removes rollouts, and tidies old ones.
 
 Removal is always explicit. It never touches a rollout that is not finished, or any rollout of an experiment that may be
 resumed.

@@ -1,4 +1,4 @@
-"""``agl show``: a rollout as a tree of its spans with their contents, a resource with its history, or a run's steps."""
+"""``agl show``: prints a rollout as a tree of its spans, a resource with its history, or the steps of a run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Json, ModelCall, Record, Reward, Rollout, Span, to_json
 from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.cli.why import why
-from agl_inspect.records.metrics import RUN, LoggedRun, place_of, read_runs, step_line, version_of_step
+from agl_inspect.records.metrics import RUN, LoggedRun, experiment_step, read_runs, step_line, version_of_step
 from agl_inspect.records.names import ORIGIN
 from agl_inspect.rollouts.answers import answer_counts, fork_origin
 from agl_inspect.rollouts.conversations import ShownMessages, labelled_texts
@@ -150,7 +150,7 @@ def _steps(logged: LoggedRun, versions: set[str]) -> Iterator[dict[str, Json]]:
     numbers: dict[tuple[str, int], dict[str, float]] = {}
     for metric in logged.found:
         key = (metric.algorithm, metric.step)
-        places[key] = place_of(metric)
+        places[key] = experiment_step(metric)
         numbers.setdefault(key, {})[metric.name] = metric.value
     for name, step in sorted(numbers, key=lambda key: (places[key], key[0] == VALIDATE, key)):
         found = numbers[name, step]

@@ -1,4 +1,8 @@
-"""``agl sql``: a query over everything that is recorded, in tables of plain columns."""
+"""``agl sql``: runs a query over everything that is recorded, in tables of plain columns.
+
+The rows are read through the store's contract, so that every store can be asked, and copied into a temporary SQLite
+database; tables that nobody asks for are left out.
+"""
 
 import csv
 import sqlite3

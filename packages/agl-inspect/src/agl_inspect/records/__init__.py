@@ -1,7 +1,7 @@
 """Records that an experiment keeps in the store: states, labels, validations, trials, metrics."""
 
 from agl_inspect.records.labels import LABEL, label_path, labelled, move, move_back
-from agl_inspect.records.metrics import place_of, step_line, version_of_step
+from agl_inspect.records.metrics import experiment_step, step_line, version_of_step
 from agl_inspect.records.names import (
     FORKS,
     MAX_NAME,
@@ -43,7 +43,7 @@ from agl_inspect.records.validations import (
     is_below,
     rewards_of,
 )
-from agl_inspect.records.workers import GONE_S, OWNER, ListedWorker, list_workers, place, worker_is_dead, worker_name
+from agl_inspect.records.workers import GONE_S, OWNER, ListedWorker, host_id, list_workers, worker_is_dead, worker_name
 
 __all__ = [
     "DEFERRED",
@@ -70,11 +70,13 @@ __all__ = [
     "digest_of",
     "error_of",
     "experiment_of",
+    "experiment_step",
     "failures_of",
     "files_of",
     "finished",
     "group_id_of",
     "has_fallen",
+    "host_id",
     "id_prefix",
     "is_below",
     "label_path",
@@ -87,8 +89,6 @@ __all__ = [
     "load_settings",
     "move",
     "move_back",
-    "place",
-    "place_of",
     "rewards_of",
     "run_key",
     "run_of",

@@ -1,4 +1,4 @@
-"""Reads the metrics of an experiment's newest run, of another one, or of all its runs."""
+"""Reads the metrics of an experiment's runs, and writes a step of an algorithm as one line."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class LoggedRun(NamedTuple):
     every: list[Metric]
 
 
-def place_of(metric: Metric) -> int:
+def experiment_step(metric: Metric) -> int:
     """Return the step of the experiment at which a number was logged, or the algorithm's own where that is unknown."""
     return metric.step if metric.experiment_step is None else metric.experiment_step
 

@@ -1,4 +1,4 @@
-"""Names and suffixes by which experiments, their trials and forks are found again in the store."""
+"""Makes and reads the names of experiments, trials, forks and rollouts, and describes why a rollout failed."""
 
 import hashlib
 import re

@@ -1,7 +1,8 @@
-"""The stored state of an experiment: its record, one state per algorithm, and a ledger.
+"""Keeps the state of an experiment: its record, a state for each algorithm, saved versions, and a ledger.
 
 Everything is written together after each step, so a crash repeats at most the step in flight and the ledger always
-agrees with the state.
+agrees with the state. The settings in the states say by which rules an experiment counts rewards and calls, for
+commands that read no experiment file.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

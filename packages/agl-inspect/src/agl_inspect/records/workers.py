@@ -1,4 +1,7 @@
-"""Lists the processes that run experiments or take part in them, with their signs of life."""
+"""Names the processes that run experiments, lists those that take part in one, and detects dead ones.
+
+A restarted trainer need not wait for the leases of a dead process to lapse.
+"""
 
 import hashlib
 import os
@@ -21,8 +24,8 @@ _MULTICAST = 1 << 40
 
 
 def worker_name() -> str:
-    """Return ``host@place:pid:random``, which identifies the process that holds an attempt."""
-    return f"{socket.gethostname()}@{place()}:{os.getpid()}:{new_trace_id()[:8]}"
+    """Return ``host@host_id:pid:random``, which identifies the process that holds an attempt."""
+    return f"{socket.gethostname()}@{host_id()}:{os.getpid()}:{new_trace_id()[:8]}"
 
 
 def process_of(name: str) -> str:
@@ -30,7 +33,7 @@ def process_of(name: str) -> str:
     return name.rpartition(":")[0]
 
 
-def place() -> str:
+def host_id() -> str:
     """Return a digest of the machine and container: processes with equal ones share process ids and loopback addresses.
 
     Machines and containers may have equal host names. On Linux the boot id and the namespaces of the process tell them
@@ -46,10 +49,10 @@ def place() -> str:
 
 
 def worker_is_dead(name: str) -> bool:
-    """Return true if a worker of this place has certainly ended, false if unknown."""
+    """Return true if a worker of this machine and container has certainly ended, false if unknown."""
     where, _, rest = name.partition(":")
     pid = rest.partition(":")[0]
-    return where == f"{socket.gethostname()}@{place()}" and pid.isdigit() and not process_is_alive(int(pid))
+    return where == f"{socket.gethostname()}@{host_id()}" and pid.isdigit() and not process_is_alive(int(pid))
 
 
 def process_is_alive(pid: int) -> bool:
@@ -71,7 +74,7 @@ class ListedWorker(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A process that takes part in an experiment.
 
     Attributes:
-        worker: Its name, ``host@place:pid:random``.
+        worker: Its name, ``host@host_id:pid:random``.
         role: ``trainer`` for the process that runs the experiment, ``worker`` for any other.
         state: ``busy`` while it holds attempts, ``idle`` without any, ``gone`` when its signs of life ended.
         attempts: The attempts that it holds.

@@ -1,4 +1,7 @@
-"""Encodes recorded answers, and answers made from a text, as the bytes that a client expects."""
+"""Finds the recorded answers of a rollout's model calls, and encodes answers as the bytes that a client expects.
+
+A replay gives a recorded answer again, plain or as the event stream of its dialect, with each text in one piece.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard

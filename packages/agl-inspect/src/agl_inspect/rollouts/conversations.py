@@ -1,4 +1,4 @@
-"""The messages of calls as labelled texts for people; what an earlier call has shown is told apart.
+"""Turns the messages of calls into labelled texts for people, and describes how two conversations differ.
 
 Everything here was written by agents, models and tools, and may have any shape.
 """

@@ -1,4 +1,7 @@
-"""Opens the store that a command reads: the named one, or the only one in ``runs/``."""
+"""Opens the store that a command reads, the named one or the only one in ``runs/``, and completes names from it.
+
+A completion must be quick and must change nothing, so it reads SQLite files as they are, and no other kind of store.
+"""
 
 import asyncio
 import sqlite3
