@@ -308,7 +308,7 @@ def test_task_brings_its_own_files_and_hidden_tests(project: Path, model: Script
         ({"name": "add"}, "has no text 'prompt' for the harness, only name"),
         ({"name": "../secret", "prompt": "x"}, "leads out of the folder of 'repos/{name}'"),
         ({"name": "/etc", "prompt": "x"}, "leads out of the folder"),
-        ({"name": "none", "prompt": "x"}, "repos/none' is no folder"),
+        ({"name": "none", "prompt": "x"}, "repos/none' is not a folder"),
         ({"prompt": "x"}, "needs the field 'name' of the task, which has prompt"),
         ({"name": "add", "prompt": "x", "files": {"../x": ""}}, "leads out of the workspace"),
         ({"name": "add", "prompt": "x", "files": ["x"]}, "files of a task holds texts by path"),

@@ -116,7 +116,7 @@ def oracle(tasks: str, without: Sequence[Lack], as_json: bool) -> None:
 def doctor(names: Sequence[str], as_json: bool) -> None:
     """Check that harnesses are installed and run: each gets one task, which a scripted model answers.
 
-    By default those that are installed are checked. The exit status is 1 if one does not work.
+    By default the installed ones are checked. The exit status is 1 if one does not work.
     """
     table = load_table()
     chosen = names or [name for name, entry in table.items() if locate(entry)]

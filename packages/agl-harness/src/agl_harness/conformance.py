@@ -7,7 +7,7 @@ class TestMine(SandboxConformance):
         return MySandboxes(base=tmp_path)
 ```
 
-Programs that are run are those of any system with ``sh`` and the usual small tools.
+Its tests run ``sh`` and the usual small tools only.
 """
 
 import asyncio

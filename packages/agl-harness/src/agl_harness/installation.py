@@ -1,4 +1,4 @@
-"""Installs harnesses from npm and PyPI, each into a folder of its own, and finds those that are there.
+"""Installs harnesses from npm and PyPI, each into a folder of its own, and finds the installed ones.
 
 A harness that agl installed comes before one on the ``PATH``, because its version is the table's. Nothing is installed
 into the system or into this Python's environment.
@@ -41,7 +41,7 @@ class Program(Record, frozen=True, kw_only=True):
 
     @property
     def search_path(self) -> str:
-        """A ``PATH`` on which the program and those beside it come first."""
+        """A ``PATH`` that begins with the program's folder."""
         return os.pathsep.join([str(Path(self.path).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -153,7 +153,7 @@ def _python(harness: Harness) -> str:
     if found is None:
         raise ConfigError(
             f"{harness.label} needs Python {harness.python}, and there is no python{harness.python} on the PATH; "
-            "install that release of Python beside this one"
+            "install that release of Python too"
         )
     tried = subprocess.run([found, "-c", ""], capture_output=True, stdin=subprocess.DEVNULL, check=False)
     if tried.returncode != 0:  # a shim of pyenv stands for every release, also for those that are not switched on

@@ -22,11 +22,11 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
         policy: Name of the policy that it calls; by default the only one.
         prompt: Key of a task that holds its prompt, where the experiment has no prompt of its own.
         arguments: Further arguments of the harness.
-        context: Tokens of a prompt and its answer together at most, as the harness is told.
-        output: Tokens of an answer at most, as the harness is told.
+        context: Most tokens of a prompt with its answer, for the harness's own settings.
+        output: Most tokens of an answer, likewise.
         memory: Memory of all its processes at most, such as ``8GB``; ``""`` for no limit.
         processes: Number of its processes at most; 0 for no limit.
-        keep: Workspaces that stay in the experiment's work directory: those of attempts that ``failed``, ``never`` or
+        keep: When a workspace stays in the experiment's work directory: after attempts that ``failed``, ``never`` or
             ``always``.
         keep_at_most: Number of workspaces that stay; the oldest go first.
         sandbox: ``local``, the name of a backend in the entry-point group ``agl_sandboxes``, or ``module:attribute``.
@@ -63,7 +63,7 @@ def bytes_of(size: str) -> int:
     """Return the bytes of a size such as ``8GB`` (1 GB is 2**30 bytes); 0 for ``""``.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: The text is not a size.
     """
     if not size:
         return 0

@@ -51,7 +51,7 @@ class WorkspaceTests:
             1.0 if the command's exit status is 0.
         report: File of the workspace, with JUnit's XML, that the tests write; by default their output is read.
         expected: Number of tests at least; missing ones count as failed.
-        timeout_s: Seconds that the tests may take; those that take longer get 0.0.
+        timeout_s: Seconds that the tests may take; longer ones get 0.0.
         memory: Memory that they may use.
         processes: Number of processes that they may start.
         sandbox: The backend of the harness's sandbox; by default the one that it ran in.
@@ -154,7 +154,7 @@ class WorkspaceTests:
         return done.code == 0
 
     def _tests_of(self, rollout: Rollout, folder: Path) -> dict[PurePosixPath, Path]:
-        """Return the hidden files by path; ``folder`` is for those that the task holds."""
+        """Return the hidden files by path; files that the task holds are written to ``folder``."""
         found: dict[str, Path] = {}
         if self._hidden:
             source = self._folder / filled(self._hidden, rollout.task)

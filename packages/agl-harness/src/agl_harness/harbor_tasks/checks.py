@@ -69,7 +69,7 @@ def read_tasks(name: str, folder: Path) -> list[Json]:
         Tasks with ``name``, ``prompt`` and, below ``folder``, ``workspace``.
 
     Raises:
-        DatasetError: There is none, or one cannot be read.
+        DatasetError: No task is found, or one cannot be read.
     """
     return [_task(path, folder) for path in task_folders(name, folder)]
 
@@ -78,7 +78,7 @@ def task_folders(name: str, folder: Path) -> list[Path]:
     """Return the task folders of a name, sorted; see :func:`read_tasks`.
 
     Raises:
-        DatasetError: There is none.
+        DatasetError: No task is found.
     """
     found = _folders(name, folder)
     if not found:

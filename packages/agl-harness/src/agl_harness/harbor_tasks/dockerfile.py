@@ -1,7 +1,7 @@
-"""Reads of a Dockerfile what a sandbox of this machine can do itself: folders, variables, and files to copy.
+"""Reads the parts of a Dockerfile that a local sandbox can follow: folders, variables, and files to copy.
 
-The machine's own programs take the place of the image, so that what an image installs or downloads is a *lack*: a line
-that a sandbox without images goes without.
+The machine's own programs take the place of the image. A line that installs or downloads something is therefore a
+*lack*: a sandbox without images cannot follow it.
 """
 
 import json
@@ -18,7 +18,7 @@ _HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 _SILENT = frozenset(
     {"LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "SHELL", "STOPSIGNAL", "MAINTAINER", "HEALTHCHECK", "VOLUME", "ONBUILD"}
 )
-"""Instructions that say nothing about what a command in the container finds."""
+"""Instructions that change nothing about the files and variables that a command finds."""
 
 
 class Copying(Record, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ def read_dockerfile(text: str, *, name: str) -> Image:
         name: Its name in messages.
 
     Raises:
-        ConfigError: It begins with no ``FROM``, or a line is no instruction.
+        ConfigError: It does not begin with ``FROM``, or a line is not an instruction.
     """
     stage = _Stage()
     started = False
@@ -208,7 +208,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def ignored_names(text: str) -> tuple[str, ...]:
-    """Return the patterns of a ``.dockerignore``, those that bring something back with a ``!``."""
+    """Return the patterns of a ``.dockerignore``; ``!`` begins one that brings something back."""
     found = (line.strip() for line in text.splitlines())
     return tuple(line for line in found if line and not line.startswith("#"))
 
@@ -235,7 +235,7 @@ def sources_of(copying: Copying, folder: Path) -> list[Path]:
     """Return what a line copies, from the build's folder.
 
     Raises:
-        ConfigError: There is nothing, or it is outside of the folder.
+        ConfigError: The source does not exist, or lies outside of the folder.
     """
     relative = _joined("/", copying.source).lstrip("/")
     is_pattern = any(sign in relative for sign in "*?[")
@@ -244,5 +244,5 @@ def sources_of(copying: Copying, folder: Path) -> list[Path]:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"{path} leads out of {folder} by a link; put the file itself there")
     if not found or not all(path.exists() or path.is_symlink() for path in found):
-        raise ConfigError(f"the Dockerfile in {folder} copies {copying.source!r}, which is not there; add it")
+        raise ConfigError(f"the Dockerfile in {folder} copies {copying.source!r}, which does not exist; add it")
     return found

@@ -146,7 +146,7 @@ def load_task(folder: Path) -> TaskFolder:
     """Read a task folder.
 
     Raises:
-        ConfigError: It is none, it is of a kind that cannot be run, or something in it leads out of it.
+        ConfigError: The folder holds no task, its kind cannot be run, or a link leads out of it.
     """
     config = _config(folder)
     if config.steps:
@@ -266,7 +266,7 @@ def _config(folder: Path) -> _Config:
         data = tomllib.loads(_text(folder / CONFIG))
         return msgspec.convert(data, _Config, strict=True)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{folder / CONFIG} is no valid TOML: {error}; correct that line") from None
+        raise ConfigError(f"{folder / CONFIG} is not valid TOML: {error}; correct that line") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}; correct that key") from None
 
@@ -296,7 +296,7 @@ def _artifacts(entries: Sequence[Any]) -> list[str]:
     sources: list[Any] = [entry.get("source") if hasattr(entry, "get") else entry for entry in entries]
     for source in sources:
         if not isinstance(source, str) or not source.startswith("/") or ".." in PurePosixPath(source).parts:
-            raise ConfigError(f"the artifact {source!r} of a task is no absolute path; write one such as /app/out.txt")
+            raise ConfigError(f"the artifact {source!r} of a task is not an absolute path, such as /app/out.txt")
     return list(dict.fromkeys(["/logs/artifacts", *(os.path.normpath(source) for source in sources)]))
 
 

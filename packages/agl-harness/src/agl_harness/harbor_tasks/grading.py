@@ -1,8 +1,8 @@
 """The reward ``harbor``: runs a Harbor task's tests once the agent has ended, and reads the reward that they write.
 
 The tests come into the sandbox only then: into a copy of the agent's, or into one of their own where the task says
-so, which gets the task's artifacts and nothing else. Tests that write no reward, or none that is a number, give 0.0:
-what the agent left may be the reason, and a policy must not gain by it. ``agl harness oracle`` shows whether the tests
+so, which gets the task's artifacts and nothing else. Tests that write no reward, or something else than a number, give
+0.0: the agent may have caused it, and a policy must not gain by it. ``agl harness oracle`` shows whether the tests
 of a task work.
 """
 
@@ -89,7 +89,7 @@ class HarborTests:
 
         Raises:
             SandboxError: The sandbox went away.
-            ConfigError: The task is no Harbor task.
+            ConfigError: The task is not one of Harbor's.
         """
         found = await self._backend.attach(spans)
         folder = task_folder_of("", rollout.task, folder=self._folder) or found.record.get(semconv.TASK_FOLDER)
@@ -133,7 +133,7 @@ async def grade(
 async def _apart(task: TaskFolder, agent: Sandbox, sandboxes: Sandboxes) -> tuple[Sandbox, Layout]:
     """Make a sandbox for the tests alone, with the artifacts of the agent's."""
     if not isinstance(sandboxes, TaskSandboxes):
-        raise ConfigError(f"the sandbox {type(sandboxes).__name__} makes none for Harbor tasks; use another one")
+        raise ConfigError(f"the sandbox {type(sandboxes).__name__} cannot run Harbor tasks; use another one")
     theirs = layout_of(task)
     with tempfile.TemporaryDirectory(prefix="agl-artifacts-") as temporary:
         found: dict[str, Path] = {}
@@ -195,7 +195,7 @@ async def _test(
 
 
 async def _text(sandbox: Sandbox, name: str, environment: Mapping[str, str]) -> str | None:
-    """Return the beginning of a file with a reward; ``None`` if there is none. A pipe or a link is none."""
+    """Return the beginning of a file with a reward; ``None`` if it is missing, a pipe or a link."""
     script = f'[ -f "$1" ] && [ ! -L "$1" ] && head -c {_MOST + 1} -- "$1"'
     done = await _run(sandbox, ["/bin/sh", "-c", script, "sh", f"/logs/verifier/{name}"], environment)
     return done.output if done.code == 0 else None

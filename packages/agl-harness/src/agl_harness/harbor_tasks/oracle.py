@@ -26,7 +26,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     Attributes:
         name: The task.
         reward: The reward that the tests gave it.
-        problem: Why there is none, or the end of what solution or tests printed; ``""`` for a reward of 1.
+        problem: The reason for no reward, or the end of the output of solution or tests; ``""`` for a reward of 1.
     """
 
     name: str

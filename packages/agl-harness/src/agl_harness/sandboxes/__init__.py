@@ -1,1 +1,1 @@
-"""Sandboxes: their contract, those of this machine, and the backends that make them elsewhere."""
+"""Sandboxes: their contract, the local kind, and backends that make them elsewhere."""

@@ -43,7 +43,7 @@ def build_sandboxes(
         name: ``local``, a name in the entry-point group, or ``module:attribute``.
         base: The folder for what it keeps on this machine.
         hidden: Folders that nothing in a sandbox may see.
-        readable: Files and folders within those that it may read nevertheless.
+        readable: Files and folders within hidden ones that it may read.
         isolation: For ``local``.
         params: Further arguments of the backend.
 

@@ -53,7 +53,7 @@ class Finished(Record, frozen=True, kw_only=True):
         output: Its standard output; of a long one the beginning and the end.
         errors: Its standard error, likewise.
         exceeded: The limit that ended it, ``""`` if none did.
-        detail: The limit and what was used of it, in words.
+        detail: The limit and the use of it, for people.
     """
 
     code: int
@@ -138,7 +138,7 @@ class Sandboxes(Protocol):
     """
 
     async def create(self, name: str) -> Sandbox:
-        """Make an empty sandbox; ``name`` is unique among those of its backend.
+        """Make an empty sandbox; ``name`` is unique within the backend.
 
         Raises:
             SandboxError: It cannot be made now.
@@ -167,7 +167,7 @@ class TaskSandboxes(Protocol):
         """Make a sandbox for a task; without images its places are empty.
 
         Args:
-            name: Unique among those of its backend.
+            name: Unique within the backend.
             task: The task's folder.
             places: Absolute paths at which programs find the sandbox's folders and files, by their path in it.
             purpose: Whether the agent works in it, or only the tests.

@@ -118,7 +118,7 @@ class HarborSandboxes:
         try:
             socket, name, places = json.loads(address.removeprefix("harbor:"))
         except ValueError:
-            raise SandboxError(f"{address!r} is no address of a sandbox of Harbor's") from None
+            raise SandboxError(f"{address!r} is not the address of a Harbor sandbox") from None
         sandbox = HarborSandbox(socket, name, places)
         await sandbox.ask("attach")
         self._found = socket

@@ -1,7 +1,7 @@
 """Runs a command of a local sandbox apart from the rest of the machine, with bubblewrap where it works.
 
-Within it all files are read-only but those of the sandbox, ``/tmp`` is its own, the folders that are to be hidden are
-empty, and no other process is seen. The network is shared: the gateway is reached by it, and so is everything else.
+Within it only the sandbox's own files can be written, ``/tmp`` is private, hidden folders are empty, and no other
+process is visible. The network is shared: it leads to the gateway, and to everything else.
 Without bubblewrap a command is a plain process of this user, and :attr:`Isolation.warning` says what that means.
 """
 
@@ -192,7 +192,7 @@ class View:
 
     @classmethod
     def of(cls, hidden: Sequence[Path], readable: Sequence[Path]) -> "View":
-        """Return the view without folders that lie elsewhere by a link; the root, a home without a user, is none."""
+        """Return the view with links resolved; ``/``, the home of a process without a user, is not hidden."""
         real = dict.fromkeys(path.resolve() for path in hidden)
         return cls(
             hidden=tuple(path for path in real if path != path.parent),

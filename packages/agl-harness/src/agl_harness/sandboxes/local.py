@@ -1,7 +1,7 @@
 """The sandboxes of this machine: a folder for each, and processes apart from the rest where bubblewrap works.
 
-A sandbox's folder stands beside a lock that its owner holds, so that the next process removes what a killed one left.
-A folder without a lock is one that was kept for people to look at.
+A sandbox's folder has a lock file next to it, which its owner holds, so that the next process removes what a killed one
+left. A folder without a lock file was kept for people to look at.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class LocalSandboxes:
     Args:
         base: The folder that theirs are made in.
         hidden: Folders that nothing in a sandbox sees, where bubblewrap works, besides other sandboxes.
-        readable: Files and folders within those that it may read nevertheless.
+        readable: Files and folders within hidden ones that it may read.
         isolation: ``bwrap``, ``none`` for plain processes, or ``auto`` for bubblewrap where it works.
     """
 
@@ -239,7 +239,7 @@ class LocalSandbox:
         await self._disk(_copy, source, target)
 
     async def snapshot(self) -> Sandbox:
-        """Return a sandbox with a copy of the workspace, in a folder beside this one's."""
+        """Return a sandbox with a copy of the workspace, in a folder next to this one's."""
         root = self._root.with_name(f"{self._root.name}-{new_span_id()}")
         lock = await self._disk(_make, root)
         copy = LocalSandbox(root, isolation=self._isolation, view=self._view, lock=lock)

@@ -1,6 +1,6 @@
 """Local sandboxes on the nodes of a Ray cluster: an actor for each, which Ray places by its resources.
 
-The harness's program and its Python are those of the node, at the paths that they have here. Ray starts and places the
+The harness and its Python have to be installed on the nodes, at the same paths as here. Ray starts and places the
 actors; files travel through its object store. When an actor or a node dies, the sandbox is gone, and its attempt is
 repeated.
 """
@@ -48,7 +48,7 @@ class RaySandboxes:
     Args:
         base: Unused: the nodes keep what they need in ``folder``.
         hidden: Folders that nothing in a sandbox sees, on every node.
-        readable: Files and folders within those that it may read nevertheless.
+        readable: Files and folders within hidden ones that it may read.
         address: The cluster, as :func:`ray.init` takes it; by default the one that ``RAY_ADDRESS`` names or this
             machine belongs to, or else a new one on this machine.
         num_cpus: CPUs of a node that a sandbox takes up.
