@@ -1,8 +1,8 @@
 """The public modules of our distributions, and the names that each offers.
 
-A name is public when a module in :data:`PUBLIC` has it in ``__all__``; a module without ``__all__`` offers the
-constants, functions and classes that it defines. Everything else is private to its distribution. Nothing is imported to
-find out, so that no framework is needed.
+A name is public when a module in :data:`PUBLIC` has it in ``__all__``; a module without ``__all__`` offers its
+constants. Everything else is private to its distribution. Nothing is imported to find out, so that no framework is
+needed.
 """
 
 import ast
@@ -109,10 +109,7 @@ def names_of(module: str) -> tuple[str, ...]:
     values = {target.id: value for statement in tree.body for target, value in _assigned(statement)}
     if "__all__" in values:
         return tuple(ast.literal_eval(values["__all__"]))
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    defined = [statement.name for statement in tree.body if isinstance(statement, kinds)]
-    constants = [name for name in values if name.isupper()]
-    return tuple(sorted(name for name in (*constants, *defined) if not name.startswith("_")))
+    return tuple(sorted(name for name in values if name.isupper() and not name.startswith("_")))
 
 
 def _assigned(statement: ast.stmt) -> list[tuple[ast.Name, ast.expr]]:

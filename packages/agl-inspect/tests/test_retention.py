@@ -246,7 +246,7 @@ KILLED = """
 import asyncio, os, signal, sys
 from agl.contracts import RolloutQuery
 from agl_store_sqlite import SQLiteStore
-from agl_inspect.retention import removal as retention
+from agl_inspect import retention
 
 class Killed(SQLiteStore):
     async def delete(self, rollout_ids):
