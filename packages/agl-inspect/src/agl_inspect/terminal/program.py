@@ -13,7 +13,7 @@ import agl
 from agl.contracts import CommandEntry
 from agl.errors import AglError, UnknownComponentError
 from agl.hints import did_you_mean
-from agl_inspect.terminal.context import manager_of
+from agl_inspect.terminal.opening import manager_of
 from agl_inspect.terminal.output import STOPPED
 from agl_inspect.text import visible
 
