@@ -16,8 +16,7 @@ from agl_gateway.wire.problems import Problem
 from agl_inspect.keys import Keys
 from agl_run import KEY_ADVICE
 from agl_run.access import AttemptToken
-from agl_run.access.placeholder_key import PLACEHOLDER_KEY
-from agl_run.access.tokens import AttemptTokens, TokenScope
+from agl_run.access.tokens import PLACEHOLDER_KEY, AttemptTokens, TokenScope
 
 _log = logging.getLogger(__name__)
 
