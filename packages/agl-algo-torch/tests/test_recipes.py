@@ -12,6 +12,8 @@ import pytest
 from agl import PluginManager
 from agl_algo_torch.grpo import GRPO
 
+from .token_world import made
+
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "choose-an-algorithm.md"
 
 
@@ -31,7 +33,7 @@ def recipes() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("paper", recipes())
 def test_recipe_is_accepted(paper: str) -> None:
-    GRPO(**recipes()[paper])
+    made(GRPO, **recipes()[paper])
 
 
 def blocks() -> list[dict[str, Any]]:

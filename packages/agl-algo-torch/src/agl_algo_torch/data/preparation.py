@@ -65,6 +65,15 @@ def estimator_of_samples(algorithm: str, name: str) -> FoundEstimator:
     return found
 
 
+def needed_by(algorithm: str, switch: str, value: float, *, estimator: str) -> None:
+    """Raise ConfigError for an estimator that has no effect because `switch` is 0."""
+    if not value and estimator != ESTIMATOR:
+        raise ConfigError(
+            f"{algorithm} got estimator = {estimator!r} without {switch}, so nothing uses it. Remove it, or give "
+            f"{switch}."
+        )
+
+
 def prepare(
     groups: Sequence[Sequence[Episode]],
     *,
@@ -113,15 +122,15 @@ def prepare(
     )
 
 
-def overlong(algorithm: str, *, limit: int, buffer: int) -> SoftOverlong:
-    """Return the punishment of long answers; raises ConfigError for lengths that do not go together."""
-    soft = SoftOverlong(limit=limit, buffer=buffer)
-    if not soft.is_possible:
-        raise ConfigError(
-            f"{algorithm} got overlong_limit = {limit} and overlong_buffer = {buffer}; give the most tokens of an "
-            "answer and the part of them, at least 1, in which it is punished, or neither."
-        )
-    return soft
+def live_rows(episode: Episode, *, advantage: float = 1.0, has_temperature: bool = True) -> list[RowSample]:
+    """Return the rows of an episode that have trained tokens, as samples with one advantage at all of these.
+
+    With `has_temperature` the policy is the distribution that was sampled from; else it is the model's own.
+    """
+    live = {call.span_id: advantage for call in episode.transitions if not call.reject}
+    temperatures = {call.span_id: call.temperature for call in episode.transitions} if has_temperature else None
+    rows = [from_row(row, advantages=live, temperatures=temperatures) for row in episode.rows]
+    return [row for row in rows if row.trained_tokens]
 
 
 def _metrics(groups: Sequence[Sequence[Episode]], *, rows: int, loud: set[str]) -> dict[str, float]:
