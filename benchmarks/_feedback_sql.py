@@ -114,7 +114,7 @@ def prepared(place: Path, *, dialogues: int) -> tuple[World, str]:
     make(place, "databases", count=0)
     make(place, "skilled", count=dialogues)
     make(place, "low", count=dialogues // 7)
-    call("make_model.py", "--data", str(place / "out" / "data"), "--out", str(place / "out"), "--seed", "0", cwd=SQL)
+    call("../make_model.py", "--out", str(place / "out"), cwd=SQL)
     untaught = World(place=place, template=EXPERIMENT.replace("CHECKER", "out/checker"), words=WORDS)
     as_checker = World(place=place, template=EXPERIMENT.replace("CHECKER", "out/writer"), words=WORDS)
     checker = as_checker.imitated("checker", "out/checker", data="out/data/check.jsonl", updates=100, batch=16, lr=3e-3)

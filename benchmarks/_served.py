@@ -15,7 +15,7 @@ from aiohttp import web
 
 from agl.contracts import Gateway, Store, Upstream
 from agl.schemas import Rollout, new_rollout_id
-from agl_run.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 from benchmarks._harness import component
 
 SECRET = b"a secret of the benchmarks alone"

@@ -25,7 +25,7 @@ from agl.contracts import Gateway, RolloutQuery, Store, Upstream
 from agl.episodes import build_episode
 from agl.schemas import Claim, ModelCall, Outcome, Rollout, Span, new_rollout_id, new_span_id, pack_floats, pack_ids
 from agl.stores import read_recordings
-from agl_run.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 from benchmarks._harness import Figure, component, table
 from benchmarks._served import SECRET
 from benchmarks.bench_gateway import CONNECTIONS, Run, Server, load, started

@@ -34,8 +34,8 @@ from agl.schemas import (
     pack_ids,
     to_builtins,
 )
-from agl_run import SQLiteStore
-from agl_run.commands import AgentTally, StepTally, keep_tallies
+from agl_inspect.rollouts import AgentTally, StepTally, keep_tallies
+from agl_store_sqlite import SQLiteStore
 from benchmarks._harness import Figure, table
 
 FIRST_MS = 300.0

@@ -22,10 +22,10 @@ import msgspec
 import agl
 from agl import PluginManager
 from agl.algorithms import ComponentConfig, algorithm, component
+from agl.contracts import ForkPlan, ReplayFn
 from agl.schemas import CallCredit, Episode, Reward
 from agl.stores import MemoryStore
 from agl_run import Quiet, policy
-from agl_run.replay import ForkPlan, ReplayFn
 from benchmarks._harness import Figure, table
 from worlds.team_run import TeamPlugin, play, tasks
 

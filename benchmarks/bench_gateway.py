@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from agl.schemas import ModelCall, Rollout, Span, new_rollout_id, new_span_id, pack_floats, pack_ids, rollout_id_of
-from agl_run.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 from benchmarks._harness import Figure, component, table
 from benchmarks._load import Connection
 from benchmarks._served import SECRET
@@ -320,7 +320,7 @@ def commit_rate(path: Path, *, commits: int = 200) -> float:
 def serve(folder: Path, backend: str, *, workers: int) -> Iterator[tuple[str, Path]]:
     """``agl serve`` with a spool and running attempts; gives its URL and the file of their tokens."""
     upstream = f"canned={backend},trained=1"
-    command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve", "--port", "0"]
+    command = [sys.executable, "-c", "from agl_inspect.terminal.program import main; main()", "serve", "--port", "0"]
     options = ["--store", f"{folder}/{workers}.db", "--spool", f"{folder}/spool-{workers}", "--upstream", upstream]
     environment = {**os.environ, "AGL_TOKEN": ADMIN, "AGL_SECRET": SECRET.decode(), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(

@@ -1,10 +1,10 @@
-"""The forecast of ``agl plan`` from a trial against the steps that then run, over 20 experiments.
+"""The forecast of ``agl check --forecast`` from a trial against the steps that then run, over 20 experiments.
 
 Each experiment trains a random Qwen2 that is served in this process, with a rate so small that the policy stays what it
 was. Experiments differ in model, tasks, group size, rollouts at once, updates, turns, tools that wait, the order in
-which tasks are drawn, and in how far tasks and rollouts differ in length. For each, ``agl plan`` runs its trial,
-``agl run`` sixteen steps, which are compared with the forecast: the tokens that a step computes and those that it
-trains on, and from the second step on the seconds of its rollouts and updates. A bar is the number of experiments,
+which tasks are drawn, and in how far tasks and rollouts differ in length. For each, ``agl check --forecast`` runs its
+trial, ``agl run`` sixteen steps, which are compared with the forecast: the tokens that a step computes and those that
+it trains on, and from the second step on the seconds of its rollouts and updates. A bar is the number of experiments,
 of 20, that keep a limit: 10 % of the tokens of a step, 25 % of its time, and 60 s for the plan.
 
 The time of a forecast is that of the load under which its trial ran, so the bar on time holds on an idle machine.
@@ -188,7 +188,12 @@ def run(*, quick: bool) -> list[Figure]:
         Figure(
             name="error of a step's time", value=median(abs(one.whole) for one in found), unit="share", better="lower"
         ),
-        Figure(name="agl plan, with its trial", value=median(one.plan_s for one in found), unit="s", better="lower"),
+        Figure(
+            name="agl check --forecast, with its trial",
+            value=median(one.plan_s for one in found),
+            unit="s",
+            better="lower",
+        ),
     ]
 
 
@@ -224,7 +229,7 @@ def compare(case: Case, root: Path, number: int) -> Outcome:
 def rows_of(folder: Path) -> list[tuple[int, int]]:
     """Return the tokens of each training row of all steps, and how many of them train."""
     words = ("--format", "rows", "--store", "runs.db", "--experiment", "planned", "--mode", "train")
-    written = agl(folder, "export", *words)
+    written = agl(folder, "data", "export", *words)
     rows = [json.loads(line) for line in written.splitlines()]
     return [(len(row["ids"]), sum(row["mask"])) for row in rows]
 

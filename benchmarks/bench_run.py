@@ -24,7 +24,8 @@ import msgspec
 
 import agl
 from agl.schemas import LLM, Rollout, new_rollout_id, to_json
-from agl_run import AgentSpec, AsyncRunner, Quiet, RunSetup, SQLiteStore, Worker, WorkerSetup
+from agl_run import AgentSpec, AsyncRunner, Quiet, RunSetup, Worker, WorkerSetup
+from agl_store_sqlite import SQLiteStore
 from benchmarks._harness import Figure, table
 from benchmarks._load import Connection, make_request
 

@@ -16,7 +16,8 @@ import openai
 
 import agl
 from agl.algorithms import algorithm
-from agl_run import Quiet, SQLiteStore, policy
+from agl_run import Quiet, policy
+from agl_store_sqlite import SQLiteStore
 from benchmarks._harness import Figure, table
 from benchmarks.bench_verl import make_model
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from agl.contracts import Store
 from agl.schemas import ModelCall, Outcome, Rollout, Span, decode, encode, pack_floats, pack_ids
 from agl.stores import MemoryStore
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 from benchmarks._harness import Case, Figure, Prepared, interleave, rate_figure, table
 
 BATCH = 100

@@ -2,9 +2,10 @@
 
 The example's writer first imitates its careless teacher, as in ``examples/sql``: it has the skill and a bad habit.
 Then come 1,000 runs that somebody else recorded: four answers to each of 250 training questions, a third of them
-right, each with its reward, as a file of OpenAI chats. ``agl import`` puts them into an empty store, ``agl export``
-writes the right ones for ``sft`` and the pairs for ``dpo``, and the held-out reward is measured before and after each.
-No rollout is collected for training, and no token ids were recorded. It needs the environment of the example.
+right, each with its reward, as a file of OpenAI chats. ``agl data import`` puts them into an empty store, ``agl data
+export`` writes the right ones for ``sft`` and the pairs for ``dpo``, and the held-out reward is measured before and
+after each. No rollout is collected for training, and no token ids were
+recorded. It needs the environment of the example.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "sql"
 TASKS, SAMPLES, RIGHT = 250, 4, 1 / 3
@@ -115,12 +116,12 @@ def main() -> None:
             subprocess.run([sys.executable, *words], cwd=folder, check=True)
 
         call("make_data.py", "--seed", str(seed))
-        call("make_model.py", "--seed", str(seed))
+        call(str(EXAMPLE.parent / "make_model.py"), "--seed", str(seed))
         record(folder, seed=seed)
         store = ("--store", "sqlite:///imported.db")
-        call("-m", "agl", "import", "runs.jsonl", "--reward", "score", *store)
-        call("-m", "agl", "export", "--min-reward", "1", "--output", "out/good.jsonl", *store)
-        call("-m", "agl", "export", "--format", "dpo", "--output", "out/pairs.jsonl", *store)
+        call("-m", "agl", "data", "import", "runs.jsonl", "--reward", "score", *store)
+        call("-m", "agl", "data", "export", "--min-reward", "1", "--output", "out/good.jsonl", *store)
+        call("-m", "agl", "data", "export", "--format", "dpo", "--output", "out/pairs.jsonl", *store)
         text = (folder / "experiment.toml").read_text(encoding="utf-8")
         (folder / "imported.toml").write_text(experiment(text), encoding="utf-8")
         call("-m", "agl", "run", "imported.toml", "--set", f"experiment.seed={seed}")

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from agl.contracts import Metric
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ("calc", "crew", "harness", "mixed", "rag", "sql")

@@ -110,7 +110,7 @@ import socket
 
 if name := os.environ.get("HOST_NAME"):
     socket.gethostname = lambda: name
-from agl_run.cli.main import main
+from agl_inspect.terminal.program import main
 
 main()
 """

@@ -14,8 +14,8 @@ from typing import TypeVar
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import RetryPolicy, Rollout
 from agl.stores import read_recordings
-from agl_run import SQLiteStore
-from agl_run.experiment.state import load_algorithm, load_experiment, trained_rollouts
+from agl_inspect.records.state import load_algorithm, load_experiment, trained_rollouts
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.stores.samples import make_span, outcome_of
 
 from .programs import Forks, Main, Place, Program, run_agl

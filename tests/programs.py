@@ -21,9 +21,9 @@ from tools.networks import enter
 IMPORTS = (
     "agl_run.cli.run",
     "agl_run.cli.worker",
-    "agl_run.experiment.remote",
+    "agl_run.worker.remote",
     "agl_run.runners.process",
-    "agl_run.sqlite",
+    "agl_store_sqlite",
     "agl_gateway.cli.serve",
     "agl_gateway.client",
     "agl_gateway.embedded",
@@ -39,7 +39,7 @@ Main = Callable[..., None]
 
 def run_agl(*words: str) -> None:
     """The ``agl`` command."""
-    from agl_run.cli.main import main
+    from agl_inspect.terminal.program import main
 
     sys.argv[1:] = words
     main()
@@ -77,8 +77,8 @@ class Place:
 
 def shorten_leases(seconds: float) -> None:
     """Let this process's leases of attempts and of the experiment last so long."""
-    from agl_run.experiment.ownership import Ownership
-    from agl_run.runners import worker
+    from agl_inspect.retention.ownership import Ownership
+    from agl_run.worker import worker as worker
 
     worker.LEASE_S = seconds
     Ownership.__init__.__kwdefaults__ |= {"lease_s": seconds, "beat_s": seconds / 4}

@@ -5,7 +5,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 
 AGENT = """
 import agl

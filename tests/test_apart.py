@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
-from agl_run.experiment.state import load_algorithm, load_experiment, trained_rollouts
+from agl_inspect.records.state import load_algorithm, load_experiment, trained_rollouts
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
 from .test_crash import ROLLOUTS_PER_STEP, wait_for_a_step

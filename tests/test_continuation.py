@@ -13,9 +13,10 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate
-from agl_run import Progress, Quiet, SQLiteStore
-from agl_run.experiment.state import load_experiment
-from agl_run.experiment.validations import read_validations
+from agl_inspect.records.state import load_experiment
+from agl_inspect.records.validations import read_validations
+from agl_run import Progress, Quiet
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''

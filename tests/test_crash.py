@@ -13,7 +13,7 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.schemas import to_json
-from agl_run.experiment.state import load_algorithm, load_experiment, trained_rollouts
+from agl_inspect.records.state import load_algorithm, load_experiment, trained_rollouts
 from agl_testing.waiting import wait_until
 
 from .installation import open_store

@@ -20,8 +20,9 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Episode, PromptTemplate, Reward, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
-from agl_run import Quiet, ScheduleConfig, SQLiteStore, policy
-from agl_run.experiment.state import load_experiment
+from agl_inspect.records.state import load_experiment
+from agl_run import Quiet, ScheduleConfig, policy
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder
 from agl_testing.waiting import eventually
@@ -198,7 +199,7 @@ def test_resumed_run_remembers_the_best_of_before(log: Log, agl_plugins: PluginF
     assert 0 == done.returncode, done.stderr
     assert "the last step was not the best: validation reward 0.000 after it, 1.000 after step 1;" in done.stdout
     assert "prompt: halves-1-writer-1" in done.stdout.splitlines()
-    assert "agl export prompt@halves-1-writer-1 --format json" in done.stdout
+    assert "agl data export prompt@halves-1-writer-1 --format json" in done.stdout
 
 
 def test_run_that_was_given_validation_tasks_later_says_how_it_ended(

@@ -11,7 +11,7 @@ from typing import Any, TypedDict, cast
 import openai
 import pytest
 
-import agl_run.lightning as agl
+import agl_lightning as agl
 from agl.errors import RunError
 from agl_run import Quiet
 from agl_testing.model_server import Reply, ScriptedModelServer

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 
 import agl
 from agl.algorithms import algorithm
-from agl_run import Quiet, ScheduleConfig, SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_run import Quiet, ScheduleConfig
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
 
 STEPPER = '''
@@ -119,12 +120,12 @@ def test_fresh_start_leaves_the_metrics_of_the_run_before_as_they_were() -> None
 
 @pytest.mark.usefixtures("twice")
 def test_plot_shows_the_newest_run_with_its_own_versions() -> None:
-    drawn = shown("plot", "--algorithm", "stepper")
+    drawn = shown("metrics", "--plot", "--algorithm", "stepper")
     assert drawn.startswith("stepper reward: 0.75 at step 2\n")
     assert ["one@calc-2-stepper-1", "one@calc-2-stepper-2"] == [
         line.split()[-1] for line in drawn.splitlines() if line.startswith("▲")
     ]
-    both = shown("plot", "--algorithm", "stepper", "--run", "all")
+    both = shown("metrics", "--plot", "--algorithm", "stepper", "--run", "all")
     assert "● run 1 stepper: 0.25 at step 3\n○ run 2 stepper: 0.75 at step 2" in both
 
 
@@ -133,7 +134,10 @@ def test_run_without_metrics_is_answered_with_those_that_have_some() -> None:
     result = CliRunner().invoke(cli, ("metrics", "--run", "3"))
     expected = "Error: run 3 of experiment 'calc' has no metrics; give --run one of these that has: 1, 2, or all\n"
     assert (1, expected) == (result.exit_code, result.output)
-    assert "'0' is no run; write its number, from 1, or all" in CliRunner().invoke(cli, ("plot", "--run", "0")).output
+    assert (
+        "'0' is no run; write its number, from 1, or all"
+        in CliRunner().invoke(cli, ("metrics", "--plot", "--run", "0")).output
+    )
 
 
 @pytest.mark.usefixtures("twice")
@@ -178,8 +182,8 @@ def test_numbers_of_algorithms_that_take_turns_have_places_on_one_axis(fit: Fit)
     fit(*pair())
 
     assert ALTERNATING == places()
-    assert "two reward: 0.75 at step 4" in shown("plot")
-    assert "▲ step 4: two@calc-1-two-2" in shown("plot")
+    assert "two reward: 0.75 at step 4" in shown("metrics", "--plot")
+    assert "▲ step 4: two@calc-1-two-2" in shown("metrics", "--plot")
     assert "step  of all  reward\n1     2       0.75\n2     4       0.75\n" in shown("metrics", "--algorithm", "two")
     assert "of all" not in shown("metrics", "--algorithm", "validate")
 
@@ -196,15 +200,17 @@ def test_several_experiments_are_drawn_over_each_other(fit: Fit, tmp_path: Path)
     fit(algorithm("stepper", tunes="one", steps=3, level=0.25))
     fit(algorithm("stepper", tunes="one", steps=2, level=0.75), name="longer")
 
-    drawn = shown("plot", "calc", "longer", "--algorithm", "stepper").splitlines()
+    drawn = shown("metrics", "--plot", "calc", "longer", "--algorithm", "stepper").splitlines()
     assert "reward over step" == drawn[0]
     assert ["● calc stepper: 0.25 at step 3", "○ longer stepper: 0.75 at step 2"] == drawn[-2:]
     assert 2 == drawn[1].count("○")
     assert 3 == drawn[-4].count("●")
     assert ["1", "3"] == drawn[-3].split()
-    coloured = CliRunner().invoke(cli, ("plot", "calc", "longer", "--algorithm", "stepper"), color=True).stdout
+    coloured = (
+        CliRunner().invoke(cli, ("metrics", "--plot", "calc", "longer", "--algorithm", "stepper"), color=True).stdout
+    )
     assert all(mark in coloured for mark in ("\x1b[36m●\x1b[0m calc", "\x1b[33m○\x1b[0m longer"))
-    shown("plot", "calc", "longer", "--output", "both.svg")
+    shown("metrics", "--plot", "calc", "longer", "--output", "both.svg")
     picture = (tmp_path / "both.svg").read_text()
     assert all(f"<!-- {label} -->" in picture for label in ("calc stepper", "longer validate", "one@calc-1-stepper-3"))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agl.schemas import Attempt
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
 from .conftest import AGENT

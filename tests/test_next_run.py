@@ -14,13 +14,13 @@ from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord
 from agl.errors import ConfigError
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.experiment.fitted import Fit, fit
-from agl_run.experiment.history import History, Kind, PastRun
-from agl_run.experiment.kept_fits import read_fits
-from agl_run.experiment.state import AlgorithmState
-from agl_run.experiment.validations import Validation
+from agl_inspect.advice.fits import read_fits
+from agl_inspect.advice.history import History, Kind, PastRun
+from agl_inspect.advice.ranking import Fit, fit
+from agl_inspect.records.state import AlgorithmState
+from agl_inspect.records.validations import Validation
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
 
 LR, LOSS, SIZE = "algorithm.dial.params.lr", "algorithm.dial.params.loss", "algorithm.dial.params.size"
@@ -245,7 +245,7 @@ def agl(*words: str) -> Result:
 
 
 def suggest(*words: str) -> Result:
-    return agl("suggest", *words, "--store", "runs.db")
+    return agl("metrics", "--suggest", *words, "--store", "runs.db")
 
 
 def repeat(folder: Path, count: int) -> None:
@@ -281,9 +281,9 @@ def test_command_says_how_many_runs_are_missing_and_ranks_from_eight_on(folder: 
     assert few.stdout.startswith("1 comparable run (dialled): same agent (dial_agent:solve), tasks, validation")
     assert "a model needs 8 runs to rank parameters: 7 more comparable runs first" in few.stdout
     repeat(folder, 4)
-    assert "dialled: 5 runs compare with it; 3 more, and agl suggest --next" in suggest("dialled").stdout
+    assert "dialled: 5 runs compare with it; 3 more, and agl metrics --rank" in suggest("dialled").stdout
     repeat(folder, 12)
-    assert "dialled: 13 runs compare with it: agl suggest dialled --next" in suggest("dialled").stdout
+    assert "dialled: 13 runs compare with it: agl metrics dialled --rank" in suggest("dialled").stdout
     text = suggest("dialled", "--next").stdout
     assert "13 comparable runs (copy-00, copy-01" in text
     assert LR in text
@@ -294,11 +294,11 @@ def test_command_says_how_many_runs_are_missing_and_ranks_from_eight_on(folder: 
 
 
 def test_start_runs_the_proposal_under_a_name_of_its_own_and_it_counts_next_time(folder: Path) -> None:
-    refused = agl("suggest", "--start", "experiment.toml")
+    refused = agl("metrics", "--suggest", "--start", "experiment.toml")
     assert 1 == refused.exit_code
     assert "no next run can be proposed: a model needs 8 runs" in refused.stderr
     repeat(folder, 9)
-    started = agl("suggest", "--start", "experiment.toml")
+    started = agl("metrics", "--suggest", "--start", "experiment.toml")
     assert 0 == started.exit_code, started.output
     assert (
         "starting: agl run experiment.toml --set experiment.name=dialled-next-1 --set algorithm.dial" in started.stderr
@@ -308,7 +308,7 @@ def test_start_runs_the_proposal_under_a_name_of_its_own_and_it_counts_next_time
     assert "dialled-next-1" in [run["experiment"] for run in found["runs"]]
     [(proposed)] = [run["values"][LR] for run in found["runs"] if run["experiment"] == "dialled-next-1"]
     assert proposed in started.stdout
-    again = agl("suggest", "dialled-next-1", "--start", "experiment.toml", "--json")
+    again = agl("metrics", "--suggest", "dialled-next-1", "--start", "experiment.toml", "--json")
     assert "dialled-next-2" == json.loads(again.stdout)["experiment"]
 
 
@@ -329,7 +329,7 @@ def test_fit_is_kept_with_its_runs_for_the_console(folder: Path) -> None:
 def test_runs_of_other_tasks_or_rewards_do_not_count(folder: Path) -> None:
     repeat(folder, 8)
     (folder / "val.jsonl").write_text('{"question": "another"}\n')
-    refused = agl("suggest", "dialled", "--start", "experiment.toml")
+    refused = agl("metrics", "--suggest", "dialled", "--start", "experiment.toml")
     assert 1 == refused.exit_code
     assert "does not compare with copy-00: it differs in the validation tasks" in " ".join(refused.stderr.split())
     assert 0 == agl("run", "experiment.toml", "--quiet", "--set", "experiment.name=other").exit_code

@@ -25,8 +25,9 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import AglError, ConfigError, MissingTokenIdsError, SchemaVersionError
 from agl.schemas import LLM, Attempt, Rollout
-from agl_run import Quiet, SQLiteStore, policy
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_run import Quiet, policy
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 AGENT = """

@@ -1,4 +1,4 @@
-"""``agl plan`` forecasts what a run then records, and says what it will run before it does."""
+"""``agl check --forecast`` forecasts what a run then records, and says what it will run before it does."""
 
 import asyncio
 import json
@@ -14,12 +14,12 @@ from click.testing import CliRunner, Result
 from agl import PluginManager
 from agl.contracts import RolloutQuery
 from agl.stores import read_recordings
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.experiment.file import load_config
-from agl_run.experiment.trainer import Trainer
-from agl_run.planning.observed import ended_at
-from agl_run.planning.queueing import makespan
+from agl_inspect.forecast.observed import ended_at
+from agl_inspect.forecast.queueing import makespan
+from agl_inspect.terminal.program import cli
+from agl_run.config.file import load_config
+from agl_run.run.trainer import Trainer
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.experiments import write_experiment
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder
@@ -180,7 +180,7 @@ def run(*words: str | Path) -> Result:
 
 
 def planned(*words: str | Path) -> dict[str, Any]:
-    result = run("plan", *words, "--json")
+    result = run("check", "--forecast", *words, "--json")
     assert 0 == result.exit_code, result.output
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -246,9 +246,9 @@ def test_trial_is_announced_and_kept_for_the_next_plan(
 ) -> None:
     file = experiment()
 
-    first = run("plan", file, "--tasks", "3", "--samples", "3")
+    first = run("check", "--forecast", file, "--tasks", "3", "--samples", "3")
     calls = len(server.calls)
-    again = run("plan", file)
+    again = run("check", "--forecast", file)
 
     assert "running 9 rollouts (3 tasks, 3 times each), which call the model" in first.stderr
     assert calls == len(server.calls)
@@ -258,7 +258,7 @@ def test_trial_is_announced_and_kept_for_the_next_plan(
 
 
 def test_no_run_calls_no_model(experiment: Callable[..., Path], server: ScriptedModelServer) -> None:
-    result = run("plan", experiment(), "--no-run")
+    result = run("check", "--forecast", experiment(), "--no-run")
 
     assert (1, 0) == (result.exit_code, len(server.calls))
     assert "no training rollout and no trial of 'small' is recorded" in result.stderr
@@ -271,7 +271,7 @@ def test_algorithm_that_says_its_size_is_asked(experiment: Callable[..., Path]) 
 
 
 def test_algorithm_that_says_nothing_of_its_steps_has_no_forecast(experiment: Callable[..., Path]) -> None:
-    result = run("plan", experiment(use="wordless"), "--tasks", "2", "--samples", "4")
+    result = run("check", "--forecast", experiment(use="wordless"), "--tasks", "2", "--samples", "4")
 
     assert 0 == result.exit_code
     assert "a step of wordless: not known" in " ".join(result.stdout.split())
@@ -286,7 +286,7 @@ def test_algorithm_that_compares_no_rollouts_of_a_task_has_no_silent_groups(
 
     assert (None, [], None) == (found["gradient_share"], found["silent"], found["best_size"])
     assert found["on_device"]["update_s"] > 1
-    assert "teach nothing" not in run("plan", file).stdout
+    assert "teach nothing" not in run("check", "--forecast", file).stdout
 
 
 def test_text_of_agents_is_shown_and_not_obeyed(experiment: Callable[..., Path]) -> None:
@@ -294,10 +294,12 @@ def test_text_of_agents_is_shown_and_not_obeyed(experiment: Callable[..., Path])
     hostile = 'def solve(task):\n    raise ValueError("no \\x1b[2J [bold]answer" + "!" * 300)\n'
     (file.parent / "hostile.py").write_text(hostile)
 
-    result = run("plan", file, "--tasks", "4", "--samples", "2", "--set", "experiment.agent=hostile:solve")
+    result = run(
+        "check", "--forecast", file, "--tasks", "4", "--samples", "2", "--set", "experiment.agent=hostile:solve"
+    )
 
     assert "8 of 8 rollouts failed: ValueError: no \\x1b[2J [bold]answer!" in " ".join(result.stdout.split())
-    assert "\x1b" not in result.stdout + run("plan", file, "--json").stdout
+    assert "\x1b" not in result.stdout + run("check", "--forecast", file, "--json").stdout
 
 
 def test_lines_fit_eighty_columns_and_a_minute(experiment: Callable[..., Path]) -> None:
@@ -305,7 +307,7 @@ def test_lines_fit_eighty_columns_and_a_minute(experiment: Callable[..., Path]) 
     fitted(file)
     started = time.perf_counter()
 
-    result = run("plan", file)
+    result = run("check", "--forecast", file)
 
     assert "252 rollouts of 12 tasks" in result.stdout
     assert 60 > time.perf_counter() - started

@@ -10,8 +10,8 @@ import agl
 from agl import PluginManager
 from agl.algorithms import algorithm, component
 from agl.errors import AglError, ConfigError
+from agl_inspect.terminal.program import cli
 from agl_run import Quiet, parse_config, policy
-from agl_run.cli.main import cli
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder
 

@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from agl.errors import ConfigError
-from agl_run import SQLiteStore, parse_config
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_run import parse_config
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
 
 from .conftest import TASKS, TOY
@@ -63,7 +64,7 @@ async def metrics_of(folder: Path) -> dict[str, list[float]]:
 def test_run_overrides_tells_once_counts_and_shows_what_the_agent_asked_for(
     folder: Path, server, gateway: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="agl_run.experiment"):
+    with caplog.at_level(logging.WARNING, logger="agl_run.run"):
         result = run(folder, server, gateway=gateway)
     assert 0 == result.exit_code, result.output
     asked = [(call.json["temperature"], call.json["top_p"]) for call in server.calls]

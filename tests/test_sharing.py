@@ -12,8 +12,8 @@ from agl.algorithms import algorithm
 from agl.errors import ConfigError
 from agl.schemas import Outcome, PromptTemplate
 from agl.stores import MemoryStore
+from agl_inspect.records.sources import finished
 from agl_run import Quiet
-from agl_run.experiment.finished import finished
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''

@@ -16,8 +16,9 @@ from agl.schemas import Episode, ModelCall, Outcome, PromptTemplate, Rollout, Sp
 from agl.stores import MemoryStore, read_recordings
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run import Quiet, SQLiteStore
-from agl_run.tokens import AttemptTokens
+from agl_run import Quiet
+from agl_run.access.tokens import AttemptTokens
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder
 
 SECRET = b"a secret for counting what is asked"

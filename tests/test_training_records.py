@@ -12,9 +12,10 @@ import pytest
 import agl
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, StepReport
-from agl_run import Quiet, SQLiteStore, policy
-from agl_run.commands import StepTally, read_tallies
-from agl_run.experiment.drive import Driver
+from agl_inspect.rollouts.step_tallies import StepTally, read_tallies
+from agl_run import Quiet, policy
+from agl_run.run.driver import Driver
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder
@@ -173,7 +174,7 @@ def test_step_that_was_killed_is_told_from_the_one_that_repeated_it(
 def test_what_was_kept_goes_with_its_rollout(fit: Callable[..., Any], tmp_path: Path, why: Callable[..., str]) -> None:
     fit()
     url, copy = f"sqlite:///{tmp_path}/runs.db", f"sqlite:///{tmp_path}/copy.db"
-    run_agl("runs", "copy", url, copy, folder=tmp_path)
+    run_agl("data", "copy", url, copy, folder=tmp_path)
     told = run_agl("why", "told-1-learner-train-00001-00001-000", "--store", copy, folder=tmp_path)
     assert "row 0, credit 1, advantage 0.5" in told
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 AGENT = """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agl.contracts import RolloutQuery
 from agl.schemas import Attempt, Rollout
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
 from .conftest import AGENT

@@ -175,9 +175,12 @@ def main() -> None:
 
 def prepare(folder: Path) -> list[int]:
     """Write the experiment and make its model; returns the mark's token ids."""
-    for script, options in (("make_data.py", []), ("make_model.py", ["--data", "data"])):
-        out = "data" if script == "make_data.py" else "model"
-        subprocess.run([sys.executable, str(CALC / script), "--out", out, *options], cwd=folder, check=True)
+    makers = (
+        [CALC / "make_data.py", "--out", "data"],
+        [CALC.parent / "make_model.py", CALC / "model.toml", "--out", "."],
+    )
+    for words in makers:
+        subprocess.run([sys.executable, *map(str, words)], cwd=folder, check=True)
     texts = {"task.jsonl": TASK, "marked_agent.py": AGENT, "experiment.toml": EXPERIMENT}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -49,12 +49,17 @@ def needs_of(project: dict[str, Any]) -> list[str]:
 
 
 def set_version(version: str) -> None:
-    """Write ``version`` into every package, with the bounds on the core and on agl-run that follow from it."""
+    """Write ``version`` into every package, with the bounds on other packages of ours that follow from it."""
     major, minor, _ = version.split(".")
     bound = rf"\1>={major}.{minor},<{major}.{int(minor) + 1}"
     for file in ROOT.glob("packages/*/pyproject.toml"):
         text = re.sub(r'(?m)^version = ".*"$', f'version = "{version}"', file.read_text(encoding="utf-8"))
-        file.write_text(re.sub(r"(agl-(?:core|run)(?:\[\w+\])?)>=[\d.]+,<[\d.]+", bound, text), encoding="utf-8")
+        file.write_text(re.sub(r"(agl-[\w-]+(?:\[[\w,-]+\])?)>=[\d.]+,<[\d.]+", bound, text), encoding="utf-8")
+
+
+def entries() -> list[Path]:
+    """The entries of the next release: ``changes/NAME.KIND.md``."""
+    return sorted(ROOT.glob("changes/*.md"))
 
 
 def absolute_links(text: str, *, page: str, base: str) -> str:
@@ -97,6 +102,8 @@ def main() -> None:
     args = _arguments()
     if args.version:
         set_version(args.version)
+        if entries():
+            _run("towncrier", "build", "--yes", "--name", "agl", "--version", args.version)
     every = projects()
     names = args.package or list(every)
     files = build(args.out, repository=args.repository.rstrip("/"), names=names)

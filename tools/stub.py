@@ -29,12 +29,12 @@ def text() -> str:
     }
     (common,) = [
         node.args
-        for node in tree_of("agl_run.algorithms").body
+        for node in tree_of("agl.algorithms").body
         if isinstance(node, ast.FunctionDef) and node.name == "algorithm"
     ]
     imports: list[str] = []
     rest: list[str] = []
-    for node in tree_of("agl_run.algorithms").body[1:]:
+    for node in tree_of("agl.algorithms").body[1:]:
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
         (imports if is_import else rest).append(_stub(node, common, factories))
     imports = ["from typing import Any, Literal", *(line for line in imports if not line.startswith("from typing "))]

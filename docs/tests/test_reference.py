@@ -13,9 +13,9 @@ import pytest
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import Store
 from agl.schemas import Record
-from agl_run.cli.main import cli
-from agl_run.experiment import config
-from agl_run.experiment.file import ONE_OR_SEVERAL
+from agl_inspect.terminal.program import cli
+from agl_run.config import records as config
+from agl_run.config.file import ONE_OR_SEVERAL
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 RECORDS: dict[str, Any] = {

@@ -78,9 +78,8 @@ def main() -> None:
     variant, seed = VARIANTS[options.agent], str(options.seed)
     work, runs = HERE / variant.out, f"sqlite:///{variant.out}/runs.db"
     shutil.rmtree(work, ignore_errors=True)
-    data, model = f"{variant.out}/data", f"{variant.out}/model"
-    call(sys.executable, variant.data, "--out", data, "--seed", seed)
-    call(sys.executable, "make_model.py", "--data", data, "--out", model, "--seed", seed)
+    call(sys.executable, variant.data, "--out", f"{variant.out}/data", "--seed", seed)
+    call(sys.executable, "../make_model.py", "--out", variant.out, "--seed", seed)
     started = time.monotonic()
     call(sys.executable, "-m", "agl", "run", variant.experiment, "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started
@@ -93,7 +92,7 @@ def main() -> None:
     print(f"all of it in a browser:       agl console {runs} --open")
     print(f"look at the newest run:       agl show latest --store {runs}")
     print(f"why its calls were trained:   agl why latest --store {runs}")
-    print(f"good runs as dialogues:       agl export --min-reward 1 --output good.jsonl --store {runs}")
+    print(f"good runs as dialogues:       agl data export --min-reward 1 --output good.jsonl --store {runs}")
     print(f"(in {HERE}; agl is {Path(sys.executable).with_name('agl')})")
 
 

@@ -74,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     seed = str(options.seed)
     call(sys.executable, "make_data.py", "--out", "out/data", "--seed", seed)
-    call(sys.executable, "make_model.py", "--data", "out/data", "--out", "out/model", "--seed", seed)
+    call(sys.executable, "../make_model.py", "--seed", seed)
     told = run_inproc(seed) if options.engine != "ray" else []
     told += run_ray(seed) if options.engine != "inproc" else []
     print("\n" + "\n".join(told))

@@ -58,7 +58,7 @@ def main() -> None:
     seed = str(parser.parse_args().seed)
     shutil.rmtree(WORK, ignore_errors=True)
     call(sys.executable, "make_data.py", "--seed", seed)
-    call(sys.executable, "make_model.py", "--seed", seed)
+    call(sys.executable, "../make_model.py", "--seed", seed)
     started = time.monotonic()
     call(sys.executable, "-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started

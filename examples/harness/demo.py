@@ -60,7 +60,7 @@ def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     call("-m", "agl", "harness", "install", "pi")
     call("make_data.py", "--seed", seed)
-    call("make_model.py", "--seed", seed)
+    call("../make_model.py", "--seed", seed)
     started = time.monotonic()
     call("-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started

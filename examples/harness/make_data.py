@@ -26,7 +26,7 @@ import bugs
 from bugs import Bug
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer, ToolCall
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 
 from agl import Reward, Rollout
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 COLOURS = {"mixed": "tab:green", "grpo-only": "tab:blue", "apo-only": "tab:orange"}
 PARTS = ("facts", "style")

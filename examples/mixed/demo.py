@@ -51,7 +51,7 @@ def main() -> None:
     for seed in options.seeds:
         shutil.rmtree(WORK, ignore_errors=True)
         call("make_data.py", "--seed", str(seed))
-        call("make_model.py", "--seed", str(seed))
+        call("../make_model.py", "--seed", str(seed))
         for arm in curves.COLOURS if options.compare else ("mixed",):
             found.append(train(arm, seed=seed))
         curves.draw(found, WORK / "curves.png")

@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 HERE = Path(__file__).parent
 WORK = HERE / "out"
@@ -85,7 +85,7 @@ def train(seed: int) -> Curve:
     shutil.rmtree(WORK, ignore_errors=True)
     started, before = time.monotonic(), os.times()
     call("make_data.py", "--seed", str(seed))
-    call("make_model.py", "--seed", str(seed))
+    call("../make_model.py", "--seed", str(seed))
     call("-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
     seconds, after = time.monotonic() - started, os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system

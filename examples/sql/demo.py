@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 HERE = Path(__file__).parent
 WORK = HERE / "out"
@@ -79,7 +79,7 @@ def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     started = time.monotonic()
     call(sys.executable, "make_data.py", "--seed", str(seed))
-    call(sys.executable, "make_model.py", "--seed", str(seed))
+    call(sys.executable, "../make_model.py", "--seed", str(seed))
     call(sys.executable, "-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started
     parts = asyncio.run(read_parts(WORK / "runs.db"))

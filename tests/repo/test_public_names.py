@@ -19,16 +19,16 @@ def test_nobody_takes_what_another_distribution_does_not_offer():
 REFUSED = {
     "from agl._hookspecs import PROJECT": "agl._hookspecs:PROJECT",
     "from agl import _hookspecs": "agl._hookspecs",
-    "import agl._plugins.source": "agl._plugins.source",
+    "import agl._plugins.sources": "agl._plugins.sources",
     "from agl import Attempt": "agl:Attempt",
     "import agl\nagl.Attempt(number=1)": "agl:Attempt",
     "import agl as core\ndef f():\n    return core.schemas.nothing": "agl.schemas:nothing",
     "from agl import schemas\nschemas.Nothing()": "agl.schemas:Nothing",
     "from agl.schemas import _codec as codec\ncodec.encode(1)": "agl.schemas._codec:encode",
-    "if 1:\n    from agl_run.experiment.config import ExperimentConfig": "agl_run.experiment.config:ExperimentConfig",
+    "if 1:\n    from agl_run.config.records import ExperimentConfig": "agl_run.config.records:ExperimentConfig",
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from agl_run import Session": "agl_run:Session",
-    "FACTORY = 'agl_run.sqlite:SQLiteStore'": "agl_run.sqlite:SQLiteStore",
-    "from agl_credit.turn import TurnCredit": "agl_credit.turn:TurnCredit",
+    "FACTORY = 'agl_store_sqlite:SQLiteStore'": "agl_store_sqlite:SQLiteStore",
+    "from agl_rewards.credit.turn import TurnCredit": "agl_rewards.credit.turn:TurnCredit",
 }
 
 

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from tools.public import ROOT
-from tools.release import absolute_links, needs_of, projects, set_version, stage
+from tools.release import absolute_links, entries, needs_of, projects, set_version, stage
 
 PROJECTS = projects()
 REPOSITORY = "https://example.org/agl/agl"
@@ -67,12 +67,22 @@ def test_package_is_uploaded_after_what_it_depends_on():
 
 
 def test_new_version_is_set_with_the_bounds_that_follow(tmp_path, monkeypatch):
-    package = tmp_path / "packages/agl-credit"
+    package = tmp_path / "packages/agl-lightning"
     package.mkdir(parents=True)
-    (package / "pyproject.toml").write_text((ROOT / "packages/agl-credit/pyproject.toml").read_text())
+    (package / "pyproject.toml").write_text((ROOT / "packages/agl-lightning/pyproject.toml").read_text())
     monkeypatch.setattr("tools.release.ROOT", tmp_path)
 
     set_version("1.4.0")
 
     data = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    assert ("1.4.0", ["agl-core>=1.4,<1.5", "agl-run>=1.4,<1.5"]) == (data["version"], data["dependencies"])
+    bounds = [f"agl-{name}>=1.4,<1.5" for name in ("core", "inspect", "run")]
+    assert ("1.4.0", bounds) == (data["version"], data["dependencies"])
+
+
+def test_every_entry_of_the_changelog_has_a_kind_and_a_text():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
+    kinds = "|".join(kind["directory"] for kind in settings["type"])
+    wrong = [file.name for file in entries() if not re.fullmatch(rf"[\w-]+\.(?:{kinds})\.md", file.name)]
+    assert [] == wrong
+    assert [] == [file.name for file in entries() if not file.read_text(encoding="utf-8").strip()]
+    assert settings["start_string"] in (ROOT / settings["filename"]).read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_harness.installing import Program
 from agl_harness.table import Harness, Model
-from agl_run.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 from agl_testing.model_server import Cut, Reply, ScriptedModelServer, Status, Step
 from tools.harness_matrix.brain import ANSWER, SUMMARY, Brain
 from tools.harness_matrix.launch import Ended, run_harness

@@ -16,7 +16,7 @@ import yaml
 from agl import PluginManager
 from agl_deploy.images import wheel_command
 from agl_deploy.needs import read_needs
-from agl_run.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 from tools.images import __doc__ as about
 from tools.images._build import BASE, PYTHON, Images, call, missing, wheels
 from tools.images._containers import Compose
@@ -86,8 +86,8 @@ def _build(images: Images, project: Path) -> Compose:
             sys.exit(f"{example / file.name} has no line {old!r} to make smaller")
         text = text.replace(old, new)
     file.write_text(text, encoding="utf-8")
-    for program, folder in (("make_data.py", ["--out", "out/data"]), ("make_model.py", ["--out", "out/model"])):
-        call(sys.executable, program, *folder, folder=project)
+    for program in (example / "make_data.py", example.parent / "make_model.py"):
+        call(sys.executable, str(program), folder=project)
     print(call(sys.executable, "-m", "agl", "deploy", "compose", "experiment.toml", folder=project))
     needs = read_needs(file, PluginManager.from_environment())
     began = time.monotonic()

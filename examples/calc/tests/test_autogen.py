@@ -99,7 +99,7 @@ def test_experiment_runs_from_nothing(example: Path) -> None:
     pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch and torch")
     settings = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
     run(example, "autogen_data.py")
-    run(example, "make_model.py", "--data", "out/autogen/data", "--out", "out/autogen/model")
+    run(example, str(CALC.parent / "make_model.py"), "--out", "out/autogen")
 
     result = json.loads(run(example, "-m", "agl", "run", "autogen.toml", "--json", *settings))
 

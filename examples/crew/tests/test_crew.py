@@ -125,7 +125,7 @@ def test_large_experiment_differs_in_policy_and_algorithm_only() -> None:
 def test_experiment_runs_from_nothing(example: Path) -> None:
     pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch and torch")
     settings = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
-    run(example, "make_model.py")
+    run(example, str(CREW.parent / "make_model.py"))
 
     result = json.loads(run(example, "-m", "agl", "run", "experiment.toml", "--json", *settings))
 

@@ -149,11 +149,14 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_all_that_pi_sends_is_in_the_models_prompt_and_short(example: Path, data: Path) -> None:
-    code = """\
-import json, make_model
+    code = f"""\
+import json, sys, tomllib
 from pathlib import Path
-texts = make_model.rendered(Path("out/data/dialogues.jsonl"))[:50]
-tokenizer = make_model.make_tokenizer(texts)
+sys.path.insert(0, {str(HARNESS.parent)!r})
+import make_model
+spec = tomllib.loads(Path("model.toml").read_text())
+texts = make_model.rendered([Path("out/data/dialogues.jsonl")], template=spec["template"])[:50]
+tokenizer = make_model.make_tokenizer(texts, spec)
 ids = [tokenizer(text)["input_ids"] for text in texts]
 print(json.dumps([texts, [tokenizer.decode(row) for row in ids], [len(row) for row in ids]]))
 """
@@ -168,7 +171,7 @@ print(json.dumps([texts, [tokenizer.decode(row) for row in ids], [len(row) for r
 
 
 def test_the_whole_experiment_runs(example: Path, data: Path, environment: dict[str, str]) -> None:
-    run(example, "make_model.py", environment=environment)
+    run(example, str(HARNESS.parent / "make_model.py"), environment=environment)
     settings = [word for key, value in TINY.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     result = json.loads(
         run(example, "-m", "agl", "run", "experiment.toml", "--json", *settings, environment=environment)
@@ -176,7 +179,7 @@ def test_the_whole_experiment_runs(example: Path, data: Path, environment: dict[
 
     assert 1 == result["steps"]["grpo"]
     assert [0.0, 0.0] == [result["before"], result["after"]]
-    calls = run(example, "-m", "agl", "export", "--format", "transitions", "--store", "sqlite:///out/runs.db")
+    calls = run(example, "-m", "agl", "data", "export", "--format", "transitions", "--store", "sqlite:///out/runs.db")
     seen = [json.loads(line) for line in calls.splitlines()]
     assert 6 <= len({row["rollout_id"] for row in seen})
     assert {"llm"} == {row["policy"] for row in seen}

@@ -170,7 +170,7 @@ def paid(config: dict[str, Any]) -> int:
 def test_a_short_training_runs_from_the_first_step_to_the_last(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(MIXED, tmp_path / "mixed", ignore=shutil.ignore_patterns("out", "tests", "__py*")))
     run(folder, "make_data.py")
-    run(folder, "make_model.py")
+    run(folder, str(MIXED.parent / "make_model.py"))
     val = folder / "out/data/val.jsonl"
     val.write_text("".join(val.read_text(encoding="utf-8").splitlines(keepends=True)[:8]), encoding="utf-8")
     with scripted.server() as server:

@@ -169,7 +169,7 @@ def test_large_model_runs_the_same_experiment() -> None:
 def test_experiment_runs_from_nothing(example: Path, data: Path) -> None:
     pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch and torch")
     settings = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
-    run(example, "make_model.py")
+    run(example, str(RAG.parent / "make_model.py"))
 
     result = json.loads(run(example, "-m", "agl", "run", "experiment.toml", "--json", *settings))
 

@@ -121,9 +121,9 @@ def test_the_agent_cannot_change_a_database(example: Path, data: Path, monkeypat
 
 
 def test_the_whole_experiment_runs(example: Path, data: Path) -> None:
-    run(example, "make_model.py")
+    run(example, str(SQL.parent / "make_model.py"))
     result = json.loads(run(example, "-m", "agl", "run", "experiment.toml", "--json", *sets(TINY)))
-    calls = run(example, "-m", "agl", "export", "--format", "transitions", "--store", "sqlite:///out/runs.db")
+    calls = run(example, "-m", "agl", "data", "export", "--format", "transitions", "--store", "sqlite:///out/runs.db")
 
     assert 1 == result["steps"]["grpo"]
     assert {"check_llm", "main_llm"} == set(result["resources"])

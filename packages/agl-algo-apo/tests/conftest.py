@@ -14,8 +14,8 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.schemas import Rollout
 from agl.stores import MemoryStore
+from agl_inspect.records.state import load_algorithm
 from agl_run import Quiet
-from agl_run.experiment.state import load_algorithm
 from worlds.prompts import PromptWorld, easy
 from worlds.prompts_optimizer import ScriptedOptimizer
 from worlds.prompts_run import HIDDEN, model_server, order_agent, order_reward

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agl_algo_apo.answers import extract
+from agl_algo_apo.proposals.answers import extract
 
 PROMPT = "Use the tool:\n```python\nsearch(x)\n```\nThen stop."
 

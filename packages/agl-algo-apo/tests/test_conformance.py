@@ -7,7 +7,7 @@ import pytest
 
 from agl.schemas import Attempt, Episode, Reward
 from agl_algo_apo.apo import APO
-from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.proposals.optimizer import OptimizerSettings
 from agl_algo_apo.random_search import RandomSearch
 from agl_testing.conformance import AlgorithmConformance
 from agl_testing.conformance.bench import AlgorithmScenario, RolloutOrder

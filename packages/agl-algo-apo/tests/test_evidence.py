@@ -12,8 +12,8 @@ from agl import semconv
 from agl.contracts import RolloutQuery
 from agl.schemas import LLM, Outcome, PromptTemplate, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
-from agl_algo_apo.evidence import evidence_text, read_run
-from agl_algo_apo.scores import Measured
+from agl_algo_apo.measurement.scores import Measured
+from agl_algo_apo.proposals.evidence import evidence_text, read_run
 from agl_run import Quiet
 from agl_testing.model_server import Reply, ScriptedModelServer
 
@@ -134,7 +134,7 @@ def test_rollout_that_the_store_does_not_have_leaves_its_feedback() -> None:
 
 def test_long_messages_are_cut_in_the_middle(tmp_path: Path) -> None:
     measured = Measured(reward=0.0, rollout="r")
-    from agl_algo_apo.evidence import EvidenceRun
+    from agl_algo_apo.proposals.evidence import EvidenceRun
 
     lines = tuple(f"line {n}" for n in range(2000))
     text = EvidenceRun(task="t", measured=measured, lines=lines).text(1)

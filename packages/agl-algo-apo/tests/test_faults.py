@@ -17,9 +17,9 @@ import pytest
 import agl
 from agl.schemas import LLM, ErrorInfo, Rollout
 from agl.stores import MemoryStore
-from agl_algo_apo.faults import is_foreign
+from agl_algo_apo.measurement.faults import is_foreign
+from agl_inspect.records.state import load_algorithm
 from agl_run import Quiet, policy
-from agl_run.experiment.state import load_algorithm
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, Step
 from worlds.prompts import complete_order, easy, order_text
 from worlds.prompts_run import HIDDEN, TASK_MODEL, filled, model_server, order_reward

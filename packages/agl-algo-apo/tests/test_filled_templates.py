@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.schemas import JsonResource, PromptTemplate
-from agl_algo_apo.filled_templates import Filled, FilledTemplate, filled_template
+from agl_algo_apo.texts.filled_templates import Filled, FilledTemplate, filled_template
 
 WRITER = PromptTemplate(template="You are the writer. Write about {topic}.")
 

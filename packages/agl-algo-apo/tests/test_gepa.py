@@ -117,7 +117,7 @@ def test_what_joins_the_pool_was_measured_on_every_validation_task_itself(tmp_pa
 
 def test_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = PluginManager.from_environment()
-    for name in ("gepa", "agl_algo_apo.gepa", "agl_algo_apo.gepa_adapter"):
+    for name in ("gepa", "agl_algo_apo.gepa", "agl_algo_apo.proposals.gepa_adapter"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "gepa", None)
     with pytest.raises(PluginError, match=r"agl-algo-apo\[gepa\]"):

@@ -14,7 +14,7 @@ from worlds.prompts_run import model_server
 pytest.importorskip("gepa", reason="needs gepa")
 
 from agl_algo_apo.gepa import GEPA
-from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.proposals.optimizer import OptimizerSettings
 
 
 def play(world: PromptWorld, order: RolloutOrder) -> Episode:

@@ -9,8 +9,8 @@ from typing import Any, TypedDict, cast
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from agl_lightning import APO, Dataset, PromptTemplate, TraceToMessages, Trainer, prompt_rollout, setup_logging
 from agl_run import Quiet
-from agl_run.lightning import APO, Dataset, PromptTemplate, TraceToMessages, Trainer, prompt_rollout, setup_logging
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 DESKS = {"north": 4, "south": 2, "attic": 8}

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, ModelCall, PromptTemplate
 from agl.stores import MemoryStore
-from agl_algo_apo.candidates import resource_of, text_of
-from agl_algo_apo.demonstrations import Demonstration, demonstrated, is_escapable
-from agl_algo_apo.filled_templates import filled_template
-from agl_algo_apo.templates import TextRules, field_names, violation
+from agl_algo_apo.acceptance.static_gate import TextRules, field_names, violation
+from agl_algo_apo.texts.demonstrations import Demonstration, demonstrated, is_escapable
+from agl_algo_apo.texts.filled_templates import filled_template
+from agl_algo_apo.texts.lineage import resource_of, text_of
 from agl_run.messages import value_for_agent
 from worlds.prompts import demonstrable, easy
 from worlds.prompts_run import filled
@@ -182,7 +182,7 @@ def test_question_of_a_demonstration_is_what_filled_the_last_user_message() -> N
 
 def test_demonstrations_in_messages_teach_what_no_feedback_says(optimize: Optimize) -> None:
     world, store = demonstrable(2), MemoryStore("memory://")
-    settings: dict[str, Any] = {"budget": 700, "demonstrations": 4, "seed": 2}
+    settings: dict[str, Any] = {"budget": 700, "demonstrations": {"most": 4}, "seed": 2}
     run = optimize(world, resources={"clerk_prompt": CLERK}, store=store, **settings)
     live = asyncio.run(store.resource("clerk_prompt", run.fit.resources["clerk_prompt"])).resource
     roles = [message["role"] for message in live.value]

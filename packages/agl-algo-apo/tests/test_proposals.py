@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl_algo_apo.proposals import Requests, merge3, merge_texts
+from agl_algo_apo.proposals.requests import Requests, merge3, merge_texts
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), max_size=6).map("\n".join)
 

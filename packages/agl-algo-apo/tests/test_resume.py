@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
-from agl_run.experiment.state import load_algorithm
+from agl_inspect.records.state import load_algorithm
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ModelRequest, Step
 from worlds.prompts import noisy
 from worlds.prompts_optimizer import ScriptedOptimizer
@@ -109,7 +109,11 @@ def what_was_left(folder: Path, use: str) -> tuple[Any, Any, int, int]:
 
 @pytest.mark.parametrize(
     ("use", "params"),
-    [("apo", {"demonstrations": 3}), ("apo", {"demonstrations": 3, "has_messages": True}), ("random", {})],
+    [
+        ("apo", {"demonstrations": {"most": 3}}),
+        ("apo", {"demonstrations": {"most": 3}, "has_messages": True}),
+        ("random", {}),
+    ],
 )
 def test_killed_run_ends_as_an_unbroken_one_and_pays_nothing_twice(
     tmp_path: Path, use: str, params: dict[str, Any]

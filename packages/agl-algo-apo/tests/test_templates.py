@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, PromptTemplate
-from agl_algo_apo.templates import TextRules, check_fields, check_seed, field_names, task_text, violation
+from agl_algo_apo.acceptance.static_gate import TextRules, check_fields, check_seed, field_names, task_text, violation
 
 F_STRING = TextRules(
     name="p", seed=PromptTemplate(template='Answer {question} as {{"answer": 1}} for {user[name]!r:>4}.')

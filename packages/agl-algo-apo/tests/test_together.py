@@ -15,8 +15,8 @@ from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import Rollout
 from agl.stores import MemoryStore
+from agl_inspect.records.state import load_algorithm
 from agl_run import Quiet, ScheduleConfig, policy
-from agl_run.experiment.state import load_algorithm
 from worlds.prompts import duo, easy
 from worlds.prompts_optimizer import ScriptedOptimizer
 from worlds.prompts_run import HIDDEN, TASK_MODEL, model_server, order_agent, order_reward

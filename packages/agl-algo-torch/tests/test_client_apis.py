@@ -16,7 +16,7 @@ from agl.schemas import Rollout, new_rollout_id, unpack_ids
 from agl.stores import MemoryStore
 from agl_algo_torch.serving.policy import TorchPolicy
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 
 SECRET = b"a secret of these tests alone"
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}

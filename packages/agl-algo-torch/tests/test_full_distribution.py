@@ -14,7 +14,7 @@ from agl.contracts import POLICY_KEY_ENV, Upstream
 from agl.schemas import ModelCall, Rollout, unpack_floats, unpack_ids
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable

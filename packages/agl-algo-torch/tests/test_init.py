@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 
 CHANGED = (
     "experiment.validation_limit=1",

@@ -1,4 +1,4 @@
-"""The forecasts of ``agl plan`` against what happens here: memory of a step, and the time of an update."""
+"""The forecasts of ``agl check --forecast`` against what happens here: memory of a step, and the time of an update."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from agl_algo_torch.learner.model import checkpoint_gradients
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.scoring import find_head
 from agl_algo_torch.learner.update_time import random_row, update_seconds
-from agl_run.planning.costs import memory_of
-from agl_run.planning.models import shape_from
-from agl_run.planning.shape import Training
+from agl_inspect.forecast.costs import memory_of
+from agl_inspect.forecast.models import shape_from
+from agl_inspect.forecast.step_size import Training
 
 from .token_world import made
 

@@ -14,7 +14,7 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl_objectives.groups import DROPPED
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 
 if TYPE_CHECKING:

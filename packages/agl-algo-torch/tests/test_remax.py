@@ -21,7 +21,8 @@ from agl_algo_torch.grpo import GRPO
 from agl_objectives.advantages import baseline_of
 from agl_objectives.groups import GREEDY, NO_BASELINE
 from agl_objectives.registry import find_estimator
-from agl_run import Quiet, SQLiteStore, policy
+from agl_run import Quiet, policy
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench

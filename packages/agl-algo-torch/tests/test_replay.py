@@ -21,7 +21,8 @@ from agl_algo_torch.learner.batch import RowSample
 from agl_algo_torch.learner.replay import ReplayBuffer
 from agl_algo_torch.ppo import PPO
 from agl_objectives.settings import Replay
-from agl_run import Quiet, SQLiteStore, policy
+from agl_run import Quiet, policy
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench

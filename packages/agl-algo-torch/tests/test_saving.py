@@ -205,7 +205,7 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     """A copy of the folder at some moment is what a kill at that moment would leave."""
     if not takes_from_memory:
         monkeypatch.delattr(TorchPolicy, "offer_weights")  # as with vLLM, every step then writes its weights
-    dead = "agl_run.experiment.saving.worker_is_dead"
+    dead = "agl_run.run.saving.worker_is_dead"
     monkeypatch.setattr(dead, lambda name: True)  # this process stands for the one that was killed
     small = Small(tmp_path / "small", model_dir)
 
@@ -238,7 +238,7 @@ def test_kill_between_a_checkpoint_and_the_state_that_names_it_leaves_the_weight
 ) -> None:
     if not takes_from_memory:
         monkeypatch.delattr(TorchPolicy, "offer_weights")
-    monkeypatch.setattr("agl_run.experiment.saving.worker_is_dead", lambda name: True)
+    monkeypatch.setattr("agl_run.run.saving.worker_is_dead", lambda name: True)
     small, plain = Small(tmp_path / "small", model_dir), TunedPolicy.save
 
     async def save(self: TunedPolicy, must: bool) -> bool:

@@ -15,7 +15,8 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.schemas import unpack_ids
 from agl_algo_torch.serving.sampling import SamplingParams, draw
-from agl_run import Quiet, SQLiteStore, policy
+from agl_run import Quiet, policy
+from agl_store_sqlite._store import SQLiteStore
 
 if TYPE_CHECKING:
     from pathlib import Path

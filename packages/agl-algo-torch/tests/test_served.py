@@ -13,8 +13,9 @@ from agl.algorithms import algorithm
 from agl.contracts import POLICY_KEY_ENV, RolloutQuery, Upstream
 from agl.schemas import Reward, Span
 from agl_gateway.service import GatewayService, Settings
-from agl_run import Quiet, SQLiteStore, policy
-from agl_run.tokens import AttemptTokens
+from agl_run import Quiet, policy
+from agl_run.access.tokens import AttemptTokens
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from agl_algo_torch.preferences import DPO
 from agl_algo_torch.rft import RFT
 from agl_objectives import uses
 from agl_objectives.registry import find_estimator
-from agl_run import Quiet, SQLiteStore, policy
+from agl_run import Quiet, policy
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench

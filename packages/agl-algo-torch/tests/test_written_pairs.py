@@ -105,8 +105,8 @@ def test_only_what_stands_behind_the_prompt_is_trained(model_dir: Path, tmp_path
     ("row", "message"),
     [
         ("{", "p.jsonl:2: the line is not JSON"),
-        ("[]", "p.jsonl:2: expected .*agl export --format dpo"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "p.jsonl:2: expected .*agl export --format dpo"),
+        ("[]", "p.jsonl:2: expected .*agl data export --format dpo"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "p.jsonl:2: expected .*agl data export --format dpo"),
         (lines({**pair("a", "b", "c"), "rejected": [said("user", "x")]}), "p.jsonl:2: no message of rejected has the"),
     ],
     ids=["no JSON", "no object", "texts", "no answer"],

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agl.errors import ConfigError
 from agl.schemas import ResourceVersion, Weights
-from agl_algo_verl.adapters import whole_weights
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_engine import RayVERL
+from agl_algo_verl.ray.trainer import RayVERL
+from agl_algo_verl.serving.policy import VerlPolicy
+from agl_algo_verl.weights.adapters import whole_weights
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .world import adapter, config, scenario, whole_model

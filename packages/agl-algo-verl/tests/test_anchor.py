@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights, pack_ids
-from agl_algo_verl.anchor import held_rows
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_engine import RayVERL
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.settings import read_settings
+from agl_algo_verl.losses.anchor import held_rows
+from agl_algo_verl.ray.trainer import RayVERL
+from agl_algo_verl.serving.policy import VerlPolicy
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.settings import read_settings
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_losses import CPU, MICRO, by_torch, by_verl, other, policy, update_of
@@ -146,7 +146,7 @@ def test_calls_beyond_the_lengths_are_counted_and_not_held() -> None:
 
 
 def test_weights_that_cannot_be_used_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"anchor_coef = -1\.0; give 0"):
+    with pytest.raises(ConfigError, match=r"anchor_coef = -1\.0: Expected"):
         read_settings(config(anchor_coef=-1.0))
 
 
@@ -154,7 +154,7 @@ ON_RAY = {"rollout.name": "agl_hf", "algorithm.adv_estimator": "gae", "model.lor
 
 
 def test_on_ray_a_critic_with_adapters_cannot_have_an_anchor() -> None:
-    with pytest.raises(ConfigError, match=r"critic, adapters and anchor_coef together.*inproc"):
+    with pytest.raises(ConfigError, match=r"anchor_coef = 0\.1: with a critic and adapters.*inproc"):
         read_ray_settings(config(anchor_coef=0.1, **ON_RAY))
     read = read_ray_settings(config(**ON_RAY))
     assert (0.0, True) == (read.settings.anchor_coef, "not held near the start" in read.unheld)

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from transformers import CohereConfig, Qwen2Config
 
 from agl.errors import ConfigError, MissingTokenIdsError
-from agl_algo_verl.critic import check_family
-from agl_algo_verl.errors import RowTooLongError
+from agl_algo_verl.local.critic import check_family
+from agl_algo_verl.rows.errors import RowTooLongError
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_inproc import train

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from agl_algo_verl.balance import FEW, REMEMBERED, Balance, digests
+from agl_algo_verl.serving.replicas import FEW, REMEMBERED, Balance, digests
 
 URLS = [f"http://host{number}/v1" for number in range(8)]
 COMMON = [b"system", b"an example", b"its answer"]

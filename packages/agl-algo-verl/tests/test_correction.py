@@ -11,10 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl_algo_verl.correction import OPTIONS, Correction, corrected, correction_metrics
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.rows import RowSample
-from agl_algo_verl.settings import read_settings
+from agl_algo_verl.losses.correction import OPTIONS, Correction, corrected, correction_metrics
+from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.settings import read_settings
 from agl_objectives.importance import Importance
 
 from .test_equality import draw, pad, rows

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_algo_verl.correction import Correction, corrected
-from agl_algo_verl.objectives import ESTIMATORS, chosen_estimator
-from agl_algo_verl.opening import actor_config
-from agl_algo_verl.rows import RowSample
-from agl_algo_verl.settings import read_settings
-from agl_algo_verl.shaping import gae
+from agl_algo_verl.local.models import actor_config
+from agl_algo_verl.losses.choice import ESTIMATORS, chosen_estimator
+from agl_algo_verl.losses.correction import Correction, corrected
+from agl_algo_verl.losses.shaping import gae
+from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.settings.settings import read_settings
 from agl_objectives import aggregation as aggregating
 from agl_objectives import contract, kl
 from agl_objectives import importance as weighting

@@ -12,12 +12,12 @@ import pytest
 from safetensors.torch import load_file
 
 from agl.schemas import Weights
-from agl_algo_verl.critic import VerlCritic
-from agl_algo_verl.files import prune
-from agl_algo_verl.loss_worker import ClusterCritic, ClusterWorker
-from agl_algo_verl.ray_schedule import schedule_after
-from agl_algo_verl.settings import read_settings
-from agl_algo_verl.worker import VerlWorker
+from agl_algo_verl.local.critic import VerlCritic
+from agl_algo_verl.local.worker import VerlWorker
+from agl_algo_verl.losses.loss_worker import ClusterCritic, ClusterWorker
+from agl_algo_verl.ray.schedule import schedule_after
+from agl_algo_verl.settings.settings import read_settings
+from agl_algo_verl.weights.directories import prune
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .world import config, scenario
@@ -130,14 +130,14 @@ def test_missing_state_is_said_and_training_goes_on_from_the_live_weights(model_
 def opened_on_a_cluster(model_dir: Path, **keys: Any) -> Any:
     """The engines of a policy and its critic, as workers of a cluster open them for a run of four steps."""
     settings = read_settings(config(**{"algorithm.adv_estimator": "gae", **keys}))[0]
-    policy = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=2, threads=1)
+    policy = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=2)
     return policy._worker, VerlCritic(str(model_dir), settings=settings, steps=2, device=policy.device)._worker
 
 
 @pytest.fixture
 def _workers_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"language_model": ClusterWorker, "value_model": ClusterCritic}
-    monkeypatch.setattr("agl_algo_verl.loss_worker.LossWorker", lambda given: kinds[given.model_type](given))
+    monkeypatch.setattr("agl_algo_verl.losses.loss_worker.LossWorker", lambda given: kinds[given.model_type](given))
 
 
 @pytest.mark.usefixtures("_workers_of_a_cluster")

@@ -10,8 +10,8 @@ import pytest
 from verl.utils.config import validate_config
 
 from agl.errors import ConfigError
-from agl_algo_verl.ray_config import compose
-from agl_algo_verl.ray_keys import RaySettings, check_machine, read_ray_settings
+from agl_algo_verl.ray.configuration import compose
+from agl_algo_verl.settings.ray import RaySettings, check_machine, read_ray_settings
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAME = ("agent", "train", "val", "hidden")

@@ -20,8 +20,9 @@ import torch
 from msgspec.structs import replace as changed
 
 from agl.errors import AglError, ConfigError
-from agl_algo_verl import critic, inproc, loss_worker, opening, worker
-from agl_algo_verl.settings import OWN, VerlSettings, read_settings
+from agl_algo_verl.local import critic, models, trainer, worker
+from agl_algo_verl.losses import loss_worker
+from agl_algo_verl.settings.settings import OWN, VerlSettings, read_settings
 from agl_algo_verl.typed import ragged
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -140,11 +141,10 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "loss_params": ({"clip_high": 0.1}, {"loss": "cispo"}),
     "estimator": ("opo", {}),
     "estimator_params": ({"eps": 0.5}, {"estimator": "grpo"}),
-    "refill": (1, {}),
-    "curriculum": ("frontier", {}),
-    "curriculum_uniform": (1.0, {"curriculum": "unsolved"}),
-    "replay": (0.5, IS),
-    "replay_max_staleness": (1, {**IS, "replay": 0.43}),
+    "sampling.refill": (1, {}),
+    "sampling.curriculum": ("frontier", {}),
+    "replay.share": (0.5, IS),
+    "replay.max_staleness": (1, {**IS, "replay.share": 0.43}),
     "anchor_coef": (0.5, {}),
 }
 """A value of each key that differs from its default, and the keys that it needs beside it."""
@@ -278,14 +278,14 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def export(self: Any, workdir: Path, *, step: int, **_: Any) -> Weights:
         return self.served(workdir, step=step)
 
-    for module in (opening, critic):
+    for module in (models, critic):
         monkeypatch.setattr(module, "model_config", described)
     monkeypatch.setattr(critic, "check_family", lambda *_, **__: None)
     monkeypatch.setattr(loss_worker, "LossWorker", lambda given: Recorder(seen, given))
     monkeypatch.setattr("verl.workers.config.TrainingWorkerConfig", lambda **given: given)
     monkeypatch.setattr(worker.VerlWorker, "export", export)
     monkeypatch.setattr(worker, "check_device", lambda *_: None)
-    monkeypatch.setattr(inproc, "check_machine", lambda *_: None)
+    monkeypatch.setattr(trainer, "check_machine", lambda *_: None)
 
     def run(keys: dict[str, Any]) -> list[Any]:
         seen.clear()
@@ -331,7 +331,7 @@ def test_every_typed_key_is_walked() -> None:
 
 
 def test_two_runs_with_the_same_keys_leave_the_same(play: Any) -> None:
-    for keys in ({}, GAE, {**IS, "replay": 0.5}):
+    for keys in ({}, GAE, {**IS, "replay.share": 0.5}):
         assert play(keys) == play(keys)
 
 
@@ -349,7 +349,7 @@ def test_keys_without_what_they_need_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["horizon", "target_kl"])
 def test_keys_of_an_adaptive_weight_are_refused_where_it_is_fixed(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"kl_ctrl\.{name} with algorithm\.kl_ctrl\.type = \"fixed\""):
+    with pytest.raises(ConfigError, match=rf"kl_ctrl\.{name} = 10: with algorithm\.kl_ctrl\.type = \"fixed\""):
         read_settings(config(**REWARD_KL, **{f"algorithm.kl_ctrl.{name}": 10}))
 
 

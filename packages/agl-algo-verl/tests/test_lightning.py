@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
 openai = pytest.importorskip("openai", reason="needs openai, which the agent calls with")
 
-import agl_run.lightning as agl  # noqa: E402  # behind the checks
+import agl_lightning as agl  # noqa: E402  # behind the checks
 from agl_run import FitResult, Quiet  # noqa: E402
 
 TRAINING: dict[str, Any] = {

@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_verl import ray_cluster
-from agl_algo_verl.correction import Correction, corrected
-from agl_algo_verl.objectives import chosen_loss, needs_entropies
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_config import compose
-from agl_algo_verl.ray_engine import RayVERL
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.rows import RowSample
-from agl_algo_verl.settings import read_settings
-from agl_algo_verl.worker import VerlWorker
+from agl_algo_verl.local.worker import VerlWorker
+from agl_algo_verl.losses.choice import chosen_loss, needs_entropies
+from agl_algo_verl.losses.correction import Correction, corrected
+from agl_algo_verl.ray import cluster as ray_cluster
+from agl_algo_verl.ray.configuration import compose
+from agl_algo_verl.ray.trainer import RayVERL
+from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.serving.policy import VerlPolicy
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.settings import read_settings
 from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.importance import Importance
 from agl_objectives.registry import losses
@@ -153,7 +153,7 @@ def by_verl(
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
     """The same by VERL's engine, and the metrics; nothing is updated. `held` are rows of the anchor."""
     settings, _ = read_settings(config(**keys))
-    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1, threads=1)
+    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1)
     engine = worker._worker.engine
     found: dict[str, torch.Tensor] = {}
 
@@ -419,7 +419,7 @@ def test_reward_rises_with_losses_that_compare_tokens_of_several_rows(
 def test_an_update_that_is_left_out_moves_the_schedule_alone(policy: Any, other: Any, model_dir: Path) -> None:
     keys = {"actor.optim.lr": 1e-2, "actor.optim.weight_decay": 0.1}
     settings = read_settings(config(**keys))[0]
-    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=4, threads=1)
+    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=4)
     rows = update_of(policy, other, seed=3).verl
 
     def moved_by(update: Callable[[], Any]) -> float:

@@ -14,8 +14,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agl_algo_verl.opening import actor_config
-from agl_algo_verl.settings import read_settings
+from agl_algo_verl.local.models import actor_config
+from agl_algo_verl.settings.settings import read_settings
 from agl_objectives import contract, importance, registry
 
 from .world import config

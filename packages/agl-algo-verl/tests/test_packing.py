@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from agl.errors import ConfigError
-from agl_algo_verl.batches import micro_batched
-from agl_algo_verl.packing import with_packing
-from agl_algo_verl.ray_config import compose
-from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.rows import RowSample
-from agl_algo_verl.settings import read_settings
-from agl_algo_verl.worker import check_device
+from agl_algo_verl.local.worker import check_device
+from agl_algo_verl.ray.configuration import compose
+from agl_algo_verl.rows.batches import micro_batched
+from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.settings.packing import with_packing
+from agl_algo_verl.settings.ray import read_ray_settings
+from agl_algo_verl.settings.settings import read_settings
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .world import config, scenario

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agl.schemas import CallCredit
-from agl_algo_verl.kl_control import KlController
-from agl_algo_verl.rows import PreparedStep, RowSample
-from agl_algo_verl.settings import AlgorithmKeys, KlControlKeys, read_settings
-from agl_algo_verl.shaping import penalise, with_penalty
+from agl_algo_verl.local.kl_control import KlController
+from agl_algo_verl.losses.shaping import penalise, with_penalty
+from agl_algo_verl.rows.rows import PreparedStep, RowSample
+from agl_algo_verl.settings.settings import AlgorithmKeys, KlControlKeys, read_settings
 from agl_testing.conformance import AlgorithmConformance
 
 from .test_inproc import train

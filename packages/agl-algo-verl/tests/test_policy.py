@@ -16,8 +16,8 @@ from aiohttp import web
 
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.relay import with_version
+from agl_algo_verl.serving.policy import VerlPolicy
+from agl_algo_verl.serving.relay import with_version
 from agl_testing.waiting import eventually
 
 if TYPE_CHECKING:

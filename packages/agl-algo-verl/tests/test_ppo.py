@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import CallCredit
-from agl_algo_verl.rows import PreparedStep, RowSample
-from agl_algo_verl.settings import AlgorithmKeys
-from agl_algo_verl.shaping import with_values
+from agl_algo_verl.losses.shaping import with_values
+from agl_algo_verl.rows.rows import PreparedStep, RowSample
+from agl_algo_verl.settings.settings import AlgorithmKeys
 from agl_testing.conformance import AlgorithmConformance
 
 from .test_inproc import train

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from agl.errors import ConfigError
 from agl_algo_verl import privates
-from agl_algo_verl.loss_worker import LossWorker
+from agl_algo_verl.losses.loss_worker import LossWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -253,13 +253,13 @@ def test_all_repairs_can_be_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 IN_A_WORKER = """
 import os
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
-os.environ |= {"VERL_USE_EXTERNAL_MODULES": "agl_algo_verl.ray_process"}
+os.environ |= {"VERL_USE_EXTERNAL_MODULES": "agl_algo_verl.ray.process"}
 import warnings
 warnings.simplefilter("ignore")
 import verl.utils.distributed
 import verl.workers.engine_workers as workers
 from verl.utils.import_utils import import_external_libs
-import_external_libs(["agl_algo_verl.ray_model", "agl_algo_verl.ray_losses"])
+import_external_libs(["agl_algo_verl.ray.model", "agl_algo_verl.ray.losses"])
 print(verl.utils.distributed.get_device_name(), workers.ActorRolloutRefWorker.actor_worker_cls.__name__)
 import verl.trainer.ppo.v1.trainer_base as trainers
 from agl_algo_verl.privates import use_loss_worker

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agl.schemas import PROBE_FILE, Weights, read_probe
-from agl_algo_verl.probe import probe_files
+from agl_algo_verl.weights.probe import probe_files
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .world import scenario

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM
 
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Transition, Weights, pack_floats, pack_ids
-from agl_algo_verl.engines import make
-from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
-from agl_run import SQLiteStore
-from agl_run.experiment.collect import EpisodeSelection, read_episodes
-from agl_run.experiment.state import trained_rollouts
+from agl_inspect.records.state import trained_rollouts
+from agl_run.run.episodes import EpisodeSelection, read_episodes
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 from agl_testing.waiting import wait_until
@@ -123,7 +123,7 @@ def _address_of_an_ended_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(CALC, tmp_path / "calc", ignore=shutil.ignore_patterns("out", "tests")))
     run(folder, [sys.executable, "make_data.py", "--out", "out/data"])
-    run(folder, [sys.executable, "make_model.py", "--data", "out/data", "--out", "out/model"])
+    run(folder, [sys.executable, str(CALC.parent / "make_model.py")])
     changes = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
     words = command("run", "verl-ray-cpu.toml", *changes)
     with (tmp_path / "log.txt").open("w") as log:
@@ -147,7 +147,7 @@ def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tm
     (saved,) = (folder / "out").rglob("global_step_1/actor/huggingface")
     assert gap_to(saved, [call for call in calls if call.model_version == "global_step_1"]) < 1e-5
     store = ("--store", "sqlite:///out/verl-ray/runs.db")
-    run(folder, command("export", "calc-lm", "--format", "model", "--output", "mine", *store))
+    run(folder, command("data", "export", "calc-lm", "--format", "model", "--output", "mine", *store))
     trained = AutoModelForCausalLM.from_pretrained(folder / "mine").state_dict()
     start = AutoModelForCausalLM.from_pretrained(folder / "out/model").state_dict()
     assert any(not torch.equal(tensor, start[name]) for name, tensor in trained.items())
@@ -225,7 +225,7 @@ def train(
     asks_ahead = "trainer.v1.trainer_mode" in keys
     keys |= {"trainer.total_training_steps": steps} | ({"rollout.name": "agl_hf"} if engine == "ray" else {})
     scenario = AlgorithmScenario(
-        make=lambda: make(engine=engine, threads=1, mask_truncated=True, **config(**keys)),
+        make=lambda: make(engine=engine, threads=1, **config(**{"sampling.mask_truncated": True}, **keys)),
         play=world.play_slowly if asks_ahead else world.play_from_start if samples_from_start else world.play,
         agents="writer",
         tunes=("llm",),
@@ -416,7 +416,7 @@ def test_rollouts_that_are_trained_once_more_weigh_on_ray_what_they_weigh_in_one
     model_dir: Path, tmp_path: Path
 ) -> None:
     keys = {
-        "replay": 0.5,
+        "replay.share": 0.5,
         "algorithm.rollout_correction.rollout_is": "token",
         "algorithm.rollout_correction.rollout_is_threshold": 1.01,
         "actor.use_kl_loss": True,

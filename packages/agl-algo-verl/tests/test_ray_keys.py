@@ -16,15 +16,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from agl.errors import ConfigError
-from agl_algo_verl.engines import make
-from agl_algo_verl.keys import leaves, verl_keys
-from agl_algo_verl.loss_worker import loss_of
-from agl_algo_verl.ray_config import LIBRARIES, compose
-from agl_algo_verl.ray_engine import RayVERL
-from agl_algo_verl.ray_keys import HERE, RaySettings, check_machine, classify, read_ray_settings
-from agl_algo_verl.ray_refused import ALLOWED, DECIDED, FOR_GPU_SERVERS, REASONS, SAME_STRATEGY
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.losses.loss_worker import loss_of
+from agl_algo_verl.ray.configuration import LIBRARIES, compose
+from agl_algo_verl.ray.trainer import RayVERL
 from agl_algo_verl.runtime import check_attention
-from agl_algo_verl.settings import VerlSettings
+from agl_algo_verl.settings.keys import classify, key_tables, leaves, names_of, verl_keys
+from agl_algo_verl.settings.ray import RaySettings, check_machine, read_ray_settings
+from agl_algo_verl.settings.settings import OWN, VerlSettings
 
 from .test_settings import GUIDE
 from .world import config as small
@@ -62,7 +61,7 @@ def composed(**keys: Any) -> dict[str, Any]:
         ({"actor.checkpoint.strict": False}, "only VERL's Megatron engine"),
         ({"rollout.router_config_path": "r.yaml"}, "agl passes the agents' calls on"),
         ({"rollout.nnodes": 2}, "share the devices of trainer.nnodes"),
-        ({"critic.cliprange_value": 0.1}, "has no critic"),
+        ({"critic.cliprange_value": 0.1}, '"gae" has a critic'),
         (
             {"algorithm.adv_estimator": "gae", "model.lora_rank": 4, "actor.use_kl_loss": True},
             "the critic, which has none",
@@ -86,9 +85,8 @@ def test_every_wrong_key_is_in_one_message() -> None:
 
 def test_keys_that_others_decide_are_told() -> None:
     read = read_ray_settings(config(**{"trainer.logger": ["console"], "actor.use_dynamic_bsz": True}))
-    assert ["actor_rollout_ref.actor.use_dynamic_bsz holds anyway", "trainer.logger is decided by"] == sorted(
-        note.split(" the ")[0] for note in read.notes
-    )
+    assert ["trainer.logger is decided by"] == [note.split(" the ")[0] for note in read.notes]
+    assert "actor_rollout_ref.actor.use_dynamic_bsz" not in read.given
 
 
 def test_keys_of_servers_on_gpus_are_told_where_there_is_none() -> None:
@@ -101,21 +99,24 @@ def test_keys_of_servers_on_gpus_are_told_where_there_is_none() -> None:
 def test_the_tables_name_keys_that_verl_has() -> None:
     known = verl_keys()
     known = known | verl_keys("megatron")
-    tables = (*REASONS["fsdp2"], *REASONS["megatron"], *DECIDED, *ALLOWED, *HERE, *SAME_STRATEGY, *FOR_GPU_SERVERS)
-    absent = {name for name in tables if name not in known}
-    assert absent <= {"reward_model", "custom_reward_function"}, absent
+    tables = key_tables()
+    entries = [*tables["decided"], *tables["refused"], *tables["rules"], tables["for_gpu_servers"]]
+    typed = {".".join(path) for path, _ in leaves(msgspec.to_builtins(VerlSettings()))} | set(OWN)
+    named = {name for entry in entries for name in names_of(entry)} | set(tables["values"])
+    absent = {name for name in named if name not in known | typed and not name.startswith("reward.reward_kwargs")}
+    assert {"agentlightning"} == absent
 
 
 LOSS_KEYS = {"loss": "cispo", "loss_params": {"clip_high": 0.1}, "estimator": "opo"}
 
 
-@pytest.mark.parametrize(("rollout", "others"), [("agl_hf", ["agl_algo_verl.ray_model"]), ("vllm", [])])
+@pytest.mark.parametrize(("rollout", "others"), [("agl_hf", ["agl_algo_verl.ray.model"]), ("vllm", [])])
 def test_a_loss_of_ours_reaches_verls_workers_in_the_name_of_the_loss(rollout: str, others: list[str]) -> None:
     found = composed(**LOSS_KEYS, **{"rollout.name": rollout})
     named = loss_of(found["actor_rollout_ref.actor.policy_loss.loss_mode"])
     assert named is not None
     assert ("cispo", 0.1) == (named.entry.name, named.call.clip_high)
-    assert [*others, "agl_algo_verl.ray_losses"] == found[LIBRARIES]
+    assert [*others, "agl_algo_verl.ray.losses"] == found[LIBRARIES]
     assert not set(LOSS_KEYS) & found.keys()
     own = composed(**{"rollout.name": rollout, "actor.policy_loss.loss_mode": "gspo"})
     assert "gspo" == own["actor_rollout_ref.actor.policy_loss.loss_mode"]
@@ -132,15 +133,15 @@ RS = {"algorithm.rollout_correction.rollout_rs": "token_k1", "algorithm.rollout_
 
 @pytest.mark.parametrize("keys", [{}, RS, {"algorithm.adv_estimator": "gae"}], ids=["", "rejection", "critic"])
 def test_every_run_trains_by_the_workers_of_this_package(keys: dict[str, Any]) -> None:
-    assert ["agl_algo_verl.ray_model", "agl_algo_verl.ray_losses"] == composed(**keys)[LIBRARIES]
+    assert ["agl_algo_verl.ray.model", "agl_algo_verl.ray.losses"] == composed(**keys)[LIBRARIES]
 
 
 @pytest.mark.parametrize("given", ["mine", ["mine", "yours"]])
 def test_libraries_of_the_person_are_imported_beside_those_of_this_package(given: str | list[str]) -> None:
     theirs = [given] if isinstance(given, str) else given
     keys: dict[str, Any] = {"model.external_lib": given}
-    assert ["agl_algo_verl.ray_model", *theirs, "agl_algo_verl.ray_losses"] == composed(**keys)[LIBRARIES]
-    assert [*theirs, "agl_algo_verl.ray_losses"] == composed(**keys, **{"rollout.name": "vllm"})[LIBRARIES]
+    assert ["agl_algo_verl.ray.model", *theirs, "agl_algo_verl.ray.losses"] == composed(**keys)[LIBRARIES]
+    assert [*theirs, "agl_algo_verl.ray.losses"] == composed(**keys, **{"rollout.name": "vllm"})[LIBRARIES]
 
 
 VERL = Path(next(iter(find_spec("verl").submodule_search_locations)))
@@ -172,11 +173,11 @@ READ_ELSEWHERE = ("ray_kwargs.", "global_profiler.global_tool_config.", "data.fi
 """Keys that Ray's start, profilers and agl's own rows take."""
 
 
-def passed_on(strategy: str = "fsdp2") -> set[str]:
+def passed_on(strategy: Any = "fsdp2") -> set[str]:
     """The keys of VERL's configuration without keys below them that go to VERL as a person wrote them."""
     known = verl_keys(strategy)
     lowest = {name for name in known if not any(other.startswith(f"{name}.") for other in known)}
-    return {name for name in lowest if ("", "") == classify(name, object(), strategy=strategy)}
+    return {name for name in lowest if "used" == classify(name, object(), engine=strategy, shape=VerlSettings)[0]}
 
 
 def words_in_verl() -> set[str]:
@@ -201,7 +202,7 @@ def test_no_key_that_goes_to_verl_is_overwritten_on_the_way() -> None:
     options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": 1}
     whole: Any = compose(read, **options)
     assert {LIBRARIES} == {name for name in given if "as written" != OmegaConf.select(whole, name)}
-    assert ["as written", "agl_algo_verl.ray_losses"] == OmegaConf.select(whole, LIBRARIES)
+    assert ["as written", "agl_algo_verl.ray.losses"] == OmegaConf.select(whole, LIBRARIES)
 
 
 def test_every_key_that_goes_to_verl_is_read_by_a_part_of_it_that_runs() -> None:
@@ -234,7 +235,7 @@ def test_a_guides_configuration_is_taken_and_passed_on() -> None:
     from verl.utils.config import validate_config
 
     read = read_ray_settings(GUIDE)
-    assert 15 == len(read.notes)
+    assert 12 == len(read.notes)
     assert ("vllm", 32) == (read.rollout, read.settings.data.train_batch_size)
     whole = compose(read, model="m", folder=Path("f"), steps=3, tasks=32, checkpoint=None, threads=0)
     served = whole.actor_rollout_ref.rollout
@@ -269,7 +270,7 @@ def test_adapters_are_merged_where_a_server_would_serve_them_to_verl_alone() -> 
 def test_only_the_cpu_gets_what_the_cpu_needs() -> None:
     found = composed(**{"rollout.name": "vllm"})
     assert "cuda" == found["trainer.device"]
-    assert ["agl_algo_verl.ray_losses"] == found[LIBRARIES]
+    assert ["agl_algo_verl.ray.losses"] == found[LIBRARIES]
     assert found["actor_rollout_ref.rollout.free_cache_engine"]
     assert "sdpa" == found["actor_rollout_ref.model.override_config.attn_implementation"]
 
@@ -328,6 +329,6 @@ def test_the_example_differs_from_the_one_in_one_process_where_the_page_says() -
 
 
 def test_a_missing_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_algo_verl.ray_keys.find_spec", lambda _: None)
+    monkeypatch.setattr("agl_algo_verl.settings.ray.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs the Python modules \['ray', 'transfer_queue'\].*pip install"):
         check_machine(read_ray_settings(config()), has_gpu=False)

@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
-from agl_run.experiment.state import trained_rollouts
+from agl_inspect.records.state import trained_rollouts
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
 pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
@@ -95,7 +95,7 @@ actor_rollout_ref.rollout.name = "agl_hf"
 actor_rollout_ref.rollout.n = 4
 actor_rollout_ref.actor.optim.lr = 1e-3
 trainer.total_training_steps = {steps}
-save_every = {save_every}
+saving.save_every = {save_every}
 """
 
 

@@ -17,22 +17,22 @@ from tensordict import TensorDict
 
 from agl.errors import AglError, ConfigError
 from agl.schemas import CallCredit
-from agl_algo_verl.batches import per_rollout, weighting
-from agl_algo_verl.bridge import Bridge, StepRequest
-from agl_algo_verl.correction import corrected, correction_metrics, correction_of
-from agl_algo_verl.loss_worker import LossWorker
-from agl_algo_verl.objectives import LossChoice
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_cluster import check_alone
-from agl_algo_verl.ray_completion import Completion
-from agl_algo_verl.ray_engine import REPORTED, RayVERL
-from agl_algo_verl.ray_files import count, forget_after, origins, prune, steps_of
-from agl_algo_verl.ray_rows import rows_for_verl
-from agl_algo_verl.ray_weights import merge_saved, say_precision
-from agl_algo_verl.replay import replay_weights
-from agl_algo_verl.rows import PreparedStep, RowSample
-from agl_algo_verl.settings import RolloutCorrectionKeys
-from agl_algo_verl.shaping import distance
+from agl_algo_verl.losses.choice import LossChoice
+from agl_algo_verl.losses.correction import corrected, correction_metrics, correction_of
+from agl_algo_verl.losses.loss_worker import LossWorker
+from agl_algo_verl.losses.shaping import distance
+from agl_algo_verl.ray.bridge import Bridge, StepRequest
+from agl_algo_verl.ray.checkpoints import count, forget_after, origins, prune, steps_of
+from agl_algo_verl.ray.cluster import check_alone
+from agl_algo_verl.ray.completion import Completion
+from agl_algo_verl.ray.rows import rows_for_verl
+from agl_algo_verl.ray.saved_weights import merge_saved, say_precision
+from agl_algo_verl.ray.trainer import REPORTED, RayVERL
+from agl_algo_verl.rows.batches import per_rollout, weighting
+from agl_algo_verl.rows.replay import replay_weights
+from agl_algo_verl.rows.rows import PreparedStep, RowSample
+from agl_algo_verl.serving.policy import VerlPolicy
+from agl_algo_verl.settings.settings import RolloutCorrectionKeys
 from agl_algo_verl.typed import ragged
 from agl_testing.conformance import FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
@@ -40,7 +40,7 @@ from agl_testing.conformance.bench import AlgorithmBench
 from .world import config, scenario
 
 if TYPE_CHECKING:
-    from agl_algo_verl.bridge import StepRows
+    from agl_algo_verl.ray.bridge import StepRows
 
 
 def sample(rollout: str, *, group: int = 0, tokens: int = 2, temperature: float = 1.0) -> RowSample:
@@ -439,7 +439,7 @@ class Queues:
 
 
 def test_a_cluster_on_which_another_run_trains_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_algo_verl.ray_cluster.QUEUE_POLL_S", 0.0)
+    monkeypatch.setattr("agl_algo_verl.ray.cluster.QUEUE_POLL_S", 0.0)
     check_alone(Queues(times=0))
     check_alone(Queues(times=3))
     with pytest.raises(ConfigError, match=r"Another run trains with VERL on the Ray cluster at here:6379"):

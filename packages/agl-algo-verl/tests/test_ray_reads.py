@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agl_algo_verl.keys import leaves
+from agl_algo_verl.settings.keys import leaves
 
 from .test_ray_keys import NOT_RUN, VERL, passed_on
 

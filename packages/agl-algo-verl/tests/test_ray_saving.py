@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from agl.schemas import ResourceVersion, Weights
-from agl_algo_verl.engines import make
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.ray_files import steps_of
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.ray.checkpoints import steps_of
+from agl_algo_verl.serving.policy import VerlPolicy
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -45,7 +45,7 @@ def test_steps_on_ray_wait_to_be_saved_and_an_earlier_one_continues_with_a_small
 ) -> None:
     world, start = World(), Weights(uri=str(model_dir))
     scenario = AlgorithmScenario(
-        make=lambda: make(engine="ray", threads=1, keep=1, save_every=2, **config(**KEYS)),
+        make=lambda: make(engine="ray", threads=1, saving={"keep": 1, "save_every": 2}, **config(**KEYS)),
         # A version that is not saved has no files, and this world reads them, so it plays with those of the start.
         play=lambda order: world.play(replace(order, resources={"llm": start})),
         tunes=("llm",),

@@ -12,18 +12,19 @@ import torch
 from omegaconf import OmegaConf
 
 from agl.errors import ConfigError
-from agl_algo_verl.engines import make
-from agl_algo_verl.keys import leaves
-from agl_algo_verl.ray_config import compose
-from agl_algo_verl.ray_keys import check_machine, classify, read_ray_settings
-from agl_algo_verl.ray_validation import check_composed
+from agl_algo_verl.algorithm import make
+from agl_algo_verl.ray.configuration import compose
+from agl_algo_verl.ray.validation import check_composed
+from agl_algo_verl.settings.keys import classify, leaves
+from agl_algo_verl.settings.ray import check_machine, read_ray_settings
+from agl_algo_verl.settings.settings import VerlSettings
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_ray_keys import config, passed_on
 from .world import scenario
 
 if TYPE_CHECKING:
-    from agl_algo_verl.ray_keys import RaySettings
+    from agl_algo_verl.settings.ray import RaySettings
 
 VLLM = {"rollout.name": "vllm"}
 MEGATRON = VLLM | {"actor.strategy": "megatron"}
@@ -110,7 +111,7 @@ def test_an_anchor_has_verls_reference_and_the_worker_that_reads_it(keys: dict[s
     found = composed(read)
     actor = "actor_rollout_ref.actor"
     assert (True, coef) == (found[f"{actor}.use_kl_loss"], found[f"{actor}.kl_loss_coef"])
-    assert "agl_algo_verl.ray_losses" in found["actor_rollout_ref.model.external_lib"]
+    assert "agl_algo_verl.ray.losses" in found["actor_rollout_ref.model.external_lib"]
     check_composed(read, steps=3, tasks=2)
 
 
@@ -141,8 +142,10 @@ def test_a_correction_that_cannot_be_made_is_refused(keys: dict[str, Any], messa
     ],
 )
 def test_keys_of_the_reward_loop_are_refused_with_what_to_use(name: str, why: str) -> None:
-    problem, _ = classify(name, "anything")
-    assert problem.startswith(f"{name}: VERL's reward loop scores nothing here, for rows bring their rewards; ")
+    _, problem = classify(name, "anything", engine="fsdp2", shape=VerlSettings)
+    assert problem.startswith(
+        f"{name} = 'anything': VERL's reward loop scores nothing here, for rows bring their rewards; "
+    )
     assert why in problem
 
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from agl.errors import ConfigError, PolicyError
-from agl_algo_verl import relay_process
-from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.relay_process import RelayProcess
+from agl_algo_verl.serving import relay_process
+from agl_algo_verl.serving.policy import VerlPolicy
+from agl_algo_verl.serving.relay_process import RelayProcess
 from agl_testing.waiting import eventually, wait_until
 
 from .test_policy import call, replicas, serving
@@ -24,9 +24,9 @@ from .test_policy import call, replicas, serving
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agl_algo_verl.relay import Backend
+    from agl_algo_verl.serving.relay import Backend
 
-PROGRAM = "agl_algo_verl.relay_program"
+PROGRAM = "agl_algo_verl.serving.relay_program"
 
 
 def relays(of: int = 0) -> list[psutil.Process]:
@@ -144,7 +144,7 @@ def test_a_relay_ends_with_its_trainer(tmp_path: Path) -> None:
     script = tmp_path / "trainer_that_is_killed.py"
     script.write_text(
         "import asyncio\n"
-        "from agl_algo_verl.policy import VerlPolicy\n"
+        "from agl_algo_verl.serving.policy import VerlPolicy\n"
         "async def main():\n"
         "    await VerlPolicy(name='llm', model='m', relay='process').start()\n"
         "    print('up', flush=True)\n"

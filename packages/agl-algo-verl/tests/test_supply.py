@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from agl.errors import RunError
 from agl.schemas import Episode
-from agl_algo_verl.settings import read_settings
-from agl_algo_verl.supply import VerlSupply, task_at
+from agl_algo_verl.rows.supply import VerlSupply, task_at
+from agl_algo_verl.settings.settings import read_settings
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

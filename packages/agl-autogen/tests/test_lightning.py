@@ -12,7 +12,7 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_core.models import ModelFamily
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-import agl_run.lightning as agl
+import agl_lightning as agl
 from agl_run import Quiet
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, ToolCall
 

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from agl.contracts import Store
 from agl_console.server import make_app
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 
 from .records import fill
 

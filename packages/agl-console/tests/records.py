@@ -25,7 +25,7 @@ from agl.schemas import (
     to_builtins,
     to_json,
 )
-from agl_run.commands import AgentTally, StepTally, keep_tallies
+from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, keep_tallies
 
 TRAINING = "agl.training"
 """The attribute of a span that says what a step made of a rollout."""
@@ -234,7 +234,7 @@ async def publish(store: Store) -> None:
 
 
 def fitted() -> bytes:
-    """The fit that ``agl suggest --next`` keeps with a run: two parameters, one of a long name that is noise."""
+    """The fit that ``agl metrics --rank`` keeps with a run: two parameters, one of a long name that is noise."""
     values = {"algorithm.grpo.params.lr": "0.05"}
     facts = {"run": 1, "turn": 40, "mean": 0.8, "low": 0.7, "high": 0.9, "tasks": 40, "values": values}
     runs = [{"experiment": name, **facts} for name in ("sums", "sums-slow", LONG_NAME)]
@@ -248,7 +248,7 @@ def fitted() -> bytes:
 
 
 def tried() -> bytes:
-    """The record that ``agl try`` keeps of a trial of two versions."""
+    """The record that ``agl resources try`` keeps of a trial of two versions."""
     first = {"version": "first", "mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 20}
     other = {"version": "sums-1-grpo-2", "mean": 0.62, "low": 0.5, "high": 0.74, "tasks": 20}
     paired = {"difference": 0.12, "difference_low": 0.02, "difference_high": 0.22, "paired": 20, "verdict": "better"}

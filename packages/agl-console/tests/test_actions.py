@@ -19,9 +19,9 @@ from agl.schemas import Outcome, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore
 from agl_console.access import SESSION_S, TRIES, TRIES_S, Access, admin_token_of
 from agl_console.actions import KINDS
-from agl_run import SQLiteStore
-from agl_run.commands import move
-from agl_run.tokens import KeyFile
+from agl_inspect.keys import KeyFile
+from agl_inspect.records.labels import move
+from agl_store_sqlite._store import SQLiteStore
 
 from .conftest import Open
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agl.schemas import Rollout
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 
 from .conftest import run_apart

@@ -33,7 +33,7 @@ from agl_console.server import make_app
 from agl_console.tokens import tone_of
 from agl_console.versions import VERSIONS
 from agl_console.vocabulary import Vocabulary
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 
 from .conftest import Open
 from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, agent, call, record, rollout_name, team, training
@@ -951,7 +951,7 @@ async def test_version_is_compared_with_its_parent_or_a_chosen_one(opened: Open)
 async def test_version_names_the_command_that_tries_it(opened: Open) -> None:
     store = MemoryStore()
     live = ResourceVersion(name="style", version="v1", resource=PromptTemplate(template="a"))
-    origin: dict[str, Json] = {"experiment": "sums", "origin": "agl try", "candidate": True}
+    origin: dict[str, Json] = {"experiment": "sums", "origin": "agl resources try", "candidate": True}
     edit = ResourceVersion(name="style", version="edit", resource=PromptTemplate(template="b"), metadata=origin)
     await store.publish([live, edit, ResourceVersion(name="llm", version="w1", resource=Weights(uri="w"))])
     await store.save_state({}, experiment=ExperimentRecord(name="sums", live={"style": "v1"}))
@@ -962,10 +962,13 @@ async def test_version_names_the_command_that_tries_it(opened: Open) -> None:
         weights = await data_of(client, "/versions/llm")
         await store.move_label(LabelMove(name="style", label="production", version="edit"))
         promoted = await data_of(client, "/versions/style")
-    assert ("v1", "agl try FILE style --version v1 --edit") == (newest["shown"]["version"], newest["trial"])
-    assert ("agl try", "agl try FILE style --version edit") == (tried["shown"]["origin"], tried["trial"])
+    assert ("v1", "agl resources try FILE style --version v1 --edit") == (newest["shown"]["version"], newest["trial"])
+    assert ("agl resources try", "agl resources try FILE style --version edit") == (
+        tried["shown"]["origin"],
+        tried["trial"],
+    )
     words = re.sub("<[^>]+>", "", page)
-    assert "it with what is live, on tasks of the experiment: agl try FILE style --version edit" in words
+    assert "it with what is live, on tasks of the experiment: agl resources try FILE style --version edit" in words
     assert "" == weights["trial"]
     assert ["v1", "edit"] == [row["version"] for row in promoted["versions"]]
 

@@ -60,9 +60,9 @@ def test_core_registers_its_own_components_through_the_hooks():
 
 def test_components_of_agl_run_are_there_without_loading_plugins():
     manager = PluginManager(disabled=["*"])
-    assert manager.store_entry("sqlite").factory == "agl_run.sqlite:SQLiteStore"
+    assert manager.store_entry("sqlite").factory == "agl_store_sqlite:SQLiteStore"
     assert manager.runner("async").factory == "agl_run.runners.local:AsyncRunner"
-    assert manager.command("plugins").factory == "agl_run.cli.plugins:plugins"
+    assert manager.command("plugins").factory == "agl_inspect.cli.plugins:plugins"
     assert ["core", "run"] == [status.name for status in manager.status()]
 
 
@@ -139,9 +139,9 @@ def test_unmatched_names_of_disabled_plugins_are_told():
         ("algorithm", "rft", "agl-algo-torch"),
         ("policy", "vllm", "agl-vllm"),
         ("reward", "judge", "agl-rewards"),
-        ("credit", "turn", "agl-credit"),
+        ("credit", "turn", "agl-rewards"),
         ("gateway", "gateway", "agl-gateway"),
-        ("exporter", "otlp", "agl-otlp"),
+        ("exporter", "otlp", "agl-sinks"),
         ("runner", "ray", "agl-ray"),
         ("command", "serve", "agl-gateway"),
         ("command", "doctor", "agl-gateway"),

@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 

@@ -18,8 +18,8 @@ from agl.schemas import ResourceVersion, Weights
 from agl_deploy.compose import compose_files
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.serving import parse_model, serving_files
-from agl_run import SQLiteStore
-from agl_run.commands import move
+from agl_inspect.records.labels import move
+from agl_store_sqlite._store import SQLiteStore
 
 from .conftest import change
 
@@ -74,7 +74,7 @@ def test_label_decides_which_weights_arrive_and_taking_it_back_brings_the_earlie
     weights = next(one for name, one in services.items() if name.endswith("-weights"))
     shell, flag, line = weights["command"]
     line = line.replace("http://gateway:4747", store).replace("/models/served", f"{project}/served")
-    line = line.replace("agl export", f"{shlex.quote(sys.executable)} -m agl export")
+    line = line.replace("agl data export", f"{shlex.quote(sys.executable)} -m agl data export")
 
     async def label(version: str) -> None:
         opened = SQLiteStore(store)
@@ -110,7 +110,7 @@ def test_name_of_a_policy_cannot_break_out_of_the_command(project: Path, manager
             list(yaml.safe_load_all(text))
     compose = next(text for path, text in files.items() if path.endswith(".compose.yaml"))
     command = next(one["command"] for one in yaml.safe_load(compose)["services"].values() if "command" in one)
-    line = command[2].replace("/models/served", str(project / "served")).replace("agl export", "echo")
+    line = command[2].replace("/models/served", str(project / "served")).replace("agl data export", "echo")
     done = subprocess.run(["sh", "-c", line], cwd=project, capture_output=True, text=True)
     assert "a; touch owned #'\n- b@best" in done.stdout
     assert not (project / "owned").exists()

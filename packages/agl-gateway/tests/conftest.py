@@ -19,7 +19,7 @@ from agl_gateway.access.certificate import Certificate
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.record.spools import spools_for
 from agl_gateway.service import GatewayService, Settings
-from agl_run.tokens import AttemptTokens, Secret
+from agl_run.access.tokens import AttemptTokens, Secret
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 TEST_LIMIT_S = 240.0

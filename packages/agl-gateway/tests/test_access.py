@@ -15,7 +15,7 @@ from agl.errors import ConfigError, NotFoundError, TokenError
 from agl.schemas import ModelCall, Outcome, Reward, Span, new_span_id
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 from agl_testing.model_server import Status
 from agl_testing.waiting import eventually
 

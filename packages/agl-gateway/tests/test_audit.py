@@ -29,8 +29,8 @@ from agl.schemas import (
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService
 from agl_gateway.traffic.conversation_ids import HEADER
-from agl_run.cli.main import cli
-from agl_run.tokens import AdminKey
+from agl_inspect.terminal.program import cli
+from agl_run.access.tokens import AdminKey
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import ADMIN, SECRET, ServiceFactory, StageFactory

@@ -25,11 +25,11 @@ from agl.stores import all_spans
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.traffic.split_report import split_report
 from agl_gateway.traffic.splits import parse_split
-from agl_run import SQLiteStore
-from agl_run.cli.lineage import arms
-from agl_run.cli.main import cli
-from agl_run.experiment import labels
-from agl_run.tokens import AttemptTokens
+from agl_inspect.records import labels as labels
+from agl_inspect.terminal.program import cli
+from agl_inspect.versions.lineage import arms
+from agl_run.access.tokens import AttemptTokens
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
 
@@ -145,7 +145,7 @@ async def test_conversation_is_an_ordinary_training_rollout(tmp_path, backend):
         assert sum(len(call.response_ids) // 4 for call in episode.transitions) == sum(
             sum(row.mask) for row in episode.rows
         )
-    command = ["export", "--store", f"sqlite:///{tmp_path}/served.db", "--mode", "train", "--min-reward", "0.5"]
+    command = ["data", "export", "--store", f"sqlite:///{tmp_path}/served.db", "--mode", "train", "--min-reward", "0.5"]
     shown = await asyncio.to_thread(CliRunner().invoke, cli, command)
     (line,) = shown.stdout.splitlines()
     assert ["hi", "yes", "why?", "yes"] == [message["content"] for message in json.loads(line)["messages"]]

@@ -17,8 +17,8 @@ from agl.stores import MemoryStore
 from agl_gateway.cli.examination import Finding, Patient, examine, forget_gone, patient_of, ports, transport
 from agl_gateway.processes.presence import GATEWAYS
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
-from agl_run import SQLiteStore
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
+from agl_store_sqlite._store import SQLiteStore
 
 from .conftest import ADMIN, SECRET
 

@@ -20,7 +20,7 @@ import pytest
 from agl.schemas import Attempt, Rollout, new_rollout_id
 from agl_gateway.service import GatewayService
 from agl_gateway.store_api.contract import METHODS
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import stopwatch
 
 ADMIN = "an-admin-token-of-the-tests"

@@ -15,8 +15,7 @@ from agl.contracts import RolloutQuery, Upstream
 from agl.dialects import Request
 from agl.episodes import build_episode
 from agl_gateway.relay.side_calls import ESTIMATED_HEADER
-from agl_gateway.wire.google_answers import GoogleTranslation
-from agl_gateway.wire.google_requests import chat_request, messages_of
+from agl_gateway.wire.google import GoogleTranslation, chat_request, messages_of
 from agl_gateway.wire.problems import Problem
 from agl_testing.model_server import Cut, Reply, Status, ToolCall
 

@@ -13,7 +13,7 @@ import pytest
 from agl_gateway.access.identity import Identities
 from agl_gateway.traffic.conversation_ids import conversation_id
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 
 CALL = json.dumps({"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}).encode()
 MODEL = "/v1/chat/completions"

@@ -11,8 +11,8 @@ import pytest
 from agl.errors import ConfigError
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run import SQLiteStore
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.conformance.store import StoreConformance, StoreLocation
 
 SECRET = b"a secret of the remote store tests"

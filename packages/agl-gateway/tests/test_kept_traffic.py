@@ -18,10 +18,10 @@ from agl_gateway.service import GatewayService, Settings
 from agl_gateway.traffic.conversations import rollout_id_of
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
 from agl_gateway.traffic.splits import parse_split
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.experiment.state import AlgorithmState, algorithm_key
-from agl_run.tokens import AttemptTokens
+from agl_inspect.records.state import AlgorithmState, algorithm_key
+from agl_inspect.terminal.program import cli
+from agl_run.access.tokens import AttemptTokens
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
 

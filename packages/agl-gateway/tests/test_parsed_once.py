@@ -44,7 +44,7 @@ from agl.contracts import Upstream
 from agl.schemas import Rollout, new_rollout_id
 from agl.stores import MemoryStore
 from agl.tracing import ActiveAttempt, SpanRecorder, activate
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
 
 SECRET = b"a secret of these tests alone"

@@ -12,8 +12,8 @@ from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run import Worker, WorkerSetup
-from agl_run.runners.remote_gateway import GuardedRunner, RemoteGateway
-from agl_run.tokens import AdminKey
+from agl_run.access.tokens import AdminKey
+from agl_run.worker.remote_gateway import GuardedRunner, RemoteGateway
 from agl_testing.waiting import eventually
 
 from .conftest import SECRET, StageFactory

@@ -14,8 +14,8 @@ from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.wire.problems import Problem
 from agl_run import signing_keys
-from agl_run.runners.remote_gateway import RemoteGateway
-from agl_run.tokens import AdminKey, AttemptTokens
+from agl_run.access.tokens import AdminKey, AttemptTokens
+from agl_run.worker.remote_gateway import RemoteGateway
 from agl_testing.waiting import eventually
 
 from .conftest import SECRET, Stage, StageFactory

@@ -9,7 +9,7 @@ from agl import semconv
 from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.schemas import Rollout, new_rollout_id
-from agl_run.greedy import as_greedy
+from agl_run.run.greedy import as_greedy
 
 BODIES = {
     "/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},

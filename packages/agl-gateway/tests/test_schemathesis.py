@@ -9,7 +9,7 @@ import pytest
 
 from agl_gateway.service import GatewayService
 from agl_gateway.store_api import methods as store_api
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 
 from .test_fuzz import ADMIN, MAX_WAIT_S, SOAK, attempt_token, backend, memory, probing
 

@@ -20,7 +20,7 @@ from agl_gateway.status.openapi import openapi_document
 from agl_gateway.store_api.contract import METHODS
 from agl_gateway.traffic.conversation_ids import HEADER
 from agl_gateway.traffic.splits import parse_split
-from agl_run.tokens import AttemptTokens, TokenScope
+from agl_run.access.tokens import AttemptTokens, TokenScope
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import ADMIN, SECRET

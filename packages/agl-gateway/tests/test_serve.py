@@ -22,8 +22,9 @@ from agl.errors import ConfigError, StoreError
 from agl.schemas import Outcome, Rollout, Span, new_rollout_id, new_span_id
 from agl_gateway.cli.serve import admin_key_of, parse_upstream
 from agl_gateway.client import HttpStore
-from agl_run.commands import RetentionLimits, retaining
-from agl_run.tokens import AttemptTokens
+from agl_inspect.retention.removal import RetentionLimits
+from agl_inspect.retention.turns import retaining
+from agl_run.access.tokens import AttemptTokens
 from agl_testing.waiting import eventually
 
 TOKEN = "a-token-of-the-tests-0123456789"
@@ -41,7 +42,7 @@ class Serve:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve"]
+        command = [sys.executable, "-c", "from agl_inspect.terminal.program import main; main()", "serve"]
         command += ["--store", "served.db", "--port", str(self.port), *self.options]
         environment = {**os.environ, "AGL_TOKEN": TOKEN, "AGL_SECRET": SECRET}
         process = subprocess.Popen(
@@ -158,7 +159,14 @@ async def _has(store: HttpStore, *rollout_ids: str) -> bool:
 def test_second_server_on_the_port_says_what_to_do(tmp_path):
     serve = Serve(tmp_path)
     process = serve.start()
-    command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve", "--store", "memory://"]
+    command = [
+        sys.executable,
+        "-c",
+        "from agl_inspect.terminal.program import main; main()",
+        "serve",
+        "--store",
+        "memory://",
+    ]
     done = subprocess.run([*command, "--port", str(serve.port)], capture_output=True, text=True, check=False)
     process.kill()
     process.communicate()

@@ -13,7 +13,7 @@ from aiohttp import web
 from agl.contracts import Upstream
 from agl.dialects import Request
 from agl_gateway.relay.side_calls import ESTIMATED_HEADER, estimate
-from agl_gateway.wire.sealed import seal
+from agl_gateway.wire.thoughts import seal
 from agl_testing.model_server import Reply
 
 HELLO: list[Any] = [{"role": "user", "content": "hello there"}]

@@ -34,11 +34,11 @@ from agl.schemas import (
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.traffic.splits import parse_split, placement_of
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.comparison import student_quantile
-from agl_run.experiment import labels
-from agl_run.tokens import AttemptTokens
+from agl_inspect.records import labels as labels
+from agl_inspect.statistics.comparison import student_quantile
+from agl_inspect.terminal.program import cli
+from agl_run.access.tokens import AttemptTokens
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
 

@@ -19,10 +19,10 @@ from agl.schemas import AttemptStatus, JsonResource, Outcome, PromptTemplate, Re
 from agl.stores import MemoryStore
 from agl_gateway.traffic.split_report import SplitReport, split_report
 from agl_gateway.traffic.splits import Split, check_labels, parse_split, pins_of, place_rollout, placement_of
-from agl_run import SQLiteStore, interval
-from agl_run.cli.main import cli
-from agl_run.comparison import compare, student_quantile
-from agl_run.experiment import labels
+from agl_inspect.records import labels as labels
+from agl_inspect.statistics.comparison import compare, interval, student_quantile
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 SPLIT = parse_split("production=0.5,candidate=0.5")
 VERSIONS = [

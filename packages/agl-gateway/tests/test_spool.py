@@ -19,9 +19,9 @@ from agl_gateway.record import spool as spools
 from agl_gateway.record.spool_file import SpoolBusyError, SpoolFile, spools_in
 from agl_gateway.record.spools import folder_of, spools_for
 from agl_gateway.service import GatewayService
-from agl_run import SQLiteStore
-from agl_run.runners.remote_gateway import RemoteGateway
-from agl_run.tokens import AdminKey
+from agl_run.access.tokens import AdminKey
+from agl_run.worker.remote_gateway import RemoteGateway
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 
 from .conftest import ADMIN, SECRET

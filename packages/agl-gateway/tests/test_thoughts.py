@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from agl.contracts import Upstream
 from agl.dialects import Request
-from agl_gateway.wire.google_requests import messages_of
+from agl_gateway.wire.google import messages_of
 from agl_gateway.wire.problems import Problem
-from agl_gateway.wire.sealed import MARK, Unsealer, seal
-from agl_gateway.wire.thoughts import restored
+from agl_gateway.wire.thoughts import MARK, Unsealer, restored, seal
 
 THINKING = {"type": "thinking", "thinking": "add them", "signature": ""}
 REASONING = {

@@ -18,8 +18,8 @@ from agl.stores import MemoryStore
 from agl_gateway.access.certificate import Certificate
 from agl_gateway.client import HttpStore
 from agl_gateway.processes.presence import gateways_of
-from agl_run.runners.remote_gateway import RemoteGateway
-from agl_run.tokens import AdminKey
+from agl_run.access.tokens import AdminKey
+from agl_run.worker.remote_gateway import RemoteGateway
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
 

@@ -16,7 +16,7 @@ from agl.schemas import ModelCall, Sampling, Span, encode
 from agl.stores import MemoryStore
 from agl_gateway.record import attempt_writer
 from agl_gateway.record.storable import storable
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 
 BODY: dict[str, Any] = {"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}
 

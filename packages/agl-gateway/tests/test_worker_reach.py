@@ -24,9 +24,9 @@ from agl.schemas import (
 from agl.stores import read_recordings
 from agl_gateway.client import HttpStore
 from agl_run import RunSetup
-from agl_run.runners.agent import AgentSpec
-from agl_run.runners.remote_gateway import RemoteGateway
-from agl_run.tokens import AdminKey, AttemptTokens, IssuedClaim
+from agl_run.access.tokens import AdminKey, AttemptTokens, IssuedClaim
+from agl_run.agents.agent import AgentSpec
+from agl_run.worker.remote_gateway import RemoteGateway
 from agl_testing.waiting import eventually
 
 from .conftest import SECRET, Stage, StageFactory

@@ -24,8 +24,8 @@ from agl_gateway.client import HttpStore
 from agl_gateway.processes.siblings import Board, Group
 from agl_gateway.record.spools import spools_for
 from agl_gateway.service import GatewayService, Settings
-from agl_run.cli.main import cli
-from agl_run.tokens import AttemptTokens
+from agl_inspect.terminal.program import cli
+from agl_run.access.tokens import AttemptTokens
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.waiting import eventually, wait_until
 
@@ -44,7 +44,7 @@ class Serve:
         self.lines: list[str] = []
 
     def __enter__(self) -> "Serve":
-        command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve", "--port", "0"]
+        command = [sys.executable, "-c", "from agl_inspect.terminal.main import main; main()", "serve", "--port", "0"]
         self.log = (self.folder / "serve.log").open("w+")
         environment = {**os.environ, "AGL_TOKEN": TOKEN, "AGL_SECRET": SECRET, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(

@@ -386,6 +386,6 @@ def test_kept_workspace_is_scored_again_by_another_reward(project: Path, model: 
     dev(project, model, params='{ keep = "always" }')
     text = (project / "experiment.toml").read_text()
     (project / "experiment.toml").write_text(text.replace("python -m unittest", "python -m unittest no_such"))
-    command = [sys.executable, "-m", "agl_run", "reward", "experiment.toml", "--experiment", "repairs-dev"]
+    command = [sys.executable, "-m", "agl_run", "replay", "--score", "experiment.toml", "--experiment", "repairs-dev"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
     assert ": 1 -> 0 (-1)" in done.stdout, done.stderr

@@ -9,8 +9,8 @@ from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 
+from agl_inspect.rollouts.explanations import explain
 from agl_langchain.tracer import LangChainTracer
-from agl_run.explain import explain
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 from .rollouts import play

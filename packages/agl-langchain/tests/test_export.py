@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from agl_data.export.dialogues import dialogues
 from agl_langchain.tracer import LangChainTracer
-from agl_run.cli.dialogues import dialogues
 from agl_testing.model_server import ScriptedModelServer
 
 from . import agents

@@ -14,7 +14,7 @@ from langchain.chat_models import init_chat_model
 from langchain_core.prompts import ChatPromptTemplate
 from langgraph.graph import END, START, MessagesState, StateGraph
 
-import agl_run.lightning as agl
+import agl_lightning as agl
 from agl_run import Quiet
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 

@@ -11,7 +11,7 @@ import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
 from openai import AsyncOpenAI
 
-import agl_run.lightning as agl
+import agl_lightning as agl
 from agl_run import Quiet
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, ToolCall
 

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
 pytest.importorskip("aiohttp_cors", reason="needs ray[default], which has the job server")

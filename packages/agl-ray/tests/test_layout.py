@@ -2,9 +2,9 @@
 
 import pytest
 
+from agl.algorithms import PlacementConfig
 from agl.errors import ConfigError
 from agl_ray.layout import Room, Share, no_room, share_of
-from agl_run import PlacementConfig
 
 
 def _share(name: str, *, cpus: float = 1.0, gpus: float = 0.0, strategy: str = "PACK") -> Share:

@@ -6,7 +6,7 @@ import pytest
 
 from agl.errors import AglError, ConfigError
 from agl_run import Trainer, load_config
-from agl_run.fleets import Fleet
+from agl_run.fleet import Fleet
 from agl_testing.commands import run_agl
 from agl_testing.experiments import write_experiment
 

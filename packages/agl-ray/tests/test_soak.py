@@ -22,7 +22,8 @@ import pytest
 from agl.contracts import Recording, RolloutQuery
 from agl.errors import AglError
 from agl.stores import read_recordings
-from agl_run import FitResult, Quiet, SQLiteStore, Trainer, load_config
+from agl_run import FitResult, Quiet, Trainer, load_config
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
 pytestmark = [

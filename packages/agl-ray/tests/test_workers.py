@@ -14,7 +14,8 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.errors import AglError, ConfigError
-from agl_run import FitResult, Quiet, SQLiteStore, Trainer, load_config
+from agl_run import FitResult, Quiet, Trainer, load_config
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of Ray's own sockets

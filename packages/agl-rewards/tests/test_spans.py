@@ -8,7 +8,7 @@ from agl.contracts import RewardEmitter
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Span, SpanEvent
-from agl_credit.turn import TurnCredit
+from agl_rewards.credit.turn import TurnCredit
 from agl_rewards.spans import EVENTS, SpanRewards
 from agl_testing.conformance.reward import RewardConformance
 

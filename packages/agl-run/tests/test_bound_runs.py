@@ -10,9 +10,10 @@ import pytest
 
 from agl.errors import ConfigError
 from agl.schemas import NamedResources, PromptTemplate, Rollout
-from agl_run import Quiet, SQLiteStore, Trainer
-from agl_run.experiment.state import load_experiment
-from agl_run.runners.agent import AgentSpec
+from agl_inspect.records.state import load_experiment
+from agl_run import Quiet, Trainer
+from agl_run.agents.agent import AgentSpec
+from agl_store_sqlite._store import SQLiteStore
 
 TASKS = ({"q": 1},)
 
@@ -91,7 +92,7 @@ def test_agent_is_the_same_however_it_is_given(tmp_path: Path) -> None:
     assert "node agent.js {task}" == AgentSpec.of(["node", "agent.js", "{task}"]).identity
     script = tmp_path / "own.py"
     script.write_text(
-        "from agl_run.runners.agent import AgentSpec\n\ndef solve(task): ...\n\nprint(AgentSpec.of(solve).identity)\n"
+        "from agl_run.agents.agent import AgentSpec\n\ndef solve(task): ...\n\nprint(AgentSpec.of(solve).identity)\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert "own:solve" == done.stdout.strip()

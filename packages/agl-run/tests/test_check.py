@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 
 AGENT = "def solve(task):\n    return 1.0\n"
 BASE = '[experiment]\nname = "e"\nagent = "checked_agent:solve"\ntrain = "train.jsonl"\nstore = "memory://"\n'

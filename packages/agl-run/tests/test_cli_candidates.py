@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord
 from agl.schemas import Json, PromptTemplate, ResourceVersion, to_json
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 SEED = {"id": "aa", "texts": {"prompt": "Go.", "other": "O"}, "versions": {"prompt": "v0"}, "status": "pool"}
 TRIED = {

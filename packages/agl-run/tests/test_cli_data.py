@@ -26,13 +26,13 @@ from agl.schemas import (
 )
 from agl.schemas import _codec as codec
 from agl.tracing import chat_spans
-from agl_run.cli.dialogues import chat_tools
-from agl_run.cli.main import cli
-from agl_run.cli.opening import resolve_url
-from agl_run.cli.query import seconds_of
-from agl_run.cli.show import shown, tree
-from agl_run.experiment.ownership import Ownership
-from agl_run.experiment.state import AlgorithmState, save
+from agl_data.export.dialogues import chat_tools
+from agl_inspect.cli.show import shown, tree
+from agl_inspect.records.state import AlgorithmState, save_progress
+from agl_inspect.retention.ownership import Ownership
+from agl_inspect.terminal.opening import resolve_url
+from agl_inspect.terminal.program import cli
+from agl_inspect.terminal.query import seconds_of
 from agl_testing.waiting import wait_until
 
 QUESTION = [{"role": "user", "content": "What is 2+3?"}]
@@ -171,7 +171,7 @@ def test_experiment_that_is_not_recorded_is_refused_with_a_choice(store_of, comm
     store_of(fill, 1)
     missing = "no rollout of an experiment 'clac' is recorded; "
     assert f"{missing}agl runs lists what is recorded" in invoke(command, "--experiment", "clac").output
-    store_of(save, ExperimentRecord(name="calc", status="running"))
+    store_of(save_progress, ExperimentRecord(name="calc", status="running"))
     result = invoke(command, "--experiment", "clac")
     assert (1, True) == (result.exit_code, f"{missing}did you mean 'calc'?" in result.output)
     assert "'else' is recorded; choose from: calc" in invoke(command, "--experiment", "else").output
@@ -237,7 +237,7 @@ def test_rm_of_an_unknown_rollout_names_it(store_of):
 
 def test_rm_keeps_what_an_unfinished_experiment_needs(store_of):
     store_of(fill, 2)
-    store_of(save, ExperimentRecord(name="calc", status="running"))
+    store_of(save_progress, ExperimentRecord(name="calc", status="running"))
     result = invoke("runs", "rm", "ro-calc-000")
     assert 1 == result.exit_code
     assert "'calc', which is not finished" in result.stderr
@@ -305,7 +305,7 @@ def test_vacuum_is_refused_while_something_runs(store_of, tmp_path):
 
     async def owned(store: Store) -> Result:
         await store.cancel(["ro-calc-waits"])
-        await save(store, ExperimentRecord(name="calc", status="running"))
+        await save_progress(store, ExperimentRecord(name="calc", status="running"))
         async with Ownership(store, "calc", workdir=tmp_path / "elsewhere"):
             return await asyncio.to_thread(invoke, "runs", "vacuum")
 
@@ -323,8 +323,8 @@ def test_gc_looks_at_the_age(store_of):
 def test_gc_never_takes_an_unfinished_experiments_rollouts(store_of):
     store_of(fill, 2)
     store_of(fill, 2, experiment="done")
-    store_of(save, ExperimentRecord(name="calc", status="running"))
-    store_of(save, ExperimentRecord(name="done", status="finished"))
+    store_of(save_progress, ExperimentRecord(name="calc", status="running"))
+    store_of(save_progress, ExperimentRecord(name="done", status="finished"))
     assert (
         "removed 2 rollouts\nkept 2 of experiments that are not finished\n"
         == invoke("runs", "gc", "--keep", "0").output
@@ -423,7 +423,7 @@ def test_show_of_a_failed_attempt_names_its_error(store_of):
 NAMED = {
     "show": ("show", "{}"),
     "why": ("why", "{}"),
-    "export": ("export", "{}", "--format", "spans"),
+    "export": ("data", "export", "{}", "--format", "spans"),
     "replay": ("replay", "{}"),
     "rm": ("runs", "rm", "{}"),
 }
@@ -534,7 +534,7 @@ def test_why_counts_rewards_by_the_settings_of_the_experiments_last_step(store_o
     store_of(finish)
     assert "1 rewards came with the agent's own token and do not count" in invoke("why", "latest").output
     trusting = AlgorithmState(step=1, settings={"experiment.trust_agent_rewards": "true"})
-    store_of(save, ExperimentRecord(name="one"), {"grpo": trusting})
+    store_of(save_progress, ExperimentRecord(name="one"), {"grpo": trusting})
     output = invoke("why", "latest").output
     assert "reward 0.25: " in output
     assert "do not count" not in output
@@ -547,7 +547,7 @@ def test_why_with_agents_says_who_is_not_selected(store_of):
 
 
 def exported(*args: str) -> list[dict]:
-    result = invoke("export", *args)
+    result = invoke("data", "export", *args)
     assert result.exit_code == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -589,7 +589,7 @@ def test_export_rows_has_masks(store_of):
 
 def test_export_spans_to_a_file_can_be_read_back(store_of, tmp_path):
     store_of(fill, 1)
-    result = invoke("export", "ro-calc-000", "--format", "spans", "--output", "out.jsonl")
+    result = invoke("data", "export", "ro-calc-000", "--format", "spans", "--output", "out.jsonl")
     assert (0, "5 lines of spans written to out.jsonl\n") == (result.exit_code, result.stderr)
     spans = [codec.from_json(line, Span) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert store_of(lambda store: store.spans("ro-calc-000")) == spans
@@ -602,7 +602,7 @@ def test_export_writes_the_spans_that_are_chosen_and_nothing_else(store_of):
         (span["rollout_id"], span["reward"]["value"]) for span in rewards
     ]
     assert 3 == len(exported("ro-calc-001", "--format", "spans", "--agent", "solver", "--span", "chat"))
-    refused = invoke("export", "--kind", "call")
+    refused = invoke("data", "export", "--kind", "call")
     assert (1, True) == (refused.exit_code, "pass --format spans, without --min-reward" in refused.output)
 
 
@@ -614,7 +614,7 @@ def test_export_keeps_only_what_earned_enough(store_of):
 
 def test_export_of_pairs_says_how_many_tasks_give_none(store_of):
     store_of(fill, 2)
-    result = invoke("export", "--format", "dpo")
+    result = invoke("data", "export", "--format", "dpo")
     assert (0, "") == (result.exit_code, result.stdout)
     assert re.match(r"\d tasks? gives? no pair: fewer than two runs", result.stderr)
     assert result.stderr.endswith("0 lines of dpo written to stdout\n")
@@ -622,7 +622,7 @@ def test_export_of_pairs_says_how_many_tasks_give_none(store_of):
 
 def test_export_to_an_unwritable_path_says_so(store_of):
     store_of(fill, 1)
-    result = invoke("export", "--output", "absent/out.jsonl")
+    result = invoke("data", "export", "--output", "absent/out.jsonl")
     assert (1, True) == (result.exit_code, "cannot write 'absent" in result.stderr)
 
 

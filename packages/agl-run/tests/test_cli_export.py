@@ -21,10 +21,10 @@ from agl.errors import ConfigError
 from agl.schemas import Outcome, Reward, Rollout
 from agl.stores import TableStore
 from agl.tracing import make_reward_span
-from agl_run import SQLiteStore
-from agl_run.cli.export_target import target_of
-from agl_run.cli.main import cli
-from agl_run.exports import Exported, ExportSetup, Losses, call_of_record, reward_of_record
+from agl_data.export.target import target_of
+from agl_inspect.exports import Exported, ExportSetup, Losses, call_of_record, reward_of_record
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 
 class Names:
@@ -88,7 +88,7 @@ def store(tmp_path: Path) -> Callable[..., None]:
 
 def test_format_of_a_plugin_gets_the_rollouts_that_match(run, store, tmp_path):
     store("a", "b", "c")
-    result = run("export", "--format", "names", "--min-reward", "1", "--output", "out.txt")
+    result = run("data", "export", "--format", "names", "--min-reward", "1", "--output", "out.txt")
 
     assert (0, "ro-1 1.0\nro-2 2.0\nend of out.txt\n") == (result.exit_code, (tmp_path / "out.txt").read_text())
     assert "what names does not hold:\n  2  tasks: left out\n2 records of names written to out.txt\n" == result.stderr
@@ -100,7 +100,7 @@ def test_format_of_a_plugin_gets_the_rollouts_that_match(run, store, tmp_path):
 @pytest.mark.parametrize("output", [(), ("--output", "-")])
 def test_format_of_a_plugin_is_written_to_standard_output(run, store, output, tmp_path):
     store("a")
-    result = run("export", "ro-0", "--format", "names", *output)
+    result = run("data", "export", "ro-0", "--format", "names", *output)
     assert "ro-0 0.0\nend of None\n" == result.stdout
     assert result.stderr.endswith("1 records of names written to stdout\n")
     assert ["runs"] == os.listdir(tmp_path)
@@ -109,18 +109,18 @@ def test_format_of_a_plugin_is_written_to_standard_output(run, store, output, tm
 def test_export_that_fails_leaves_the_earlier_file(run, store, tmp_path):
     store("a", "broken")
     (tmp_path / "out.txt").write_text("earlier")
-    result = run("export", "--format", "names", "--output", "out.txt")
+    result = run("data", "export", "--format", "names", "--output", "out.txt")
     assert (1, "Error: a broken task\n") == (result.exit_code, result.stderr)
     assert "earlier" == (tmp_path / "out.txt").read_text()
     assert ["out.txt", "runs"] == sorted(os.listdir(tmp_path))
 
 
 def test_help_lists_the_formats_of_plugins(run):
-    assert "the ids of rollouts" in run("export", "--help").output
+    assert "the ids of rollouts" in run("data", "export", "--help").output
 
 
 def test_unknown_format_names_those_there_are(run):
-    result = run("export", "--format", "csv")
+    result = run("data", "export", "--format", "csv")
     assert (2, True) == (result.exit_code, "'csv' is not one of 'messages', 'dpo'" in result.stderr)
     assert "'names'" in result.stderr
 
@@ -128,7 +128,7 @@ def test_unknown_format_names_those_there_are(run):
 def test_file_is_not_there_before_it_is_whole_even_after_kill(tmp_path):
     code = (
         "import os, pathlib\n"
-        "from agl_run.cli.export_target import target_of\n"
+        "from agl_data.export.target import target_of\n"
         "with target_of(pathlib.Path('out.jsonl')) as file:\n"
         "    file.write(b'half a'); file.flush(); os.kill(os.getpid(), 9)\n"
     )
@@ -159,7 +159,7 @@ def test_losses_of_an_earlier_export_go_when_nothing_is_lost(tmp_path):
 def test_losses_of_a_plugins_format_go_with_its_file(run, store, tmp_path):
     store("a")
     for form, is_there in (("names", True), ("messages", False)):
-        assert 0 == run("export", "--format", form, "--output", "out.txt").exit_code
+        assert 0 == run("data", "export", "--format", form, "--output", "out.txt").exit_code
         assert (tmp_path / "out.txt.losses.json").exists() == is_there
 
 

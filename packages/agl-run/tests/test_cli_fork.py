@@ -1,4 +1,4 @@
-"""``agl fork``: recorded with a real client and server, then run anew from one call on."""
+"""``agl replay --fork``: recorded with a real client and server, then run anew from one call on."""
 
 import asyncio
 import json
@@ -14,14 +14,13 @@ pytest.importorskip("openai", exc_type=ImportError)
 
 import msgspec
 
-from agl.contracts import RolloutQuery, Upstream
+from agl.contracts import FORK, ForkPlan, RolloutQuery, Upstream, fork_of, sampling_mode
 from agl.schemas import Rollout, to_json
-from agl_run import SQLiteStore
-from agl_run.cli.fork_report import ForkedRollout, ForkReport, judged
-from agl_run.cli.main import cli
-from agl_run.experiment.counterfactual import as_fork
-from agl_run.replay import FORK, ForkPlan, fork_of, sampling_mode
+from agl_inspect.terminal.program import cli
+from agl_replay.cli.fork_report import ForkedRollout, ForkReport, judged
+from agl_run.parts.counterfactual import as_fork
 from agl_run.runners.attempt import upstreams_of
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 AGENT = """
@@ -129,7 +128,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
 
 
 def test_forks_answer_the_calls_before_from_the_record_and_the_others_by_the_model(team: Team) -> None:
-    report = json.loads(invoke("fork", "sums-dev", "--at", "2", "--n", "6", "--json").stdout)
+    report = json.loads(invoke("replay", "--fork", "sums-dev", "--at", "2", "--n", "6", "--json").stdout)
     assert (0.0, 1.0, 2, 3, "write") == tuple(report[key] for key in ("reward", "mean", "call", "calls", "agent"))
     assert [(1, 2, 1.0)] * 6 == [
         (each["replayed_calls"], each["model_calls"], each["reward"]) for each in report["forks"]
@@ -139,13 +138,13 @@ def test_forks_answer_the_calls_before_from_the_record_and_the_others_by_the_mod
 
 
 def test_fork_after_the_mistake_does_as_the_recorded_run_did(team: Team) -> None:
-    output = invoke("fork", "sums-dev", "--at", "3", "--n", "2").stdout
+    output = invoke("replay", "--fork", "sums-dev", "--at", "3", "--n", "2").stdout
     assert "mean reward 0, 95% interval [0, 0], 2 forks; recorded reward 0" in output
     assert "nothing shows that call 3 or a later one decided it" in output
 
 
 def test_forks_are_rollouts_with_their_origin_and_of_the_recorded_group(team: Team) -> None:
-    invoke("fork", "sums-dev", "--at", "2", "--n", "2", "--file", "sums.toml")
+    invoke("replay", "--fork", "sums-dev", "--at", "2", "--n", "2", "--file", "sums.toml")
     (recorded,) = team.rollouts("sums-dev")
     forks = team.rollouts()
     assert [recorded.rollout_id] * 2 == [fork_of(each).rollout_id for each in forks]
@@ -171,10 +170,10 @@ def test_models_sample_for_a_fork_as_in_the_mode_of_its_recorded_rollout(mode: A
 
 
 def test_list_of_calls_escapes_what_models_said(team: Team) -> None:
-    output = invoke("fork", "latest").stdout
+    output = invoke("replay", "--fork", "latest").stdout
     assert ["1", "2", "3"] == [line.split()[0] for line in output.splitlines()[1:]]
     assert "wrong [bold]" in output
-    points = json.loads(invoke("fork", "latest", "--json").stdout)
+    points = json.loads(invoke("replay", "--fork", "latest", "--json").stdout)
     assert ["plan", "write", "check"] == [point["agent"] for point in points]
 
 
@@ -184,7 +183,7 @@ def test_divergence_fails_the_fork_whatever_the_agent_makes_of_it(
 ) -> None:
     monkeypatch.setenv("FORK_NOISE", " at noon")
     monkeypatch.setenv("FORK_STUBBORN", "1" if is_stubborn else "")
-    report = json.loads(invoke("fork", "sums-dev", "--at", "3", "--n", "2", "--json", code=1).stdout)
+    report = json.loads(invoke("replay", "--fork", "sums-dev", "--at", "3", "--n", "2", "--json", code=1).stdout)
     assert [(True, None, "failed", 1, 0)] * 2 == [
         tuple(each[key] for key in ("is_diverged", "reward", "status", "replayed_calls", "model_calls"))
         for each in report["forks"]
@@ -195,27 +194,27 @@ def test_divergence_fails_the_fork_whatever_the_agent_makes_of_it(
     assert [] == team.server.calls
     assert (
         "2 of 2: DivergenceError: write made a request"
-        in invoke("fork", "sums-dev", "--at", "3", "--n", "2", code=1).stdout
+        in invoke("replay", "--fork", "sums-dev", "--at", "3", "--n", "2", code=1).stdout
     )
 
 
 def test_prompts_are_those_of_the_recorded_rollout(team: Team) -> None:
     team.write("hasty")
-    report = json.loads(invoke("fork", "sums-dev", "--at", "2", "--n", "2", "--json").stdout)
+    report = json.loads(invoke("replay", "--fork", "sums-dev", "--at", "2", "--n", "2", "--json").stdout)
     assert 1.0 == report["mean"]
     assert all(call.json["messages"][0]["content"].startswith("calm") for call in team.server.calls)
 
 
 def test_fork_of_a_fork_goes_on_from_it(team: Team) -> None:
-    invoke("fork", "sums-dev", "--at", "2", "--n", "1")
-    report = json.loads(invoke("fork", "latest", "--at", "3", "--n", "2", "--json").stdout)
+    invoke("replay", "--fork", "sums-dev", "--at", "2", "--n", "1")
+    report = json.loads(invoke("replay", "--fork", "latest", "--at", "3", "--n", "2", "--json").stdout)
     assert (1.0, 1.0) == (report["reward"], report["mean"])
 
 
 def test_processes_of_their_own_fork_as_well(team: Team) -> None:
     text = (team.folder / "sums.toml").read_text(encoding="utf-8")
     (team.folder / "sums.toml").write_text(f'{text}\n[runner]\nuse = "process"\n', encoding="utf-8")
-    report = json.loads(invoke("fork", "sums-dev", "--at", "2", "--n", "1", "--json").stdout)
+    report = json.loads(invoke("replay", "--fork", "sums-dev", "--at", "2", "--n", "1", "--json").stdout)
     assert [(1, 2, 1.0)] == [(each["replayed_calls"], each["model_calls"], each["reward"]) for each in report["forks"]]
 
 
@@ -228,15 +227,15 @@ def test_processes_of_their_own_fork_as_well(team: Team) -> None:
     ],
 )
 def test_what_is_not_there_is_named(team: Team, args: tuple[str, ...], said: str) -> None:
-    assert said in invoke("fork", *args, code=1).output
+    assert said in invoke("replay", "--fork", *args, code=1).output
 
 
 def test_rollout_of_an_experiment_whose_file_is_not_here_asks_for_it(team: Team) -> None:
     (team.folder / "sums.toml").rename(team.folder / "elsewhere.txt")
     (team.folder / "broken.toml").write_text("[", encoding="utf-8")
-    output = invoke("fork", "latest", "--at", "1", code=1).output
+    output = invoke("replay", "--fork", "latest", "--at", "1", code=1).output
     assert (
-        "belongs to the experiment 'sums-dev', and no file here describes it; name its file: agl fork sums-dev"
+        "belongs to the experiment 'sums-dev', and no file here describes it; name its file: agl replay --fork sums-dev"
         in output
     )
 
@@ -244,12 +243,12 @@ def test_rollout_of_an_experiment_whose_file_is_not_here_asks_for_it(team: Team)
 def test_command_runner_is_refused(team: Team) -> None:
     text = (team.folder / "sums.toml").read_text(encoding="utf-8").replace('"fork_cli_agent:solve"', '["true"]')
     (team.folder / "sums.toml").write_text(f'{text}\n[runner]\nuse = "command"\n', encoding="utf-8")
-    assert "which the 'command' runner cannot do" in invoke("fork", "latest", "--at", "1", code=1).output
+    assert "which the 'command' runner cannot do" in invoke("replay", "--fork", "latest", "--at", "1", code=1).output
 
 
 def test_rollouts_without_a_recording_are_refused(team: Team) -> None:
     asyncio.run(team.enqueue(Rollout(rollout_id="ro-waits", task={}, experiment="other")))
-    assert "is still queued; fork it once it has ended" in invoke("fork", "ro-waits", code=1).output
+    assert "is still queued; fork it once it has ended" in invoke("replay", "--fork", "ro-waits", code=1).output
 
 
 def test_metadata_of_the_users_own_called_fork_is_shown_as_it_is(team: Team) -> None:

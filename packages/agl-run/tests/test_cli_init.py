@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from agl.hints import pip_install
+from agl_inspect.terminal.program import cli
 from agl_run import load_config
 from agl_run.cli.init import TEMPLATES
-from agl_run.cli.main import cli
-from agl_run.experiment.dataset import load_dataset
+from agl_run.config.dataset import load_dataset
 
 INSTALLED = {each.name for each in distributions()}
 

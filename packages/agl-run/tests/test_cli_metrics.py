@@ -1,4 +1,4 @@
-"""``agl metrics`` and ``agl plot`` on a real SQLite store."""
+"""``agl metrics`` and ``agl metrics --plot`` on a real SQLite store."""
 
 import asyncio
 import json
@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord, Metric
 from agl.schemas import PromptTemplate, ResourceVersion
-from agl_run import SQLiteStore
-from agl_run.cli.curves import STEP, Curve, Point, drawn
-from agl_run.cli.main import cli
-from agl_run.cli.overlay import overlaid
+from agl_inspect.cli.curves import STEP, Curve, Point, drawn
+from agl_inspect.cli.overlay import overlaid
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 LOGGED = [
     *(("grpo", step, "reward", step / 40) for step in range(1, 41)),
@@ -63,7 +63,7 @@ def test_metrics_are_chosen_by_algorithm_and_name(store: str) -> None:
 
 
 def test_curve_fits_the_terminal_and_keeps_distances_of_steps(store: str) -> None:
-    lines = agl("plot", "--store", store, "--algorithm", "validate").stdout.splitlines()
+    lines = agl("metrics", "--plot", "--store", store, "--algorithm", "validate").stdout.splitlines()
     assert "validate reward: 1 at step 40" == lines[0]
     assert max(map(len, lines)) <= 60
     top, bottom = (next(line for line in lines if line.startswith(label)).partition("┤")[2] for label in ("1 ", "0 "))
@@ -73,10 +73,10 @@ def test_curve_fits_the_terminal_and_keeps_distances_of_steps(store: str) -> Non
 
 
 def test_long_curve_is_drawn_by_means_and_a_single_step_is_drawn_too(store: str) -> None:
-    rising = agl("plot", "--store", store, "--algorithm", "grpo", columns=30).stdout.splitlines()
+    rising = agl("metrics", "--plot", "--store", store, "--algorithm", "grpo", columns=30).stdout.splitlines()
     assert all(len(line) <= 30 for line in rising[1:])
     assert "grpo reward: 1 at step 40" == rising[0]  # a value that is no number is left out
-    flat = agl("plot", "--store", store, "--name", "loss").stdout
+    flat = agl("metrics", "--plot", "--store", store, "--name", "loss").stdout
     assert "grpo loss: -0.5 at step 40" in flat
 
 
@@ -93,10 +93,10 @@ def test_numbers_near_the_largest_are_drawn(values: tuple[float, float], steps: 
 
 
 def test_picture_shows_every_curve(store: str, tmp_path: Path) -> None:
-    result = agl("plot", "--store", store, "--name", "*", "--output", str(tmp_path / "curves.png"))
+    result = agl("metrics", "--plot", "--store", store, "--name", "*", "--output", str(tmp_path / "curves.png"))
     assert f"3 curves in {tmp_path / 'curves.png'}\n" == result.stdout
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    unknown = agl("plot", "--store", store, "--output", str(tmp_path / "curves.doc"))
+    unknown = agl("metrics", "--plot", "--store", store, "--output", str(tmp_path / "curves.doc"))
     assert "cannot write" in unknown.output
 
 
@@ -154,7 +154,9 @@ def searched(tmp_path: Path) -> str:
 
 
 def test_score_of_a_search_is_drawn_over_its_rollouts_with_interval_and_published_versions(searched: str) -> None:
-    lines = agl("plot", "--store", searched, "--name", "score", "--over", "spent_rollouts").stdout.splitlines()
+    lines = agl(
+        "metrics", "--plot", "--store", searched, "--name", "score", "--over", "spent_rollouts"
+    ).stdout.splitlines()
     assert "apo score: 0.75 [0.5, 1] at spent_rollouts 96" == lines[0]
     assert ["32", "96"] == lines[12].split()
     assert "▲ spent_rollouts 96: prompt@e-1-apo-3" == lines[13]
@@ -168,7 +170,7 @@ def test_score_of_a_search_is_drawn_over_its_rollouts_with_interval_and_publishe
 
 
 def test_picture_of_a_search_holds_interval_and_published_versions(searched: str, tmp_path: Path) -> None:
-    words = ("plot", "--store", searched, "--name", "score", "--over", "spent_rollouts", "--output")
+    words = ("metrics", "--plot", "--store", searched, "--name", "score", "--over", "spent_rollouts", "--output")
     assert f"1 curve in {tmp_path / 'c.svg'}\n" == agl(*words, str(tmp_path / "c.svg")).stdout
     assert agl(*words, str(tmp_path / "c.png")).exit_code == 0
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
@@ -186,7 +188,7 @@ def test_labels_of_many_versions_have_room_and_the_newest_has_one(store: str, tm
         await made.close()
 
     asyncio.run(publish())
-    assert 0 == agl("plot", "--store", store, "--output", str(tmp_path / "c.svg")).exit_code
+    assert 0 == agl("metrics", "--plot", "--store", store, "--output", str(tmp_path / "c.svg")).exit_code
     found = re.findall(
         r"<!-- \S+@calc-1-grpo-(\d+) -->\s+<g style=.+?translate\(([\d.]+)", (tmp_path / "c.svg").read_text()
     )
@@ -204,15 +206,15 @@ def test_label_that_is_higher_than_the_picture_keeps_its_end(store: str, tmp_pat
         await made.close()
 
     asyncio.run(publish())
-    assert 0 == agl("plot", "--store", store, "--output", str(tmp_path / "c.svg")).exit_code
+    assert 0 == agl("metrics", "--plot", "--store", store, "--output", str(tmp_path / "c.svg")).exit_code
     assert re.search(r"<!-- …\w*long@calc-1-grpo-7 -->", (tmp_path / "c.svg").read_text())
 
 
 def test_axis_that_no_step_has_is_answered_with_the_metrics_that_exist(searched: str) -> None:
-    result = agl("plot", "--store", searched, "--name", "score", "--over", "rollouts")
+    result = agl("metrics", "--plot", "--store", searched, "--name", "score", "--over", "rollouts")
     expected = "there is no metric 'rollouts' at the steps of score; did you mean 'spent_rollouts'?"
     assert (1, f"Error: {expected}\n") == (result.exit_code, result.output)
-    result = agl("plot", "--store", searched, "--name", "score", "--over", "money")
+    result = agl("metrics", "--plot", "--store", searched, "--name", "score", "--over", "money")
     assert "choose from: score, score_high, score_low, spent_rollouts" in result.output
 
 

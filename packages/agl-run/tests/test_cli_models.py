@@ -1,4 +1,4 @@
-"""``agl export --format model``: trained weights as a directory of their own."""
+"""``agl data export --format model``: trained weights as a directory of their own."""
 
 import asyncio
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from agl.schemas import PromptTemplate, ResourceVersion, Weights
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def export(folder: Path, *words: str, output: str | None = "out") -> Result:
     where = ["--output", str(folder / output)] if output else []
     store = ["--store", f"sqlite:///{folder / 'runs.db'}"]
-    return CliRunner().invoke(cli, ["export", *words, "--format", "model", *where, *store])
+    return CliRunner().invoke(cli, ["data", "export", *words, "--format", "model", *where, *store])
 
 
 def test_the_newest_version_is_copied(folder: Path) -> None:

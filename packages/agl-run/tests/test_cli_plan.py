@@ -1,4 +1,4 @@
-"""``agl plan``: its trial goes on until the tokens are sure or time is up, and a device is computed for."""
+"""``agl check --forecast``: its trial goes on until the tokens are sure or time is up, and a device is computed for."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("httpx")
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
 AGENT = """
@@ -65,7 +65,7 @@ def tasks(folder: Path, *lengths: int) -> None:
 
 
 def plan(*words: str) -> Result:
-    return CliRunner().invoke(cli, ["plan", "sized.toml", *words], catch_exceptions=False)
+    return CliRunner().invoke(cli, ["check", "--forecast", "sized.toml", *words], catch_exceptions=False)
 
 
 def trial_of(*words: str) -> tuple[int, float]:

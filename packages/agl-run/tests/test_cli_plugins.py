@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import agl
 from agl.hints import pip_install
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 
 TOY = """
 from agl import CommandEntry, RewardEntry, TracerEntry, hookimpl
@@ -136,7 +136,7 @@ def test_interrupted_command_ends_as_shells_expect(toy):
 
 def test_plugins_list_shows_plugins_and_imports_no_framework(toy):
     code = (
-        "import sys\nfrom agl_run.cli.main import main\nsys.argv = ['agl', 'plugins', 'list']\n"
+        "import sys\nfrom agl_inspect.terminal.program import main\nsys.argv = ['agl', 'plugins', 'list']\n"
         "try: main()\nexcept SystemExit as e: assert not e.code, e.code\n"
         "heavy = {'agl_toy_framework', 'agl_toy_cli', 'torch', 'httpx', 'sqlite3', 'opentelemetry.sdk'}\n"
         "bad = heavy & set(sys.modules)\n"

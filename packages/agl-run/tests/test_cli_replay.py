@@ -11,10 +11,10 @@ from click.testing import CliRunner
 import agl
 from agl import semconv
 from agl.schemas import ModelCall, ResourceVersion
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.cli.replay_server import ReplayServer
-from agl_run.replay.differences import difference, nearest
+from agl_inspect.rollouts.differences import difference, nearest
+from agl_inspect.terminal.program import cli
+from agl_replay.cli.replay_server import ReplayServer
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer, ToolCall
 
 AGENT = """
@@ -125,7 +125,7 @@ def invoke(*args: str, code: int = 0):
 
 def outputs() -> list[str]:
     """The return values of the agent in all rollouts, oldest first."""
-    lines = map(json.loads, invoke("export", "--format", "spans").stdout.splitlines())
+    lines = map(json.loads, invoke("data", "export", "--format", "spans").stdout.splitlines())
     return [line["attributes"][semconv.OUTPUT] for line in lines if semconv.OUTPUT in line.get("attributes", {})]
 
 
@@ -210,7 +210,9 @@ def test_replay_uses_the_prompt_that_an_algorithm_had_written(record, tmp_path):
     assert ["five", "first", "second"] == outputs()
 
 
-@pytest.mark.parametrize("metadata", [{"experiment": "experiment", "origin": "agl try", "candidate": True}, {}])
+@pytest.mark.parametrize(
+    "metadata", [{"experiment": "experiment", "origin": "agl resources try", "candidate": True}, {}]
+)
 def test_replay_uses_the_prompt_that_a_person_had_tried_or_published(record, tmp_path, metadata):
     record("chat", Reply(text="five"))
     (tmp_path / "prompted.py").write_text("def solve(task, prompt, llm):\n    return prompt.template\n")
@@ -241,7 +243,7 @@ from agl import RewardEntry, hookimpl
 
 @hookimpl
 def agl_rewards():
-    yield RewardEntry(name="pigeon", factory="agl_run.exact_match:ExactMatch")
+    yield RewardEntry(name="pigeon", factory="agl_run.agents.exact_match:ExactMatch")
 """
 
 

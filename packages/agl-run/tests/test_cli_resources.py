@@ -17,12 +17,12 @@ from agl.errors import ConfigError, NotFoundError
 from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.schemas._ids import new_span_id
 from agl.stores import MemoryStore
-from agl_run import SQLiteStore
-from agl_run.cli.lineage import diff_versions
-from agl_run.cli.main import cli
-from agl_run.comparison import compare, compare_tasks, interval, student_cdf, student_quantile
-from agl_run.experiment import labels
-from agl_run.experiment.state import AlgorithmState, save
+from agl_inspect.records import labels
+from agl_inspect.records.state import AlgorithmState, save_progress
+from agl_inspect.statistics.comparison import compare, compare_tasks, interval, student_cdf, student_quantile
+from agl_inspect.terminal.program import cli
+from agl_inspect.versions.lineage import diff_versions
+from agl_store_sqlite._store import SQLiteStore
 
 VERSIONS = [
     ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="Be brief.\nAnswer {q}")),
@@ -205,7 +205,7 @@ def test_compare_weighs_named_rewards_as_the_experiments_last_step_did(
             )
             await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
         weights = {"experiment.reward_weights.syntax": "0.25", "experiment.reward_weights.goal": "0.5"}
-        await save(store, ExperimentRecord(name="e"), {"grpo": AlgorithmState(step=1, settings=weights)})
+        await save_progress(store, ExperimentRecord(name="e"), {"grpo": AlgorithmState(step=1, settings=weights)})
         await store.close()
 
     run("list")

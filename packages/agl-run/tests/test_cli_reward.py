@@ -1,4 +1,4 @@
-"""``agl reward`` on real SQLite stores, with functions of the user's own and emitters of plugins."""
+"""``agl replay --score`` on real SQLite stores, with functions of the user's own and emitters of plugins."""
 
 import asyncio
 import json
@@ -15,11 +15,12 @@ from click.testing import CliRunner, Result
 
 from agl import Reward, Rollout, Span, semconv
 from agl.contracts import RolloutQuery, Store
+from agl.errors import RewardError
 from agl.schemas import ErrorInfo, Outcome
 from agl.tracing import make_reward_span
-from agl_run import RewardError, SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_run.runners.result import describe_error
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 
@@ -381,7 +382,16 @@ def test_interrupt_prints_what_was_scored_until_then(recorded: Callable[..., Non
     recorded(GROUPS)
     code = JUDGE.replace('rollout.task["answer"] == "stop"', 'rollout.rollout_id.endswith("00001-000")')
     Path("measure.py").write_text(code)
-    command = [sys.executable, "-m", "agl", "reward", "experiment.toml", "--set", "reward.use=measure:forever"]
+    command = [
+        sys.executable,
+        "-m",
+        "agl",
+        "replay",
+        "--score",
+        "experiment.toml",
+        "--set",
+        "reward.use=measure:forever",
+    ]
     with (
         Path("said").open("w") as said,
         subprocess.Popen([*command, "--concurrency", "1"], stdout=said, stderr=subprocess.STDOUT) as process,

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import agl
 from agl.contracts import AlgorithmContext, StepReport
 from agl.schemas import PromptTemplate
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 
 FILE = """
 [experiment]
@@ -97,7 +97,7 @@ def test_last_words_name_the_live_version_where_a_newer_one_was_given_up() -> No
     assert f"prompt: {live}" in words.splitlines()
     (line,) = (line for line in words.splitlines() if line.startswith("take prompt with you: "))
     show, export = line.removeprefix("take prompt with you: ").split(", ")
-    assert (f"agl resources show prompt {live}", f"agl export prompt@{live} --format json") == (show, export)
+    assert (f"agl resources show prompt {live}", f"agl data export prompt@{live} --format json") == (show, export)
     assert "0.95" in agl_(*show.split()[1:])
     assert "0.95" in agl_(*export.split()[1:])
     assert "0.05" in agl_("resources", "show", "prompt")

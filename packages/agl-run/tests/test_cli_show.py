@@ -17,10 +17,10 @@ from agl import Reward, Rollout, Span, semconv
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.schemas import Claim, ErrorInfo, ModelCall, Outcome
 from agl.stores import MemoryStore
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.cli.output import print_table
-from agl_run.cli.span_reader import SpanReader
+from agl_inspect.rollouts.span_reader import SpanReader
+from agl_inspect.terminal.output import print_table
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 ASKED = {"role": "user", "content": "What is 2+3? Use the tool."}
 CALLED = {
@@ -223,7 +223,7 @@ import atexit
 import sys
 from pathlib import Path
 
-from agl_run.cli.main import main
+from agl_inspect.terminal.program import main
 
 atexit.register(lambda: sys.stderr.write(Path("/proc/self/status").read_text()))
 main()
@@ -239,7 +239,7 @@ main()
         ("show", "--json"),
         ("show", "--kind", "call"),
         ("show", "--agent", "solver"),
-        ("export", "--format", "spans", "--agent", "solver"),
+        ("data", "export", "--format", "spans", "--agent", "solver"),
         ("why",),
     ],
     ids=" ".join,

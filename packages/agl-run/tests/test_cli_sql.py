@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from agl import Reward, Rollout, Span, semconv
 from agl.contracts import ExperimentRecord, Metric, Store
 from agl.schemas import Claim, ErrorInfo, ModelCall, Outcome, pack_floats, pack_ids
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 
 def spans_of(claim: Claim) -> tuple[Span, ...]:

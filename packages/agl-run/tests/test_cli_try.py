@@ -1,4 +1,4 @@
-"""``agl try`` as a person calls it: a real agent, a model server whose answers depend on the prompt, a SQLite store."""
+"""``agl resources try`` with a real agent, a model server whose answers depend on the prompt, and a SQLite store."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ from click.testing import CliRunner, Result
 from agl.contracts import ExperimentRecord, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, ResourceVersion, Rollout
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.cli.try_report import TriedRollout, TriedTask, compare_pair
-from agl_run.experiment.kept_trials import read_trials
-from agl_run.experiment.lock import ExperimentLock
-from agl_run.experiment.ownership import Ownership
-from agl_run.texts import text_of, unknown_placeholders, with_text
+from agl_inspect.records.trials import read_trials
+from agl_inspect.retention.ownership import Ownership
+from agl_inspect.terminal.program import cli
+from agl_replay.trials.report import TriedRollout, TriedTask, compare_pair
+from agl_replay.trials.texts import text_of, unknown_placeholders, with_text
+from agl_run.run.lock import ExperimentLock
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 from agl_testing.waiting import wait_until
 
@@ -105,7 +105,7 @@ def invoke(*words: str, code: int = 0, given: str | None = None) -> Result:
 
 
 def tried(*words: str, code: int = 0, given: str | None = None) -> dict[str, Any]:
-    return json.loads(invoke("try", "e.toml", *words, "--json", code=code, given=given).stdout)
+    return json.loads(invoke("resources", "try", "e.toml", *words, "--json", code=code, given=given).stdout)
 
 
 def read(folder: Path, work: Callable[[Store], Any]) -> Any:
@@ -136,7 +136,7 @@ def version(name: str, text: str) -> ResourceVersion:
 
 @pytest.mark.usefixtures("folder")
 def test_text_is_compared_with_the_file_task_by_task() -> None:
-    said = invoke("try", "e.toml", "--text", CAREFUL)
+    said = invoke("resources", "try", "e.toml", "--text", CAREFUL)
     lines = said.stdout.splitlines()
     assert "style on 8 validation tasks" == lines[0]
     assert lines[1].split() == ["task", "A", "B", "B", "-", "A", "what"]
@@ -205,16 +205,22 @@ def test_tried_text_is_a_version_that_is_neither_labelled_nor_the_newest(folder:
     publish(folder, version("v1", "Add: {question}"), live="v1")
     new = tried("--text", CAREFUL)["candidates"][1]["version"]
     stored = read(folder, lambda store: store.resource("style", new))
-    assert ("v1", {"experiment": "sums", "origin": "agl try", "candidate": True}) == (stored.parent, stored.metadata)
+    assert ("v1", {"experiment": "sums", "origin": "agl resources try", "candidate": True}) == (
+        stored.parent,
+        stored.metadata,
+    )
     assert [] == read(folder, lambda store: store.labels("style"))
     assert {"style": "v1"} == read(folder, lambda store: store.experiments("sums"))[0].live
-    assert "Add: {question}" in invoke("export", "style", "--format", "text").stdout
+    assert "Add: {question}" in invoke("data", "export", "style", "--format", "text").stdout
     assert new not in invoke("resources", "list", "style").stdout
     assert "style  v1" in invoke("resources", "list").stdout
-    assert f"- {new} (candidate) from v1, by agl try; trials: 8 rollouts of sums-try" in invoke("show", "style").stdout
+    assert (
+        f"- {new} (candidate) from v1, by agl resources try; trials: 8 rollouts of sums-try"
+        in invoke("show", "style").stdout
+    )
     invoke("resources", "promote", "style", new)
     assert new in invoke("resources", "list", "style").stdout
-    assert CAREFUL in invoke("export", "style", "--format", "text").stdout
+    assert CAREFUL in invoke("data", "export", "style", "--format", "text").stdout
 
 
 def test_text_that_a_version_has_already_is_that_version(folder: Path) -> None:
@@ -249,7 +255,9 @@ def test_rollouts_that_a_killed_trial_left_are_cancelled_and_cost_nothing(
 def test_only_candidate_is_compared_with_the_labelled_version(folder: Path) -> None:
     publish(folder, version("v1", "Add: {question}"), version("v2", CAREFUL))
     invoke("resources", "promote", "style", "v2", "--label", "best")
-    said = invoke("try", "e.toml", "--text", "Sum: {question}", "--set", "resource.style.label=best", "--limit", "8")
+    said = invoke(
+        "resources", "try", "e.toml", "--text", "Sum: {question}", "--set", "resource.style.label=best", "--limit", "8"
+    )
     assert "A  v2" in said.stdout
     assert "the label best" in said.stdout
     assert "B against A: worse by 0.75" in said.stdout
@@ -290,7 +298,7 @@ def test_mistake_is_named_before_anything_runs(
     folder: Path, server: ScriptedModelServer, words: Sequence[str], message: str
 ) -> None:
     (folder / "open.jsonl").write_text('{"question": "double 1"}\n', encoding="utf-8")
-    said = invoke("try", "e.toml", *words, code=1)
+    said = invoke("resources", "try", "e.toml", *words, code=1)
     assert message in said.stderr
     assert [] == server.calls
     assert [] == read(folder, lambda store: store.resources()) if (folder / "runs/sums.db").exists() else True
@@ -299,7 +307,16 @@ def test_mistake_is_named_before_anything_runs(
 @pytest.mark.usefixtures("folder")
 def test_hostile_text_and_answers_never_reach_the_terminal() -> None:
     hostile = "shout \x1b]0;owned\x07[bold]\u202e carefully: {question}"
-    said = invoke("try", "e.toml", "--text", hostile, "--task", '{"question": "\\u001b[2J 3", "answer": "6"}', "--full")
+    said = invoke(
+        "resources",
+        "try",
+        "e.toml",
+        "--text",
+        hostile,
+        "--task",
+        '{"question": "\\u001b[2J 3", "answer": "6"}',
+        "--full",
+    )
     assert not {"\x1b", "\x07", "\u202e"} & set(said.output)
     assert "6\\x1b[31m[bold]" in said.stdout
     found = tried("--text", hostile, "--task", '{"question": "double 3", "answer": "6"}')
@@ -308,7 +325,7 @@ def test_hostile_text_and_answers_never_reach_the_terminal() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_failed_rollouts_count_0_and_are_named_with_their_error() -> None:
-    said = invoke("try", "e.toml", "--text", "Add {much}: {question}", "--limit", "2")
+    said = invoke("resources", "try", "e.toml", "--text", "Add {much}: {question}", "--limit", "2")
     assert "--text has the placeholder {much}, which the present text lacks" in said.stderr
     assert "0.000 (1 failed)" in said.stdout
     assert "failed with B: 2 rollouts, such as sums-try-1-try-" in said.stdout
@@ -317,7 +334,7 @@ def test_failed_rollouts_count_0_and_are_named_with_their_error() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_exit_status_is_1_when_no_rollout_succeeded() -> None:
-    said = invoke("try", "e.toml", "--text", CAREFUL, "--task", "{}", code=1)
+    said = invoke("resources", "try", "e.toml", "--text", CAREFUL, "--task", "{}", code=1)
     assert "failed with A: 1 rollout, such as" in said.stdout
     assert "B against A: cannot tell apart: 1 task with rewards of both, and an interval needs two" in said.stdout
 
@@ -370,7 +387,7 @@ def test_editor_that_changes_nothing_or_everything_stops_with_words(
     folder: Path, monkeypatch: pytest.MonkeyPatch, server: ScriptedModelServer, change: str, message: str
 ) -> None:
     editor(folder, monkeypatch, change)
-    assert message in invoke("try", "e.toml", "--edit", code=1).stderr
+    assert message in invoke("resources", "try", "e.toml", "--edit", code=1).stderr
     assert [] == server.calls
 
 
@@ -410,7 +427,7 @@ def test_prompt_of_messages_is_tried_as_json(folder: Path, text: str, message: s
     file = folder / "e.toml"
     file.write_text(file.read_text().replace('template = "Add: {question}"', f"value = [{value}]"))
     if message:
-        assert message in invoke("try", "e.toml", "--text", text, code=1).stderr
+        assert message in invoke("resources", "try", "e.toml", "--text", text, code=1).stderr
         return
     found = tried("--text", text)
     assert "better" == found["pairs"][0]["verdict"]
@@ -452,7 +469,7 @@ async def solve(task, style):
 def test_interrupt_reports_what_is_done_and_leaves_nothing_queued(folder: Path) -> None:
     (folder / "try_agent.py").write_text(SLOW, encoding="utf-8")
     (folder / "e.toml").write_text((folder / "e.toml").read_text().partition("[[reward]]")[0], encoding="utf-8")
-    words = [sys.executable, "-m", "agl", "try", "e.toml", "--text", CAREFUL]
+    words = [sys.executable, "-m", "agl", "resources", "try", "e.toml", "--text", CAREFUL]
     running = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def ended() -> int:

@@ -1,4 +1,4 @@
-"""``agl workers``: the processes of experiments, busy, idle or gone."""
+"""``agl runs workers``: the processes of experiments, busy, idle or gone."""
 
 import asyncio
 import json
@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from agl.contracts import ExperimentRecord, Presence, Store
 from agl.schemas import Rollout
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.runners.liveness import worker_name
+from agl_inspect.records.hosts import worker_name
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def announcing(name: str, member: str, *, owner: str = "") -> Callable[[Store], 
 
 
 def listed(*options: str) -> dict[str, dict[str, object]]:
-    output = CliRunner().invoke(cli, ("workers", "--json", *options), catch_exceptions=False).output
+    output = CliRunner().invoke(cli, ("runs", "workers", "--json", *options), catch_exceptions=False).output
     return {item["worker"]: item for item in json.loads(output)}
 
 

@@ -12,8 +12,8 @@ import agl
 from agl.contracts import StoreEntry
 from agl.errors import StoreError
 from agl.stores import MemoryStore
-from agl_run.experiment import command_recording
-from agl_run.experiment.command_recording import record_command
+from agl_run.runners import recording as command_recording
+from agl_run.runners.recording import record_command
 
 PROGRAM = """
 import os, sys, time
@@ -49,5 +49,5 @@ def test_lease_is_renewed_after_a_store_that_failed(
 
     assert 0 == run.exit_code
     assert [(logging.WARNING, "the store could not record that the program still runs: the disk is full")] == [
-        (record.levelno, record.getMessage()) for record in caplog.records if record.name == "agl_run.experiment"
+        (record.levelno, record.getMessage()) for record in caplog.records if record.name == "agl_run.run"
     ]

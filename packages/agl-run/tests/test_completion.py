@@ -12,8 +12,9 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from agl import Rollout
-from agl_run.cli.main import cli
-from agl_run.sqlite import SQLiteStore, experiments, rollout_ids
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._names import experiments, rollout_ids
+from agl_store_sqlite._store import SQLiteStore
 
 
 def fill(path: Path, rollouts: list[Rollout]) -> None:
@@ -63,7 +64,7 @@ def test_shell_hears_of_no_error(folder):
 
 @pytest.mark.parametrize(
     "words",
-    [("show",), ("why",), ("replay",), ("export",), ("export", "calc-0"), ("runs", "rm")],
+    [("show",), ("why",), ("replay",), ("export",), ("data", "export", "calc-0"), ("runs", "rm")],
     ids=" ".join,
 )
 def test_ids_are_completed(words, folder):

@@ -1,4 +1,4 @@
-"""``agl runs copy``: everything arrives as it was, an interrupted copy can be repeated, and nothing is overwritten."""
+"""``agl data copy``: everything arrives as it was, an interrupted copy can be repeated, and nothing is overwritten."""
 
 import asyncio
 import json
@@ -15,8 +15,8 @@ from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Sto
 from agl.errors import ConflictError
 from agl.schemas import ErrorInfo, Outcome, PromptTemplate, ResourceVersion, RetryPolicy
 from agl.stores import MemoryStore, read_recordings
-from agl_run.cli.main import cli
-from agl_run.sqlite import SQLiteStore
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 RETRY = RetryPolicy(max_attempts=2)
 FAILED = ErrorInfo(type="ValueError", message="no", traceback="...")
@@ -96,7 +96,7 @@ def use(path: Path, work: Callable[[Store], Awaitable[Any]]) -> Any:
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(cli, ["runs", "copy", *words], prog_name="agl")
+    return CliRunner().invoke(cli, ["data", "copy", *words], prog_name="agl")
 
 
 @pytest.fixture

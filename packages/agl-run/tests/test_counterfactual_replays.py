@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agl.contracts import ReplayPlan, replay_of, sampling_mode
 from agl.schemas import Episode, Mode, Rollout
 from agl.stores import MemoryStore
-from agl_run.experiment.counterfactual import Replays
-from agl_run.replay import ReplayPlan, replay_of, sampling_mode
+from agl_run.parts.counterfactual import Replays
 
 
 def replayed(*plans: ReplayPlan, run: str = "1", mode: Mode = "train", **metadata: Any) -> list[Rollout]:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from agl.episodes import build_episode
-from agl_run.cli.dialogues import dialogues
+from agl_data.export.dialogues import dialogues
 from tests.cases import ATTEMPT, ROLLOUT, call_span
 
 QUESTION = {"role": "user", "name": "ann", "content": "2+3?"}

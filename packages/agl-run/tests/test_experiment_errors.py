@@ -14,9 +14,9 @@ from agl.errors import AglError, ConfigError, DatasetError, UnknownComponentErro
 from agl.hints import pip_install
 from agl.tracing import WireTracer
 from agl_run import ExperimentConfig, Quiet, Trainer, load_config, parse_config
-from agl_run.cli.experiment import make_trainer, read_experiment
-from agl_run.experiment.checks import make_plan
-from agl_run.experiment.plan import Plan
+from agl_run.checks.checks import make_plan
+from agl_run.plan import Plan
+from agl_run.terminal import make_trainer, read_experiment
 
 
 class ToyPlugin:

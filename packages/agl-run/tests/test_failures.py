@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from agl import AlgorithmEntry, PluginManager, PromptTemplate, Trainer, hookimpl
 from agl.contracts import AlgorithmContext, StepReport
 from agl.errors import RunError
+from agl_inspect.terminal.program import cli
 from agl_run import Quiet
-from agl_run.cli.main import cli
 
 AGENT = """
 import builtins

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from agl.contracts import DIVERGED, REPLAY_VERSION, ForkPlan
 from agl.dialects import Request
 from agl.schemas import to_json
-from agl_run.replay import ForkPlan
-from agl_run.replay.fork_player import DIVERGED, REFUSED, ForkPlayer, ForkScript
-from agl_run.replay.player import VERSION, RecordedAnswer
+from agl_inspect.rollouts.recorded import RecordedAnswer
+from agl_run.replay.fork_player import REFUSED, ForkPlayer, ForkScript
 
 Call = tuple[str, str]
 """An agent and what it asks."""
@@ -53,7 +53,7 @@ def ask(of: ForkPlayer, *calls: Call) -> list[str]:
             found.append("refused")
         else:
             said = msgspec.json.decode(answer.body)["choices"][0]["message"]["content"]
-            found.append(f"{answer.model_version.removeprefix(VERSION)} {said}")
+            found.append(f"{answer.model_version.removeprefix(REPLAY_VERSION)} {said}")
     return found
 
 

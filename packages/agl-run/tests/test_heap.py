@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import gc
 import time
-from agl_run.heap import settle_heap
+from agl_run.worker.heap import settle_heap
 
 kept = [[number] for number in range(1_000_000)]
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from agl_run.experiment.blocking import SAME_S, run_blocking
+from agl_run.run.blocking import SAME_S, run_blocking
 
 
 class Work:

@@ -18,25 +18,25 @@ from agl.contracts import Presence, RewardSetup, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore, without_credentials
+from agl_inspect.records.hosts import place, worker_is_dead, worker_name
 from agl_run import parse_config
-from agl_run.experiment.address import advertised_url, is_loopback, local_url
-from agl_run.experiment.build import build_rewards
-from agl_run.experiment.config import ComponentConfig
-from agl_run.experiment.live import PinnedResources
-from agl_run.experiment.plan import Plan
-from agl_run.experiment.remote import RemoteWorker
-from agl_run.experiment.serving import Announcement, Serving, load_serving, make_serving
-from agl_run.experiment.worker_admission import (
+from agl_run.access.tokens import AdminKey
+from agl_run.config.records import ComponentConfig
+from agl_run.parts.build import build_rewards
+from agl_run.plan import Plan
+from agl_run.worker.address import advertised_url, is_loopback, local_url
+from agl_run.worker.admission import (
     check_direct_calls,
     differences,
     make_worker_plan,
     try_gateway,
     unreachable_policies,
 )
-from agl_run.experiment.worker_watch import WorkerWatch
-from agl_run.runners.liveness import place, worker_is_dead, worker_name
-from agl_run.runners.remote_gateway import RemoteGateway
-from agl_run.tokens import AdminKey
+from agl_run.worker.announcement import Announcement, Serving, load_serving, make_serving
+from agl_run.worker.current import PinnedResources
+from agl_run.worker.remote import RemoteWorker
+from agl_run.worker.remote_gateway import RemoteGateway
+from agl_run.worker.unclaimed import WorkerWatch
 from agl_testing.waiting import eventually
 
 AGENT = "def solve(task, prompt):\n    return 1.0\n"
@@ -141,8 +141,8 @@ def test_experiment_is_joined_while_it_runs_and_versions_follow(tmp_path: Path) 
 
 
 def test_worker_reports_while_it_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_run.experiment.remote.BEAT_S", 0.1)
-    monkeypatch.setattr("agl_run.experiment.remote.LOOK_S", 0.1)
+    monkeypatch.setattr("agl_run.worker.remote.BEAT_S", 0.1)
+    monkeypatch.setattr("agl_run.worker.remote.LOOK_S", 0.1)
 
     async def work() -> None:
         store = MemoryStore()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from agl.errors import ConfigError, TokenError
+from agl_inspect.keys import KeyFile
 from agl_run import load_secret, signing_keys
-from agl_run.tokens import AdminKey, AttemptTokens, KeyFile
+from agl_run.access.tokens import AdminKey, AttemptTokens
 
 OLD, NEW = b"an-old-key-0123456789", b"a-new-key-0123456789"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from agl.contracts import LabelMove
-from agl_run.commands import label_path
+from agl_inspect.records.labels import label_path
 
 
 @pytest.mark.parametrize(

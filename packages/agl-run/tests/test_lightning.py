@@ -1,4 +1,4 @@
-"""Every public name of Agent Lightning 0.3.0: it works under ``agl_run.lightning``, or says what replaced it."""
+"""Every public name of Agent Lightning 0.3.0: it works under ``agl_lightning``, or says what replaced it."""
 
 import asyncio
 import logging
@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+import agl_lightning as lightning
 from agl.errors import ConfigError
 from agl.schemas import Outcome, RetryPolicy, Reward, Rollout, Span
-from agl_run import AgentSpec, lightning, policy
-from agl_run.lightning import APO, LLM, VERL, AttemptedRollout, LitAgent, PromptTemplate, Trainer
-from agl_run.lightning.replaced import REPLACED as REMEDIES
+from agl_lightning import APO, LLM, VERL, AttemptedRollout, LitAgent, PromptTemplate, Trainer
+from agl_lightning.replaced import REPLACED as REMEDIES
+from agl_run import AgentSpec, policy
 
 ROOT = Path(__file__).parents[3]
 RECORD = Rollout(rollout_id="r", task={"x": 1}, attempt_id="r.1", attempts=1)
@@ -211,7 +212,7 @@ def test_name_that_agent_lightning_has_not_is_an_attribute_error() -> None:
 
 
 def test_importing_the_names_imports_no_trainer() -> None:
-    code = "import sys, agl_run.lightning; print('agl_run.experiment.trainer' in sys.modules)"
+    code = "import sys, agl_lightning; print('agl_run.run.trainer' in sys.modules)"
     assert "False\n" == subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
@@ -298,7 +299,7 @@ def test_apo_asks_the_models_that_it_names_at_the_address_of_its_client() -> Non
         params["optimizer"]["model"],
         params["critic"]["model"],
     )
-    assert (6, "medium", "beam") == (params["beam_rounds"], params["budget"], params["selector"])
+    assert (6, "medium", "beam") == (params["beam_rounds"], params["budget"], params["parents"]["selector"])
 
 
 @pytest.mark.parametrize(("name", "engine", "use"), [("vllm", "ray", "verl"), ("hf", "inproc", "torch")])
@@ -391,7 +392,7 @@ def test_logging_is_set_up_for_the_loggers_that_are_named(tmp_path: Path) -> Non
 
     logging.getLogger("mine").warning("one")
     logging.getLogger("mine").info("two")
-    logging.getLogger("agl_run.lightning").error("three")
+    logging.getLogger("agl_lightning").error("three")
 
     assert ["one", "three"] == [line.split()[-1] for line in (tmp_path / "all.log").read_text().splitlines()]
     assert logging.DEBUG == logging.getLogger("agl.toy").level

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_testing.experiments import write_experiment
 
 AGENT = """

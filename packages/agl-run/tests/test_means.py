@@ -15,11 +15,12 @@ from agl import AlgorithmEntry, PluginManager, Rollout, hookimpl
 from agl.algorithms import algorithm
 from agl.contracts import AlgorithmContext, Metric, StepReport
 from agl.schemas import PromptTemplate
-from agl_run import Quiet, SQLiteStore, Trainer
-from agl_run.comparison import Comparison, compare, compare_tasks, interval
-from agl_run.experiment.validations import Validation, is_below
-from agl_run.means import mean
-from agl_run.suggestions import suggestions_of
+from agl_inspect.advice.suggestions import suggestions_of
+from agl_inspect.records.validations import Validation, is_below
+from agl_inspect.statistics.comparison import Comparison, compare, compare_tasks, interval
+from agl_inspect.statistics.means import mean
+from agl_run import Quiet, Trainer
+from agl_store_sqlite._store import SQLiteStore
 
 HUGE = 1e308
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

@@ -20,8 +20,9 @@ from click.testing import CliRunner
 from agl import AlgorithmEntry, PluginManager, PolicyEntry, Rollout, hookimpl
 from agl.contracts import AlgorithmContext, StepReport
 from agl.schemas import PromptTemplate, ResourceVersion
-from agl_run import Quiet, SQLiteStore, Trainer
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
+from agl_run import Quiet, Trainer
+from agl_store_sqlite._store import SQLiteStore
 
 BOOK = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(encoding="utf-8"))
 GOOD: dict[str, str] = BOOK["good"]

@@ -12,9 +12,9 @@ import pytest
 from agl import PluginManager, PolicyEntry, hookimpl
 from agl.errors import ConfigError
 from agl_run import Trainer, policy
-from agl_run.experiment.config import PolicyConfig
-from agl_run.experiment.models import policy_params
-from agl_run.experiment.plan import Plan
+from agl_run.config.records import PolicyConfig
+from agl_run.parts.models import policy_params
+from agl_run.plan import Plan
 
 
 class Plugin:

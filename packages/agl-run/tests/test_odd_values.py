@@ -28,11 +28,12 @@ from agl.schemas import (
     encode,
 )
 from agl.stores import MemoryStore
-from agl_run import AgentSpec, AsyncRunner, RunSetup, SQLiteStore, Worker, WorkerSetup
+from agl_run import AgentSpec, AsyncRunner, RunSetup, Worker, WorkerSetup
 from agl_run.runners import child
-from agl_run.runners import worker as workers
 from agl_run.runners.process import ProcessRunner
 from agl_run.runners.storable import storable_outcome, storable_span
+from agl_run.worker import worker as workers
+from agl_store_sqlite._store import SQLiteStore
 
 HALF = "\udcff"
 

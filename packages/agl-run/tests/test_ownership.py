@@ -16,9 +16,9 @@ from agl.contracts import ExperimentRecord, RolloutQuery, Store, Trained
 from agl.errors import ConfigError, FencedError, StoreError
 from agl.schemas import Outcome, Rollout
 from agl.stores import MemoryStore
-from agl_run import SQLiteStore
-from agl_run.experiment.ownership import Owner, Ownership
-from agl_run.runners.liveness import place, worker_name
+from agl_inspect.records.hosts import place, worker_name
+from agl_inspect.retention.ownership import Owner, Ownership
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 
 Opener = Callable[[], Store]

@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from agl.stores import MemoryStore
-from agl_run import SQLiteStore
+from agl_inspect.stores import hints
+from agl_inspect.stores.urls import without_password
+from agl_inspect.terminal.program import cli
 from agl_run.cli.again import run_again
-from agl_run.cli.main import cli
 from agl_run.cli.run import run
-from agl_run.experiment import hints
-from agl_run.experiment.store_url import without_password
+from agl_store_sqlite._store import SQLiteStore
 
 AGENT = """
 import os, signal, time

@@ -7,13 +7,13 @@ import pytest
 from msgspec.structs import replace
 
 from agl.errors import ConfigError
-from agl_run.cli.device_report import on_device
-from agl_run.planning.costs import DeviceForecast, Recorded, forecast_on, memory_of
-from agl_run.planning.devices import DEVICES, device_of
-from agl_run.planning.models import ModelShape, shape_of_model
-from agl_run.planning.observed import Observed
-from agl_run.planning.queueing import forecast
-from agl_run.planning.shape import StepShape, Training
+from agl_inspect.forecast.costs import DeviceForecast, Recorded, forecast_on, memory_of
+from agl_inspect.forecast.devices import DEVICES, device_of
+from agl_inspect.forecast.models import ModelShape, shape_of_model
+from agl_inspect.forecast.observed import Observed
+from agl_inspect.forecast.queueing import forecast
+from agl_inspect.forecast.step_size import StepShape, Training
+from agl_run.forecast.device_text import on_device
 
 LLAMA_8B = {
     "num_hidden_layers": 32,

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from agl.contracts import Recording
 from agl.episodes import build_episode
 from agl.schemas import Attempt, ErrorInfo, Json, ModelCall, Reward, Rollout, Sampling, Span, pack_floats, pack_ids
-from agl_run.planning.faults import Examined, faults_in, faults_of_tasks
-from agl_run.planning.observed import Observed, covered, observe
-from agl_run.planning.queueing import at_once, forecast, idle_share, makespan, uncertainty_of
-from agl_run.planning.silence import best_size, silent_shares
+from agl_inspect.forecast.faults import Examined, faults_in, faults_of_tasks
+from agl_inspect.forecast.observed import Observed, covered, observe
+from agl_inspect.forecast.queueing import at_once, forecast, idle_share, makespan, uncertainty_of
+from agl_inspect.forecast.silence import best_size, silent_shares
 
 WORDS = ("red", "green", "blue", "black", "white", "brown")
 TASKS: Sequence[dict[str, Json]] = [{"question": f"what of {word}?", "answer": f"mostly {word}"} for word in WORDS]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl.contracts import REPLAY
 from agl.errors import NotFoundError, RunError
 from agl.schemas import Rollout, Span
 from agl.stores import MemoryStore, all_spans
-from agl_run.experiment.collect import step_name
-from agl_run.replay import REPLAY
+from agl_inspect.records.rollouts import step_name
 from agl_run.replay.script import load_script
 
 

@@ -14,9 +14,10 @@ from agl.algorithms import algorithm, component
 from agl.contracts import AlgorithmContext, StepReport
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate
-from agl_run import FitResult, Quiet, SQLiteStore, Trainer, policy
-from agl_run.cli.main import cli
-from agl_run.experiment.state import load_experiment
+from agl_inspect.records.state import load_experiment
+from agl_inspect.terminal.program import cli
+from agl_run import FitResult, Quiet, Trainer, policy
+from agl_store_sqlite._store import SQLiteStore
 
 
 class Counting:

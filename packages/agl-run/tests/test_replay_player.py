@@ -13,14 +13,13 @@ pytest.importorskip("openai", exc_type=ImportError)
 import openai
 
 import agl
-from agl.contracts import Upstream
+from agl.contracts import REPLAY, ReplayPlan, Upstream, replay_of
 from agl.errors import AglError
 from agl.schemas import Rollout, to_builtins
 from agl.tracing import ActiveAttempt, SpanRecorder, activate
-from agl_run.replay import REPLAY, ReplayPlan, replay_of
-from agl_run.replay.player import Player, RecordedAnswer, ReplayScript
-from agl_run.replay.script import recorded_answers
-from agl_run.replay.streams import stream_of
+from agl_inspect.rollouts.recorded import RecordedAnswer, recorded_answers
+from agl_inspect.rollouts.streams import stream_of
+from agl_run.replay.player import Player, ReplayScript
 from agl_testing.model_server import Reply, ScriptedModelServer, Status, ToolCall
 
 ASK = [{"role": "user", "content": "which way?"}]

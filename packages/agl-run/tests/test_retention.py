@@ -28,12 +28,13 @@ from agl.contracts import (
 from agl.errors import ConfigError, ConflictError, StoreError
 from agl.schemas import Outcome, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore
-from agl_run import Quiet, RetentionConfig, SQLiteStore, parse_config
-from agl_run.experiment import retaining as served
-from agl_run.experiment.ownership import Ownership
-from agl_run.experiment.retaining import retaining
-from agl_run.experiment.retention import RetentionLimits, parse_size, remove_old
-from agl_run.experiment.state import AlgorithmState, save
+from agl_inspect.records.state import AlgorithmState, save_progress
+from agl_inspect.retention import turns as served
+from agl_inspect.retention.ownership import Ownership
+from agl_inspect.retention.removal import RetentionLimits, parse_size, remove_old
+from agl_inspect.retention.turns import retaining
+from agl_run import Quiet, RetentionConfig, parse_config
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 
 TASKS = [{"n": 0}, {"n": 1}]
@@ -172,8 +173,8 @@ def test_run_spares_what_runs_what_can_be_resumed_and_what_it_learns_from(
     async def record(store: Store) -> None:
         for name in ("ended", "unfinished", "source"):
             await fill(store, name, 2)
-        await save(store, ExperimentRecord(name="ended", status="finished"))
-        await save(store, ExperimentRecord(name="unfinished", status="running"))
+        await save_progress(store, ExperimentRecord(name="ended", status="finished"))
+        await save_progress(store, ExperimentRecord(name="unfinished", status="running"))
         await store.enqueue([Rollout(rollout_id="queued", task={}), Rollout(rollout_id="running", task={})])
         await store.claim(worker="w", experiment="", limit=1)
 
@@ -213,7 +214,7 @@ def test_retention_keeps_versions_labels_scores_and_the_ledger(opener: Callable[
         await store.move_label(LabelMove(name="prompt", label="production", version="v1"))
         await store.save_scores([VersionScore(name="prompt", version="v1", mean=0.5, low=0.4, high=0.6, n=2, how="h")])
         record = ExperimentRecord(name="e", status="finished", live={"prompt": "v1"}, turn=1)
-        await save(store, record, trained={("a", 1): ("e-000",)})
+        await save_progress(store, record, trained={("a", 1): ("e-000",)})
         await remove_old(store, RolloutQuery(), RetentionLimits())
         assert [] == await ids_in(store)
         assert version == await store.resource("prompt", "v1")
@@ -246,7 +247,7 @@ KILLED = """
 import asyncio, os, signal, sys
 from agl.contracts import RolloutQuery
 from agl_run import SQLiteStore
-from agl_run.experiment import retention
+from agl_run.config import retention
 
 class Killed(SQLiteStore):
     async def delete(self, rollout_ids):
@@ -374,7 +375,7 @@ def test_size_never_takes_what_a_run_that_can_be_resumed_needs(full: SQLiteStore
     async def body() -> None:
         settings = {"source": '["rollouts", "experiment:source"]', "text": "sha256:0"}
         state = {"learner": AlgorithmState(step=1, settings=settings)}
-        await save(full, ExperimentRecord(name="unfinished", status="running"), state)
+        await save_progress(full, ExperimentRecord(name="unfinished", status="running"), state)
         report = await remove_old(full, RolloutQuery(), RetentionLimits(max_bytes=1))
         assert (20, 20) == (len(report.removed), report.kept_for_experiments)
         assert ["source"] * 10 + ["unfinished"] * 10 == [each[:-2] for each in await ids_in(full)]

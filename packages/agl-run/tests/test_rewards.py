@@ -7,8 +7,8 @@ from agl import PluginManager
 from agl.contracts import RewardSetup, Upstream
 from agl.schemas import Rollout
 from agl_run import parse_config
-from agl_run.exact_match import ExactMatch
-from agl_run.experiment.build import build_rewards
+from agl_run.agents.exact_match import ExactMatch
+from agl_run.parts.build import build_rewards
 
 
 class Asking:

@@ -15,9 +15,9 @@ from agl.contracts import ExperimentRecord, Upstream
 from agl.errors import ConfigError, StoreError
 from agl.schemas import NamedResources, Rollout, Span
 from agl.stores import MemoryStore
+from agl_inspect.records import state as saved
 from agl_run import AgentSpec, AsyncRunner, Quiet, RunSetup, Trainer
-from agl_run.experiment import state as saved
-from agl_run.experiment.schedule import concurrent, sequential
+from agl_run.run.schedule import concurrent, sequential
 from agl_run.runners.command import CommandRunner
 from agl_run.runners.process import ProcessRunner
 

@@ -8,9 +8,9 @@ import pytest
 
 from agl.contracts import ExperimentRecord
 from agl.stores import MemoryStore
-from agl_run.commands import RunDifference, compare_runs
-from agl_run.experiment.state import run_key
-from agl_run.experiment.validations import Validation
+from agl_inspect.advice.run_differences import RunDifference, compare_runs
+from agl_inspect.records.state import run_key
+from agl_inspect.records.validations import Validation
 
 NOISE = (0.02, -0.01, 0.03, -0.03, 0.01, -0.02)
 FIRST = (0.1, 0.9, 0.5, 0.3, 0.7, 0.2)

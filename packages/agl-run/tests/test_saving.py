@@ -11,11 +11,12 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
-from agl_run.cli.lineage import list_versions, shown
-from agl_run.experiment.saving import deferred, remove_unreachable, saved_marks, to_end, unsaved
-from agl_run.experiment.serving_files import served_from_disk
-from agl_run.experiment.state import AlgorithmState
-from agl_run.runners.liveness import worker_name
+from agl_inspect.records.hosts import worker_name
+from agl_inspect.records.saved_versions import deferred, saved_marks, unsaved
+from agl_inspect.records.state import AlgorithmState
+from agl_inspect.versions.lineage import list_versions, shown
+from agl_run.checks.serving_files import served_from_disk
+from agl_run.run.saving import remove_unreachable, to_end
 
 
 def version(step: int, *, waits: bool = True, experiment: str = "toy") -> ResourceVersion:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_run.experiment.config import ScheduleConfig
-from agl_run.experiment.schedule import alternate, concurrent, run_schedule, sequential
+from agl_run.config.records import ScheduleConfig
+from agl_run.run.schedule import alternate, concurrent, run_schedule, sequential
 
 
 class Counted:

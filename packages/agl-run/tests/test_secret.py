@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from agl.errors import ConfigError
-from agl_run import load_secret, state_dir
+from agl_inspect.keys import state_dir
+from agl_run import load_secret
 
 SECRET = b"0123456789abcdef"
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from agl.algorithms import algorithm
-from agl_run.experiment.config import ExperimentConfig, ExperimentSection
-from agl_run.experiment.settings import changed_settings, training_settings
+from agl_run.config.records import ExperimentConfig, ExperimentSection
+from agl_run.config.settings import changed_settings, training_settings
 
 SECRET = "not-for-a-store"
 

@@ -14,14 +14,23 @@ from hypothesis import strategies as st
 
 import agl
 from agl.algorithms import algorithm, component
-from agl.contracts import AlgorithmContext, ExporterEntry, StepReport
+from agl.contracts import (
+    AlgorithmContext,
+    ExporterEntry,
+    SinkOutcome,
+    SinkRow,
+    SinkRun,
+    SinkTable,
+    StepReport,
+    flat_config,
+    shortened,
+)
 from agl.errors import ConfigError, ExportError
 from agl.schemas import PromptTemplate
 from agl_run import ExperimentConfig, Quiet, parse_config
-from agl_run.experiment import sinking
-from agl_run.experiment.sink_contents import shown_config
-from agl_run.experiment.syncing import sync_plan
-from agl_run.sinks import SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
+from agl_run.deliver import sinking
+from agl_run.deliver.sink_contents import shown_config
+from agl_run.run.syncing import sync_plan
 
 TASKS = [{"n": 1}, {"n": 3}]
 

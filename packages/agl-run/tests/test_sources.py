@@ -97,7 +97,9 @@ def test_module_of_the_experiment_with_the_runners_name_is_refused(trainer: Make
 def test_runner_that_is_not_installed_is_named_with_its_package(tmp_path: Path, site: Path) -> None:
     (site / "verifiers.py").write_text("wordle = None\n")  # what the library itself would be
     config = parse_config({"experiment": {"agent": "verifiers:wordle", "store": "memory://"}})
-    with pytest.raises(PluginError, match=r"no runner is named 'verifiers'; run: pip install .*agl-verifiers"):
+    with pytest.raises(
+        PluginError, match=r"no runner is named 'verifiers'; run: pip install .*'agl-environments[verifiers]'"
+    ):
         Trainer.from_config(config, folder=tmp_path, plugins=PluginManager()).plan()
 
 

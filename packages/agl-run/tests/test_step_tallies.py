@@ -12,7 +12,14 @@ from agl.contracts import CallUse, ExperimentRecord, Moments, Recording
 from agl.episodes import build_episode
 from agl.schemas import Episode
 from agl.stores import MemoryStore
-from agl_run.experiment.step_tallies import MOST_AGENTS, Observed, StepTallies, StepTally, keep_tallies, read_tallies
+from agl_inspect.rollouts.step_tallies import (
+    MOST_AGENTS,
+    Observed,
+    StepTallies,
+    StepTally,
+    keep_tallies,
+    read_tallies,
+)
 from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span
 
 RUN = ExperimentRecord(name="sums", run=2)

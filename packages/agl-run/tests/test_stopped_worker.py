@@ -9,7 +9,8 @@ import pytest
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import Claim, Outcome, Rollout
 from agl.stores import MemoryStore
-from agl_run import SQLiteStore, Worker, WorkerSetup
+from agl_run import Worker, WorkerSetup
+from agl_store_sqlite._store import SQLiteStore
 
 
 class Idle:
@@ -73,7 +74,7 @@ def test_worker_stopped_while_its_claim_is_answered_holds_nothing(store: Store) 
 
 
 def test_worker_stops_though_its_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_run.runners.worker.GIVE_BACK_S", 0.05)
+    monkeypatch.setattr("agl_run.worker.worker.GIVE_BACK_S", 0.05)
 
     async def body() -> None:
         silent = Silent(MemoryStore())

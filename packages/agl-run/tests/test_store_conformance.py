@@ -14,7 +14,7 @@ from agl_testing.stores.older_layout import narrow_numbers, older_states
 class TestSQLiteStore(StoreConformance):
     @pytest.fixture
     def locate(self, tmp_path: Path) -> Callable[[str], StoreLocation]:
-        return lambda name: StoreLocation(factory="agl_run.sqlite:SQLiteStore", url=f"sqlite:///{tmp_path}/{name}.db")
+        return lambda name: StoreLocation(factory="agl_store_sqlite:SQLiteStore", url=f"sqlite:///{tmp_path}/{name}.db")
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
         execute(location, f"UPDATE agl_schema SET version = {version}")

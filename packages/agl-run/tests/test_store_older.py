@@ -14,8 +14,8 @@ import pytest
 
 from agl.contracts import ExperimentRecord, RolloutQuery, Store, VersionScore
 from agl.schemas import unpack_ids
-from agl_run import SQLiteStore
-from agl_run.experiment.state import AlgorithmState, load_algorithm, trained_rollouts, unfinished_experiments
+from agl_inspect.records.state import AlgorithmState, load_algorithm, trained_rollouts, unfinished_experiments
+from agl_store_sqlite._store import SQLiteStore
 
 T = TypeVar("T")
 Read = Callable[[Callable[[Store], Awaitable[T]]], T]

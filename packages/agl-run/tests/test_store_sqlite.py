@@ -16,9 +16,9 @@ import pytest
 from agl.contracts import ExperimentRecord, RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import ModelCall, Outcome, RetryPolicy, Rollout, Span, pack_floats, pack_ids
-from agl_run import SQLiteStore
-from agl_run.sqlite import _schema
-from agl_run.sqlite._schema import CURRENT, MIGRATIONS
+from agl_store_sqlite import _schema
+from agl_store_sqlite._schema import CURRENT, MIGRATIONS
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.stores.older_layout import narrow_numbers
 
 WRITER = """
@@ -136,7 +136,7 @@ async def write(path: Path, rollouts: int) -> SQLiteStore:
 
 async def reopen(path: Path) -> tuple[int, str]:
     """Open a store, and return the number of its rollouts and what was logged meanwhile."""
-    handler, logger = ListHandler(), logging.getLogger("agl_run.sqlite")
+    handler, logger = ListHandler(), logging.getLogger("agl_store_sqlite")
     logger.addHandler(handler)
     store = SQLiteStore(url_of(path))
     logger.removeHandler(handler)

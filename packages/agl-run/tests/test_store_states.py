@@ -14,7 +14,7 @@ from agl.contracts import Metric, RolloutQuery, Store
 from agl.errors import AglError
 from agl.schemas import ModelCall, Outcome, PromptTemplate, ResourceVersion, RetryPolicy, Rollout, Span, pack_ids
 from agl.stores import MemoryStore
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 
 ROLLOUTS = st.sampled_from(["a", "b", "c", "d"])
 ATTEMPTS = st.sampled_from([f"{rollout}.{number}" for rollout in "abcd" for number in (1, 2, 3)])

@@ -26,7 +26,7 @@ from agl.schemas import (
     pack_ids,
 )
 from agl.stores import MemoryStore, shown_url
-from agl_run import SQLiteStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import eventually
 
 Opener = Callable[[], Store]

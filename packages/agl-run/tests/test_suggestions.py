@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, Metric
-from agl_run import SQLiteStore
-from agl_run.cli.main import cli
-from agl_run.suggestions import suggestions_of
+from agl_inspect.advice.suggestions import suggestions_of
+from agl_inspect.terminal.program import cli
+from agl_store_sqlite._store import SQLiteStore
 
 STEPS = 12
 Values = Callable[[int], float]
@@ -195,7 +195,7 @@ def store(tmp_path: Path) -> str:
 
 
 def agl(*words: str) -> Result:
-    return CliRunner().invoke(cli, ["suggest", *words])
+    return CliRunner().invoke(cli, ["metrics", "--suggest", *words])
 
 
 def test_command_names_evidence_and_setting_of_the_newest_run(store: str) -> None:

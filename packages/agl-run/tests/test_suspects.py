@@ -5,7 +5,7 @@ import asyncio
 from agl.contracts import RolloutQuery
 from agl.schemas import Claim, ErrorInfo, Outcome, RetryPolicy, Rollout
 from agl.stores import MemoryStore
-from agl_run.runners.worker import Worker, WorkerSetup
+from agl_run.worker.worker import Worker, WorkerSetup
 
 LOST = ErrorInfo(type="agl.LeaseLapsed", message="silent")
 

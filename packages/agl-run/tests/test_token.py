@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agl.errors import ConfigError, TokenError
 from agl.schemas import Attempt, RetryPolicy, Rollout
 from agl.tracing import redact
-from agl_run.tokens import AdminKey, AttemptToken, AttemptTokens, issue_token
+from agl_run.access.tokens import AdminKey, AttemptToken, AttemptTokens, issue_token
 
 SECRET = b"0123456789abcdef"
 TOKENS = AttemptTokens(SECRET)

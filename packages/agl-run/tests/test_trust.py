@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_run.trust import trust_variables
+from agl_run.access.trust import trust_variables
 
 
 def test_bundle_that_two_processes_of_one_number_make_at_once_is_whole(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_testing.plugins import PluginFolder
 
 EXPERIMENT = """
@@ -33,7 +33,7 @@ def tried(folder: Path, *, runner: str, reward: float) -> Result:
     (folder / "agent_of_folders.py").write_text(f"def solve(task):\n    return {reward}\n")
     (folder / "train.jsonl").write_text('{"q": 1}\n')
     (folder / "e.toml").write_text(EXPERIMENT.format(runner=runner))
-    return CliRunner().invoke(cli, ["try", str(folder / "e.toml"), "--text", "say {q}", "--json"])
+    return CliRunner().invoke(cli, ["resources", "try", str(folder / "e.toml"), "--text", "say {q}", "--json"])
 
 
 @pytest.fixture(autouse=True)

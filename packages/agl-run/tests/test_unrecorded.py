@@ -28,7 +28,7 @@ from agl import Span, operation
 from agl.contracts import Upstream
 from agl.episodes import find_disagreement
 from agl.tracing import ActiveAttempt, SpanRecorder, activate, open_span
-from agl_run.unrecorded import UnrecordedCalls
+from agl_run.tracers.unrecorded import UnrecordedCalls
 from agl_testing.conformance import TracerConformance, TracerScenario
 from agl_testing.model_server import Reply, ScriptedModelServer, Status
 
@@ -373,7 +373,7 @@ def test_a_client_that_is_imported_later_is_watched_and_none_is_imported_for_it(
     script = f"""
 import sys
 from agl.tracing import ActiveAttempt, activate
-from agl_run.unrecorded import UnrecordedCalls
+from agl_run.tracers.unrecorded import UnrecordedCalls
 
 spans = []
 attempt = ActiveAttempt(rollout_id="r", attempt_id="a", trace_id="a" * 32, root_span_id="1" * 16, record=spans.append)

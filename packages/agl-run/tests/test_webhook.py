@@ -15,15 +15,15 @@ import pytest
 
 import agl
 from agl.algorithms import component
-from agl.contracts import StepReport
+from agl.contracts import SinkOutcome, SinkRow, SinkRun, SinkTable, StepReport
 from agl.errors import ConfigError, ExportError
 from agl.schemas import PromptTemplate
-from agl_run import Quiet, webhook
-from agl_run.experiment import sinking
-from agl_run.experiment.sink_contents import shown_config
-from agl_run.experiment.syncing import sync_plan
-from agl_run.sinks import SinkOutcome, SinkRow, SinkRun, SinkTable
-from agl_run.webhook import WebhookSink
+from agl_run import Quiet
+from agl_run.deliver import sinking
+from agl_run.deliver.sink_contents import shown_config
+from agl_run.run.syncing import sync_plan
+from agl_sinks import webhook
+from agl_sinks.webhook import WebhookSink
 
 PATH = "/services/T0/B0/the-secret-part"
 COLUMNS = ("kind", "rule", "algorithm", "step", "time", "evidence", "change")
@@ -282,7 +282,7 @@ def test_address_that_refuses_is_told_once_without_its_path_and_gets_the_rest_af
     trainer().fit(solve, TASKS)
     assert [] == receiver.got
     assert 1 == len([record for record in caplog.records if "the experiment goes on" in record.getMessage()])
-    assert "`agl sync`" in caplog.text
+    assert "`agl run --sync`" in caplog.text
     assert "the-secret-part" not in caplog.text
 
     receiver.answers.clear()

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from agl.errors import ConfigError
-from agl_run.experiment.config import ExperimentSection
-from agl_run.experiment.work_folder import own, work_folder
+from agl_run.config.records import ExperimentSection
+from agl_run.config.work_folder import own, work_folder
 
 
 def folder_of(base: Path, name: str, workdir: str = "out/run") -> Path:

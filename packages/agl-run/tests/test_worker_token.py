@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from agl.errors import ConfigError, TokenError
+from agl_inspect.terminal.program import cli
 from agl_run import ExperimentConfig, ExperimentSection, worker_key
-from agl_run.cli.main import cli
-from agl_run.fleets import WorkerOrder
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
+from agl_run.worker.order import WorkerOrder
 
 SECRET = "a-secret-of-the-tests-with-enough-characters"
 KEYS = ("AGL_SECRET", "AGL_SECRET_FILE", "AGL_WORKER_TOKEN", "AGL_WORKER_TOKEN_FILE")

@@ -1,4 +1,4 @@
-"""``agl runs copy`` moves a store from SQLite to PostgreSQL and back."""
+"""``agl data copy`` moves a store from SQLite to PostgreSQL and back."""
 
 import asyncio
 import os
@@ -13,8 +13,8 @@ from agl import Reward, Rollout, Span
 from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Store, Trained
 from agl.schemas import ErrorInfo, Outcome, PromptTemplate, ResourceVersion, RetryPolicy
 from agl.stores import read_recordings
-from agl_run import SQLiteStore
 from agl_store_postgres.store import PostgresStore
+from agl_store_sqlite._store import SQLiteStore
 
 IDS = ["calc-0", "calc-1", "calc-2"]
 
@@ -58,7 +58,7 @@ async def use(store: Store, work: Any) -> Any:
 
 
 def copy(*words: str) -> str:
-    line = [sys.executable, "-m", "agl", "runs", "copy", *words]
+    line = [sys.executable, "-m", "agl", "data", "copy", *words]
     return subprocess.run(line, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
 
 

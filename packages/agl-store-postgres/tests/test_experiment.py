@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl_run.experiment.state import load_experiment, trained_rollouts
+from agl_inspect.records.state import load_experiment, trained_rollouts
 from agl_store_postgres.store import PostgresStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder
@@ -124,7 +124,7 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", *words]
+        command = [sys.executable, "-c", "from agl_inspect.terminal.program import main; main()", *words]
         environment = {**agl_plugins.environment, "AGL_SECRET": "x" * 32, "XDG_STATE_HOME": str(tmp_path / "state")}
         environment |= {"OPENAI_API_KEY": "sk-somebody", "AGL_STORE": ""}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -289,7 +289,7 @@ def read_with_every_command(agl: Start, store_url: str, trained: list[str]) -> N
     listed = json.loads(ended(agl("runs", "--store", store_url, "--limit", "1000", "--json")))
     assert len(trained) == len(listed)
     assert trained[0] in ended(agl("show", trained[0], "--store", store_url))
-    exported = ended(agl("export", "--store", store_url, *trained[:2])).splitlines()
+    exported = ended(agl("data", "export", "--store", store_url, *trained[:2])).splitlines()
     assert len(exported) >= 2
     ended(agl("why", trained[0], "--store", store_url))
     ended(agl("runs", "gc", "--store", store_url, "--keep", "10"))

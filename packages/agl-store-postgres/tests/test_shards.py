@@ -126,7 +126,7 @@ def test_databases_that_do_not_belong_together_are_refused(sharded_url: Callable
     assert "is a shard of a store" in refusal(shard, PostgresStore)
     asyncio.run(fill(url))
     message = refusal(f"{url.replace('postgresql:', 'postgresql+shards:', 1)}&shards={url}_1")
-    assert "agl runs copy postgresql://" in message
+    assert "agl data copy postgresql://" in message
     assert "cannot become the control server" in message
 
 

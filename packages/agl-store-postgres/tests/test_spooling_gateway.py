@@ -21,7 +21,7 @@ from agl.stores import all_spans
 from agl_gateway.record.spool_file import spools_in
 from agl_gateway.record.spools import spools_for
 from agl_gateway.service import GatewayService, Settings
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 from agl_store_postgres.sharded_store import ShardedPostgresStore
 from agl_store_postgres.store import PostgresStore
 from agl_testing.model_server import Reply, ScriptedModelServer

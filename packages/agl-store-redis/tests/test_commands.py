@@ -12,8 +12,8 @@ import pytest
 from agl.contracts import RolloutQuery, Store
 from agl.stores import read_recordings
 from agl_gateway.client import HttpStore
-from agl_run import SQLiteStore
 from agl_store_redis.store import RedisStore
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.stores.samples import make_rollout, make_span, outcome_of
 
 AGENT = '''
@@ -45,8 +45,8 @@ def test_commands_work_on_the_store(url: str, tmp_path: Path) -> None:
     agl(tmp_path, "run", "doubles.toml")
     assert 2 == agl(tmp_path, "runs", "--store", url).count("succeeded")
     assert "succeeded" in agl(tmp_path, "show", "latest", "--store", url)
-    agl(tmp_path, "runs", "copy", url, "copy.db")
-    agl(tmp_path, "runs", "copy", "copy.db", f"{url}_back")
+    agl(tmp_path, "data", "copy", url, "copy.db")
+    agl(tmp_path, "data", "copy", "copy.db", f"{url}_back")
     first, copied, back = RedisStore(url), SQLiteStore(f"sqlite:///{tmp_path}/copy.db"), RedisStore(f"{url}_back")
     assert asyncio.run(contents(first)) == asyncio.run(contents(copied)) == asyncio.run(contents(back))
 

@@ -8,7 +8,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from agl.errors import ConfigError
-from agl_run.cli.main import cli
+from agl_inspect.terminal.program import cli
 from agl_tinker.server.checkpoints import Checkpoints
 from agl_tinker.server.running import listen
 

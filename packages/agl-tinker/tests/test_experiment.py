@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
-from agl_run.experiment.state import load_algorithm, trained_rollouts
+from agl_inspect.records.state import load_algorithm, trained_rollouts
+from agl_store_sqlite._store import SQLiteStore
 from agl_testing.waiting import PATIENCE_S, wait_until
 
 from .world import KEY

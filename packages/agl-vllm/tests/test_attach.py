@@ -13,7 +13,7 @@ from agl.errors import PolicyError
 from agl.schemas import Rollout, unpack_floats, unpack_ids
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 from agl_vllm.policy import VLLMPolicy
 
 from .conftest import noted, published, started

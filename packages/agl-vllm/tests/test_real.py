@@ -22,7 +22,7 @@ from agl.errors import PolicyError
 from agl.schemas import ResourceVersion, Rollout, unpack_floats, unpack_ids
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 from agl_vllm.policy import VLLMPolicy
 from agl_vllm.server import LaunchSettings
 

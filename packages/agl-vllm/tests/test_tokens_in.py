@@ -16,7 +16,7 @@ from agl.errors import PolicyError
 from agl.schemas import Attempt, Rollout, unpack_ids
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run.tokens import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 from agl_vllm.policy import VLLMPolicy
 from agl_vllm.server import LaunchSettings, can_take_tokens
 from agl_vllm.turns import Turn, TurnBook

@@ -1,10 +1,12 @@
 """Prompt optimisation from recorded runs: `apo`, `gepa` and `random`.
 
-`apo.py` and `random_search.py` read from top to bottom as the algorithms; `critics.py` and `pruner.py` hold two steps
-of the first. They share `search.py`, the steps around the search itself, and `search_tools.py`, what each step uses.
-Below these `evaluation.py` pays for rollouts, `scores.py` remembers rewards, `race.py` compares candidates,
-`budget.py` keeps the ceiling, `candidates.py` the lineage and `journal.py` the story of each candidate, `templates.py`
-has the static gate, `evidence.py` the runs that a critic is shown, and `optimizer.py` the model that is asked.
+`apo.py`, `gepa.py` and `random_search.py` read from top to bottom as the algorithms. They share the folders:
+
+    proposals/     origins of candidates: critics, evidence, merges, demonstrations, and the model that is asked
+    acceptance/    which candidates may be tried (`static_gate.py`), which are accepted (`contest.py`), which one wins
+    measurement/   rewards of candidates: paid for, remembered, estimated
+    texts/         the texts of a candidate and the lineage of all
+    search/        the steps around an algorithm's own: settings, budget, state, report
 """
 
 __version__ = "0.1.0"

@@ -259,7 +259,7 @@ class GRPO(OnPolicy):
         await super().go_back(state, rate=rate)
 
     def measure_update(self, weights: Weights, rows: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of a step's updates on rows of (tokens, trained tokens), for `agl plan`."""
+        """Return the seconds of a step's updates on rows of (tokens, trained tokens), for `agl check --forecast`."""
         learner = self._tuned.tried_out(weights)
 
         def update(samples: Sequence[RowSample]) -> None:

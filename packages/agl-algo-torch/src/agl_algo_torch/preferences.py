@@ -381,7 +381,7 @@ class DPO(PreferenceAlgorithm[Pair]):
 
     Args:
         data: File of `{"prompt": [...], "chosen": [...], "rejected": [...]}` lines, relative to the experiment's file,
-            as `agl export --format dpo` writes them; each step learns from all of it. Empty for rollouts.
+            as `agl data export --format dpo` writes them; each step learns from all of it. Empty for rollouts.
         steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
         tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
         group_size: Rollouts per task, by default 4; refused with a source.

@@ -14,7 +14,7 @@ baseline: bad rollouts teach nothing here.
 Deviations from the paper, and why:
 - Rollouts have several turns; what the policy did not write is masked.
 - The very tokens that were sampled are trained; nothing is rendered again. The rollouts must therefore be the tuned
-  policy's own. To imitate another model, write its runs to a file (`agl export`) and use `sft`.
+  policy's own. To imitate another model, write its runs to a file (`agl data export`) and use `sft`.
 - Equal answers are kept, where the paper removes them: siblings are samples, and how often an answer appears is its
   probability.
 - Training continues from the current weights, where the paper starts again from the pretrained model: here the model

@@ -15,7 +15,7 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
     """Register VERL's policy-gradient training, configured by VERL's own keys."""
     yield AlgorithmEntry(
         name="verl",
-        factory="agl_algo_verl.engines:make",
+        factory="agl_algo_verl.algorithm:make",
         summary="policy gradients with VERL's engine and any loss and estimator (GRPO, PPO, RLOO, GSPO, CISPO)",
         tunes=("weights",),
     )
@@ -26,7 +26,7 @@ def agl_policies() -> Iterable[PolicyEntry]:
     """Register the address in front of VERL's replicas."""
     yield PolicyEntry(
         name="verl",
-        factory="agl_algo_verl.policy:VerlPolicy",
+        factory="agl_algo_verl.serving.policy:VerlPolicy",
         summary='one address for the replicas of VERL\'s trainer (engine = "ray"), and for a policy here without them',
         trains=True,
     )

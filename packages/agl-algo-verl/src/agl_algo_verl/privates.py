@@ -80,7 +80,7 @@ SAVED = 'f"global_step_{self.global_steps}"'
 LARGEST, MEAN, ENTROPY = "agl/logprob_gap", "agl/logprob_gap_mean", "agl/entropy"
 """Names of the largest and the mean gap of log-probabilities and of the mean entropy among VERL's metrics."""
 
-ROLLOUT = ("agl_hf", "async"), "agl_algo_verl.replica.HFRollout"
+ROLLOUT = ("agl_hf", "async"), "agl_algo_verl.ray.replica.HFRollout"
 """Key and class of the training worker's end of the replica `agl_hf`."""
 
 
@@ -144,7 +144,7 @@ def register_replica() -> None:
 
 
 def _replica() -> type:
-    return _module("agl_algo_verl.replica").HFReplica
+    return _module("agl_algo_verl.ray.replica").HFReplica
 
 
 def use_loss_worker() -> None:
@@ -156,7 +156,7 @@ def use_loss_worker() -> None:
     _expect_attributes(worker, "actor_worker_cls", where=workers.__name__)
     for line in (OPENED, LOSS):
         _expect_line(worker, "init_model", line)
-    ours = _module("agl_algo_verl.loss_worker")
+    ours = _module("agl_algo_verl.losses.loss_worker")
     _expect(
         worker.actor_worker_cls in ours.ClusterWorker.__mro__,
         f"{worker.__name__}.actor_worker_cls = TrainingWorker",

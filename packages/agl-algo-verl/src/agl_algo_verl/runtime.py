@@ -19,7 +19,7 @@ from agl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from agl_algo_verl.settings import VerlSettings
+    from agl_algo_verl.settings.settings import VerlSettings
 
 OLDEST, BELOW = (0, 9, 1), (0, 10)
 """Bounds of the versions of VERL that this package was written against."""

@@ -17,8 +17,7 @@ from aiohttp import web
 
 from agl.errors import ConfigError
 from agl.schemas import to_json
-from agl_run import state_dir
-from agl_run.tokens import KeyFile, Keys
+from agl_inspect.keys import KeyFile, Keys, state_dir
 
 TOKEN_ENV = "AGL_TOKEN"
 TOKEN_FILE_ENV = "AGL_TOKEN_FILE"

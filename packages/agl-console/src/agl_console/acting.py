@@ -17,7 +17,7 @@ from agl_console.access import SESSION_S, Access, Session, is_own
 from agl_console.actions import KINDS, Action, Done, Kind
 from agl_console.pages import Pages, link, page_response, status_of
 from agl_console.views import parsed
-from agl_run.commands import visible
+from agl_inspect.text import visible
 
 Audit = Callable[[str], None]
 """Takes one line for each action and each try to sign in."""

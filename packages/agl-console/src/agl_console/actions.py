@@ -15,7 +15,10 @@ from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record, Reward, Rollout, Span
 from agl_console.reading import episode_of, rollout_of
-from agl_run.commands import LABEL, is_counted, label_path, labelled, list_versions, move, move_back, visible
+from agl_inspect.records import LABEL, label_path, labelled, move, move_back
+from agl_inspect.terminal import is_counted
+from agl_inspect.text import visible
+from agl_inspect.versions import list_versions
 
 Text = Annotated[str, msgspec.Meta(max_length=10_000)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]

@@ -25,7 +25,8 @@ from agl_console.pages import Pages
 from agl_console.server import make_app
 from agl_console.views import read_view
 from agl_console.vocabulary import Vocabulary
-from agl_run.commands import as_url, given_options, pass_manager, print_json, with_store
+from agl_inspect.stores import as_url
+from agl_inspect.terminal import given_options, pass_manager, print_json, with_store
 
 PASSWORD_ENV = "AGL_CONSOLE_PASSWORD"
 

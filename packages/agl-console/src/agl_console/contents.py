@@ -8,7 +8,7 @@ from typing import Any
 from agl import semconv
 from agl.dialects import call_messages
 from agl.schemas import ModelCall, Record, Span, to_json
-from agl_run.commands import ShownMessages, labelled_texts
+from agl_inspect.rollouts import ShownMessages, labelled_texts
 
 CUT = 2000
 """Characters of a text that a rollout's page shows; the page of a span shows all of them, up to ``LONGEST``."""

@@ -3,7 +3,7 @@
 import time
 
 from agl.contracts import Store
-from agl_run.commands import read_alerts
+from agl_inspect.advice import read_alerts
 
 RECENT_S = 3600.0
 """Seconds for which a finding is shown."""

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from agl.contracts import Metric
 from agl.schemas import Record
-from agl_run.commands import StepTally, place_of
+from agl_inspect.records import place_of
+from agl_inspect.rollouts import StepTally
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from agl.contracts import Metric
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD
-from agl_run.commands import place_of
+from agl_inspect.records import place_of
 
 SHARE = 0.9
 """Part of the best reward that is the goal by default."""

@@ -8,7 +8,9 @@ from agl_console.figures import Figure, derived, figure_of
 from agl_console.goals import Goal, goal_of
 from agl_console.reading import run_of
 from agl_console.runs import best_version, has_failures, status_of
-from agl_run.commands import Suggestion, load_settings, read_tallies, suggestions_of
+from agl_inspect.advice import Suggestion, suggestions_of
+from agl_inspect.records import load_settings
+from agl_inspect.rollouts import read_tallies
 
 STEPS = 50
 """Steps of a table."""
@@ -87,7 +89,7 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One run: its state, what to change, figures, tables and settings.
 
     Attributes:
-        suggestions: What ``agl suggest`` says of the run.
+        suggestions: What ``agl metrics --suggest`` says of the run.
         goal: The steps to a reward; ``None`` where none is logged.
         meanings: Explanations of metrics by name.
         next: The query of the page with older steps, empty if there are none.

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from agl.errors import AglError, ConfigError, NotFoundError
 from agl.schemas import Record, to_builtins
 from agl_console.views import View
-from agl_run.commands import visible
+from agl_inspect.text import visible
 
 _NONE = "\N{EN DASH}"
 """Stands for a number or a time that is not known."""

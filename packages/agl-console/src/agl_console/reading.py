@@ -8,7 +8,7 @@ from agl.contracts import CallUse, ExperimentRecord, Recording, RolloutQuery, Sp
 from agl.episodes import build_episode
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, Episode, Json, Rollout, Span
-from agl_run.commands import training_of
+from agl_inspect.rollouts import training_of
 
 _PAGE = 32
 

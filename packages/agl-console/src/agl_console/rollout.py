@@ -19,7 +19,8 @@ from agl_console.tokens import (
     tokens_view,
 )
 from agl_console.tree import Node, facts_of, fate_of, kind_of, seconds_of, tree_of
-from agl_run.commands import explain, explain_training, find_ids, is_saved, training_of
+from agl_inspect.rollouts import explain, explain_training, is_saved, training_of
+from agl_inspect.terminal import find_ids
 
 SPANS = 300
 """Spans of a page."""

@@ -19,7 +19,8 @@ from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Mode, Record, RolloutStatus, to_json
 from agl.stores import reward_of
-from agl_run.commands import id_prefix, interval
+from agl_inspect.records import id_prefix
+from agl_inspect.statistics import interval
 
 PAGE = 50
 """Rollouts of a page."""

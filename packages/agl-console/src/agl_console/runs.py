@@ -9,7 +9,9 @@ from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, derived, figure_of
 from agl_console.goals import Goal, goal_of
-from agl_run.commands import KeptFit, RunDifference, compare_runs, load_settings, read_fits, read_tallies
+from agl_inspect.advice import KeptFit, RunDifference, compare_runs, read_fits
+from agl_inspect.records import load_settings
+from agl_inspect.rollouts import read_tallies
 
 PAGE = 50
 """Runs on a page."""
@@ -91,7 +93,7 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
         against_first: The newest validation of each run but the first one against that of the first.
         goal: The steps of the compared runs to a reward; ``None`` where none is logged.
         differences: The settings in which they differ.
-        fits: What a model said about the parameters of runs on this page, by ``agl suggest --next``, newest first.
+        fits: What a model said about the parameters of runs on this page, by ``agl metrics --rank``, newest first.
         next: The query of the next page, empty on the last.
     """
 

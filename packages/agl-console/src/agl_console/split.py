@@ -13,7 +13,8 @@ import msgspec
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.schemas import Record, Rollout
 from agl.stores import reward_of
-from agl_run.commands import COUNTED, interval, is_counted
+from agl_inspect.statistics import interval
+from agl_inspect.terminal import COUNTED, is_counted
 
 LOOKED_THROUGH = 400
 """The newest rollouts among which the view looks for placed ones."""

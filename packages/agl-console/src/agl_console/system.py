@@ -14,7 +14,8 @@ from agl.contracts import Metric, RolloutQuery, SpanQuery, Store
 from agl.schemas import Record, RolloutStatus
 from agl_console.reading import newest_recordings, run_of
 from agl_console.runs import Cost, cost_of
-from agl_run.commands import Alert, ListedWorker, list_workers, place_of, read_alerts
+from agl_inspect.advice import Alert, read_alerts
+from agl_inspect.records import ListedWorker, list_workers, place_of
 
 STEPS = 25
 """Steps of a page."""

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from agl.contracts import CallUse
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Episode, ModelCall, Record, Row, unpack_floats, unpack_ids
-from agl_run.commands import token_values
+from agl_inspect.rollouts import token_values
 
 WINDOW = 1000
 """Tokens of a page."""

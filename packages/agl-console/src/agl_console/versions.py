@@ -16,16 +16,9 @@ from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.contents import LONGEST, Text
 from agl_console.split import SplitPart, split_part
-from agl_run.commands import (
-    KeptTrial,
-    ListedVersion,
-    TrialScore,
-    command,
-    diff_versions,
-    list_versions,
-    read_trials,
-    resource_text,
-)
+from agl_inspect.records import KeptTrial, TrialScore, read_trials
+from agl_inspect.stores import command
+from agl_inspect.versions import ListedVersion, diff_versions, list_versions, resource_text
 
 PAGE = 50
 """Resources on a page."""
@@ -58,7 +51,7 @@ class VersionsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         version: The version or label to show, by default the newest.
         against: The version or label to compare it with, by default its parent.
-        tried: ``yes`` for the versions too that an algorithm or ``agl try`` only tried.
+        tried: ``yes`` for the versions too that an algorithm or ``agl resources try`` only tried.
         before: The oldest version of the page before.
     """
 
@@ -88,7 +81,7 @@ class ResourcesView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class TriedScore(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The measurements of a version by a trial of ``agl try``, paired by task with the trial's first version.
+    """The measurements of a version by a trial of ``agl resources try``, paired by task with the trial's first version.
 
     Attributes:
         mean: Mean reward, ``None`` without any; ``low`` and ``high`` are the ends of its 95 % interval over tasks.
@@ -125,7 +118,7 @@ class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
         claimed: The score that an algorithm stored with it, in words.
         why: The decision of the search that made it.
         live: Experiments in which it is live.
-        is_tried: Whether an algorithm or ``agl try`` only tried it.
+        is_tried: Whether an algorithm or ``agl resources try`` only tried it.
     """
 
     version: str
@@ -332,7 +325,9 @@ def _trial(version: ResourceVersion, *, is_live: bool) -> str:
     """Return the command that tries a version, or an edit of the live one; ``""`` for one without a text."""
     if isinstance(version.resource, LLM | Weights):
         return ""
-    return command("try", "FILE", version.name, "--version", version.version, *(["--edit"] if is_live else []))
+    return command(
+        "resources", "try", "FILE", version.name, "--version", version.version, *(["--edit"] if is_live else [])
+    )
 
 
 async def _resource(store: Store, item: ListedVersion) -> ResourceRow:

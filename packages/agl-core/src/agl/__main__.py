@@ -1,14 +1,10 @@
-"""``python -m agl`` is the ``agl`` command of ``agl-run``."""
+"""``python -m agl`` is the ``agl`` command, which another distribution brings."""
 
-from importlib import import_module
+from importlib.metadata import entry_points
 
 from agl.hints import pip_install
 
-try:
-    command = import_module("agl_run.cli.main")
-except ModuleNotFoundError as error:
-    if error.name != "agl_run":
-        raise
-    raise SystemExit(f"the agl command is in the distribution agl-run; run: {pip_install('agl-run')}") from None
-
-command.main()
+found = tuple(entry_points(group="console_scripts", name="agl"))
+if not found:
+    raise SystemExit(f"the agl command is in the distribution agl-run; run: {pip_install('agl-run')}")
+found[0].load()()

@@ -103,7 +103,7 @@ class GatewayEntry(Entry, frozen=True, kw_only=True):
 class ExporterEntry(Entry, frozen=True, kw_only=True):
     """Registers a destination of finished rollouts; the factory builds an :class:`agl.contracts.Exporter`.
 
-    It may build an ``agl_run.sinks.Sink`` instead, which shows the numbers of a run.
+    It may build an ``agl.contracts._sink.Sink`` instead, which shows the numbers of a run.
     """
 
 
@@ -112,7 +112,7 @@ class CommandEntry(Entry, frozen=True, kw_only=True):
 
     Attributes:
         parent: The command of ``agl`` below which this one hangs, such as ``resources``; ``""`` for ``agl`` itself.
-            Below ``export`` it is a format, and the factory builds an ``agl_run.exports.ExportWriter``.
+            Below ``export`` it is a format, and the factory builds an ``agl_inspect.exports.ExportWriter``.
     """
 
     parent: str = ""

@@ -140,7 +140,7 @@ class AglSpec:
 
             @agl.hookimpl
             def agl_exporters():
-                yield ExporterEntry(name="otlp", factory="agl_otlp.exporter:OtlpExporter")
+                yield ExporterEntry(name="otlp", factory="agl_sinks.otlp.exporter:OtlpExporter")
         """
 
     @hookspec

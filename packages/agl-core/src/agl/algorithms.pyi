@@ -3,8 +3,13 @@
 from typing import Any, Literal
 from collections.abc import Iterable, Mapping
 from agl.schemas import Json, Record
-from agl_run.placement import PlacementConfig
-__all__ = ['APO', 'DPO', 'GEPA', 'GRPO', 'PPO', 'SFT', 'VERL', 'AlgorithmConfig', 'ComponentConfig', 'algorithm', 'component']
+__all__ = ['APO', 'DPO', 'GEPA', 'GRPO', 'PPO', 'SFT', 'VERL', 'AlgorithmConfig', 'ComponentConfig', 'PlacementConfig', 'algorithm', 'component']
+class PlacementConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    num_cpus: float | None = None
+    num_gpus: float = 0.0
+    memory: str = ''
+    custom: dict[str, float] = {}
+    strategy: Literal['PACK', 'SPREAD', 'STRICT_PACK', 'STRICT_SPREAD'] = 'PACK'
 class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     use: str
     params: dict[str, Json] = {}

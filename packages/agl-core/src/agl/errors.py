@@ -21,6 +21,7 @@
     │   ├── TokenError           an attempt token is malformed, expired or out of scope
     │   └── GatewayLostError     the gateway of an attempt went away, and calls with it
     ├── RunError                 an agent could not be loaded, started or stopped
+    │   └── RewardError          a reward emitter raised, or returned something that is not a reward
     ├── PolicyError              a model server could not be started or reached
     └── ExportError              finished rollouts could not be sent to another system
 
@@ -48,6 +49,7 @@ __all__ = [
     "NotFoundError",
     "PluginError",
     "PolicyError",
+    "RewardError",
     "RunError",
     "SchemaVersionError",
     "StoreError",
@@ -153,6 +155,13 @@ class GatewayLostError(CaptureError):
 
 class RunError(AglError):
     """An agent could not be loaded, started or stopped."""
+
+
+class RewardError(RunError):
+    """A reward emitter raised, or returned something that is not a reward.
+
+    Its attempt failed, though the agent succeeded. The traceback that the attempt keeps holds the emitter's own error.
+    """
 
 
 class PolicyError(AglError):

@@ -6,11 +6,10 @@ The files name the label and no version: a version is promoted, or taken back, b
 import shlex
 
 from agl.errors import ConfigError
-from agl_deploy.names import deployed_name
-from agl_deploy.needs import Needs
+from agl_deploy.needs import Needs, deployed_name
 from agl_deploy.parts import GATEWAY_PORT
 from agl_deploy.rendering import fill, template
-from agl_run.commands import LABEL
+from agl_inspect.records import LABEL
 
 SCRIPT = "serve_model.py"
 _FOLDER = "/models/served"
@@ -44,7 +43,6 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
     own = deployed_name(policy)
     own = f"{own}-model" if own in _TAKEN else own
     script = template(SCRIPT)
-    serve = ["python3", f"/opt/agl/{SCRIPT}", _FOLDER, policy]
     common = {
         "policy": policy,
         "label": label,
@@ -54,7 +52,7 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
         "gpus": gpus,
         "image": f"{needs.name}-gateway:local",
         "script": script,
-        "serve": serve,
+        "serve": ["python3", f"/opt/agl/{SCRIPT}", _FOLDER, policy],
     }
     return {
         SCRIPT: script,
@@ -70,7 +68,6 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
 
 def _fetch(model: str, gateway: str) -> list[str]:
     """Return the command that copies the files of the version that has the label now."""
-    export = (
-        f"agl export {shlex.quote(model)} --store http://{gateway}:{GATEWAY_PORT} --format model --output {_FOLDER}"
-    )
+    store = f"http://{gateway}:{GATEWAY_PORT}"
+    export = f"agl data export {shlex.quote(model)} --store {store} --format model --output {_FOLDER}"
     return ["sh", "-c", f"rm -rf {_FOLDER} && {export}"]

@@ -1,11 +1,15 @@
-"""The store behind ``agl serve``, from another process or machine: the whole contract over HTTP."""
+"""Calls the store behind ``agl serve`` from another process or machine: the whole contract over HTTP.
+
+The methods are made from the contract's table (:mod:`agl_gateway.store_api.contract`), as the server's are.
+"""
 
 import asyncio
+import functools
 import io
 import os
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote
@@ -13,27 +17,15 @@ from urllib.parse import SplitResult, parse_qsl, unquote
 import aiohttp
 import msgspec
 
-from agl.contracts import (
-    PAGE_BYTES,
-    Change,
-    ExperimentRecord,
-    LabelMove,
-    Metric,
-    Presence,
-    Recording,
-    RolloutQuery,
-    SpanChoice,
-    Statistics,
-    Trained,
-    VersionScore,
-)
+from agl.contracts import Store
 from agl.errors import ConfigError, StoreError, TokenError
-from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
+from agl.schemas import Claim, new_trace_id
 from agl.stores import shown_url, web_parts, without_credentials
 from agl_gateway.access.tokens import WORKER_TOKENS, IssuedToken, TokenRequest
 from agl_gateway.processes.loop_thread import LoopThread
 from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.store_api.replies import RESTART_DELAYS_S, RETRY_DELAYS_S, Pauses, StoreReply
+from agl_inspect.keys import KeyFile
 from agl_run import (
     SECRET_ENV,
     WORKER_TOKEN_ENV,
@@ -44,7 +36,7 @@ from agl_run import (
     signing_keys,
     worker_key,
 )
-from agl_run.tokens import AdminKey, IssuedClaim, KeyFile
+from agl_run.access import AdminKey, IssuedClaim
 
 _CONNECT_S = 10.0
 _REPLY_S = 120.0
@@ -97,10 +89,6 @@ class HttpStore:
     def __repr__(self) -> str:
         return f"HttpStore({self._url!r})"
 
-    async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Queue rollouts in order."""
-        return await self._call("enqueue", rollouts=rollouts)
-
     async def claim(
         self,
         *,
@@ -115,156 +103,15 @@ class HttpStore:
 
         A claim that follows a cancelled one reuses its id, so it gets the rollouts that the cancelled one took.
         """
-        kind = (experiment, limit)
-        abandoned = self._abandoned.setdefault(kind, [])
+        abandoned = self._abandoned.setdefault((experiment, limit), [])
         own_id = claim_id or (abandoned.pop() if abandoned else new_trace_id())
+        asked = {"worker": worker, "limit": limit, "lease_s": lease_s, "wait_s": wait_s, "experiment": experiment}
         try:
-            return await self._call(
-                "claim",
-                worker=worker,
-                limit=limit,
-                lease_s=lease_s,
-                wait_s=wait_s,
-                experiment=experiment,
-                claim_id=own_id,
-            )
+            return await self.call(METHODS["claim"], {**asked, "claim_id": own_id})
         except asyncio.CancelledError:
             if not claim_id:
                 abandoned.append(own_id)
             raise
-
-    async def renew(self, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
-        """Extend leases."""
-        return await self._call("renew", attempt_ids=attempt_ids, lease_s=lease_s)
-
-    async def finish(self, outcomes: Sequence[Outcome]) -> list[Rollout]:
-        """Decide attempts."""
-        return await self._call("finish", outcomes=outcomes)
-
-    async def cancel(self, rollout_ids: Sequence[str]) -> list[Rollout]:
-        """Cancel rollouts."""
-        return await self._call("cancel", rollout_ids=rollout_ids)
-
-    async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
-        """The change feed."""
-        return await self._call("changes", after=after, limit=limit, wait_s=wait_s)
-
-    async def cursor(self) -> int:
-        """The newest change's cursor."""
-        return await self._call("cursor")
-
-    async def rollouts(self, query: RolloutQuery) -> list[Rollout]:
-        """One page of rollouts."""
-        return await self._call("rollouts", query=query)
-
-    async def count_rollouts(self, query: RolloutQuery) -> int:
-        """The number of rollouts on all pages of a query."""
-        return await self._call("count_rollouts", query=query)
-
-    async def statistics(self, experiment: str | None = None) -> list[Statistics]:
-        """The sums over finished rollouts."""
-        return await self._call("statistics", experiment=experiment)
-
-    async def attempts(self, rollout_id: str) -> list[Attempt]:
-        """All attempts of a rollout."""
-        return await self._call("attempts", rollout_id=rollout_id)
-
-    async def recordings(
-        self, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
-    ) -> list[Recording]:
-        """One page of rollouts with their attempts and spans."""
-        return await self._call("recordings", query=query, spans=spans, max_bytes=max_bytes)
-
-    async def append_spans(self, spans: Sequence[Span]) -> None:
-        """Append in order."""
-        await self._call("append_spans", spans=spans)
-
-    async def spans(
-        self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
-    ) -> list[Span]:
-        """Spans of one attempt."""
-        return await self._call("spans", rollout_id=rollout_id, attempt_id=attempt_id, after=after, limit=limit)
-
-    async def publish(self, versions: Sequence[ResourceVersion]) -> None:
-        """Add resource versions."""
-        await self._call("publish", versions=versions)
-
-    async def resource(self, name: str, version: str | None = None) -> ResourceVersion:
-        """One version of a resource."""
-        return await self._call("resource", name=name, version=version)
-
-    async def resources(self, name: str | None = None) -> list[ResourceVersion]:
-        """Versions of resources."""
-        return await self._call("resources", name=name)
-
-    async def move_label(self, move: LabelMove) -> LabelMove:
-        """Point a label at a version."""
-        return await self._call("move_label", move=move)
-
-    async def label_moves(self, name: str, label: str) -> list[LabelMove]:
-        """Every move of a label."""
-        return await self._call("label_moves", name=name, label=label)
-
-    async def labels(self, name: str | None = None) -> list[LabelMove]:
-        """The newest move of every label."""
-        return await self._call("labels", name=name)
-
-    async def save_scores(self, scores: Sequence[VersionScore]) -> None:
-        """Keep scores of versions."""
-        await self._call("save_scores", scores=scores)
-
-    async def scores(self, name: str) -> list[VersionScore]:
-        """The scores of a resource's versions."""
-        return await self._call("scores", name=name)
-
-    async def save_state(
-        self,
-        states: Mapping[str, bytes],
-        *,
-        experiment: ExperimentRecord | None = None,
-        trained: Sequence[Trained] = (),
-        expected: Mapping[str, bytes] | None = None,
-    ) -> None:
-        """Write algorithm states, the experiment's record and its ledger."""
-        await self._call("save_state", states=states, experiment=experiment, trained=trained, expected=expected)
-
-    async def load_state(self, prefix: str) -> dict[str, bytes]:
-        """Read algorithm states."""
-        return await self._call("load_state", prefix=prefix)
-
-    async def experiments(self, name: str | None = None) -> list[ExperimentRecord]:
-        """All experiments, or one."""
-        return await self._call("experiments", name=name)
-
-    async def trained(
-        self, experiment: str, *, run: int, algorithm: str, rollout_ids: Sequence[str] | None = None
-    ) -> dict[str, int]:
-        """The step that trained on each rollout."""
-        return await self._call("trained", experiment=experiment, run=run, algorithm=algorithm, rollout_ids=rollout_ids)
-
-    async def announce(self, presence: Presence) -> None:
-        """Record that a member takes part in an experiment."""
-        await self._call("announce", presence=presence)
-
-    async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
-        """Forget members."""
-        await self._call("withdraw", experiment=experiment, members=members)
-
-    async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
-        """The members of an experiment, or one."""
-        return await self._call("presences", experiment=experiment, member=member)
-
-    async def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Log numbers."""
-        await self._call("log_metrics", metrics=metrics)
-
-    async def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
-        """An experiment's numbers."""
-        return await self._call("metrics", experiment=experiment, name=name, run=run)
-
-    async def delete(self, rollout_ids: Sequence[str]) -> int:
-        """Remove finished rollouts."""
-        return await self._call("delete", rollout_ids=rollout_ids)
 
     async def make_worker_token(self, experiment: str, *, valid_s: float, name: str = "") -> str:
         """Let the gateway make a token for the workers of one experiment; needs the admin token.
@@ -296,16 +143,16 @@ class HttpStore:
             await self._thread.run(session.close)
         await self._thread.stop()
 
-    async def _call(self, name: str, /, **params: Any) -> Any:
+    async def call(self, method: Method, params: dict[str, Any]) -> Any:
+        """Send a method of the contract; ``params`` are its arguments by name."""
         if self._is_closed:
             raise StoreError(f"the store {self._url} was closed; open it again to use it")
         self._thread.start()
-        method = METHODS[name]
         try:
             return await self._thread.run(lambda: self._ask(method, params))
         except asyncio.CancelledError:
             if self._is_closed:
-                raise StoreError(f"the store {self._url} was closed while {name!r} waited") from None
+                raise StoreError(f"the store {self._url} was closed while {method.name!r} waited") from None
             raise
 
     async def _ask(self, method: Method, params: dict[str, Any]) -> Any:
@@ -416,6 +263,21 @@ class HttpStore:
             f"the store {self._url} cannot be reached ({error or type(error).__name__}) for {name!r}; "
             "check that `agl serve` runs there and that the port is open"
         )
+
+
+def _sender(method: Method) -> Callable[..., Awaitable[Any]]:
+    """Return the method of :class:`HttpStore` that sends one of the contract's; defaults are the server's."""
+
+    @functools.wraps(getattr(Store, method.name))
+    async def send(self: HttpStore, *values: Any, **params: Any) -> Any:
+        return await self.call(method, params | dict(zip(method.positional, values, strict=False)))
+
+    return send
+
+
+for _name, _method in METHODS.items():
+    if _name not in vars(HttpStore):
+        setattr(HttpStore, _name, _sender(_method))
 
 
 def error_text(answer: bytes) -> str:

@@ -13,7 +13,7 @@ from agl_gateway.relay.gate import Gate
 from agl_gateway.relay.routing import Router
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.traffic.arms import with_distinct_names
-from agl_run.tokens import AttemptTokens, Secret
+from agl_run.access import AttemptTokens, Secret
 
 _log = logging.getLogger(__name__)
 

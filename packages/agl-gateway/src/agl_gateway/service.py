@@ -53,7 +53,8 @@ from agl_gateway.traffic.split_api import RESOURCES, SplitApi
 from agl_gateway.traffic.splits import Split, check_labels
 from agl_gateway.traffic.splitter import Splitter
 from agl_gateway.wire.client_apis import ClientApis
-from agl_run.tokens import AttemptTokens, Keys
+from agl_inspect.keys import Keys
+from agl_run.access import AttemptTokens
 
 _SHUTDOWN_S = 2.0
 BACKLOG = 1024

@@ -11,7 +11,7 @@ from agl.hints import did_you_mean
 from agl_harness.isolation import Kind
 from agl_harness.local import LocalSandboxes
 from agl_harness.sandbox import Sandboxes
-from agl_run import state_dir
+from agl_inspect.keys import state_dir
 
 GROUP = "agl_sandboxes"
 """The entry-point group of packages that bring a backend."""

@@ -16,7 +16,9 @@ from agl_harness.isolation import find_isolation
 from agl_harness.oracle import solve_all
 from agl_harness.table import SITUATIONS, Harness, find, load_table
 from agl_harness.task_folder import LACKS, Lack
-from agl_run.commands import exec_command, json_option, print_json, print_table, visible
+from agl_inspect.terminal import json_option, manager_of, print_json, print_table
+from agl_inspect.text import visible
+from agl_run.programs import exec_program
 
 
 @click.group()
@@ -81,7 +83,7 @@ def run(
     click.echo(visible(f"agl: {entry.label} works in {folder}"), err=True)
     words = ("--harness", name, "--folder", str(folder), "--model", model, "--task", task)
     command = (sys.executable, "-m", "agl_harness.launch", *words)
-    ctx.invoke(exec_command, url=url, upstream=upstream, timeout_s=timeout_s, command=command)
+    exec_program(manager_of(ctx), command, url=url, upstream=upstream, timeout_s=timeout_s)
 
 
 @harness.command("oracle")

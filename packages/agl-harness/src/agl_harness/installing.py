@@ -18,7 +18,7 @@ from filelock import FileLock
 from agl.errors import ConfigError, RunError
 from agl.schemas import Record
 from agl_harness.table import Harness
-from agl_run import state_dir
+from agl_inspect.keys import state_dir
 
 FOLDER_ENV = "AGL_HARNESSES"
 """Variable with the folder that harnesses are installed to; by default one among this user's state."""

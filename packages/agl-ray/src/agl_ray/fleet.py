@@ -6,7 +6,7 @@ Reservations come first, so that no worker takes a GPU that an algorithm is to h
 
 from collections.abc import Mapping, Sequence
 
-from agl.algorithms import AlgorithmConfig
+from agl.algorithms import AlgorithmConfig, PlacementConfig
 from agl.contracts import Algorithm
 from agl.errors import ConfigError
 from agl.schemas import Json
@@ -15,7 +15,6 @@ from agl_ray.layout import Room, Share, amounts_text, no_room, share_of, total
 from agl_ray.placed import placed_algorithm
 from agl_ray.pool import Pool, PoolSettings
 from agl_ray.reservation import Patience, Reservation
-from agl_run import PlacementConfig
 from agl_run.fleets import LOOP_ROLLOUTS, FleetSetup
 
 WORKER_CPUS = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agl import RewardEntry, hookimpl
+from agl import CreditEntry, RewardEntry, hookimpl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,4 +52,33 @@ def agl_rewards() -> Iterable[RewardEntry]:
         factory="agl_rewards.judge:Judge",
         summary="a score from a judge model",
         takes_setup=True,
+    )
+
+
+@hookimpl
+def agl_credits() -> Iterable[CreditEntry]:
+    """Credits per turn and role, among equal states, and by replaying rollouts without an agent."""
+    yield CreditEntry(name="turn", factory="agl_rewards.credit.turn:TurnCredit", summary="discounted rewards per turn")
+    yield CreditEntry(
+        name="role", factory="agl_rewards.credit.role:RoleCredit", summary="rewards, baselines and discount per agent"
+    )
+    yield CreditEntry(
+        name="hierarchical",
+        factory="agl_rewards.credit.hierarchical:HierarchicalCredit",
+        summary="the episode's advantage plus that of the step among equal states (GiGPO)",
+    )
+    yield CreditEntry(
+        name="leave-one-out",
+        factory="agl_rewards.credit.leave_one_out:LeaveOneOutCredit",
+        summary="the run's reward less its reward without the agent, by replay",
+    )
+    yield CreditEntry(
+        name="shapley",
+        factory="agl_rewards.credit.shapley:ShapleyCredit",
+        summary="each agent's Shapley value over coalitions, by replay",
+    )
+    yield CreditEntry(
+        name="fork",
+        factory="agl_rewards.credit.fork:ForkCredit",
+        summary="the run's reward less that of runs that went on otherwise from the call",
     )

@@ -1,14 +1,18 @@
 """agl_run: run an agent on tasks, record it, and let algorithms learn from it.
 
-The public names of the distribution ``agl-run``, besides :mod:`agl_run.commands` and :mod:`agl_run.replay`: the
-trainer, the configuration that it is built from, and the base of runners. Each is imported on first use.
+The trainer, the configuration that it is built from, and the base of runners. Each name is imported on first use.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agl_run.comparison import Comparison, Criterion, check_better, compare, interval
-    from agl_run.experiment.config import (
+    from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV, is_secret_given, load_secret, signing_keys
+    from agl_run.access.trust import CA_ENV, client_context, refusal_of
+    from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV, WorkerKey, worker_key
+    from agl_run.agents.agent import Agent, AgentSpec, LoadedAgent
+    from agl_run.config.file import load_config, parse_config
+    from agl_run.config.records import (
         ExperimentConfig,
         ExperimentSection,
         GatewayConfig,
@@ -20,32 +24,21 @@ if TYPE_CHECKING:
         policy,
         runner,
     )
-    from agl_run.experiment.file import load_config, parse_config
-    from agl_run.experiment.fitting import DevResult, FitResult
-    from agl_run.experiment.progress import Progress, Quiet
-    from agl_run.experiment.trainer import Trainer
+    from agl_run.display.progress import Progress, Quiet
     from agl_run.messages import Messages
-    from agl_run.placement import PlacementConfig
-    from agl_run.runners.agent import Agent, AgentSpec, LoadedAgent
+    from agl_run.run.fit import DevResult, FitResult
+    from agl_run.run.greedy import as_greedy, greedy_policies
+    from agl_run.run.trainer import Trainer
     from agl_run.runners.attempt import AttemptScope, run_attempt
-    from agl_run.runners.judging import RewardError
     from agl_run.runners.local import AsyncRunner
+    from agl_run.runners.refusals import KEY_ADVICE
     from agl_run.runners.setup import RunSetup
-    from agl_run.runners.worker import Worker, WorkerSetup
-    from agl_run.secret import (
-        SECRET_ENV,
-        SECRET_FILE_ENV,
-        is_secret_given,
-        load_secret,
-        signing_keys,
-        state_dir,
-    )
-    from agl_run.sqlite import SQLiteStore
-    from agl_run.trust import CA_ENV, client_context, refusal_of
-    from agl_run.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV, WorkerKey, worker_key
+    from agl_run.worker.heap import settle_heap
+    from agl_run.worker.worker import Worker, WorkerSetup
 
 __all__ = [
     "CA_ENV",
+    "KEY_ADVICE",
     "SECRET_ENV",
     "SECRET_FILE_ENV",
     "WORKER_TOKEN_ENV",
@@ -54,8 +47,6 @@ __all__ = [
     "AgentSpec",
     "AsyncRunner",
     "AttemptScope",
-    "Comparison",
-    "Criterion",
     "DevResult",
     "ExperimentConfig",
     "ExperimentSection",
@@ -63,25 +54,21 @@ __all__ = [
     "GatewayConfig",
     "LoadedAgent",
     "Messages",
-    "PlacementConfig",
     "PolicyConfig",
     "Progress",
     "Quiet",
     "ResourceConfig",
     "RetentionConfig",
-    "RewardError",
     "RunSetup",
     "RunnerConfig",
-    "SQLiteStore",
     "ScheduleConfig",
     "Trainer",
     "Worker",
     "WorkerKey",
     "WorkerSetup",
-    "check_better",
+    "as_greedy",
     "client_context",
-    "compare",
-    "interval",
+    "greedy_policies",
     "is_secret_given",
     "load_config",
     "load_secret",
@@ -90,55 +77,44 @@ __all__ = [
     "refusal_of",
     "run_attempt",
     "runner",
+    "settle_heap",
     "signing_keys",
-    "state_dir",
     "worker_key",
 ]
 
-_CONFIG = (
-    "ExperimentConfig",
-    "ExperimentSection",
-    "GatewayConfig",
-    "PolicyConfig",
-    "ResourceConfig",
-    "RetentionConfig",
-    "RunnerConfig",
-    "ScheduleConfig",
-    "policy",
-    "runner",
-)
 _HOMES = {
-    "agl_run.comparison": ("Comparison", "Criterion", "check_better", "compare", "interval"),
-    "agl_run.experiment.config": _CONFIG,
-    "agl_run.experiment.file": ("load_config", "parse_config"),
-    "agl_run.experiment.fitting": ("DevResult", "FitResult"),
-    "agl_run.experiment.progress": ("Progress", "Quiet"),
-    "agl_run.experiment.trainer": ("Trainer",),
-    "agl_run.messages": ("Messages",),
-    "agl_run.placement": ("PlacementConfig",),
-    "agl_run.runners.agent": ("Agent", "AgentSpec", "LoadedAgent"),
-    "agl_run.runners.attempt": ("AttemptScope", "run_attempt"),
-    "agl_run.runners.judging": ("RewardError",),
-    "agl_run.runners.local": ("AsyncRunner",),
-    "agl_run.runners.setup": ("RunSetup",),
-    "agl_run.runners.worker": ("Worker", "WorkerSetup"),
-    "agl_run.secret": (
-        "SECRET_ENV",
-        "SECRET_FILE_ENV",
-        "is_secret_given",
-        "load_secret",
-        "signing_keys",
-        "state_dir",
+    "agl_run.access.secret": ("SECRET_ENV", "SECRET_FILE_ENV", "is_secret_given", "load_secret", "signing_keys"),
+    "agl_run.access.trust": ("CA_ENV", "client_context", "refusal_of"),
+    "agl_run.access.worker_token": ("WORKER_TOKEN_ENV", "WORKER_TOKEN_FILE_ENV", "WorkerKey", "worker_key"),
+    "agl_run.agents.agent": ("Agent", "AgentSpec", "LoadedAgent"),
+    "agl_run.config.file": ("load_config", "parse_config"),
+    "agl_run.config.records": (
+        "ExperimentConfig",
+        "ExperimentSection",
+        "GatewayConfig",
+        "PolicyConfig",
+        "ResourceConfig",
+        "RetentionConfig",
+        "RunnerConfig",
+        "ScheduleConfig",
+        "policy",
+        "runner",
     ),
-    "agl_run.sqlite": ("SQLiteStore",),
-    "agl_run.trust": ("CA_ENV", "client_context", "refusal_of"),
-    "agl_run.worker_token": ("WORKER_TOKEN_ENV", "WORKER_TOKEN_FILE_ENV", "WorkerKey", "worker_key"),
+    "agl_run.display.progress": ("Progress", "Quiet"),
+    "agl_run.messages": ("Messages",),
+    "agl_run.run.fit": ("DevResult", "FitResult"),
+    "agl_run.run.greedy": ("as_greedy", "greedy_policies"),
+    "agl_run.run.trainer": ("Trainer",),
+    "agl_run.runners.attempt": ("AttemptScope", "run_attempt"),
+    "agl_run.runners.local": ("AsyncRunner",),
+    "agl_run.runners.refusals": ("KEY_ADVICE",),
+    "agl_run.runners.setup": ("RunSetup",),
+    "agl_run.worker.heap": ("settle_heap",),
+    "agl_run.worker.worker": ("Worker", "WorkerSetup"),
 }
 
 
 def __getattr__(name: str) -> object:
-    from importlib import import_module
-
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Parts of runners that place workers on other machines: their contract, and the worker that they place there."""
 
-from agl_run.experiment.worker_order import OrderedWorker, WorkerOrder
-from agl_run.runners.fleet import LOOP_ROLLOUTS, Fleet, FleetSetup
+from agl_run.fleet import LOOP_ROLLOUTS, Fleet, FleetSetup
+from agl_run.worker.order import OrderedWorker, WorkerOrder
 
 __all__ = [
     "LOOP_ROLLOUTS",

@@ -3,11 +3,12 @@
 Processes that end with their descendants, bounded output; agents and tasks that belong to a runner.
 """
 
+from agl_run.agents.task_sets import AgentSource, TaskSets
+from agl_run.run.exec import exec_program
 from agl_run.runners.kept import KeptProcess
 from agl_run.runners.lasting import LastingRunner, LostError
 from agl_run.runners.printed import PrintedText
 from agl_run.runners.result import describe_error
-from agl_run.runners.sources import AgentSource, TaskSets
 
 __all__ = [
     "AgentSource",
@@ -17,4 +18,5 @@ __all__ = [
     "PrintedText",
     "TaskSets",
     "describe_error",
+    "exec_program",
 ]

@@ -18,7 +18,9 @@ from agl.schemas import (
     rollout_id_of,
 )
 from agl.stores import MAX_SEQUENCE, select, unknown_attempt
-from agl_run.sql import (
+from agl_store_postgres.connections import Connection
+from agl_store_postgres.partitions import Aim, bounds, period_of
+from agl_store_sqlite.sql import (
     ATTEMPT_BITS,
     MODES,
     NUMBER_MASK,
@@ -36,8 +38,6 @@ from agl_run.sql import (
     read_rollout,
     read_statistics,
 )
-from agl_store_postgres.connections import Connection
-from agl_store_postgres.partitions import Aim, bounds, period_of
 
 ATTEMPT_KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
 """The key of the attempt to read spans of: the one with the given number, else the deciding or running one."""

@@ -8,13 +8,13 @@ import psycopg
 from agl.errors import NotFoundError, StoreError
 from agl.schemas import Span, rollout_id_of
 from agl.stores import MAX_SEQUENCE, unknown_attempt
-from agl_run.sql import Row, Unpacker, number_of
 from agl_store_postgres._reads import ATTEMPT_KEY, PostgresReads
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.faults import explain
 from agl_store_postgres.partitions import bounds_of
 from agl_store_postgres.placing import Placing, UnnamedShardError
 from agl_store_postgres.shard_connections import LostShardError, ShardConnections
+from agl_store_sqlite.sql import Row, Unpacker, number_of
 
 SHARD_WAIT_S = 20.0
 """Seconds for which a read waits for a shard; less than a transaction on the control server may be idle."""

@@ -1,9 +1,9 @@
 """Lays out the store's tables, and migrates older layouts.
 
-Rollouts and attempts are numbered as in :mod:`agl_run.sql`. Text that is compared or sorted has the collation ``C``, so
-ids sort as in Python. Spans and documents arrive packed, so PostgreSQL does not compress them again (``STORAGE
-EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running, then its status; so a claim does not touch
-the index of the lists.
+Rollouts and attempts are numbered as in :mod:`agl_store_sqlite.sql`. Text that is compared or sorted has the collation
+``C``, so ids sort as in Python. Spans and documents arrive packed, so PostgreSQL does not compress them again
+(``STORAGE EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running, then its status; so a claim
+does not touch the index of the lists.
 """
 
 import logging
@@ -15,11 +15,11 @@ from agl.contracts import RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import Rollout, Span, decode, encode
 from agl.stores import MAX_SEQUENCE
-from agl_run.sql import ATTEMPT_BITS, older_documents, record_key, recount, run_of
 from agl_store_postgres._reads import PostgresReads
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import add_statistics
+from agl_store_sqlite.sql import ATTEMPT_BITS, older_documents, record_key, recount, run_of
 
 SPANS = (
     b"""CREATE TABLE spans (

@@ -12,8 +12,8 @@ partitions that they need as constants, see :func:`bounds` and :class:`Aim`.
 
 from collections.abc import Iterable
 
-from agl_run.sql import ATTEMPT_BITS
 from agl_store_postgres.connections import Connection
+from agl_store_sqlite.sql import ATTEMPT_BITS
 
 PERIOD_BITS = 32
 """Bits of a rollout's number within its period."""

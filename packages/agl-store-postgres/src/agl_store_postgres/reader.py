@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agl.stores import Reads
-from agl_run.sql import Look, OverdueError, answer_to
 from agl_store_postgres._reads import PostgresReads
 from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection, rolled_back
 from agl_store_postgres.faults import is_lost
 from agl_store_postgres.loading import NOW
 from agl_store_postgres.urls import DatabaseTarget
+from agl_store_sqlite.sql import Look, OverdueError, answer_to
 
 _BEGIN = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _IS_OVERDUE = b"SELECT (SELECT min(deadline) FROM attempts WHERE status = 'running') <= " + NOW

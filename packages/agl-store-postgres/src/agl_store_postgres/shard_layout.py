@@ -102,7 +102,7 @@ def _store_identity(control: Connection, target: ShardedTarget) -> str:
             shown = target.control.shown
             raise StoreError(
                 f"{shown} holds rollouts with their spans, and cannot become the control server of a store in shards; "
-                f"name an empty database or ?schema=NAME, and copy them: agl runs copy {shown} {target.shown}"
+                f"name an empty database or ?schema=NAME, and copy them: agl data copy {shown} {target.shown}"
             )
         for statement in _CONTROL:
             control.execute(statement)

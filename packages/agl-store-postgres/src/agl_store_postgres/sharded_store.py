@@ -18,7 +18,6 @@ import psycopg
 from agl.contracts import PAGE_BYTES, Recording, RolloutQuery, SpanChoice
 from agl.schemas import Span
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
-from agl_run.sql import Batches, Compaction, OverdueError
 from agl_store_postgres._shard_reads import MissingSpansError, ThreadShards, unnamed
 from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
 from agl_store_postgres.faults import explain, is_shared
@@ -32,6 +31,7 @@ from agl_store_postgres.shard_layout import prepare_shards
 from agl_store_postgres.shard_writer import AwayShardError, ShardWriter
 from agl_store_postgres.sweeping import QUIET_S, Sweeper, sweep
 from agl_store_postgres.urls import DatabaseTarget, ShardedTarget, sharded_target_of
+from agl_store_sqlite.sql import Batches, Compaction, OverdueError
 
 T = TypeVar("T")
 

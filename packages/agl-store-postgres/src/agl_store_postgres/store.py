@@ -17,7 +17,6 @@ from typing import TypeVar
 import psycopg
 
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
-from agl_run.sql import Batches, Compaction, OverdueError
 from agl_store_postgres._reads import PartitionedReads, PostgresReads
 from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
 from agl_store_postgres.faults import explain, is_shared
@@ -30,6 +29,7 @@ from agl_store_postgres.reader import BatchReader, UncheckedRead
 from agl_store_postgres.sweeping import QUIET_S, Sweeper, sweep_partitions
 from agl_store_postgres.urls import DatabaseTarget, target_of
 from agl_store_postgres.writer import BatchWriter
+from agl_store_sqlite.sql import Batches, Compaction, OverdueError
 
 T = TypeVar("T")
 

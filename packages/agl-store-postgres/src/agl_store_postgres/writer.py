@@ -18,13 +18,13 @@ from typing import Any
 import psycopg
 
 from agl.stores import Work, expire
-from agl_run.sql import Changes, LoadedTables, Needs, Packer, needs_of, perform
 from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection, rolled_back
 from agl_store_postgres.faults import is_collision, is_lost
 from agl_store_postgres.loading import Begun, begin, begin_lapsed
 from agl_store_postgres.partitions import Partitions
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import commit
+from agl_store_sqlite.sql import Changes, LoadedTables, Needs, Packer, needs_of, perform
 
 MAX_COLLISIONS = 5
 """Largest number of repetitions after collisions with other transactions."""

@@ -10,11 +10,11 @@ from agl.contracts import Change, Metric, RolloutQuery, Statistics
 from agl.errors import NotFoundError
 from agl.schemas import TERMINAL_ROLLOUT, Attempt, ResourceVersion, Rollout, Span, attempt_id_of, decode
 from agl.stores import MAX_SEQUENCE, select, start_of, unknown_attempt
-from agl_run.sql import MODES, STATUSES, Unpacker, by_status, containing, number_of, read_statistics
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import read_stored
 from agl_store_redis.scripts import call
+from agl_store_sqlite.sql import MODES, STATUSES, Unpacker, by_status, containing, number_of, read_statistics
 
 _PART_BYTES = 8 << 20
 """Bytes of spans that one script returns at most, apart from the last few spans."""

@@ -30,7 +30,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (
         "not allowed when used memory",
         "the server's memory is full (maxmemory): delete old rollouts (agl runs gc), copy the store to SQLite or "
-        "PostgreSQL (agl runs copy), or raise maxmemory; acknowledged writes are safe",
+        "PostgreSQL (agl data copy), or raise maxmemory; acknowledged writes are safe",
     ),
     (
         "misconf|no space left",

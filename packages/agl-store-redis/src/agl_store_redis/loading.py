@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
-from agl_run.sql import ATTEMPT_BITS, LoadedRows, Needs, number_of, read_rollout
 from agl_store_redis.connections import Server
 from agl_store_redis.scripts import call
+from agl_store_sqlite.sql import ATTEMPT_BITS, LoadedRows, Needs, number_of, read_rollout
 
 HOLD_S = 5
 """Seconds after which a queued rollout that a transaction took, and neither claimed nor gave back, is queued again."""

@@ -10,13 +10,13 @@ from uuid import uuid4
 from agl.contracts import RolloutQuery
 from agl.schemas import Span, encode
 from agl.stores import MAX_SEQUENCE
-from agl_run.sql import recount
 from agl_store_redis._reads import RedisReads
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import CURRENT
 from agl_store_redis.scripts import call
 from agl_store_redis.urls import ServerTarget
 from agl_store_redis.writing import COUNT_PARTS, Part, counts_of
+from agl_store_sqlite.sql import recount
 
 _LOG = logging.getLogger("agl_store_redis")
 

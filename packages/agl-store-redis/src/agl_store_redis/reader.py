@@ -8,13 +8,13 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from agl.stores import Reads
-from agl_run.sql import Look, OverdueError, answer_to
 from agl_store_redis import connections
 from agl_store_redis._reads import RedisReads, VanishedError
 from agl_store_redis.connections import Moves, Server, ThreadConnection
 from agl_store_redis.faults import is_lost
 from agl_store_redis.scripts import call
 from agl_store_redis.urls import ServerTarget
+from agl_store_sqlite.sql import Look, OverdueError, answer_to
 
 
 class UncheckedRead:

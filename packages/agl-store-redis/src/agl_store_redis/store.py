@@ -19,7 +19,6 @@ from typing import TypeVar
 from redis.exceptions import RedisError
 
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
-from agl_run.sql import Batches, OverdueError
 from agl_store_redis.connections import START_WAIT_S, Moves, Server, connect, connect_in_time, forked_error
 from agl_store_redis.faults import explain, is_lost
 from agl_store_redis.layout import CURRENT, prepare
@@ -29,6 +28,7 @@ from agl_store_redis.promises import check_server
 from agl_store_redis.reader import BatchReader, UncheckedRead
 from agl_store_redis.urls import ServerTarget, target_of
 from agl_store_redis.writer import BatchWriter
+from agl_store_sqlite.sql import Batches, OverdueError
 
 T = TypeVar("T")
 

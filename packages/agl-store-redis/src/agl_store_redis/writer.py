@@ -22,13 +22,13 @@ from redis.exceptions import RedisError
 
 from agl.errors import StoreError
 from agl.stores import Work, expire
-from agl_run.sql import LoadedTables, Needs, Packer, needs_of, perform
 from agl_store_redis import connections
 from agl_store_redis.connections import Moves, Server, ThreadConnection
 from agl_store_redis.faults import is_elsewhere, is_lost
 from agl_store_redis.loading import Loaded, begin, begin_lapsed
 from agl_store_redis.urls import ServerTarget
 from agl_store_redis.writing import Commit
+from agl_store_sqlite.sql import LoadedTables, Needs, Packer, needs_of, perform
 
 T = TypeVar("T")
 

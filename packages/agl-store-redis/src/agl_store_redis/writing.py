@@ -9,11 +9,11 @@ import msgspec
 
 from agl.contracts import Statistics
 from agl.schemas import Rollout, attempt_id_of, encode
-from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, STATUSES, Changes, LoadedTables, additions, statistics_row
 from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import Loaded
 from agl_store_redis.scripts import call
+from agl_store_sqlite.sql import ATTEMPT_BITS, NUMBER_MASK, STATUSES, Changes, LoadedTables, additions, statistics_row
 
 Part: TypeAlias = bytes | str | int | float
 

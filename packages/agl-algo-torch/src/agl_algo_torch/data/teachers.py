@@ -238,5 +238,5 @@ def another_tokenizer(teacher: str, difference: str) -> ConfigError:
     return ConfigError(
         f"The teacher {teacher!r} has another tokenizer than the policy: {difference}. It cannot say how likely the "
         "policy's tokens are. Take a larger model of the policy's family, or write the teacher's runs to a file "
-        "(agl export) and use sft."
+        "(agl data export) and use sft."
     )

@@ -1,7 +1,7 @@
 """Preference pairs and labelled answers as text: reads them, and turns them into the rows that train.
 
 One line is `{"prompt": [...], "chosen": [...], "rejected": [...], "tools": [...]}` in OpenAI's message format, as
-`agl export --format dpo` and TRL write it; `tools` may be absent. `kto` also takes single answers with a label,
+`agl data export --format dpo` and TRL write it; `tools` may be absent. `kto` also takes single answers with a label,
 `{"prompt": [...], "completion": [...], "label": true}` as in TRL, and pairs as one good and one bad answer. Nobody
 sampled these answers with token ids, so the ids come from the policy's own tokenizer and chat template, as those of
 `sft` do. Only what the assistant says behind the prompt counts. Losses and updates are left to `preferences`.
@@ -126,5 +126,7 @@ def _answers(row: dict[str, Any], where: str) -> Iterator[WrittenAnswer]:
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value or not all(map(is_message, cast("list[Any]", value))):
-        raise DatasetError(f"{where}: expected {_FORM}, or for kto {_LABELLED}. agl export --format dpo writes pairs.")
+        raise DatasetError(
+            f"{where}: expected {_FORM}, or for kto {_LABELLED}. agl data export --format dpo writes pairs."
+        )
     return cast("list[dict[str, Any]]", value)

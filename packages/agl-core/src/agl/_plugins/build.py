@@ -6,7 +6,6 @@ broken, a parameter that does not exist or has the wrong type.
 
 import importlib
 import inspect
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -15,11 +14,9 @@ from typing import Any, cast, get_args, get_type_hints
 import msgspec
 
 from agl._entries import Entry
-from agl._plugins.source import Source, describe, interrupted
+from agl._plugins.sources import Source, describe
 from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError
 from agl.hints import did_you_mean, pip_install
-
-_log = logging.getLogger("agl.plugins")
 
 _JSON = (str, bool, int, float, list, dict, type(None))
 
@@ -39,9 +36,6 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         raise _not_installed(error, entry.factory, component, source) from error
     except AglError:
-        raise
-    except KeyboardInterrupt:
-        _log.error("%s", interrupted(f"{entry.factory!r} of the plugin {source.shown_name} was", source))
         raise
     except (Exception, SystemExit) as error:  # a plugin's module may raise anything
         raise BrokenPluginError(

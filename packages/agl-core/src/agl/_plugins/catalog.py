@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TypeVar, cast
+
+import msgspec
 
 from agl._entries import CommandEntry, Entry, Kind
 from agl._plugins.hooks import PROVIDERS
-from agl._plugins.packages import known
-from agl._plugins.source import DISABLED_VARIABLE, Source
+from agl._plugins.sources import DISABLED_VARIABLE, Source
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 from agl.hints import closest, pip_install
 
@@ -18,6 +21,17 @@ KINDS: dict[type[Entry], Kind] = {
     record: cast("Kind", record.__name__.removesuffix("Entry").lower()) for record in PROVIDERS.values()
 }
 RECORDS: dict[Kind, type[Entry]] = {kind: record for record, kind in KINDS.items()}
+
+
+@cache
+def known() -> dict[tuple[Kind, str], str]:
+    """The distribution of each well-known component by kind and name, for the ``pip install`` line of a missing one.
+
+    ``python -m tools.generate`` writes the table.
+    """
+    table = Path(__file__).with_name("packages.json").read_bytes()
+    found = msgspec.json.decode(table, type=dict[str, dict[Kind, list[str]]])
+    return {(kind, name): home for home, kinds in found.items() for kind, names in kinds.items() for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,9 +75,6 @@ def _check_impl(caller: pluggy.HookCaller, impl: pluggy.HookImpl) -> None:
         raise PluginError(f"{caller.name} is a wrapper; hooks are called one by one, so remove wrapper=True")
     if inspect.iscoroutinefunction(impl.function) or inspect.isasyncgenfunction(impl.function):
         raise PluginError(f"{caller.name} is async; hooks are synchronous, so do async work in what the factory builds")
-    for parameter in inspect.signature(impl.function).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
-            raise PluginError(f"{caller.name} takes {parameter.name!r} by keyword only; remove the * before it")
 
 
 def _entries(impl: pluggy.HookImpl, hook: str, record: type[Entry]) -> Iterator[Entry]:

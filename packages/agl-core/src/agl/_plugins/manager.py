@@ -7,6 +7,7 @@ is imported when :meth:`PluginManager.build` is called.
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from typing import Any, TypeVar
 
 import pluggy
@@ -32,9 +33,17 @@ from agl._entries import (
 from agl._hookspecs import PROJECT, AglSpec
 from agl._plugins.build import build, resolve
 from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, QuarantinedPlugin, key_of, missing
-from agl._plugins.discovery import Candidate, candidates, check_bound
 from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
-from agl._plugins.source import CORE, DISABLED_VARIABLE, RUN, STRICT_VARIABLE, Source, describe, interrupted
+from agl._plugins.sources import (
+    CORE,
+    DISABLED_VARIABLE,
+    ENGINE,
+    STRICT_VARIABLE,
+    Source,
+    check_bound,
+    describe,
+    installed,
+)
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError
 
 E = TypeVar("E", bound=Entry)
@@ -43,7 +52,6 @@ EVERY = "*"
 """In ``AGL_DISABLED_PLUGINS``: every plugin but the core's own components."""
 
 CORE_PLUGIN = "core"
-RUN_PLUGIN = "run"
 
 _log = logging.getLogger("agl.plugins")
 
@@ -51,9 +59,9 @@ _log = logging.getLogger("agl.plugins")
 class PluginManager:
     """Registered plugins and their components.
 
-    A new manager has the components of ``agl-core``, and of ``agl-run`` where that is installed; :meth:`load` adds the
-    other installed plugins and :meth:`register` one at hand. Looking components up is safe from several threads;
-    registering is not.
+    A new manager has the components of ``agl-core``, and of ``agl-run`` with its parts where it is installed;
+    :meth:`load` adds the other installed plugins and :meth:`register` one at hand. Looking components up is safe from
+    several threads; registering is not.
 
     Args:
         disabled: Names of entry points or distributions to leave out; ``"*"`` for all.
@@ -73,8 +81,8 @@ class PluginManager:
         self._failures: dict[str, int] = {}
         core = Source(name=CORE_PLUGIN, distribution=CORE, version=agl.__version__, module=builtin.__name__)
         self._admit(core, builtin)
-        for candidate in candidates(RUN):
-            self._load(candidate)
+        for source, point in [found for distribution in ENGINE for found in installed(distribution)]:
+            self._load(source, point)
 
     @classmethod
     def from_environment(
@@ -102,13 +110,13 @@ class PluginManager:
 
     def load(self) -> None:
         """Load the installed plugins in order of name; one that fails is quarantined, or raised when strict."""
-        for candidate in candidates():
-            if candidate.source.distribution == RUN:
+        for source, point in installed():
+            if source.distribution in ENGINE:
                 continue
-            if self._disabled & {EVERY, candidate.source.name, candidate.source.distribution}:
-                self._skipped.append(candidate.source)
+            if self._disabled & {EVERY, source.name, source.distribution}:
+                self._skipped.append(source)
             else:
-                self._load(candidate)
+                self._load(source, point)
 
     def register(self, plugin: object, *, name: str = "") -> None:
         """Add a module or object with hook implementations; raises :class:`PluginError` if it cannot be used."""
@@ -213,14 +221,10 @@ class PluginManager:
         known = {EVERY} | {name for source in self._skipped for name in (source.name, source.distribution)}
         return sorted(self._disabled - known)
 
-    def _load(self, candidate: Candidate) -> None:
-        source = candidate.source
+    def _load(self, source: Source, point: EntryPoint) -> None:
         try:
             check_bound(source, agl.__version__)
-            self._admit(source, candidate.load())
-        except KeyboardInterrupt:
-            _log.error("%s", interrupted(f"the plugin {source.shown_name} was", source))
-            raise
+            self._admit(source, point.load())
         except (Exception, SystemExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
             failure = _failure(source, error)
             if self._strict:
@@ -239,7 +243,7 @@ class PluginManager:
             check_hooks(self._hooks, plugin)
             entries = components(self._hooks, plugin)
             self._named[source] = tuple(key_of(entry) for entry in entries)
-            self._catalog.add(source, entries, reserved=(CORE_PLUGIN, RUN_PLUGIN))
+            self._catalog.add(source, entries, reserved=(CORE_PLUGIN, "inspect", "run", "store-sqlite"))
         except BaseException:
             self._hooks.unregister(plugin)
             raise

@@ -35,6 +35,9 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
         return Moments(count=count, mean=self.mean + apart * other.count / count, squares=max(0.0, squares))
 
 
+_SUMS = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
+
+
 class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The finished rollouts of one step of an algorithm in one mode, over all runs of the experiment.
 
@@ -67,24 +70,11 @@ class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     def plus(self, other: "Statistics") -> "Statistics":
         """The sums of both, under the names of this one."""
-        return Statistics(
-            experiment=self.experiment,
-            algorithm=self.algorithm,
-            step=self.step,
-            mode=self.mode,
-            succeeded=self.succeeded + other.succeeded,
-            failed=self.failed + other.failed,
-            cancelled=self.cancelled + other.cancelled,
-            reward=self.reward.plus(other.reward),
-            seconds=self.seconds + other.seconds,
-            calls=self.calls + other.calls,
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            response_tokens=self.response_tokens + other.response_tokens,
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
+        return replace(self, reward=self.reward.plus(other.reward), **sums)
 
     @property
     def negative(self) -> "Statistics":
         """The share that takes these rollouts out of statistics that hold them, when it is added."""
-        sums = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
         reward = replace(self.reward, count=-self.reward.count, squares=-self.reward.squares)
-        return replace(self, reward=reward, **{name: -getattr(self, name) for name in sums})
+        return replace(self, reward=reward, **{name: -getattr(self, name) for name in _SUMS})

@@ -1,13 +1,50 @@
-"""Contracts of training: credit, runners, algorithms and the context that an algorithm receives."""
+"""Contracts of training: rewards, credit, runners, algorithms and the context that an algorithm receives."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from agl.contracts._serving import Policy
 from agl.contracts._store import Store
-from agl.schemas import LLM, CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion, Rollout
+from agl.schemas import (
+    LLM,
+    CallCredit,
+    Claim,
+    Episode,
+    Json,
+    Outcome,
+    Record,
+    Resource,
+    ResourceVersion,
+    Reward,
+    Rollout,
+    Span,
+)
+
+
+class RewardEmitter(Protocol):
+    """Computes rewards from recorded spans; sees the task's hidden fields."""
+
+    def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Sequence[Reward] | Reward | float | None:
+        """Rewards of one finished attempt; ``None`` for no opinion. May be a coroutine function."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSetup:
+    """Given to a reward emitter besides its parameters, if its entry says ``takes_setup``.
+
+    Attributes:
+        folder: The base of relative paths in the experiment.
+        policies: The experiment's model servers by name, at their own addresses: a call to one is not recorded as
+            an agent's. They have no endpoint while an experiment is only checked.
+        build: Makes another reward emitter from its name, or ``module:attribute``, and its parameters.
+    """
+
+    folder: Path
+    policies: Mapping[str, LLM]
+    build: Callable[[str, Mapping[str, Any]], RewardEmitter]
 
 
 class Credit(Protocol):

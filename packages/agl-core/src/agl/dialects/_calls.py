@@ -1,6 +1,5 @@
 """Turns an exchange into model calls: one per sampled choice, with its tokens or the reason why it has none."""
 
-import struct
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +12,8 @@ from agl.dialects import _messages as messages
 from agl.dialects import _responses as responses
 from agl.dialects._exchange import Answer, Choice, Exchange
 from agl.dialects._foreign import as_dict
-from agl.dialects._media import may_hold_media, reference_media
-from agl.dialects._request import Request, sampling_of, without_secrets
-from agl.schemas import Dialect, Json, ModelCall
+from agl.dialects._request import sampling_of, stored
+from agl.schemas import Dialect, Json, ModelCall, pack_floats, pack_ids
 
 _READERS = {
     "chat": (chat.read_body, chat.read_stream),
@@ -100,15 +98,14 @@ def _http_error(exchange: Exchange) -> str:
 
 def _base(exchange: Exchange, answer: Answer) -> ModelCall:
     """The fields that the choices of one exchange share."""
-    dialect, request = exchange.request.dialect, exchange.request.to_dict()
-    stored, inputs = _stored_request(exchange.request, request)
-    given = request or {}
+    dialect, given = exchange.request.dialect, exchange.request.to_dict() or {}
+    request, inputs = stored(exchange.request)
     asked = given.get("n")
     return ModelCall(
         request_id=exchange.request_id,
         dialect=dialect,
         model=exchange.request.model,
-        request=stored,
+        request=request,
         response=_plain_response(exchange, dialect),
         sampling=sampling_of(given),
         choices=asked if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0 else 1,
@@ -131,13 +128,6 @@ def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
     return exchange.is_streamed and bool(choices) and all(choice.is_finished for choice in choices)
 
 
-def _stored_request(request: Request, fields: dict[str, Any] | None) -> tuple[Json, tuple[str, ...]]:
-    if fields is None:
-        return request.body[:_MAX_ERROR].decode("utf-8", "replace"), ()
-    kept = without_secrets(fields)
-    return reference_media(kept) if may_hold_media(request.body) else (kept, ())
-
-
 def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
     """The body of an answer without choices: an error's JSON; an embedding's without its vectors."""
     if exchange.status < 400 and dialect != "embeddings":
@@ -156,7 +146,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:
     prompt_ids, response_ids, problem = _pack(choice)
-    logprobs, logprob_problem = _pack_logprobs(choice.logprobs)
+    logprobs, logprob_problem = _pack_logprobs(choice.logprobs or ())
     problem = problem or logprob_problem or _missing(base.dialect, choice, want_ids=want_ids)
     is_complete = choice.is_finished if base.is_streamed else base.is_complete
     cut = "" if is_complete else "the stream ended before the answer did"
@@ -175,24 +165,16 @@ def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:
 
 
 def _pack(choice: Choice) -> tuple[bytes, bytes, str]:
-    prompt_ids, response_ids = choice.prompt_ids or (), choice.response_ids or ()
     try:
-        # struct packs a list twice as fast as array does; a call has more than a thousand ids
-        return (
-            struct.pack(f"<{len(prompt_ids)}i", *prompt_ids),
-            struct.pack(f"<{len(response_ids)}i", *response_ids),
-            "",
-        )
-    except struct.error as error:
+        return pack_ids(choice.prompt_ids or ()), pack_ids(choice.response_ids or ()), ""
+    except ValueError as error:
         return b"", b"", f"the backend's token ids are not 32-bit integers: {error}"
 
 
-def _pack_logprobs(values: list[float | None] | None) -> tuple[bytes, str]:
-    if not values:
-        return b"", ""
+def _pack_logprobs(values: Sequence[float | None]) -> tuple[bytes, str]:
     try:
-        return struct.pack(f"<{len(values)}f", *values), ""
-    except (struct.error, OverflowError):
+        return pack_floats(values), ""  # pyright: ignore[reportArgumentType]  # None is refused in the next line
+    except ValueError:
         return b"", f"the backend's log-probabilities are not all numbers ({len(values)} values)"
 
 

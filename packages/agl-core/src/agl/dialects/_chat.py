@@ -10,9 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from agl.dialects._exchange import Answer, Choice
-from agl.dialects._foreign import as_dict, dicts_in
+from agl.dialects._foreign import as_dict, dicts_in, version_in
 from agl.dialects._sse import decode_events, payloads
-from agl.dialects._versions import version_of
 from agl.schemas import Json
 
 ContentKey = Literal["message", "text"]
@@ -68,6 +67,7 @@ class _Body(_Chunk, gc=False):
 _BODY = msgspec.json.Decoder(_Body)
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _CHUNKS = msgspec.json.Decoder(list[_Chunk])
+_VERSION_FIELDS = ("model_version", "model_versions", "weight_versions")
 _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "service_tier", "usage")
 
 
@@ -92,7 +92,7 @@ def _plain_choice(body: _Body, choice: _Choice, content_key: ContentKey) -> Choi
 
 
 def _version(body: _Body) -> str:
-    return version_of(body.model_version, body.model_versions, body.weight_versions)
+    return version_in({name: getattr(body, name) for name in _VERSION_FIELDS})
 
 
 def _response(
@@ -127,15 +127,14 @@ class _ChoiceBuilder:
         """Add one delta with its tokens."""
         self._add_delta(choice.delta or {"text": choice.text})
         if (ids := choice.ids()) is not None:
-            self.ids = _extended(self.ids or [], ids)
-        if choice.prompt_token_ids is not None:
-            self.prompt_ids = choice.prompt_token_ids
+            self.ids = self.ids or []
+            self.ids += ids
         if choice.logprobs is not None and (values := choice.logprobs.values()) is not None:
-            self.logprobs = _extended(self.logprobs or [], values)
-        if choice.finish_reason is not None:
-            self.finish_reason = choice.finish_reason
-        if choice.stop_reason is not None:
-            self.stop_reason = choice.stop_reason
+            self.logprobs = self.logprobs or []
+            self.logprobs += values
+        self.prompt_ids = choice.prompt_token_ids or self.prompt_ids
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
         for key, value in delta.items():
@@ -167,11 +166,6 @@ class _ChoiceBuilder:
             message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
             message["content"] = message["content"] or None
         return {"message": message}
-
-
-def _extended(values: list[Any], more: list[Any]) -> list[Any]:
-    values.extend(more)
-    return values
 
 
 def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
@@ -209,10 +203,9 @@ def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
     """The first chunk's head with the other chunks' fields: the first prompt ids, the last usage and versions."""
     for chunk in chunks:
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
-        body.usage = chunk.usage or body.usage
-        body.model_version = chunk.model_version or body.model_version
-        body.model_versions = chunk.model_versions or body.model_versions
-        body.weight_versions = chunk.weight_versions or body.weight_versions
+        for name in ("usage", *_VERSION_FIELDS):
+            if value := getattr(chunk, name):
+                setattr(body, name, value)
     body.object = "text_completion" if body.object == "text_completion" else "chat.completion"
     return body
 

@@ -10,9 +10,8 @@ import msgspec
 
 from agl.dialects._chat import error_text
 from agl.dialects._exchange import Answer, Choice
-from agl.dialects._foreign import as_dict, as_index, as_list, as_text, is_list
+from agl.dialects._foreign import as_dict, as_index, as_list, as_text, is_list, version_in
 from agl.dialects._sse import BODY, objects
-from agl.dialects._versions import version_of
 
 _DROPPED = ("prompt_token_ids", "token_ids", "logprobs")
 
@@ -23,7 +22,7 @@ def read_body(data: bytes) -> Answer:
 
 
 def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
-    version = version_of(body.get("model_version"), body.get("model_versions"), body.get("weight_versions"))
+    version = version_in(body)
     if not is_list(body.get("content")):
         return Answer(model_version=version, error=error_text(body.get("error")))
     choice = Choice(

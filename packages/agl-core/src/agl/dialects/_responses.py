@@ -11,9 +11,8 @@ import msgspec
 
 from agl.dialects._chat import error_text
 from agl.dialects._exchange import Answer, Choice
-from agl.dialects._foreign import as_dict, as_list, as_text, dicts_in, is_list
+from agl.dialects._foreign import as_dict, as_list, as_text, dicts_in, is_list, version_in
 from agl.dialects._sse import BODY, objects
-from agl.dialects._versions import version_of
 
 _FINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 _DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids", "logprobs", "instructions", "tools")
@@ -44,7 +43,7 @@ def _is_error(event: dict[str, Any]) -> bool:
 
 
 def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
-    version = version_of(body.get("model_version"), body.get("model_versions"), body.get("weight_versions"))
+    version = version_in(body)
     error = error_text(body.get("error"))
     if not is_list(body.get("output")):
         return Answer(model_version=version, error=error)

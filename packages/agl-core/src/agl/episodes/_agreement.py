@@ -10,7 +10,7 @@ A program that reports over OTLP may not link its calls to its spans. There, and
 seen when a call that names no span began while it was open.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Literal
 
@@ -72,28 +72,25 @@ def _unseen(own: Sequence[Span], calls: Sequence[Span], by_id: Mapping[str, Span
     """Chat spans without a call below them; of two nested ones only the outer one."""
     seen: set[str] = set()
     for call in calls:
-        above = _enclosing_span(call, by_id)
-        while above is not None and above.span_id not in seen:
-            seen.add(above.span_id)
-            above = _enclosing_span(above, by_id)
+        # What lies above a span that was seen before was seen then, so each span is visited once.
+        seen.update(span.span_id for span in takewhile(lambda span: span.span_id not in seen, _around(call, by_id)))
     found: dict[str, Span] = {}
     for span in own:
         is_chat = span.call is None and span.attributes.get(semconv.OPERATION) in _CHATS
         is_answered = is_chat and span.span_id not in seen and span.status != "error"
-        if is_answered and not _is_within(span, found, by_id):
+        if is_answered and not any(above.span_id in found for above in _around(span, by_id)):
             found[span.span_id] = span
     return list(found.values())
 
 
-def _is_within(span: Span, found: Mapping[str, Span], by_id: Mapping[str, Span]) -> bool:
+def _around(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
+    """The spans around ``span``, innermost first, up to the attempt's root or to a cycle in foreign data."""
     visited = {span.span_id}
     above = _enclosing_span(span, by_id)
     while above is not None and above.span_id not in visited:
-        if above.span_id in found:
-            return True
+        yield above
         visited.add(above.span_id)
         above = _enclosing_span(above, by_id)
-    return False
 
 
 def _without_overlapping_call(chats: Sequence[Span], calls: Sequence[Span]) -> list[Span]:

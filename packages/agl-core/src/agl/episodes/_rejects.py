@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from agl import semconv
 from agl._actors import Who
+from agl.episodes._timeline import is_answered
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Record, RejectReason, Span
 
@@ -16,40 +17,31 @@ class Reject(Record, frozen=True, kw_only=True):
     detail: str
 
 
-class Selection(Record, frozen=True, kw_only=True):
-    """Selects the calls that train.
+def find_rejects(
+    spans: Sequence[Span],
+    *,
+    attempt_id: str | None,
+    agent_match: str | None,
+    policy: str | None,
+    who: Mapping[str, Who],
+) -> dict[int, Reject]:
+    """The rejects among model calls in order of time, by index in ``spans``.
 
-    Attributes:
+    Args:
+        spans: The model calls.
+        attempt_id: The deciding attempt.
         agent_match: Regular expression on the agent's name and on the nodes and tools within that agent; ``None``
             selects all. It selects by :func:`re.search`, as Agent Lightning does: ``write|rewrite`` finds
             ``write_query`` too, and ``^write$`` finds ``write`` alone. An agent inside another is its own agent:
             the outer one's name does not select it.
         policy: Name of the policy whose calls train; ``None`` for any.
-    """
+        who: The actors of each call, by span id.
 
-    agent_match: str | None = None
-    policy: str | None = None
-
-    def pattern(self) -> re.Pattern[str] | None:
-        """The compiled ``agent_match``; raises :class:`ConfigError` when it is not a regular expression."""
-        try:
-            return None if self.agent_match is None else re.compile(self.agent_match)
-        except re.error as error:
-            raise ConfigError(
-                f"agent_match = {self.agent_match!r} is not a regular expression: {error}; "
-                "escape special characters with a backslash, or list names as in 'write|rewrite'"
-            ) from error
-
-
-def find_rejects(
-    spans: Sequence[Span], *, attempt_id: str | None, selection: Selection, who: Mapping[str, Who]
-) -> dict[int, Reject]:
-    """The rejects among model calls in order of time, by index in ``spans``.
-
-    ``attempt_id`` is the deciding attempt's; ``who`` holds the actors of each call by span id.
+    Raises:
+        ConfigError: ``agent_match`` is not a regular expression.
     """
     superseded = _superseded(spans)
-    pattern = selection.pattern()
+    pattern = _pattern(agent_match)
     found: dict[int, Reject] = {}
     for index, span in enumerate(spans):
         call = span.call
@@ -58,7 +50,7 @@ def find_rejects(
         reject = (
             _outside(span, attempt_id)
             or superseded.get(index)
-            or _unselected(call, who[span.span_id], selection.policy, pattern)
+            or _unselected(call, who[span.span_id], policy, pattern)
             or _unusable(call)
         )
         if reject is not None:
@@ -66,9 +58,14 @@ def find_rejects(
     return found
 
 
-def is_answered(call: ModelCall) -> bool:
-    """True if the whole answer arrived without an error."""
-    return call.is_complete and not call.error and 200 <= call.status_code < 400
+def _pattern(agent_match: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if agent_match is None else re.compile(agent_match)
+    except re.error as error:
+        raise ConfigError(
+            f"agent_match = {agent_match!r} is not a regular expression: {error}; "
+            "escape special characters with a backslash, or list names as in 'write|rewrite'"
+        ) from error
 
 
 def _outside(span: Span, attempt_id: str | None) -> Reject | None:

@@ -7,11 +7,14 @@ evaluator, a hook or a person. ``None`` stays ``None``; nothing here turns a mis
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from agl._actors import Enclosing
 from agl.episodes._timeline import Moment, Timeline
-from agl.schemas import Record, Reward, Span
+from agl.schemas import Graded, Record, Reward, Span
+
+R = TypeVar("R", Graded, Reward)
 
 _RANK = {"evaluator": 0, "environment": 1}
 _OTHER = 2
@@ -66,15 +69,15 @@ def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
     Then: the reward called ``key``; or the weighted sum; or, of the best source, the unnamed reward, else the
     only one. Several named rewards without key and weights give ``None``.
     """
-    named = _by_name([reward for reward in rewards if reward.scope == "rollout"])
+    named = by_name([reward for reward in rewards if reward.scope == "rollout"])
     if not named:
         return Score(value=None, note="no reward about the whole rollout was recorded")
     if options.key is not None:
         return _keyed(named, options.key)
     if options.weights:
         return _weighted(named, options.weights)
-    best = min(rank(reward.source) for reward in named.values())
-    choice = {name: reward for name, reward in named.items() if rank(reward.source) == best}
+    best = min(_rank(reward.source) for reward in named.values())
+    choice = {name: reward for name, reward in named.items() if _rank(reward.source) == best}
     if len(choice) > 1 and "" not in choice:
         names = ", ".join(sorted(choice))
         return Score(value=None, note=f"several rewards were recorded ({names}); declare a key or weights for them")
@@ -145,17 +148,19 @@ class _CallFinder:
         return self._calls[index].span_id if index >= 0 else None
 
 
-def _by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
-    """The reward that counts under each name: best source first, then the last one."""
-    named: dict[str, Reward] = {}
+def by_name(rewards: Iterable[R]) -> dict[str, R]:
+    """The reward that counts under each name, of rewards in order of time: of the best source the last one."""
+    named: dict[str, R] = {}
     for reward in rewards:
         held = named.get(reward.name)
-        if held is None or rank(reward.source) <= rank(held.source):
+        if held is None or _rank(reward.source) <= _rank(held.source):
+            # Taken out first, so that the dict stays in order of time.
+            named.pop(reward.name, None)
             named[reward.name] = reward
     return named
 
 
-def rank(source: str) -> int:
+def _rank(source: str) -> int:
     """The place of a reward's source: 0 for the best one."""
     return _RANK.get(source, _OTHER)
 
@@ -189,7 +194,7 @@ def _lookup(named: Mapping[str, Reward], key: str) -> tuple[Reward, float | None
     holders = [reward for reward in named.values() if key in reward.dimensions]
     if not holders:
         return None
-    best = min(holders, key=lambda reward: rank(reward.source))
+    best = min(holders, key=lambda reward: _rank(reward.source))
     return best, best.dimensions[key]
 
 

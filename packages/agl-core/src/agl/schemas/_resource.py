@@ -3,7 +3,10 @@
 import string
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas._base import SCHEMA_VERSION, Json, Record
@@ -95,6 +98,25 @@ class Weights(Record, frozen=True, kw_only=True, tag="weights"):
     format: Literal["hf", "lora"] = "hf"
 
 
+PROBE_FILE = "probe.json"
+"""Name of the file in a directory of weights."""
+
+
+class WeightsProbe(Record, frozen=True, kw_only=True):
+    """The log-probabilities that weights give to a fixed text, by which a server's weights are recognised.
+
+    The exporter of weights writes them beside the weights; the loader compares them with the server's. Some servers
+    report a reload as successful and go on serving other weights.
+
+    Attributes:
+        token_ids: The text, [N], N at least 2.
+        logprobs: Natural log-probability of every token but the first, given those before it, [N - 1].
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 class JsonResource(Record, frozen=True, kw_only=True, tag="json"):
     """Any JSON value, such as a list of tool descriptions."""
 
@@ -129,6 +151,32 @@ class ResourceVersion(Record, frozen=True, kw_only=True):
     created_at: float = 0.0
     metadata: dict[str, Json] = {}
     schema_version: int = SCHEMA_VERSION
+
+
+def write_probe(folder: Path, probe: WeightsProbe) -> None:
+    """Put the probe beside the weights in ``folder``."""
+    (folder / PROBE_FILE).write_bytes(msgspec.json.encode(probe))
+
+
+def read_probe(folder: Path) -> WeightsProbe | None:
+    """The probe beside the weights in ``folder``, ``None`` if there is none.
+
+    Raises:
+        ConfigError: The file is not a probe.
+    """
+    path = folder / PROBE_FILE
+    if not path.is_file():
+        return None
+    try:
+        probe = msgspec.json.decode(path.read_bytes(), type=WeightsProbe)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is not a probe of weights ({error}); export them again, or remove it") from error
+    if len(probe.token_ids) < 2 or len(probe.logprobs) != len(probe.token_ids) - 1:
+        raise ConfigError(
+            f"{path} has {len(probe.token_ids)} tokens and {len(probe.logprobs)} log-probabilities, which must be one "
+            "fewer; export the weights again, or remove it"
+        )
+    return probe
 
 
 def _placeholders(template: str) -> Iterator[str]:

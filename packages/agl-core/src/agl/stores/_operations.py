@@ -28,7 +28,9 @@ from agl.errors import ConflictError, FencedError, NotFoundError, StoreError
 from agl.schemas import Attempt, Claim, Outcome, Record, ResourceVersion, Rollout, Span
 from agl.schemas import _codec as codec
 from agl.schemas._rollout import NO_TALLY
-from agl.stores import _rules as rules
+from agl.stores import _leases as leases
+from agl.stores import _queries as queries
+from agl.stores import _values as values
 from agl.stores._tables import Reads, Tables
 from agl.stores._tallies import counted, share_of
 
@@ -80,9 +82,9 @@ def enqueue(tables: Tables, rollouts: Sequence[Rollout]) -> list[Rollout]:
     for rollout in rollouts:
         known = new.get(rollout.rollout_id) or tables.rollout(rollout.rollout_id)
         if known is None:
-            known = new[rollout.rollout_id] = rules.new_rollout(rollout, now=tables.now)
-        elif not rules.is_same(rules.definition(known), rules.definition(rules.copied(rollout))):
-            raise rules.conflict("rollout", rollout.rollout_id)
+            known = new[rollout.rollout_id] = values.new_rollout(rollout, now=tables.now)
+        elif not values.is_same(values.definition(known), values.definition(values.copied(rollout))):
+            raise values.conflict("rollout", rollout.rollout_id)
         stored.append(known)
     tables.add(list(new.values()))
     return stored
@@ -95,7 +97,7 @@ def claim(
     if claim_id and (running := tables.claimed(claim_id)):
         return running
     claims = [
-        rules.open_attempt(rollout, worker=worker, claim_id=claim_id, lease_s=lease_s, now=tables.now)
+        leases.open_attempt(rollout, worker=worker, claim_id=claim_id, lease_s=lease_s, now=tables.now)
         for rollout in tables.queued(experiment, limit)
     ]
     tables.save(claims)
@@ -107,7 +109,7 @@ def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
     for claim in claims:
         current = tables.held(claim.attempt.attempt_id)
         if current is not None and current.attempt == claim.attempt:
-            tables.save_rollouts([rules.release(current)])
+            tables.save_rollouts([leases.release(current)])
 
 
 def renew(tables: Tables, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
@@ -124,9 +126,9 @@ def finish(tables: Tables, outcomes: Sequence[Outcome]) -> list[Rollout]:
     after: dict[str, Claim] = {}
     decided: dict[str, Claim] = {}
     for outcome in outcomes:
-        rules.check_spans(outcome.spans, attempt_id=outcome.attempt_id)
+        values.check_spans(outcome.spans, attempt_id=outcome.attempt_id)
         current = after.get(outcome.attempt_id) or need_held(tables, outcome.attempt_id)
-        settled = rules.settle(current, outcome, now=tables.now)
+        settled = leases.settle(current, outcome, now=tables.now)
         if settled is not None:
             decided[outcome.attempt_id] = settled
         after[outcome.attempt_id] = settled or current
@@ -156,7 +158,7 @@ def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
 
 def expire(tables: Tables) -> None:
     """Decide every attempt that is overdue; the first thing that every transaction does."""
-    lapsed = (rules.lapse(claim, now=tables.now) for claim in tables.overdue())
+    lapsed = (leases.end_overdue(claim, now=tables.now) for claim in tables.overdue())
     _save_decided(tables, [claim for claim in lapsed if claim is not None])
 
 
@@ -189,7 +191,7 @@ def _by_attempt(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
 def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
     """See :meth:`agl.contracts.Store.append_spans`."""
-    rules.check_spans(spans)
+    values.check_spans(spans)
     for attempt_id, rollout_id in dict.fromkeys((span.attempt_id, span.rollout_id) for span in spans):
         _ = need_held(tables, attempt_id) if attempt_id else need_rollout(tables, rollout_id)
     _count(tables, _by_attempt(tables.insert_spans(spans)))
@@ -246,9 +248,9 @@ def recordings(
 
 def _chosen(reads: Reads, rollout_id: str, query: SpanQuery) -> list[Span]:
     """A page of the attempt's spans that a query selects; reads the attempt in small parts, twice for an agent."""
-    around = Enclosing([rules.bare(span) for span in _scan(reads, rollout_id, query, 0)] if query.agent else [])
+    around = Enclosing([queries.bare(span) for span in _scan(reads, rollout_id, query, 0)] if query.agent else [])
     spans = _scan(reads, rollout_id, query, query.after)
-    return list(islice((span for span in spans if rules.is_chosen(span, query, around)), query.limit))
+    return list(islice((span for span in spans if queries.is_chosen(span, query, around)), query.limit))
 
 
 def _scan(reads: Reads, rollout_id: str, query: SpanQuery, after: int) -> Iterator[Span]:
@@ -263,16 +265,16 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     A rollout that is here already stays as it is; one that runs, or has another definition here, raises
     :class:`ConflictError`, and then nothing is added.
     """
-    rules.check_ids([recording.rollout for recording in recordings])
+    values.check_ids([recording.rollout for recording in recordings])
     known = {recording.rollout.rollout_id: tables.rollout(recording.rollout.rollout_id) for recording in recordings}
     for recording in recordings:
         there, here = recording.rollout, known[recording.rollout.rollout_id]
-        if here is not None and not rules.is_same(rules.definition(here), rules.definition(there)):
-            raise rules.conflict("rollout", there.rollout_id)
+        if here is not None and not values.is_same(values.definition(here), values.definition(there)):
+            raise values.conflict("rollout", there.rollout_id)
         if there.status == "running":
             raise ConflictError(f"rollout {there.rollout_id!r} is running; copy it once it has finished")
     new = [recording for recording in recordings if known[recording.rollout.rollout_id] is None]
-    tables.add([rules.unbegun(recording.rollout) for recording in new])
+    tables.add([values.unbegun(recording.rollout) for recording in new])
     spans = [span for recording in new for span in recording.spans]
     tables.insert_spans([span for span in spans if not span.is_late])  # in time, because no attempt is decided yet
     own = _by_attempt(spans)
@@ -291,14 +293,14 @@ def publish(tables: Tables, versions: Sequence[ResourceVersion]) -> None:
     """See :meth:`agl.contracts.Store.publish`."""
     new: dict[tuple[str, str], ResourceVersion] = {}
     for version in versions:
-        rules.check_secrets(version)
-        version = rules.copied(version)
+        values.check_secrets(version)
+        version = values.copied(version)
         key = (version.name, version.version)
         known = new.get(key) or tables.version(*key)
         if known is None:
             new[key] = version
-        elif not rules.is_same(known, version):
-            raise rules.conflict("resource version", f"{version.name}@{version.version}")
+        elif not values.is_same(known, version):
+            raise values.conflict("resource version", f"{version.name}@{version.version}")
     for version in new.values():
         tables.add_version(version)
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from agl.contracts import Change
 from agl.schemas import Claim
 from agl.stores import _operations as operations
-from agl.stores._rules import check_ids, check_page
+from agl.stores._queries import check_page
 from agl.stores._tables import Backend, Reads, Tables, Work
+from agl.stores._values import check_ids
 from agl.stores._wake_up import WakeUp
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from agl import semconv
 from agl.contracts import Moments, Statistics
 from agl.episodes import ScoreOptions, counts, score
-from agl.episodes._scores import rank
+from agl.episodes._scores import by_name
 from agl.schemas import Attempt, Graded, Reward, Rollout, Span, Tally
-from agl.stores._rules import MAX_COUNT, is_name
+from agl.stores._queries import MAX_COUNT
+from agl.stores._values import is_name
 
 _BY_RULE = ScoreOptions()
 
@@ -87,14 +88,10 @@ def place_of(of: Statistics) -> tuple[str, str, int, str]:
 
 def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
     """Those that count, of each name the last one of the best source, in order of time."""
+    # Programs that report over OTLP may leave out times; then the order in which the store numbered them has to do.
     is_timed = all(each.start_ns > 0 for each in graded)
-    kept: dict[str, Graded] = {}
-    for each in sorted(graded, key=lambda each: (each.start_ns if is_timed else 0, each.sequence)):
-        held = kept.get(each.name)
-        if held is None or rank(each.source) <= rank(held.source):
-            kept.pop(each.name, None)
-            kept[each.name] = each
-    return tuple(kept.values())
+    ordered = sorted(graded, key=lambda each: (each.start_ns if is_timed else 0, each.sequence))
+    return tuple(by_name(ordered).values())
 
 
 def _reported(span: Span, name: str) -> int:

@@ -5,7 +5,7 @@ last one restores the originals. Only this module of the core holds process-wide
 patches are process-wide.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
@@ -30,11 +30,11 @@ class _State:
 _STATE = _State()
 
 
-def hold(user: object) -> None:
-    """Patch the process for ``user``, and keep ``user`` alive until :func:`release`."""
+def hold(user: object, apply: Callable[[], Iterable[Undo]]) -> None:
+    """Patch the process by ``apply`` unless another user has, and keep ``user`` alive until :func:`release`."""
     with _STATE.lock:
         if not _STATE.users:
-            _apply()
+            _STATE.undo.extend(apply())
         _STATE.users.append(user)
 
 
@@ -129,11 +129,3 @@ def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any
         replacement = make(original)
         _STATE.made[owner, name] = (original, replacement)
     return replacement
-
-
-def _apply() -> None:
-    from agl.tracing import _threads as threads
-    from agl.tracing._wire import hook as wire
-
-    _STATE.undo.extend(threads.install())
-    _STATE.undo.append(wire.install())

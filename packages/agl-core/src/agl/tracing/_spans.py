@@ -1,5 +1,6 @@
 """Model calls and rewards as spans, by the GenAI conventions."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 
 from agl import semconv
 from agl.errors import CaptureError
-from agl.schemas import Dialect, Json, ModelCall, Reward, Span, encode
+from agl.schemas import Dialect, Json, ModelCall, Reward, Span
 from agl.schemas._ids import new_span_id
 from agl.tracing._span_values import whole
 
@@ -59,10 +60,18 @@ def make_reward_span(
     Numbers of other types become floats, and halves of characters become escapes.
 
     Raises:
-        CaptureError: The reward is NaN or infinite, or holds what is no number.
+        CaptureError: A value of the reward is NaN, infinite, or not a number.
     """
-    reward = _carried(reward, rollout_id)
-    check_reward(reward, rollout_id)
+    about = f"the reward {reward.name!a} of rollout {rollout_id!r}"
+    dimensions = {whole(key): _finite(part, f"{key!a} of {about}") for key, part in reward.dimensions.items()}
+    reward = replace(
+        reward,
+        value=_finite(reward.value, about),
+        name=whole(reward.name),
+        dimensions=dimensions,
+        weights={whole(key): float(part) for key, part in reward.weights.items()},
+        feedback=whole(reward.feedback),
+    )
     now, name = time.time_ns(), reward.name or "reward"
     attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: name}
     if reward.value is not None:
@@ -83,30 +92,21 @@ def make_reward_span(
     )
 
 
-def _carried(reward: Reward, rollout_id: str) -> Reward:
-    """The reward as stores carry it; the same object where they carry it as it is."""
+def _finite(value: Any, about: str) -> float | None:
+    """The number as a float, whatever class it is of, as NumPy and torch have their own."""
+    if value is None:
+        return None
+    if type(value) is not float and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
+        raise CaptureError(f"{about} is {value!r} ({type(value).__name__}); pass a number, or None.")
     try:
-        encode(reward)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    else:
-        return reward
-    try:
-        carried = replace(
-            reward,
-            value=None if reward.value is None else float(reward.value),
-            name=whole(reward.name),
-            dimensions={whole(key): None if part is None else float(part) for key, part in reward.dimensions.items()},
-            weights={whole(key): float(part) for key, part in reward.weights.items()},
-            feedback=whole(reward.feedback),
-        )
-        encode(carried)
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
         raise CaptureError(
-            f"the reward {reward.name!a} of rollout {rollout_id!r} cannot be stored: {error}; give finite numbers "
-            "with texts as names and feedback"
+            f"{about} is not a finite number ({error}); pass one, None, or a mapping of them."
         ) from error
-    return carried
+    if not math.isfinite(number):
+        raise CaptureError(f"{about} is {number}; pass a finite number, or None when there is no reward.")
+    return number
 
 
 def check_reward(reward: Reward | None, rollout_id: str) -> None:
@@ -148,5 +148,6 @@ def _usage(counted: dict[str, Any], call: ModelCall) -> dict[str, int]:
     return {name: value for name, value in pairs if isinstance(value, int)}
 
 
+# The same as as_dict of agl.dialects, which a program that only emits rewards should not have to import.
 def _mapping(value: object) -> dict[str, Any]:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 _LOG = logging.getLogger("agl.audit")
 _OWN_LOG = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from agl.errors import NotFoundError, TokenError
 from agl.schemas import Span
 from agl_gateway.record.outage import Outage
 from agl_gateway.wire.problems import Problem
-from agl_run.commands import KEY_ADVICE, PLACEHOLDER_KEY
-from agl_run.tokens import AttemptToken, AttemptTokens, Keys, TokenScope
+from agl_inspect.keys import Keys
+from agl_run import KEY_ADVICE
+from agl_run.access import PLACEHOLDER_KEY, AttemptToken, AttemptTokens, TokenScope
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from agl.errors import AglError
 from agl.schemas import Span, new_span_id, new_trace_id
 from agl_gateway.processes.attempt_facts import AttemptFacts
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 _log = logging.getLogger(__name__)
 

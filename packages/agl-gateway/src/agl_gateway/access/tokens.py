@@ -11,7 +11,7 @@ from agl_gateway.access.audit import Audit, Deed
 from agl_gateway.access.identity import Identities, key_of, require_scope
 from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 
 WORKER_TOKENS = "/worker-tokens"
 LONGEST_S = 366 * 86_400.0

@@ -7,7 +7,8 @@ import click
 
 from agl import PluginManager
 from agl_gateway.cli.examination import Finding, examine, forget_gone, patient_of
-from agl_run.commands import json_option, pass_manager, print_json, visible, with_store
+from agl_inspect.terminal import json_option, pass_manager, print_json, with_store
+from agl_inspect.text import visible
 
 _MARKS = {"ok": "ok     ", "warning": "warning", "wrong": "WRONG  "}
 

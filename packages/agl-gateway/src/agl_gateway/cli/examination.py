@@ -26,6 +26,9 @@ from agl.stores import shown_url
 from agl_gateway.processes.presence import GATEWAYS, gateways_of
 from agl_gateway.record.spool_file import SpoolReport, spools_in
 from agl_gateway.record.spools import default_folder
+from agl_inspect.keys import KeyFile, state_dir
+from agl_inspect.stores import as_url, build_store
+from agl_inspect.terminal import resolve_url
 from agl_run import (
     SECRET_ENV,
     SECRET_FILE_ENV,
@@ -37,11 +40,9 @@ from agl_run import (
     load_config,
     refusal_of,
     signing_keys,
-    state_dir,
     worker_key,
 )
-from agl_run.commands import as_url, build_store, resolve_url
-from agl_run.tokens import AdminKey, KeyFile
+from agl_run.access import AdminKey
 
 State = Literal["ok", "warning", "wrong"]
 

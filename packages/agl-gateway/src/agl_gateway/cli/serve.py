@@ -22,18 +22,12 @@ from agl_gateway.record.spools import OFF, default_folder, left_text, spools_for
 from agl_gateway.service import BACKLOG, GatewayService, Settings, bind_error
 from agl_gateway.traffic.kept_traffic import Share
 from agl_gateway.traffic.splits import Split, parse_split
-from agl_run import signing_keys, state_dir
-from agl_run.commands import (
-    RetentionLimits,
-    as_url,
-    build_store,
-    command,
-    manager_of,
-    retaining,
-    seconds_of,
-    settle_heap,
-)
-from agl_run.tokens import AttemptTokens, KeyFile, Keys
+from agl_inspect.keys import KeyFile, Keys, state_dir
+from agl_inspect.retention import RetentionLimits, retaining
+from agl_inspect.stores import as_url, build_store, command
+from agl_inspect.terminal import manager_of, seconds_of
+from agl_run import settle_heap, signing_keys
+from agl_run.access import AttemptTokens
 
 _ENV = "AGL_TOKEN"
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"

@@ -10,9 +10,10 @@ import click
 from agl.errors import ConfigError
 from agl_gateway.access.tokens import LONGEST_S
 from agl_gateway.client import HttpStore
+from agl_inspect.stores import as_url
+from agl_inspect.terminal import seconds_of
 from agl_run import signing_keys
-from agl_run.commands import as_url, seconds_of
-from agl_run.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 
 
 @click.command("worker-token")

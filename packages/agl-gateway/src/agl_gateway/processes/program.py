@@ -26,8 +26,9 @@ from agl_gateway.processes.process_lines import LONGEST, Beginning, GateState, N
 from agl_gateway.record.spools import left_text, spools_for
 from agl_gateway.service import GatewayService
 from agl_gateway.store_api.contract import Fault, fault_of
-from agl_run.commands import build_store, settle_heap
-from agl_run.tokens import AttemptTokens
+from agl_inspect.stores import build_store
+from agl_run import settle_heap
+from agl_run.access import AttemptTokens
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 from agl import semconv
 from agl.schemas import Span
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 
 def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:

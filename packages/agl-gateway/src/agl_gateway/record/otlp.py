@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from agl import semconv
 from agl.schemas import Json, Reward, Span, SpanEvent, SpanStatus
 from agl_gateway.record.agent_spans import as_said_by_agent
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 ROLLOUT_ID = "agl.rollout_id"
 ATTEMPT_ID = "agl.attempt_id"

@@ -8,7 +8,8 @@ from agl.contracts import Store
 from agl.stores import MemoryStore
 from agl_gateway.processes.presence import store_identity
 from agl_gateway.record.spool_file import SpoolFile, open_spools
-from agl_run import SQLiteStore, state_dir
+from agl_inspect.keys import state_dir
+from agl_store_sqlite import SQLiteStore
 
 OFF = "off"
 

@@ -16,7 +16,7 @@ from agl_gateway.record.otlp import IngestResult, ingest
 from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.status.metrics import SpanRate
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 PROTOBUF = "application/x-protobuf"
 _MAX_BODY = 16 * 1024 * 1024

@@ -13,10 +13,10 @@ from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.side_calls import COMPACT, SIDE_CALLS, SideCalls
 from agl_gateway.traffic.conversations import Conversations
-from agl_gateway.wire.google_paths import COUNT_TOKENS, GOOGLE_BASE, GOOGLE_METHODS, google_endpoint
+from agl_gateway.wire.google import COUNT_TOKENS, GOOGLE_BASE, GOOGLE_METHODS, google_endpoint
 from agl_gateway.wire.problems import Problem, problem_response
 from agl_gateway.wire.translation import Shape
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 _log = logging.getLogger(__name__)
 

@@ -3,12 +3,11 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import RolloutQuery, Store, sampling_mode
 from agl.errors import NotFoundError
 from agl.schemas import Rollout
 from agl_gateway.record.outage import Outage
-from agl_run.greedy import greedy_policies
-from agl_run.replay import sampling_mode
+from agl_run import greedy_policies
 
 _REMEMBERED = 10_000
 

@@ -22,7 +22,7 @@ from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, f
 from agl_gateway.store_api.worker_reach import WORKER_METHODS, WorkerReach
 from agl_gateway.traffic.splitter import Splitter
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"

@@ -17,7 +17,7 @@ from agl.schemas import Claim, Span, rollout_id_of
 from agl.stores import all_spans
 from agl_gateway.access.identity import RunningAttempts
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptToken, AttemptTokens, IssuedClaim, issue_token
+from agl_run.access import AttemptToken, AttemptTokens, IssuedClaim, issue_token
 
 WORKER_METHODS = (
     "announce",

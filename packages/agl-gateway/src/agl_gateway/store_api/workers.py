@@ -22,7 +22,7 @@ from agl_gateway.record.recorder import Recorder
 from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.store_api.worker_reach import WorkerReach
 from agl_gateway.wire.problems import Problem
-from agl_run.tokens import AttemptToken
+from agl_run.access import AttemptToken
 
 _MAX_BODY = 64 * 1024
 _VERSION = version("agl-gateway")

@@ -25,7 +25,7 @@ from agl.schemas import Outcome, RetryPolicy, Rollout
 from agl_gateway.record.outage import Outage
 from agl_gateway.traffic.kept_traffic import KeptTraffic
 from agl_gateway.traffic.splits import CONVERSATION, placement_of
-from agl_run.commands import CONVERSATIONS
+from agl_inspect.terminal import CONVERSATIONS
 
 _log = logging.getLogger(__name__)
 

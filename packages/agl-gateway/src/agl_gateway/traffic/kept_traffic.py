@@ -16,7 +16,8 @@ from hashlib import blake2b
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, NotFoundError, StoreError
 from agl.schemas import Rollout
-from agl_run.commands import CONVERSATIONS, delete_finished, needed_experiments, rewards_of
+from agl_inspect.retention import delete_finished, needed_experiments
+from agl_inspect.terminal import CONVERSATIONS, rewards_of
 
 _log = logging.getLogger(__name__)
 

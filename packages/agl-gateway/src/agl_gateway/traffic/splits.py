@@ -14,7 +14,7 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import Record, Rollout
-from agl_run.commands import LABEL
+from agl_inspect.records import LABEL
 
 KEY = "split"
 """The key of the placement in a rollout's metadata."""

@@ -12,8 +12,8 @@ from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Dialect
-from agl_gateway.wire.messages_answers import MessagesTranslation
-from agl_gateway.wire.responses_answers import ResponsesTranslation
+from agl_gateway.wire.messages import MessagesTranslation
+from agl_gateway.wire.responses import ResponsesTranslation
 from agl_gateway.wire.translation import Translation
 
 CHAT = "/chat/completions"

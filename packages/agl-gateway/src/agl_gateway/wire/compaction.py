@@ -12,10 +12,10 @@ import msgspec
 
 from agl.dialects import Request
 from agl.schemas import Json
-from agl_gateway.wire.chat_answers import first_choice, pieces_of, usage_of
+from agl_gateway.wire.chat import first_choice, pieces_of, usage_of
 from agl_gateway.wire.problems import Problem
-from agl_gateway.wire.responses_answers import ResponsesTranslation, usage_of_response
-from agl_gateway.wire.sealed import seal
+from agl_gateway.wire.responses import ResponsesTranslation, usage_of_response
+from agl_gateway.wire.thoughts import seal
 from agl_gateway.wire.translation import as_object, object_of, objects_in, text_in
 
 _ASKED = (

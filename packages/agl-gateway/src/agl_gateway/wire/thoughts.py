@@ -1,19 +1,73 @@
-"""Carries a model's thoughts through clients that keep no more of them than a field that they cannot read.
+"""Carries a model's thoughts through clients that bring back no more of them than a field that they cannot read.
 
 OpenAI's responses without a memory (``store: false``) hand back ``encrypted_content`` of a reasoning item, and drop its
-text; Anthropic's messages hand back ``signature`` of a thinking block, and may drop its text. Servers of open models
-fill neither, so the thoughts would be missing in the next prompt, which then continues nothing that was sampled. The
-gateway fills both, and restores the thoughts before it sends the next request.
+text; Anthropic's messages hand back ``signature`` of a thinking block, and may drop its text; Google's API has
+``thoughtSignature``. Servers of open models fill none of them, so the thoughts would be missing in the next prompt,
+which then continues nothing that was sampled. The gateway seals the thoughts in these fields and restores them before
+it sends the next request, so it has to remember nothing. Sealed values are compressed, not encrypted.
 """
 
+import base64
+import binascii
+import zlib
 from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
 
 from agl.dialects import Request
-from agl_gateway.wire.sealed import MARK, Unsealer, seal
+from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.translation import EventSplitter, Shape, as_object, data_of, named_event, object_of, objects_in
+
+_MAGIC = b"agl-v1"
+MARK = base64.b64encode(_MAGIC)
+"""The first bytes of every sealed value; a body without them holds none."""
+
+_MAX = 8 * 1024 * 1024
+"""Bytes of plain JSON, more than the thoughts in any model's context."""
+
+_URL_SAFE = str.maketrans("-_", "+/")
+
+
+def seal(value: Any) -> str:
+    """Return a JSON value as base64, which :class:`Unsealer` reads."""
+    return base64.b64encode(_MAGIC + zlib.compress(msgspec.json.encode(value))).decode()
+
+
+class Unsealer:
+    """Reads the sealed values of one request, which inflate to 8 MiB together at most."""
+
+    def __init__(self) -> None:
+        self._left = _MAX
+
+    def read(self, text: object) -> Any:
+        """Return the value in a text of :func:`seal`, in base64 of either alphabet; ``None`` for any other value.
+
+        Raises:
+            Problem: 413 when the request's values inflate to more.
+        """
+        if not isinstance(text, str) or not text.startswith(MARK.decode()):
+            return None
+        try:
+            packed = base64.b64decode(text.translate(_URL_SAFE) + "=" * (-len(text) % 4), validate=True)
+            plain = self._inflated(packed.removeprefix(_MAGIC))
+            return None if plain is None else msgspec.json.decode(plain)
+        except (binascii.Error, zlib.error, ValueError, msgspec.DecodeError, RecursionError):
+            return None
+
+    def _inflated(self, packed: bytes) -> bytes | None:
+        """Return the plain bytes of a stream; ``None`` for one without an end."""
+        inflater = zlib.decompressobj()
+        plain = inflater.decompress(packed, self._left + 1)
+        self._left -= len(plain)
+        if self._left < 0:
+            raise Problem(
+                413,
+                f"the request's sealed thoughts are longer than {_MAX >> 20} MiB; start a new conversation",
+                code="request_too_large",
+            )
+        return plain if inflater.eof else None
+
 
 _INCLUDE = "reasoning.encrypted_content"
 _ITEM_EVENTS = ("response.output_item.added", "response.output_item.done")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from agl_run.experiment.hints import command
+from agl_inspect.stores import command
 
 _OF_AGL = ("debug", "no_plugins")
 _FLAGS = ("quiet", "as_json", "has_console")

@@ -7,21 +7,22 @@ from pathlib import Path
 import click
 
 from agl import PluginManager
+from agl_inspect.terminal import Modes, pass_manager
+from agl_inspect.text import visible
+from agl_run.checks.frameworks import unlisted_tracers
+from agl_run.checks.serving_files import served_from_disk
+from agl_run.checks.unused import unused_credits
 from agl_run.cli.again import run_again
-from agl_run.cli.context import pass_manager
-from agl_run.cli.experiment import experiment_argument, make_trainer, ray_option
-from agl_run.control_characters import visible
-from agl_run.experiment.build import check_components
-from agl_run.experiment.dataset import unkeyed_tasks
-from agl_run.experiment.frameworks import unlisted_tracers
-from agl_run.experiment.loop_limit import crowded_loop
-from agl_run.experiment.plan import Plan
-from agl_run.experiment.serving_files import served_from_disk
-from agl_run.experiment.unused import unused_credits
-from agl_run.experiment.waiting import told
+from agl_run.cli.forecast import forecast
+from agl_run.config.dataset import unkeyed_tasks
+from agl_run.parts.build import check_components
+from agl_run.parts.waiting import told
+from agl_run.plan import Plan
+from agl_run.terminal import experiment_argument, make_trainer, ray_option
+from agl_run.worker.loop_limit import crowded_loop
 
 
-@click.command()
+@click.command(cls=Modes, modes={"--forecast": forecast})
 @experiment_argument
 @ray_option
 @pass_manager

@@ -4,29 +4,11 @@ With agl-gateway installed and an upstream endpoint, any program is recorded thr
 Python program is recorded from within.
 """
 
-import asyncio
-import signal
-import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
-
 import click
 
 from agl import PluginManager
-from agl.errors import ConfigError
-from agl_run.cli.context import pass_manager
-from agl_run.experiment.command_recording import RecordedRun, StopRequest, record_command
-from agl_run.experiment.episode_checks import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
-from agl_run.experiment.hints import proposal
-from agl_run.experiment.store_url import as_url, refuse_directory
-
-DEFAULT_STORE = "sqlite:///runs/agl.db"
-
-_RECORDED = (
-    "A Python program is recorded where its clients use httpx, as the openai and anthropic ones do; any other program "
-    "where it reads OPENAI_BASE_URL: pass --upstream, the URL where its calls go."
-)
+from agl_inspect.terminal import pass_manager
+from agl_run.run.exec import exec_program
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
@@ -50,50 +32,4 @@ def exec_(
 
     Ctrl-C and SIGTERM end COMMAND with all that it started, and keep its record; the exit status is 130 or 143.
     """
-    store_url = as_url(url or DEFAULT_STORE)
-    refuse_directory(store_url, Path())
-    if upstream and not upstream.startswith(("http://", "https://")):
-        raise ConfigError(f"--upstream {upstream!r} is no URL; write http://HOST:PORT/v1")
-    started = time.monotonic()
-    request = StopRequest()
-    recording = record_command(
-        command,
-        manager=manager,
-        store_url=store_url,
-        upstream=upstream or "",
-        timeout_s=timeout_s,
-        request=request,
-    )
-    try:
-        run: RecordedRun = asyncio.run(recording)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        number = request.number or signal.SIGINT
-        click.echo(f"agl: {_stopped(number.name)} before the recording was complete", err=True)
-        sys.exit(128 + number)
-    seconds = time.monotonic() - started
-    look = proposal("look with", "show", run.rollout_id, store_url=store_url)
-    look = f";{look}" if look else ""
-    if run.stopped_by:
-        kept = f"{run.calls} model calls are recorded{look}"
-        click.echo(f"agl: {_stopped(run.stopped_by)} after {seconds:.1f} s; {kept}", err=True)
-        sys.exit(run.exit_code)
-    click.echo(f"agl: recorded {run.calls} model calls in {seconds:.1f} s{look}", err=True)
-    for line in _missed(run, store_url):
-        click.echo(f"agl: {line}", err=True)
-    sys.exit(run.exit_code)
-
-
-def _stopped(by: str) -> str:
-    return "stopped by Ctrl-C" if by == "SIGINT" else f"stopped by {by}"
-
-
-def _missed(run: RecordedRun, store_url: str) -> Iterator[str]:
-    """Describe the model calls that the record lacks, and those that it cannot attribute."""
-    unseen, unattributed = run.agreement.unseen, run.agreement.unattributed
-    see = proposal("See", "why", run.rollout_id, store_url=store_url)
-    if unseen:
-        yield f"there are {describe_calls(unseen, UNSEEN)}. {_RECORDED}{see}"
-    elif not run.calls:
-        yield f"no model call was seen. {_RECORDED}"
-    if unattributed:
-        yield f"there are {describe_calls(unattributed, UNATTRIBUTED)}. {ATTRIBUTE}.{see}"
+    exec_program(manager, command, url=url, upstream=upstream, timeout_s=timeout_s)

@@ -9,7 +9,7 @@ import click
 
 from agl.errors import ConfigError
 from agl.hints import pip_install
-from agl_run.control_characters import visible
+from agl_inspect.text import visible
 
 FOLDER = Path(__file__).parents[1] / "templates"
 COMMON = "common"

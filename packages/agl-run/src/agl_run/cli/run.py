@@ -12,24 +12,25 @@ from types import FrameType
 import click
 
 from agl import PluginManager
+from agl_inspect.records import after_step
+from agl_inspect.stores import MEMORY, command, located, without_password
+from agl_inspect.terminal import STOPPED, Modes, echo, json_option, pass_manager, print_fit, print_json
 from agl_run.cli.again import run_again
-from agl_run.cli.context import pass_manager
-from agl_run.cli.experiment import experiment_argument, make_trainer, ray_option
-from agl_run.cli.output import STOPPED, echo, json_option, print_json
+from agl_run.cli.next_run import propose_for
+from agl_run.cli.sync import sync
 from agl_run.cli.watching import console_of
-from agl_run.experiment.config import ExperimentConfig
-from agl_run.experiment.continuation import NothingMoreError
-from agl_run.experiment.fitting import FitResult
-from agl_run.experiment.hints import MEMORY, command
-from agl_run.experiment.progress import Quiet
-from agl_run.experiment.store_url import located, without_password
-from agl_run.experiment.validations import after_step
+from agl_run.config.records import ExperimentConfig
+from agl_run.display.progress import Quiet
+from agl_run.run.fit import FitResult
+from agl_run.run.resume import NothingMoreError
+from agl_run.terminal import experiment_argument, make_trainer, ray_option
 
 
-@click.command()
+@click.command(cls=Modes, modes={"--sync": sync})
 @experiment_argument
 @click.option("--resume", is_flag=True, help="Continue an experiment that was stopped, or was given more steps.")
 @click.option("--fresh", is_flag=True, help="Start again an experiment that ran before.")
+@click.option("--next", "is_next", is_flag=True, help="Run with the parameters that comparable runs propose.")
 @ray_option
 @click.option("--console", "has_console", is_flag=True, help="Show the runs in a browser while this one lasts.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
@@ -41,6 +42,7 @@ def run(
     settings: tuple[str, ...],
     resume: bool,
     fresh: bool,
+    is_next: bool,
     ray_address: str | None,
     has_console: bool,
     quiet: bool,
@@ -49,6 +51,8 @@ def run(
     """Run the experiment in FILE, a TOML file."""
     if resume and fresh:
         raise click.UsageError("--resume continues and --fresh starts again; give one")
+    if is_next:
+        settings = _proposed(manager, file, settings, as_json=as_json)
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _interrupt)
@@ -73,6 +77,17 @@ def run(
         return
     with _terminal_may_be_gone():
         click.echo(_summary(result, config=trainer.config, store_url=without_password(url)))
+
+
+def _proposed(manager: PluginManager, file: Path, settings: tuple[str, ...], *, as_json: bool) -> tuple[str, ...]:
+    """Return the settings with those of the proposed run, after printing how they were found."""
+    found, proposed = propose_for(file, manager, settings)
+    if not as_json:
+        print_fit(found)
+    words = [word for setting in (*settings, *proposed) for word in ("--set", setting)]
+    click.echo(f"starting: {command('run', str(file), *words)}", err=True)
+    sys.stdout.flush()
+    return (*settings, *proposed)
 
 
 def _say_finished(name: str, text: str, *, as_json: bool) -> None:
@@ -116,7 +131,7 @@ def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> 
 
 def _commands(result: FitResult, store_url: str) -> list[str]:
     """Return the commands that show the run; curves and suggestions need a step."""
-    looks = [("runs",), ("show", "latest"), ("why", "latest"), ("export", "--output", "runs.jsonl")]
+    looks = [("runs",), ("show", "latest"), ("why", "latest"), ("data", "export", "--output", "runs.jsonl")]
     of_steps = [("plot", result.experiment), ("suggest", result.experiment)] if any(result.steps.values()) else []
     return [command(*words, store_url=store_url) for words in (*looks, *of_steps)]
 

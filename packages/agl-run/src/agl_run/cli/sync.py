@@ -1,18 +1,17 @@
-"""``agl sync``: write what W&B, MLflow or TensorBoard lack of a run."""
+"""``agl run --sync``: write what W&B, MLflow or TensorBoard lack of a run."""
 
 from pathlib import Path
 
 import click
 
 from agl import PluginManager
-from agl_run.cli.context import pass_manager
-from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import echo
-from agl_run.experiment.blocking import run_blocking
-from agl_run.experiment.syncing import sync_plan
+from agl_inspect.terminal import echo, pass_manager
+from agl_run.run.blocking import run_blocking
+from agl_run.run.syncing import sync_plan
+from agl_run.terminal import experiment_argument, make_trainer
 
 
-@click.command()
+@click.command("sync")
 @experiment_argument
 @click.option("--run", type=click.IntRange(min=1), metavar="N", help="The run, from 1; by default the newest.")
 @pass_manager

@@ -14,10 +14,8 @@ from pathlib import Path
 
 from agl import PluginManager
 from agl.errors import ConfigError
-from agl_run.experiment.hints import MEMORY
-from agl_run.experiment.store_url import SQLITE
+from agl_inspect.stores import MEMORY, SQLITE, build_store
 from agl_run.runners.kept import GRACE_S, KEEPER
-from agl_run.store_contract import build_store
 
 _SLACK_S = 5.0
 """Seconds beyond the grace after which a console that does not end is killed."""

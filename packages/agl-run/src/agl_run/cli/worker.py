@@ -14,20 +14,18 @@ from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.stores import shown_url
-from agl_run.cli.context import pass_manager
-from agl_run.cli.experiment import experiment_argument, read_experiment
-from agl_run.cli.output import json_option, print_json
-from agl_run.experiment.config import RunnerConfig
-from agl_run.experiment.loop_limit import crowded_loop
-from agl_run.experiment.plan import Plan
-from agl_run.experiment.remote import RemoteWorker
-from agl_run.experiment.store_url import as_url, located
-from agl_run.experiment.worker_admission import make_worker_plan
-from agl_run.experiment.worker_setup import ca_of
-from agl_run.heap import settle_heap
-from agl_run.store_contract import build_store
-from agl_run.trust import CA_ENV
-from agl_run.worker_token import WORKER_TOKEN_ENV, worker_key
+from agl_inspect.stores import as_url, build_store, located
+from agl_inspect.terminal import json_option, pass_manager, print_json
+from agl_run.access.trust import CA_ENV
+from agl_run.access.worker_token import WORKER_TOKEN_ENV, worker_key
+from agl_run.config.records import RunnerConfig
+from agl_run.plan import Plan
+from agl_run.terminal import experiment_argument, read_experiment
+from agl_run.worker.admission import make_worker_plan
+from agl_run.worker.heap import settle_heap
+from agl_run.worker.loop_limit import crowded_loop
+from agl_run.worker.remote import RemoteWorker
+from agl_run.worker.setup import ca_of
 
 _SQLITE = "sqlite:///"
 

@@ -1,39 +1,7 @@
-"""Replays: run recorded rollouts again, with recorded answers, with some agents replaced, or anew from one call on."""
+"""Players of replays and forks: they answer an attempt's model calls as a recorded rollout got them."""
 
 from agl_run.replay.fork_player import ForkScript
-from agl_run.replay.plan import (
-    FORK,
-    REPLAY,
-    AnyPlan,
-    CounterfactualCredit,
-    DivergenceError,
-    ForkPlan,
-    ReplayFn,
-    ReplayPlan,
-    fork_of,
-    is_diverged,
-    replay_of,
-    sampling_mode,
-)
-from agl_run.replay.player import VERSION, ReplayScript
+from agl_run.replay.player import ReplayScript
 from agl_run.replay.script import Script, load_script
 
-__all__ = [
-    "FORK",
-    "REPLAY",
-    "VERSION",
-    "AnyPlan",
-    "CounterfactualCredit",
-    "DivergenceError",
-    "ForkPlan",
-    "ForkScript",
-    "ReplayFn",
-    "ReplayPlan",
-    "ReplayScript",
-    "Script",
-    "fork_of",
-    "is_diverged",
-    "load_script",
-    "replay_of",
-    "sampling_mode",
-]
+__all__ = ["ForkScript", "ReplayScript", "Script", "load_script"]

@@ -10,16 +10,10 @@ from collections.abc import Iterable
 from threading import Lock
 from typing import Literal
 
-from agl.contracts import CannedAnswer
+from agl.contracts import REPLAY_VERSION, CannedAnswer, ForkPlan
 from agl.dialects import Request
 from agl.schemas import Dialect, Json, Record, to_json
-from agl_run.replay.answers import asked, encode_answer, key_of
-from agl_run.replay.differences import ending, nearest
-from agl_run.replay.plan import ForkPlan
-from agl_run.replay.player import VERSION, RecordedAnswer
-
-DIVERGED = f"{VERSION}diverged"
-"""The model version of a call that was refused."""
+from agl_inspect.rollouts import RecordedAnswer, asked, encode_answer, ending, key_of, nearest
 
 REFUSED = 400
 """Status of the answer to a request that diverged; clients do not repeat such a request."""
@@ -69,7 +63,7 @@ class ForkPlayer:
             source, answer = self._answer(request.dialect, body, agent)
         if source == "live":
             return None
-        version = f"{VERSION}{source}"
+        version = f"{REPLAY_VERSION}{source}"
         if answer is None:
             refusal = to_json({"type": "error", "error": {"type": "replay_error", "message": self._diverged}})
             return CannedAnswer(content_type="application/json", body=refusal, model_version=version, status=REFUSED)

@@ -8,33 +8,12 @@ from collections import Counter, defaultdict, deque
 from threading import Lock
 from typing import Literal
 
-from agl.contracts import CannedAnswer
+from agl.contracts import REPLAY_VERSION, CannedAnswer, ReplayPlan
 from agl.dialects import Request
 from agl.schemas import Dialect, Json, Record, new_span_id
-from agl_run.replay.answers import encode_answer, key_of, text_answer
-from agl_run.replay.plan import ReplayPlan
+from agl_inspect.rollouts import RecordedAnswer, encode_answer, key_of, text_answer
 
 Source = Literal["recorded", "silent", "sibling"]
-
-VERSION = "replay:"
-"""Prefix of the model version of a call that a replay answered."""
-
-
-class RecordedAnswer(Record, frozen=True, kw_only=True):
-    """An answer of the recorded rollout.
-
-    Attributes:
-        agent: The agent that made the call.
-        request: The request body; only its conversation is compared.
-        response: The response body with all its choices.
-        span_ids: The spans of the call, one for each choice.
-    """
-
-    agent: str
-    dialect: Dialect
-    request: Json
-    response: Json
-    span_ids: tuple[str, ...] = ()
 
 
 class ReplayScript(Record, frozen=True, kw_only=True, tag="replay"):
@@ -73,7 +52,7 @@ class Player:
             return None
         source, answer = found
         content_type, body = encode_answer(dialect, answer, is_streamed=asked.get("stream") is True)
-        return CannedAnswer(content_type=content_type, body=body, model_version=f"{VERSION}{source}")
+        return CannedAnswer(content_type=content_type, body=body, model_version=f"{REPLAY_VERSION}{source}")
 
     def _replacement(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
         if agent not in self._plan.replaced:

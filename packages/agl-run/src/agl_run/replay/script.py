@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 
-from agl.contracts import Store
-from agl.episodes import Enclosing, chronological, is_answered
+from agl.contracts import ForkPlan, Store, fork_of, replay_of
 from agl.errors import NotFoundError, RunError
-from agl.schemas import ModelCall, Rollout, Span
+from agl.schemas import Rollout
 from agl.stores import all_spans
-from agl_run.replay.answers import answer_of, exchanges_of
+from agl_inspect.rollouts import RecordedAnswer, recorded_answers
 from agl_run.replay.fork_player import ForkScript
-from agl_run.replay.plan import ForkPlan, fork_of, replay_of
-from agl_run.replay.player import RecordedAnswer, ReplayScript
+from agl_run.replay.player import ReplayScript
 
 Script = ReplayScript | ForkScript
 """The answers that a replay or a fork needs."""
@@ -53,7 +51,7 @@ def _position(answers: Sequence[RecordedAnswer], rollout_id: str, span_id: str) 
     if found is None:
         raise RunError(
             f"the rollout {rollout_id} has no answered model call with the span {span_id!r}, so nothing can fork "
-            f"there; agl fork {rollout_id} lists the calls that it has"
+            f"there; agl replay --fork {rollout_id} lists the calls that it has"
         )
     return found
 
@@ -65,24 +63,3 @@ async def _answers(store: Store, rollout_id: str) -> tuple[RecordedAnswer, ...]:
         raise RunError(
             f"rollout {rollout_id!r} is to be replayed and is no longer in the store; keep it until its replays ran"
         ) from error
-
-
-def recorded_answers(spans: Sequence[Span]) -> tuple[RecordedAnswer, ...]:
-    """Return the complete answers of one attempt in order of time; the last one of a retried request."""
-    timeline = chronological(spans)
-    enclosing = Enclosing(timeline.spans)
-    calls = {id(span.call): span for span in timeline.spans if span.call and is_answered(span.call)}
-    kept: dict[str, list[ModelCall]] = {}
-    for exchange in exchanges_of([span.call for span in calls.values() if span.call]):
-        kept[exchange[0].request_id or calls[id(exchange[0])].span_id] = exchange
-    return tuple(
-        RecordedAnswer(
-            agent=enclosing.who(calls[id(exchange[0])]).agent,
-            dialect=exchange[0].dialect,
-            request=exchange[0].request,
-            response=answer,
-            span_ids=tuple(calls[id(call)].span_id for call in exchange if id(call) in calls),
-        )
-        for exchange in kept.values()
-        if exchange[0].dialect != "embeddings" and (answer := answer_of(exchange)) is not None
-    )

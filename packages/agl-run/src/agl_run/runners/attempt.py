@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from agl import semconv
-from agl.contracts import Tracer, Upstream
+from agl.contracts import DivergenceError, Tracer, Upstream, sampling_mode
 from agl.errors import CaptureError, RunError
 from agl.schemas import (
     LLM,
@@ -32,11 +32,10 @@ from agl.schemas import (
     new_trace_id,
 )
 from agl.tracing import ActiveAttempt, SpanRecorder, activate, make_reward_span
+from agl_run.agents.agent import LoadedAgent
 from agl_run.replay.fork_player import ForkPlayer, ForkScript
-from agl_run.replay.plan import DivergenceError, sampling_mode
 from agl_run.replay.player import Player
 from agl_run.replay.script import Script
-from agl_run.runners.agent import LoadedAgent
 from agl_run.runners.refusals import RefusedCalls
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.storable import storable_span

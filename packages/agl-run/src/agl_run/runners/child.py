@@ -16,9 +16,9 @@ from agl.contracts import Tracer
 from agl.errors import AglError, RunError
 from agl.schemas import Outcome
 from agl.tracing import SpanRecorder
-from agl_run.importing import install_tracers
+from agl_run.agents.agent import AgentSpec, LoadedAgent
+from agl_run.agents.importing import install_tracers
 from agl_run.messages import value_for_agent
-from agl_run.runners.agent import AgentSpec, LoadedAgent
 from agl_run.runners.attempt import AttemptScope, run_attempt
 from agl_run.runners.connections import separate_loops
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_to_child

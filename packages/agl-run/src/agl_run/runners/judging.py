@@ -7,19 +7,10 @@ from typing import Any, cast
 import msgspec
 
 from agl.contracts import RewardEmitter
-from agl.errors import GatewayLostError, RunError
-from agl.schemas import Attempt, Reward, Rollout, Span
+from agl.errors import GatewayLostError, RewardError, RunError
+from agl.schemas import Reward, Rollout, Span
 from agl_run.runners.lasting import LostError
 from agl_run.runners.result import read_reward
-
-
-class RewardError(RunError):
-    """A reward emitter raised, or returned what is no reward; its attempt failed, though the agent succeeded.
-
-    Attempts keep it as an error of the type ``agl_run.RewardError``, with the emitter's own error in the traceback.
-    """
-
-    __module__ = "agl_run"
 
 
 async def judged(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
@@ -39,12 +30,6 @@ async def judged(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Seq
         raise RewardError(
             text if is_named else f"the reward {name!r} failed: {text or type(error).__name__}"
         ) from error
-
-
-def broke_in_reward(attempt: Attempt | None) -> bool:
-    """Return true for an attempt that failed because a reward emitter broke, and not its agent."""
-    error = attempt.error if attempt else None
-    return error is not None and error.type == f"{RewardError.__module__}.{RewardError.__qualname__}"
 
 
 async def rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:

@@ -15,7 +15,7 @@ import msgspec
 from agl.errors import ConfigError, StoreError
 from agl.schemas import Claim, Outcome
 from agl.tracing import SpanRecorder, Undo
-from agl_run.importing import install_tracers
+from agl_run.agents.importing import install_tracers
 from agl_run.replay.script import load_script
 from agl_run.runners.attempt import AttemptScope, run_attempt
 from agl_run.runners.connections import separate_loops

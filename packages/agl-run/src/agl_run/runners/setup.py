@@ -11,12 +11,12 @@ from typing import Protocol
 from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
 from agl.errors import TokenError
 from agl.schemas import Claim, NamedResources, Rollout
-from agl_run.placeholder_key import PLACEHOLDER_KEY
-from agl_run.runners.agent import AgentSpec
-from agl_run.secret import SECRET_ENV, SECRET_FILE_ENV
-from agl_run.tokens import AttemptTokens, IssuedClaim, Secret, issue_token
-from agl_run.trust import trust_variables
-from agl_run.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
+from agl_run.access.placeholder_key import PLACEHOLDER_KEY
+from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV
+from agl_run.access.tokens import AttemptTokens, IssuedClaim, Secret, issue_token
+from agl_run.access.trust import trust_variables
+from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
+from agl_run.agents.agent import AgentSpec
 
 ADMIN_TOKEN_ENV = "AGL_TOKEN"
 """Variable with the admin token of a served store; in a command's process, with the attempt's token."""

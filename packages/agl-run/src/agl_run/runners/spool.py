@@ -76,7 +76,7 @@ class Spool:
 def record_this_process() -> None:
     """Record the rest of this process as one attempt; called by the injected ``sitecustomize``."""
     from agl.tracing import ActiveAttempt, WireTracer, activate
-    from agl_run.unrecorded import UnrecordedCalls
+    from agl_run.tracers.unrecorded import UnrecordedCalls
 
     settings = from_json(os.environ.pop(VARIABLE), SpoolSettings)
     lock = threading.Lock()

@@ -12,20 +12,13 @@ import msgspec
 
 from agl.contracts import Upstream
 from agl.dialects import Request, dialect_of
-from agl.schemas import Dialect
+from agl.dialects._exchange import ENDPOINTS
 from agl.schemas._ids import new_span_id
 from agl.tracing._context import ActiveAttempt
 from agl.tracing._routing import WHO_HEADER, encode_names, is_same_host, upstreams_for
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
-_ENDPOINTS: dict[Dialect, str] = {
-    "chat": "/chat/completions",
-    "completions": "/completions",
-    "responses": "/responses",
-    "messages": "/messages",
-    "embeddings": "/embeddings",
-}
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"})
 _ROUTE_HEADERS = frozenset(
     {b"host", b"traceparent", b"tracestate", b"x-agl-span-id", b"x-agl-request-id", WHO_HEADER.encode()}
@@ -67,7 +60,7 @@ def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: S
     upstream = found[0] if len(found) == 1 else None
     if found and attempt.gateway_url:  # the gateway refuses the call if several policies match
         query = urlsplit(url).query
-        target = f"{attempt.gateway_url.rstrip('/')}/v1{_ENDPOINTS[call.dialect]}" + (f"?{query}" if query else "")
+        target = f"{attempt.gateway_url.rstrip('/')}/v1{ENDPOINTS[call.dialect]}" + (f"?{query}" if query else "")
         return Route(target="gateway", url=target, upstream=upstream)
     wants_ids = upstream is not None and upstream.is_trained and is_same_host(url, upstream.base_url)
     return Route(target="record", url=url, upstream=upstream, wants_ids=wants_ids)

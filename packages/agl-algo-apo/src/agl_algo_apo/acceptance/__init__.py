@@ -1,0 +1,1 @@
+"""Decides which prompt candidates may be tried, which are accepted, and which one wins."""

@@ -1,0 +1,122 @@
+"""Pruning the best candidate: every change that it holds has to earn its place on validation tasks."""
+
+from collections.abc import Sequence
+
+from agl_algo_apo.acceptance.deletion import Change, changes, without
+from agl_algo_apo.acceptance.race import Verdict
+from agl_algo_apo.measurement.evaluation import MeasureJob
+from agl_algo_apo.search.tools import SearchTools
+from agl_algo_apo.texts.demonstrations import without_demonstrations
+from agl_algo_apo.texts.lineage import PromptCandidate
+
+PRUNE_AFTER = 2
+"""Steps without an improvement after which changes that have not earned their place are undone."""
+
+
+class Pruner:
+    """Takes out of the best candidate what gives nothing.
+
+    Args:
+        search: The search, whose tools and progress it uses.
+    """
+
+    def __init__(self, search: SearchTools) -> None:
+        self._search = search
+
+    def unproven(self) -> dict[str, list[Change]]:
+        """Return the changes and demonstrations of the best candidate that have not earned their place, by resource."""
+        if self._search.progress.best in self._search.progress.pruned:
+            return {}
+        first, proven = self._search.lineage[self._search.progress.seed].texts, self._search.progress.proven
+        best = self._search.best
+        found = {name: changes(first[name], text) for name, text in best.instructions.items()}
+        for name, shown in best.demonstrations.items():
+            found[name] += [Change(key=each.key, without=best.instructions[name]) for each in shown]
+        left = {n: [c for c in known if c.key not in proven.get(n, ())] for n, known in found.items()}
+        return {name: unproven for name, unproven in left.items() if unproven}
+
+    def is_due(self, step: int) -> bool:
+        """Return whether it is time to prune: regularly, where the search is stuck, and before its budget ends."""
+        unproven = sum(map(len, self.unproven().values()))
+        if not self._search.settings.delete_every or not unproven:
+            return False
+        left = self._search.budget.rollouts_left()
+        limit = self._search.plan.limits.rollouts
+        # A change that earns its place is known by half of the tasks or less, and the rest takes all of them. A step
+        # more has to fit in as well; but no more than a fifth of the budget, for a text that finds nothing needs none.
+        needed = (3 + unproven / 2) * len(self._search.order)
+        is_late = left is not None and limit is not None and left < min(needed, limit / 5)
+        return is_late or self._search.progress.stale >= PRUNE_AFTER or step % self._search.settings.delete_every == 0
+
+    async def prune(self, step: int) -> None:
+        """Undo every change of the best candidate that has not earned its place, each alone and then all together."""
+        best, undone = self._search.best, dict[str, tuple[str, str]]()
+        for name, unproven in self.unproven().items():
+            for change in unproven:
+                child = await self._without(best, name, change, step)
+                if child is not None:  # else the rest breaks a rule, or was beaten often enough
+                    undone[child.id] = (name, change.key)
+        entrants = [self._search.lineage[child] for child in undone]
+        verdicts = await self._try_without(entrants, best, step)
+        if not verdicts:  # infrastructure broke all of it
+            return
+        useless: list[PromptCandidate] = []
+        for entrant in entrants:
+            (name, key), verdict = undone[entrant.id], verdicts[entrant.id]
+            if entrant.status != "pool":
+                entrant = self._search.lineage.put(
+                    entrant.replace(status="beaten", reason=f"without {key!r}: {verdict.words}")
+                )
+            if verdict.has_won:
+                useless.append(entrant)
+            else:
+                self._search.progress.proven.setdefault(name, []).append(key)
+        self._search.progress.pruned.append(best.id)  # each candidate once, whatever comes of it
+        if useless:  # the one that costs least is paid already, and stays where the budget has no room for the others
+            worst = max(useless, key=lambda entrant: verdicts[entrant.id].difference)
+            await self._search.contest([worst], best, step=step, purpose="undo", may_tie=True)
+            await self._undo([undone[entrant.id] for entrant in useless], step)
+
+    async def _try_without(
+        self, entrants: Sequence[PromptCandidate], best: PromptCandidate, step: int
+    ) -> dict[str, Verdict]:
+        """Race texts with one change undone against the best one, whose rewards flatter it and each of its changes.
+
+        So the best one is measured once more, and then every text that loses by little or was beaten by it before.
+        """
+        before = len(self._search.evaluator.scores)
+        await self._measure_once_more([best], step, "prune-best")
+        if len(self._search.evaluator.scores) == before and not self._search.progress.is_steady:
+            return {}
+        verdicts = await self._search.race(
+            entrants, best, rungs=self._search.rungs, step=step, purpose="prune", may_tie=True
+        )
+        lost = [entrant for entrant in entrants if not verdicts[entrant.id].has_won]
+        doubtful = [e for e in lost if e.status == "pool" or verdicts[e.id].n == len(self._search.order)]
+        await self._measure_once_more(doubtful, step, "prune-again")
+        return verdicts | await self._search.race(
+            doubtful, best, rungs=self._search.rungs[-1:], step=step, purpose="doubtful", may_tie=True
+        )
+
+    async def _measure_once_more(self, candidates: Sequence[PromptCandidate], step: int, purpose: str) -> None:
+        if not self._search.progress.is_steady:
+            next_repeat = self._search.evaluator.scores.next_repeat
+            jobs = [MeasureJob(c, "val", self._search.order, next_repeat(c.id, "val")) for c in candidates]
+            await self._search.evaluator.measure(jobs, step=step, purpose=purpose)
+
+    async def _undo(self, useless: Sequence[tuple[str, str]], step: int) -> None:
+        """Race the best candidate without these changes, all undone together, against itself."""
+        best, first = self._search.best, self._search.lineage[self._search.progress.seed].texts
+        keys = {name: frozenset(key for owner, key in useless if owner == name) for name in best.texts}
+        texts = {name: without(first[name], text, keys[name]) for name, text in best.instructions.items()}
+        shown = without_demonstrations(best.demonstrations, keys)
+        child = self._search.proposal([best], texts, step=step, operator="delete", demonstrations=shown)
+        if len(useless) > 1 and (admitted := await self._search.admit(child, best)) is not None:
+            await self._search.contest([admitted], best, step=step, purpose="delete", may_tie=True)
+
+    async def _without(self, best: PromptCandidate, name: str, change: Change, step: int) -> PromptCandidate | None:
+        texts = {**best.instructions, name: change.without}
+        shown = without_demonstrations(best.demonstrations, {name: (change.key,)})
+        child = self._search.proposal([best], texts, step=step, operator="delete", demonstrations=shown)
+        known = self._search.lineage.get(child.id)  # such as the parent that it was better than by chance
+        return known if known is not None and known.status == "pool" else await self._search.admit(child, best)

@@ -1,0 +1,1 @@
+"""Rewards of candidates: paid for, remembered and estimated."""

@@ -1,0 +1,271 @@
+"""Evaluation: the reward of a candidate on a task, paid from the budget once and remembered.
+
+Every rollout is paid before it starts, found again by its id after a crash, and remembered by (candidate, split, task,
+repeat). Rollouts that infrastructure broke are started again and never scored; those that the agent broke are scored
+with the reward of a failure, for leaving these out would favour a text that makes the agent fail on hard tasks. The two
+are told apart in `measurement/faults.py`.
+
+Nothing here decides anything about candidates.
+"""
+
+import asyncio
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from agl import semconv
+from agl.contracts import AlgorithmContext, RolloutQuery
+from agl.errors import ConfigError, NotFoundError, RunError
+from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Resource, Span, to_json
+from agl.stores import all_spans
+from agl_algo_apo.measurement.estimates import Estimate, Range, estimate
+from agl_algo_apo.measurement.faults import needs_calls, status_of
+from agl_algo_apo.measurement.journal import Journal
+from agl_algo_apo.measurement.scores import Measured, Scores, Split
+from agl_algo_apo.search.budget import Budget, Spent
+from agl_algo_apo.search.datasets import environment_of
+from agl_algo_apo.texts.lineage import PromptCandidate, resource_of
+
+TRIES = 3
+"""Most starts of a rollout that infrastructure breaks each time."""
+
+FEEDBACK_CHARS = 1000
+"""Characters of feedback that are remembered with a reward."""
+
+
+class MeasureJob(NamedTuple):
+    """Asks for a candidate's rewards on tasks of one split, by position; ``repeat`` tells rollouts of a task apart."""
+
+    candidate: PromptCandidate
+    split: Split
+    tasks: tuple[int, ...]
+    repeat: int = 0
+
+
+class Evaluator:
+    """Runs candidates on tasks.
+
+    Attributes:
+        scores: The rewards that were paid for.
+        environment: Versions of the resources that are not tuned here and on which rewards depend. Prompts and other
+            texts among them are pinned; a policy always serves its newest weights. Where they change, the same
+            request makes new rollouts.
+        journal: The costs of each candidate, beside what the search notes there.
+        broken: Count of the rollouts of this process that could not be scored, by status.
+
+    Args:
+        context: The algorithm's context.
+        budget: Pays for every rollout.
+        failure_reward: The reward of a rollout in which the agent failed or ran out of time.
+        perfect_score: The best reward that a task can get.
+    """
+
+    def __init__(
+        self, context: AlgorithmContext, budget: Budget, *, failure_reward: float = 0.0, perfect_score: float = 1.0
+    ) -> None:
+        self._context = context
+        self._budget = budget
+        self._failure_reward = failure_reward
+        self._perfect_score = perfect_score
+        self._seed: dict[str, Resource] = {name: context.current(name).resource for name in context.tunes}
+        self._live = {name: context.current(name).version for name in context.tunes}
+        self.scores = Scores()
+        self.journal = Journal()
+        self.environment = environment_of(context)
+        self.broken: Counter[str] = Counter()
+
+    async def register(self, candidate: PromptCandidate, *, parent: PromptCandidate | None = None) -> PromptCandidate:
+        """Return the candidate with versions that rollouts can pin; texts equal to the parent's share its versions.
+
+        Raises:
+            ValueError: A text cannot be a resource of its kind; the static gate refuses such texts before.
+        """
+        versions: dict[str, str] = {}
+        for name, text in candidate.texts.items():
+            if parent is None:
+                versions[name] = self._live[name]
+            elif parent.texts[name] == text:
+                versions[name] = parent.versions[name]
+            else:
+                made = await self._context.propose(
+                    name,
+                    resource_of(text, self._seed[name]),
+                    step=candidate.step,
+                    key=candidate.id,
+                    parent=parent.versions[name],
+                    metadata={"candidate_id": candidate.id, "operator": candidate.operator},
+                )
+                versions[name] = made.version
+        return candidate.replace(versions=versions)
+
+    async def adopt(
+        self, candidate: PromptCandidate, validated: Sequence[Episode], *, test: frozenset[int] = frozenset()
+    ) -> None:
+        """Count the trainer's validation before the first step as measurements of the first candidate, and pay them.
+
+        Those on the tasks in ``test`` are measurements of that split. Validations of other versions than the live ones
+        are left out: another algorithm had its turn meanwhile.
+        """
+        live = dict(self._context.live())
+        ours = [(task, episode) for task, episode in enumerate(validated) if episode.rollout.resources == live]
+        self._pay({candidate.id: len(ours)})
+        for task, episode in ours:
+            measured = await self._measured(candidate, episode)
+            if measured is not None:
+                self.scores.put(candidate.id, "test" if task in test else "val", task, 0, measured)
+        self._check_scale()
+
+    async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
+        """Run what is not known yet, all jobs at once, and put the rewards into :attr:`scores`.
+
+        Args:
+            jobs: The rewards to get; tasks that infrastructure broke every time stay unknown.
+            step: The step that asks; with ``purpose`` it makes the rollouts' ids.
+            purpose: Unique within the step; letters and digits.
+
+        Raises:
+            BudgetExhaustedError: The budget does not reach for all of it; none of it was started.
+            ConfigError: A reward is above the perfect score.
+        """
+        for attempt in range(TRIES):
+            # The first round runs everything; later ones only what infrastructure broke, paid once more.
+            missing = [job._replace(tasks=self._unknown(job)) for job in jobs]
+            missing = [job for job in missing if job.tasks]
+            if not missing:
+                return
+            counts: Counter[str] = Counter()
+            for job in missing:
+                counts[job.candidate.id] += len(job.tasks)
+            self._pay(counts)
+            await asyncio.gather(*(self._run(job, step, f"{purpose}-{attempt}") for job in missing))
+            self._check_scale()
+
+    def mean(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> float:
+        """Return the mean of the known rewards; ``nan`` where none is known."""
+        rewards = self.scores.rewards(candidate, split, tasks)
+        return fmean(rewards.values()) if rewards else math.nan
+
+    @property
+    def range(self) -> Range:
+        """The range of the rewards: from 0, or the worst one if that is below it, to the perfect score."""
+        return Range(low=min(0.0, self._failure_reward, self.scores.floor()), high=self._perfect_score)
+
+    def estimate(self, rewards: Mapping[int, float]) -> Estimate:
+        """Return the mean of rewards by task, with its interval."""
+        return estimate(list(rewards.values()), self.range)
+
+    async def hidden_keys(self) -> tuple[str, ...]:
+        """Return the keys of tasks that the agent does not see, as any rollout that was measured names them."""
+        measured = self.scores.any()
+        if measured is None:
+            return ()
+        try:
+            found = await self._context.store.rollouts(RolloutQuery(ids=(measured.rollout,)))
+        except NotFoundError:  # deleted meanwhile
+            return ()
+        return found[0].hidden
+
+    def tasks(self, split: Split) -> Sequence[Json]:
+        """Return the tasks of a split."""
+        return self._context.train if split == "train" else self._context.val
+
+    def _check_scale(self) -> None:
+        best, perfect = self.scores.ceiling(), self._perfect_score
+        if best > perfect + 1e-6 * abs(perfect):  # rewards are sums of floats
+            raise ConfigError(
+                f"a rollout got the reward {best:g}, and scoring.perfect is {perfect:g}: every reward from {perfect:g} "
+                f"on would count as perfect. Set scoring.perfect to the best reward that a task can get, such as "
+                f"scoring.perfect = {_guessed_scale(best):g}, or correct the reward; then continue with --resume"
+            )
+
+    def _unknown(self, job: MeasureJob) -> tuple[int, ...]:
+        known = self.scores
+        return tuple(t for t in job.tasks if known.get(job.candidate.id, job.split, t, job.repeat) is None)
+
+    async def _run(self, job: MeasureJob, step: int, purpose: str) -> None:
+        tasks = self.tasks(job.split)
+        collected = await self._context.collect(
+            [tasks[position] for position in job.tasks],
+            step=step,
+            mode="train" if job.split == "train" else "val",
+            resources={**self._pinned_versions(), **job.candidate.versions},
+            key=f"{self._environment_prefix()}{purpose}-{job.candidate.id}-{job.repeat}",
+            keeps_all=True,
+        )
+        for position, episode in zip(job.tasks, collected.episodes, strict=True):
+            measured = await self._measured(job.candidate, episode)
+            if measured is not None:
+                self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
+
+    def _pay(self, counts: Mapping[str, int]) -> None:
+        """Pay rollouts of several candidates, all or none."""
+        self._budget.take_rollouts(sum(counts.values()))
+        for candidate, count in counts.items():
+            self.journal.paid(candidate, Spent(rollouts=count, money=count * self._budget.prices.rollout))
+
+    def _pinned_versions(self) -> dict[str, str]:
+        texts = (PromptTemplate, JsonResource)
+        return {n: v for n, v in self.environment.items() if isinstance(self._context.current(n).resource, texts)}
+
+    def _environment_prefix(self) -> str:
+        """Return the part of rollout ids that depends on the environment.
+
+        A step that is repeated after other resources have changed must not find the rollouts of before.
+        """
+        if not self.environment:
+            return ""
+        return f"{hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()}-"
+
+    async def _measured(self, candidate: PromptCandidate, episode: Episode) -> Measured | None:
+        rollout = episode.rollout.rollout_id
+        # An episode without a recorded call has none whose tokens could be counted.
+        spans = await self._spans(rollout) if episode.transitions or needs_calls(episode) else ()
+        self.journal.paid(candidate.id, Spent(tokens=sum(map(_tokens, spans))))
+        status = status_of(episode, spans if needs_calls(episode) else ())
+        if status in ("infrastructure", "unrewarded"):
+            self.broken[status] += 1
+            return None
+        reward = episode.reward if status == "ok" and episode.reward is not None else self._failure_reward
+        return Measured(reward=reward, rollout=rollout, status=status, feedback=feedback_of(episode))
+
+    async def _spans(self, rollout: str) -> Sequence[Span]:
+        try:
+            return await all_spans(self._context.store, rollout)
+        except NotFoundError:  # deleted meanwhile: its error still tells something
+            return ()
+
+
+def _tokens(span: Span) -> int:
+    """Return the tokens of a recorded model call, 0 where they are not known."""
+    call = span.call
+    if call is None:
+        return 0
+    read = call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS) or 0
+    written = call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS) or 0
+    return written + (read if call.choice == 0 else 0)  # all choices of a request share its prompt
+
+
+def _guessed_scale(best: float) -> float:
+    """Return the next power of ten: rewards are mostly shares of 1, 10 or 100."""
+    return max(1.0, 10.0 ** math.ceil(math.log10(best) - 1e-9)) if best > 0 else 1.0
+
+
+def feedback_of(episode: Episode) -> str:
+    """Return the feedback of a rollout's rewards and its error, as text."""
+    parts = [reward.feedback for reward in episode.rewards if reward.feedback]
+    error = episode.attempt.error if episode.attempt is not None else None
+    if error is not None:
+        parts.append(f"{error.type}: {error.message}")
+    return "\n".join(parts)[:FEEDBACK_CHARS]
+
+
+def nothing_scored(tried: int, broken: Mapping[str, int]) -> RunError:
+    """Return the error of a measurement in which no rollout gave a reward; ``broken`` counts them by status."""
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(broken.items()))
+    return RunError(
+        f"none of {tried} rollouts could be scored ({counts}). Check that the agent's model answers and that the agent "
+        "returns or emits a reward, or that a reward is configured; agl show prints a rollout"
+    )

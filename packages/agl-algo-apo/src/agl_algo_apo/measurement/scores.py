@@ -1,0 +1,116 @@
+"""Rewards that were paid for, by candidate, split, task and repeat."""
+
+import math
+from collections.abc import Iterable
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+
+from agl.schemas import Json, Record
+from agl_algo_apo.measurement.faults import Status
+
+Split = Literal["train", "val", "test"]
+"""Training tasks; the validation tasks of the search; those that are held back, by their place among all of them."""
+
+FRESH = 1
+"""The `repeat` of the final measurement's rollouts on validation tasks; 0 is the first measurement, from 2 on come
+further ones. Nothing is chosen by test tasks, whose rollouts have the repeats 0, 1, 2 and so on, and all count."""
+
+
+class Measured(Record, frozen=True, kw_only=True):
+    """The outcome of one rollout.
+
+    Attributes:
+        reward: The score; that of a failure where the agent failed.
+        rollout: The rollout's id.
+        status: How the rollout ended.
+        feedback: The feedback of its rewards and its error, as text.
+    """
+
+    reward: float
+    rollout: str
+    status: Status = "ok"
+    feedback: str = ""
+
+
+class Scores:
+    """Remembers the rewards that were paid for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], dict[tuple[int, int], Measured]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(known) for known in self._known.values())
+
+    def get(self, candidate: str, split: Split, task: int, repeat: int = 0) -> Measured | None:
+        """Return what one rollout brought, ``None`` if it is not known."""
+        return self._known.get((candidate, split), {}).get((task, repeat))
+
+    def put(self, candidate: str, split: Split, task: int, repeat: int, measured: Measured) -> None:
+        """Remember a reward."""
+        self._known.setdefault((candidate, split), {})[(task, repeat)] = measured
+
+    def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
+        """Return rewards by task, of ``tasks`` or of all that are known; unknown ones are absent.
+
+        A task that was measured several times has the mean. :data:`FRESH` ones of validation tasks are left out, as
+        nothing may be chosen by them.
+        """
+        wanted = None if tasks is None else set(tasks)
+        found: dict[int, list[float]] = {}
+        for (task, repeat), measured in self._known.get((candidate, split), {}).items():
+            is_fresh = split == "val" and repeat == FRESH
+            if not is_fresh and (wanted is None or task in wanted):
+                found.setdefault(task, []).append(measured.reward)
+        # One number per task, however often it ran: tasks and not rollouts are what intervals and races count.
+        return {task: fmean(values) for task, values in found.items()}
+
+    def fresh(self, candidate: str, split: Split) -> dict[int, float]:
+        """Return the rewards of the final measurement by task."""
+        known = self._known.get((candidate, split), {})
+        return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
+
+    def next_repeat(self, candidate: str, split: Split) -> int:
+        """Return a ``repeat`` that was not used yet, for measuring once more what was measured before."""
+        return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
+
+    def keep_fresh(self) -> None:
+        """Count the final measurement's rewards as further ones: a search that goes on chooses by them too."""
+        for known in [known for (_, split), known in self._known.items() if split == "val"]:
+            repeat = 1 + max(repeat for _, repeat in known)
+            for task in [task for task, old in known if old == FRESH]:
+                known[(task, repeat)] = known.pop((task, FRESH))
+
+    def floor(self) -> float:
+        """Return the worst reward that was ever measured; 0 before there is any."""
+        return min(self._all(), default=0.0)
+
+    def ceiling(self) -> float:
+        """Return the best reward that was ever measured; minus infinity before there is any."""
+        return max(self._all(), default=-math.inf)
+
+    def clear(self) -> None:
+        """Forget everything: what the rewards depended on has changed."""
+        self._known.clear()
+
+    def dump(self) -> Json:
+        """Return everything as JSON, one row per measurement."""
+        return [
+            [*place, *key, msgspec.to_builtins(measured)]
+            for place, known in self._known.items()
+            for key, measured in known.items()
+        ]
+
+    def load(self, data: Json) -> None:
+        """Continue from :meth:`dump`."""
+        self._known = {}
+        for row in msgspec.convert(data, list[tuple[str, Split, int, int, Measured]]):
+            self.put(*row)
+
+    def any(self) -> Measured | None:
+        """Return any measurement, ``None`` before there is one."""
+        return next((measured for known in self._known.values() for measured in known.values()), None)
+
+    def _all(self) -> Iterable[float]:
+        return (measured.reward for known in self._known.values() for measured in known.values())

@@ -1,0 +1,371 @@
+"""The optimiser's model: any endpoint that speaks OpenAI's chat completions, metered, retried and remembered.
+
+An answer is kept on disk by the content of its request, so that a step which is repeated after a crash asks the same
+questions, gets the same answers, and pays nothing twice.
+"""
+
+import asyncio
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, NamedTuple, cast
+
+import httpx
+import msgspec
+from msgspec import Meta
+
+from agl.contracts import AlgorithmContext
+from agl.errors import ConfigError
+from agl.schemas import Json, Record, to_json
+from agl_algo_apo.proposals.outage import NoAnswer, Outages, requested_pause
+from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Settings, Spent
+
+TRIES = 4
+"""Most times that a request is sent where the answer is none that an API gives."""
+
+_OPTIONAL = ("seed", "temperature", "max_tokens")
+_RETRIED = frozenset({408, 409, 425, 429})
+_SPENT = "insufficient_quota"
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+class OptimizerSettings(Settings, frozen=True, kw_only=True):
+    """The address of the optimiser's model, and how to ask it.
+
+    Attributes:
+        base_url: Base URL of the endpoint, with its ``/v1``.
+        model: Model name that the endpoint knows.
+        api_key_env: Environment variable that holds the key; ``""`` if none is needed.
+        temperature: Sampling temperature; ``None`` leaves it to the endpoint.
+        max_tokens: Most tokens of an answer.
+        timeout_s: Seconds that one answer may take.
+        retry_s: Seconds before the second try, doubled for each further one, up to half a minute; where the endpoint
+            sends ``Retry-After``, that counts.
+        wait_s: Most seconds that an outage of the endpoint is waited for, refusals of too many requests included.
+        extra: Further fields of the request's body.
+    """
+
+    base_url: str
+    model: str
+    api_key_env: str = ""
+    temperature: Annotated[float, Meta(ge=0)] | None = 1.0
+    max_tokens: Annotated[int, Meta(ge=1)] = 4096
+    timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    retry_s: Annotated[float, Meta(ge=0)] = 0.5
+    wait_s: Annotated[float, Meta(ge=0)] = 600.0
+    extra: dict[str, Json] = {}
+
+
+class OptimizerDownError(Exception):
+    """The optimiser's model does not answer; caught within this package, it ends the search.
+
+    Attributes:
+        may_cost: Whether it may have made an answer that did not arrive, and that may have to be paid for.
+    """
+
+    def __init__(self, text: str, *, may_cost: bool = True) -> None:
+        super().__init__(text)
+        self.may_cost = may_cost
+
+
+class OptimizerAnswer(Record, frozen=True, kw_only=True):
+    """The model's answer.
+
+    Attributes:
+        text: Its text, that of all parts of an answer in parts.
+        tokens: Tokens read and written, ``(-1, -1)`` where the endpoint names none.
+        is_cut: Whether it ended because it was as long as it may be.
+    """
+
+    text: str
+    tokens: tuple[int, int] = (-1, -1)
+    is_cut: bool = False
+
+
+class PaidAnswer(NamedTuple):
+    """The text of an answer, and what it cost: the most that it can have cost where the endpoint names no tokens."""
+
+    text: str
+    spent: Spent
+
+
+def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
+    """Return the settings given, or those of a policy that the experiment serves; raises :class:`ConfigError`."""
+    if isinstance(optimizer, OptimizerSettings):
+        return optimizer
+    llm = context.endpoint(optimizer)
+    return OptimizerSettings(base_url=llm.endpoint, model=llm.model, api_key_env=llm.api_key_env)
+
+
+class Optimizer:
+    """Asks the optimiser's model.
+
+    Attributes:
+        hint: Advice to the user about answers that were cut off, ``""`` where none was.
+
+    Args:
+        settings: Its address.
+        budget: Pays for every question before it is asked.
+        memory: File of the answers so far; made if missing.
+        say: Shows the user one line.
+
+    Raises:
+        ConfigError: The base URL is no URL, or the key's environment variable is not set.
+    """
+
+    def __init__(
+        self, settings: OptimizerSettings, *, budget: Budget, memory: Path, say: Callable[[str], None]
+    ) -> None:
+        if not settings.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"the optimiser's base_url {settings.base_url!r} is no URL; write http://HOST:PORT/v1")
+        self._settings = settings
+        self._budget = budget
+        self._memory = memory
+        self._answers = _read_answers(memory)
+        self._dropped: set[str] = set()
+        self._say = say
+        self.hint = ""
+        self._outages = Outages(address=settings.base_url, wait_s=settings.wait_s, retry_s=settings.retry_s, say=say)
+        self._client = httpx.AsyncClient(
+            base_url=settings.base_url.rstrip("/") + "/", timeout=settings.timeout_s, headers=_headers(settings)
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self._settings.max_tokens
+
+    async def check(self) -> None:
+        """Check that the endpoint answers and takes the key; raises :class:`ConfigError`."""
+        try:
+            response = await self._client.get("models")
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"the optimiser's endpoint {self._settings.base_url} does not answer "
+                f"({type(error).__name__}: {error}); start it, or correct optimizer.base_url"
+            ) from error
+        if response.status_code in (401, 403):
+            raise ConfigError(
+                f"the optimiser's endpoint {self._settings.base_url} refuses the key "
+                f"(HTTP {response.status_code}); set optimizer.api_key_env to the variable that holds it"
+            )
+
+    async def ask(self, text: str, *, seed: str) -> PaidAnswer:
+        """Return the model's answer; the same text and seed get the same answer, over restarts too.
+
+        Raises:
+            BudgetExhaustedError: There is no room for another question; nothing was asked.
+            OptimizerDownError: The model did not answer.
+        """
+        text = _well_formed(text)
+        return await self._answer(self._body(text, seed), self._reserve(text))
+
+    async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[PaidAnswer | None]:
+        """Return the answers to (text, seed) pairs; ``None`` where one failed or the budget had no room for it.
+
+        All are asked at once and paid for before, in order, so which are asked does not depend on which come first.
+
+        Raises:
+            BudgetExhaustedError: There is no room for any of them.
+            OptimizerDownError: The model answered none of them.
+        """
+        questions = [(_well_formed(text), seed) for text, seed in questions]
+        reserved: list[Spent] = []
+        for text, _ in questions:
+            try:
+                reserved.append(self._reserve(text))
+            except BudgetExhaustedError:
+                if not reserved:
+                    raise
+                break
+        asked = [self._answer(self._body(*pair), paid) for pair, paid in zip(questions, reserved, strict=False)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failed and (len(failed) == len(answers) or not isinstance(failed[0], OptimizerDownError)):
+            raise failed[0]
+        found = [answer if isinstance(answer, PaidAnswer) else None for answer in answers]
+        return found + [None] * (len(questions) - len(found))
+
+    def _reserve(self, text: str) -> Spent:
+        return self._budget.take_call(max_input=most_tokens(text), max_output=self._settings.max_tokens)
+
+    async def _answer(self, body: Mapping[str, Json], reserved: Spent) -> PaidAnswer:
+        key = hashlib.blake2b(to_json(body), digest_size=16).hexdigest()
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = await self._post_paid(body, reserved)
+            self._remember(key, answer)
+        # A remembered answer costs what it cost before: the step that is repeated pays it into a restored budget.
+        read, written = answer.tokens
+        spent = reserved  # stays spent where no tokens are named: it is the most that the answer can have cost
+        if read >= 0:
+            spent = self._budget.settle_call(reserved, input_tokens=read, output_tokens=written)
+        if answer.is_cut and not self.hint:
+            self.hint = (
+                f"answers of the optimiser's model end at {self.max_tokens} tokens (finish_reason length), before they "
+                f"are complete; raise max_tokens in optimizer = {{ ..., max_tokens = {4 * self.max_tokens} }}"
+            )
+            self._say(self.hint)
+        return PaidAnswer(answer.text, spent)
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        await self._client.aclose()
+
+    def _body(self, text: str, seed: str) -> dict[str, Json]:
+        settings = self._settings
+        number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "big") >> 1  # 31 bits
+        body: dict[str, Json] = {
+            "model": settings.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": settings.max_tokens,
+            "seed": number,
+        }
+        if settings.temperature is not None:
+            body["temperature"] = settings.temperature
+        return {**body, **settings.extra}
+
+    async def _post_paid(self, body: Mapping[str, Json], reserved: Spent) -> OptimizerAnswer:
+        """Send a request until it is answered, and give its reservation back where no answer was made."""
+        try:
+            return await self._post(body)
+        except OptimizerDownError as error:
+            if not error.may_cost:
+                self._budget.cancel_call(reserved)
+            raise
+
+    async def _post(self, body: Mapping[str, Json]) -> OptimizerAnswer:
+        spoilt, may_cost = 0, False
+        with self._outages.waiting() as wait:
+            while True:
+                found = await self._try(body)
+                if isinstance(found, OptimizerAnswer):
+                    return found
+                spoilt += found.kind == "spoilt"
+                may_cost = may_cost or found.may_cost
+                if found.kind == "refused" or spoilt == TRIES or not await wait.pause(found):
+                    raise OptimizerDownError(
+                        f"the optimiser's model at {self._settings.base_url} did not answer: {found.why}",
+                        may_cost=may_cost,
+                    )
+
+    async def _try(self, body: Mapping[str, Json]) -> OptimizerAnswer | NoAnswer:
+        try:
+            response = await self._send(body)
+        except httpx.HTTPError as error:
+            # Only a request that was never sent is sure to cost nothing.
+            may_cost = not isinstance(error, _UNSENT)
+            return NoAnswer(f"{type(error).__name__}: {error}", "passing", may_cost=may_cost)
+        if response.status_code == 200:
+            answer = _read_answer(response)
+            return answer or NoAnswer("HTTP 200 with a body that is no chat completion", "spoilt", may_cost=True)
+        why = f"HTTP {response.status_code}: {' '.join(response.text.split())[:300]}"
+        is_passing = response.status_code >= 500 or response.status_code in _RETRIED
+        if not is_passing or _SPENT in response.text:  # a spent account answers 429, and waiting does not fill it
+            return NoAnswer(why, "refused")
+        # A gateway that gives up on a model does not stop it: only a refusal is sure to cost nothing.
+        may_cost = response.status_code >= 500 or response.status_code == 408
+        return NoAnswer(why, "passing", requested_pause(response.headers), may_cost)
+
+    async def _send(self, body: Mapping[str, Json]) -> httpx.Response:
+        """Send a request; a field that the endpoint refuses by name is left out from then on."""
+        while True:
+            sent = self._fitted(body)
+            response = await self._client.post("chat/completions", json=sent)
+            # Compared with what was sent: another question may have dropped the field since.
+            refused = [name for name in _OPTIONAL if name in sent and _is_refused(name, response.text)]
+            if response.status_code != 400 or not refused:
+                return response
+            self._dropped.update(refused)
+
+    def _fitted(self, body: Mapping[str, Json]) -> dict[str, Json]:
+        fitted = {name: value for name, value in body.items() if name not in self._dropped}
+        if "max_tokens" in self._dropped:
+            fitted["max_completion_tokens"] = self._settings.max_tokens
+        return fitted
+
+    def _remember(self, key: str, answer: OptimizerAnswer) -> None:
+        self._answers[key] = answer
+        self._memory.parent.mkdir(parents=True, exist_ok=True)
+        with self._memory.open("ab+") as file:
+            if not _ends_a_line(file):  # a crash cut off the last answer, and must not take this one with it
+                file.write(b"\n")
+            file.write(to_json([key, msgspec.to_builtins(answer)]) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _headers(settings: OptimizerSettings) -> dict[str, str]:
+    if not settings.api_key_env:
+        return {}
+    key = os.environ.get(settings.api_key_env, "")
+    if not key:
+        raise ConfigError(
+            f"the optimiser's model needs the environment variable {settings.api_key_env}, which is not set; "
+            "set it, or name another with optimizer.api_key_env"
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def most_tokens(text: str) -> int:
+    """Return an upper bound of a text's tokens: no tokenizer makes more than there are bytes, plus the chat format."""
+    return len(text.encode()) + 64
+
+
+def _is_refused(name: str, message: str) -> bool:
+    """Return whether an error refuses a field; for ``max_tokens`` it names the field that newer models want instead."""
+    return ("max_completion_tokens" if name == "max_tokens" else name) in message
+
+
+def _read_answer(response: httpx.Response) -> OptimizerAnswer | None:
+    try:
+        body = response.json()
+        choice = body["choices"][0]
+        text = _text_of(choice["message"]["content"])
+        is_cut = choice.get("finish_reason") == "length"
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return None
+    found: Any = cast("dict[str, Any]", body).get("usage")
+    usage = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    tokens = (read, written) if isinstance(read, int) and isinstance(written, int) else (-1, -1)
+    return OptimizerAnswer(text=_well_formed(text), tokens=tokens, is_cut=is_cut)
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of an answer that is a string or a list of parts, of which those without a text are left out."""
+    if isinstance(content, list):
+        parts = cast("list[Any]", content)
+        return "".join(part if isinstance(part, str) else _text_of(part.get("text")) for part in parts)
+    return content if isinstance(content, str) else ""
+
+
+def _well_formed(text: str) -> str:
+    """Return the text without halves of characters, which no file and no request can hold."""
+    # Two halves that belong together become one character; those that are alone go.
+    joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    return re.sub("[\ud800-\udfff]", "", joined)
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    """Return whether a file that was opened at its end is empty, or ends with a newline."""
+    if file.tell() == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:
+    """Return the remembered answers; a last line that a crash cut off is skipped."""
+    if not memory.exists():
+        return {}
+    answers: dict[str, OptimizerAnswer] = {}
+    for line in memory.read_bytes().splitlines():
+        try:
+            key, answer = msgspec.json.decode(line, type=tuple[str, OptimizerAnswer])
+        except msgspec.DecodeError:
+            continue
+        answers[key] = answer
+    return answers

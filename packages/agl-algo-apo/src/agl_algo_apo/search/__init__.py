@@ -1,0 +1,1 @@
+"""The search around the algorithms: settings, budget, state, report."""

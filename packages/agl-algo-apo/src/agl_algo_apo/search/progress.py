@@ -1,0 +1,90 @@
+"""The counters of a search, and the reasons for which it stops."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from agl.schemas import Json
+from agl_algo_apo.measurement.scores import Measured
+
+StopReason = Literal[
+    "budget",
+    "rounds",
+    "perfect",
+    "patience",
+    "nothing_to_learn",
+    "no_proposals",
+    "optimizer_unreachable",
+    "optimizer_garbage",
+    "infrastructure",
+]
+
+STOP_WORDS: Mapping[str, str] = {
+    "budget": "the budget has no room for the next rollouts or question",
+    "rounds": "all rounds are done",
+    "perfect": "every validation task scores the perfect score",
+    "patience": "no improvement for as many steps as patience allows",
+    "nothing_to_learn": "no training task fails any more",
+    "no_proposals": "no new text was proposed that could be tried",
+    "optimizer_unreachable": "the optimiser's model does not answer",
+    "optimizer_garbage": "the optimiser's model does not answer the question",
+    "infrastructure": "not one rollout of a step could be scored",
+}
+"""Each reason as a clause, for the stop reason that a person reads."""
+
+
+class SearchProgress(msgspec.Struct, kw_only=True):
+    """The counters of a search, saved as JSON.
+
+    Attributes:
+        step: Steps done.
+        rounds: Those of them that tried to improve something.
+        seed: Id of the first candidate; ``best`` of the best one.
+        published: Id of the candidate that was made live last.
+        stop_reason: The reason for which the search is over, ``None`` while it is not; the final measurement follows.
+        stop_detail: Details of that reason.
+        stale: Steps in a row without an improvement.
+        doubted: The value of ``stale`` at which the best candidate was measured once more; 0 for a new best one.
+        is_steady: Whether measuring the best one once more gave the same rewards, as it then always will.
+        barren: Answers in a row without a usable text.
+        idle: Steps in a row without a proposal that could be tried.
+        shared_steps: Steps of other algorithms whose rollouts were looked at, by algorithm.
+        shared: A rollout of another algorithm that fell short with the best candidate, by training task.
+        proven: Changes of texts that lost something when they were undone, by resource.
+        pruned: Ids of the candidates whose changes were undone one by one.
+        used: The training tasks whose failures a critic has seen, by candidate.
+    """
+
+    step: int = 0
+    rounds: int = 0
+    seed: str = ""
+    best: str = ""
+    published: str = ""
+    stop_reason: StopReason | None = None
+    stop_detail: str = ""
+    stale: int = 0
+    doubted: int = 0
+    is_steady: bool = False
+    barren: int = 0
+    idle: int = 0
+    proven: dict[str, list[str]] = {}
+    pruned: list[str] = []
+    used: dict[str, list[int]] = {}
+    shared_steps: dict[str, int] = {}
+    shared: dict[int, Measured] = {}
+
+    @classmethod
+    def load(cls, data: Json) -> "SearchProgress":
+        """Return the counters of a saved state."""
+        return msgspec.convert(data, cls, str_keys=True)  # JSON has no numbers as keys: those of `shared` are strings
+
+    def stop(self, reason: StopReason, detail: str = "") -> None:
+        """End the search; only the first reason is kept."""
+        if self.stop_reason is None:
+            self.stop_reason, self.stop_detail = reason, detail
+
+    def reopen(self) -> None:
+        """Let a search go on that had ended."""
+        self.stop_reason, self.stop_detail = None, ""
+        self.barren = self.idle = 0

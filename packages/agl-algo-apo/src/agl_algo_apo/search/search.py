@@ -1,0 +1,319 @@
+"""The search around an optimiser's own way to propose: first measurement, stopping, files, state, final measurement.
+
+A search takes these steps: measure the first prompt; improve, as often as the budget allows; measure the winner again
+on fresh rollouts and report those. Everything that a step needs is in the state before it, and all randomness follows
+from (seed, step, purpose), so a step that is repeated does the same, under the same rollout ids.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from agl.contracts import AlgorithmContext, StepReport, VersionScore
+from agl.errors import ConfigError
+from agl.schemas import Json
+from agl_algo_apo.acceptance.final_measurement import FinalTasks, Result, measure_again, rewards_by
+from agl_algo_apo.acceptance.race import slices
+from agl_algo_apo.acceptance.text_rules import text_rules
+from agl_algo_apo.measurement.evaluation import Evaluator
+from agl_algo_apo.measurement.journal import GateReport, compared
+from agl_algo_apo.measurement.scores import FRESH, Split
+from agl_algo_apo.proposals.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
+from agl_algo_apo.proposals.requests import Requests
+from agl_algo_apo.search.budget import Budget, BudgetExhaustedError
+from agl_algo_apo.search.datasets import check_splits, dataset_digest, environment_of
+from agl_algo_apo.search.extension import has_more
+from agl_algo_apo.search.progress import SearchProgress
+from agl_algo_apo.search.report import current_scores, metrics_of, note_scores, publish_best, stop_words, write_files
+from agl_algo_apo.search.settings import SearchSettings, SpendingPlan, check_question, spending_plan
+from agl_algo_apo.search.tools import SearchTools
+from agl_algo_apo.search.version_scores import version_scores
+from agl_algo_apo.texts.lineage import Lineage, PromptCandidate, candidate_id, resource_of, text_of
+
+MAX_BARREN = 6
+"""The search ends after so many answers in a row without a usable text."""
+
+
+class PromptSearch(SearchTools):
+    """The base of an optimiser, which overrides :meth:`improve`.
+
+    Args:
+        settings: The person's settings.
+        algorithm: The optimiser's registered name, for errors.
+        calls: Questions to the optimiser's model per proposal.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+    """
+
+    def __init__(self, settings: SearchSettings, *, algorithm: str, calls: int) -> None:
+        super().__init__(settings)
+        self._algorithm = algorithm
+        self._calls = calls
+        self._optimizers: list[Optimizer] = []
+        self._told: dict[tuple[str, str], VersionScore] = {}
+
+    async def improve(self, step: int) -> None:
+        """Take one step of the search; to be overridden."""
+        raise NotImplementedError
+
+    async def tidy(self, step: int) -> None:
+        """Take out of the best candidate what gives nothing, when the search is over; may be overridden."""
+
+    # --- the algorithm contract ---------------------------------------------------------------------------------
+
+    async def check(self, context: AlgorithmContext) -> None:
+        """Check tasks, prompts, budget, requests and the optimiser's endpoint; raises :class:`ConfigError`."""
+        self.context = context
+        check_splits(context)
+        self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
+        self.plan: SpendingPlan = spending_plan(
+            self.settings,
+            tasks=len(context.train),
+            val=len(context.val),
+            after=context.validation,
+            calls=self._calls,
+            algorithm=self._algorithm,
+        )
+        self.budget = Budget(self.plan.limits, kept=self.plan.final + self.plan.after)
+        self.requests = Requests(self.settings.requests, folder=context.folder)
+        self.editor = self._open_optimizer(self.settings.optimizer)
+        self.critic = self.editor if self.settings.critic is None else self._open_optimizer(self.settings.critic)
+        self._check_question()
+        for optimizer in self._optimizers:
+            await optimizer.check()
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check everything that can be checked now, and say what will be spent."""
+        await self.check(context)
+        self.evaluator = Evaluator(
+            context,
+            self.budget,
+            failure_reward=self.settings.scoring.failure,
+            perfect_score=self.settings.scoring.perfect,
+        )
+        order = list(range(len(context.val)))
+        # Shuffled once: files are often sorted, by difficulty say, and a first slice should look like all of them.
+        self.random(0, "validation order").shuffle(order)
+        count = len(order) - self.settings.scoring.test_tasks(len(order))
+        self.order: tuple[int, ...] = tuple(order[:count])
+        self.test: tuple[int, ...] = tuple(sorted(order[count:]))
+        self.rungs = slices(self.order, self.settings.val_batch_size)
+        context.say(self.plan.words)
+
+    async def step(self) -> StepReport:
+        """Measure the first prompt, improve, or finish with the final measurement."""
+        step = self.progress.step + 1
+        before, paid, scored = self.progress.best, self.budget.spent.rollouts, len(self.evaluator.scores)
+        is_final = bool(self.progress.stop_reason)
+        try:
+            if step == 1:
+                await self._start(step)
+            elif is_final:
+                await self._finish(step)
+            else:
+                await self._refresh(step)
+                await self.improve(step)
+                self.progress.rounds += 1
+        except BudgetExhaustedError:
+            self.progress.stop("budget")
+        except OptimizerDownError as error:
+            self.progress.stop("optimizer_unreachable", str(error))
+        self.progress.step = step
+        if self.progress.best != before:  # what was known of the old best one says nothing about the new
+            self.progress.shared.clear()
+            self.progress.doubted, self.progress.is_steady = 0, False
+        # Rollouts were paid and none brought a reward: the agent or its server is down, and more would be wasted.
+        is_paid = self.budget.spent.rollouts > paid
+        if is_paid and len(self.evaluator.scores) == scored:
+            self.progress.stop("infrastructure", f"{self.evaluator.broken.total()} broken rollouts in this process")
+        self._decide_stop(is_improved=self.progress.best != before, is_paid=is_paid)
+        published = await publish_best(self, step, is_final=is_final)
+        note_scores(self)
+        write_files(self, is_improved=self.progress.best != before)
+        await self._save_new_scores()
+        return StepReport(
+            step=step,
+            is_finished=is_final,
+            metrics=metrics_of(self),
+            published=published,
+            stop_reason=stop_words(self) if is_final else "",
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """Return candidates, rewards, spending and counters."""
+        return {
+            "version": 1,
+            "progress": msgspec.to_builtins(self.progress),
+            "lineage": self.lineage.dump(),
+            "journal": self.journal.dump(),
+            "scores": self.evaluator.scores.dump(),
+            "spent": self.budget.dump(),
+            "limits": msgspec.to_builtins(self.plan.limits),
+            "val": len(self.context.val),
+            "validation": self.context.validation,
+            "environment": self.evaluator.environment,
+            "dataset": dataset_digest(self.context),
+            "result": None if self.result is None else msgspec.to_builtins(self.result),
+        }
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from :meth:`state`; raises :class:`ConfigError` for a state that belongs to other tasks."""
+        if state["dataset"] != dataset_digest(self.context):
+            raise ConfigError(
+                f"{self._algorithm} cannot continue: the training or validation tasks have changed since it started, "
+                "so its scores say nothing about them; put the old ones back, or start again with --fresh"
+            )
+        self.progress = SearchProgress.load(state["progress"])
+        self.lineage = Lineage.load(state["lineage"])
+        self.journal.load(state["journal"])
+        self.evaluator.scores.load(state["scores"])
+        self.budget.load(state["spent"])
+        self.evaluator.environment = dict(state["environment"])
+        self.result = None if state["result"] is None else msgspec.convert(state["result"], Result)
+        seed = self.lineage[self.progress.seed].texts
+        self.rules = [
+            msgspec.structs.replace(rules, seed=resource_of(seed[rules.name], rules.seed)) for rules in self.rules
+        ]
+        if self.has_more(state, tasks=len(self.context.train), sources_go_on=False):
+            self._reopen()
+
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Return whether the reason for which the search ended is gone: an outage, or a limit that was raised.
+
+        A search that continues differs from one of that length by the final measurement in its middle, whose rollouts
+        count as further measurements from then on.
+        """
+        del sources_go_on
+        return has_more(self.settings, state, tasks=tasks, calls=self._calls, algorithm=self._algorithm)
+
+    def _reopen(self) -> None:
+        self.progress.reopen()
+        self.evaluator.scores.keep_fresh()
+        self.result = None
+
+    async def close(self) -> None:
+        """Close the connections to the optimiser's model."""
+        for optimizer in self._optimizers:
+            await optimizer.close()
+
+    # --- the parts of a step ------------------------------------------------------------------------------------
+
+    async def _start(self, step: int) -> None:
+        self.evaluator.environment = environment_of(self.context)  # others may have had their turn since the setup
+        texts = {rules.name: text_of(rules.seed, name=rules.name) for rules in self.rules}
+        seed = await self.evaluator.register(
+            PromptCandidate(id=candidate_id(texts), texts=texts, status="pool", step=step)
+        )
+        self.lineage.put(seed)
+        self.progress.seed = self.progress.best = self.progress.published = seed.id
+        await self.evaluator.adopt(seed, self.context.validated(), test=frozenset(self.test))
+        await self.measure_whole(seed, step)
+
+    async def _refresh(self, step: int) -> None:
+        """Forget all rewards when other resources have changed, and measure the best candidate again."""
+        now, before = environment_of(self.context), self.evaluator.environment
+        if now == before:
+            return
+        changed = sorted(name for name in now if now.get(name) != before.get(name))
+        self.context.say(f"{', '.join(changed)} changed; rewards from before are out of date and are measured again")
+        self.evaluator.environment = now
+        self.evaluator.scores.clear()
+        for candidate in self.lineage.pool():
+            if candidate.id not in (self.progress.best, self.progress.seed):
+                self.lineage.put(candidate.replace(status="beaten", reason="measured before other resources changed"))
+        self.progress.used.clear()
+        self.progress.proven.clear()
+        self.progress.pruned.clear()
+        await self.measure_whole(self.best, step)
+
+    def _decide_stop(self, *, is_improved: bool, is_paid: bool) -> None:
+        """Stop where there is a reason to; a step that ran no rollout does not count against patience."""
+        progress = self.progress
+        # A bool counts as 0 or 1: one more stale step where rollouts were paid for no improvement.
+        progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
+        if self.is_perfect:
+            progress.stop("perfect")
+        if progress.barren >= MAX_BARREN:
+            progress.stop("optimizer_garbage", self._garbage_words())
+        if 0 < self.settings.beam_rounds <= progress.rounds:
+            progress.stop("rounds")
+        if progress.stale >= self.settings.patience:
+            progress.stop("patience")
+
+    def _garbage_words(self) -> str:
+        words = f"{self.progress.barren} answers in a row held no usable text"
+        return f"{words}; {self.editor.hint}" if self.editor.hint else words
+
+    async def _finish(self, step: int) -> None:
+        """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
+        await self._refresh(step)
+        with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
+            await self.tidy(step)
+        self.budget.release(keeping=self.plan.after)  # the rest was held back for this
+        self.result = await measure_again(
+            self.evaluator,
+            self.lineage,
+            best=self.best,
+            seed=self.lineage[self.progress.seed],
+            tasks=self._final_tasks(),
+            step=step,
+        )
+        if self.result is not None:
+            self.progress.best = self.result.winner
+            self._note_final(self.result, step)
+        self.budget.release()
+        self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
+
+    def _note_final(self, result: Result, step: int) -> None:
+        """Note how the best candidate did in the final measurement."""
+        judged, seed = result.beaten or result.winner, self.progress.seed
+        if judged == seed:
+            return
+        ours, theirs = (rewards_by(self.evaluator, each, result.how) for each in (judged, seed))
+        gate = f"final measurement ({result.how})"
+        report = GateReport(gate=gate, has_passed=not result.beaten, step=step, rival=seed)
+        self.journal.met(judged, compared(report, ours, theirs, tasks=sorted(ours), within=self.evaluator.range))
+
+    def _final_tasks(self) -> FinalTasks:
+        """Return the tasks of the final measurement: those held back, or any, as races have looked at some the most."""
+        # None where they would fail anyway.
+        paid = 0 if self.progress.stop_reason == "infrastructure" else self.plan.final
+        split: Split = "test" if self.test else "val"
+        size, tasks = paid // (2 if self.test else 3), self.test or self.order  # by the number of finalists
+        drawn = self.random(0, "final").sample(tasks, min(size, len(tasks)))
+        repeats = tuple(range(size // len(tasks) or 1)) if self.test else (FRESH,)
+        return FinalTasks(split, tuple(sorted(drawn)), repeats)
+
+    async def _save_new_scores(self) -> None:
+        """Save the score of each version in the store, where it is new."""
+        scores = version_scores(
+            self.lineage,
+            current_scores(self),
+            seed=self.progress.seed,
+            published=self.progress.published,
+            live={name: self.context.current(name).version for name in self.context.tunes},
+        )
+        new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
+        if new:
+            await self.context.store.save_scores(list(new.values()))
+        self._told |= new
+
+    def _check_question(self) -> None:
+        texts = [text_of(rules.seed, name=rules.name) for rules in self.rules]
+        check_question(
+            self.plan,
+            max_input=max(most_tokens(text) for text in texts),
+            max_output=max(optimizer.max_tokens for optimizer in self._optimizers),
+            algorithm=self._algorithm,
+        )
+
+    def _open_optimizer(self, optimizer: Any) -> Optimizer:
+        memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"
+        opened = Optimizer(
+            settings_of(optimizer, self.context), budget=self.budget, memory=memory, say=self.context.say
+        )
+        self._optimizers.append(opened)
+        return opened

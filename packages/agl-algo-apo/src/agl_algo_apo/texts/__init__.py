@@ -1,0 +1,1 @@
+"""Texts of candidates and their lineage, messages, filled templates and demonstrations."""

@@ -1,0 +1,73 @@
+"""The algorithm `verl`, built for the engine that the experiment asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agl.errors import ConfigError
+from agl.hints import did_you_mean
+from agl_algo_verl.settings.own import REPLAY, SAMPLING, SAVING, Replay, Sampling, Saving
+from agl_objectives.reports import MAX_NONFINITE
+
+ENGINES = {"inproc": "entropy", "ray": "probe"}
+"""The engines, and the parameter that each alone reads."""
+
+
+def make(  # noqa: PLR0913 - one argument per key of the experiment file
+    *,
+    engine: str = "inproc",
+    threads: int = 0,
+    loss: str = "",
+    loss_params: dict[str, Any] | None = None,
+    estimator: str = "",
+    estimator_params: dict[str, Any] | None = None,
+    sampling: Sampling = SAMPLING,
+    replay: Replay = REPLAY,
+    saving: Saving = SAVING,
+    anchor_coef: float | None = None,
+    max_nonfinite: int = MAX_NONFINITE,
+    entropy: bool | None = None,
+    probe: bool | None = None,
+    **config: Any,
+) -> Any:
+    """Return the algorithm of an engine.
+
+    Args:
+        engine: `inproc` trains in this process, `ray` with VERL's trainer on a Ray cluster.
+        threads: Torch's threads on the CPU; 0 leaves torch's, and is one in each process of a cluster.
+        loss: A loss of agl-objectives or a plugin in place of VERL's keys; `loss_params` are its parameters.
+        estimator: The same for an estimator, with `estimator_params`.
+        sampling: The choice of tasks, groups and calls: `refill`, `curriculum`, `mask_truncated`.
+        replay: Rollouts of earlier steps that are trained once more: `share`, `max_staleness`.
+        saving: Saved states: `keep`, `save_every`.
+        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained; 0.1
+            unless given.
+        max_nonfinite: Updates in a row, on a cluster steps, that are left out for a gradient that is not finite; one
+            more ends the run.
+        entropy: With `inproc`, whether the entropies of tokens are computed and recorded; they are unless it is false.
+        probe: With `ray`, whether a probe is put next to the weights, for policies such as `vllm` that check what they
+            serve; one is unless it is false.
+        config: VERL's own keys, by their groups.
+
+    Raises:
+        ConfigError: The engine is unknown, the configuration wrong, or VERL missing or too new.
+    """
+    if engine not in ENGINES:
+        hint = did_you_mean(engine, ENGINES, otherwise=f"use one of: {', '.join(ENGINES)}.")
+        raise ConfigError(f"verl got engine = {engine!r}; {hint}")
+    optional = {"anchor_coef": anchor_coef, "entropy": entropy, "probe": probe}
+    given = {name: value for name, value in optional.items() if value is not None}
+    unread = given.keys() & (set(ENGINES.values()) - {ENGINES[engine]})
+    if unread:
+        raise ConfigError(f'verl got {min(unread)}, which has no effect with engine = "{engine}"; remove it.')
+    config |= given
+    config |= {"threads": threads, "max_nonfinite": max_nonfinite, "loss": loss, "loss_params": loss_params or {}}
+    config |= {"sampling": sampling, "replay": replay, "saving": saving}
+    config |= {"estimator": estimator, "estimator_params": estimator_params or {}}
+    if engine == "inproc":
+        from agl_algo_verl.local.trainer import VERL
+
+        return VERL(**config)
+    from agl_algo_verl.ray.trainer import RayVERL
+
+    return RayVERL(**config)

@@ -1,0 +1,67 @@
+"""Holds agents that share the weights in training, and are not trained themselves, near where they began.
+
+An update for one agent's calls moves the answers of every agent on the same weights. Each update adds to its loss
+
+    anchor_coef * mean over tokens of k3,    k3 = exp(d) - d - 1,    d = log pi_ref(y_t) - log pi(y_t)
+
+over the tokens that the other agents' calls sampled in the rollouts of the update (`loss_worker.anchored`). pi_ref is
+the policy that training was opened from. It is the anchor of `grpo` and `ppo` of agl-algo-torch.
+
+Each such call is a row of its own without a trained token, so that it has no part in any other term, count or total.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.typed import from_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agl.schemas import Episode, Transition
+    from agl_algo_verl.settings.settings import VerlSettings
+
+
+def held_rows(
+    groups: Sequence[Sequence[Episode]], *, policy: str, settings: VerlSettings
+) -> tuple[list[RowSample], dict[str, float]]:
+    """Return a row for each call that the policy answered for an agent that is not trained, and what to log.
+
+    There are none where `anchor_coef` is 0. Calls beyond the lengths of the configuration are left out and counted.
+    """
+    if not settings.anchor_coef:
+        return [], {}
+    data, rows, too_long = settings.data, list[RowSample](), 0
+    calls = [(place, call) for place, group in enumerate(groups) for each in group for call in each.transitions]
+    for place, call in calls:
+        if not _is_held(call, policy):
+            continue
+        row = _row(call, group=place)
+        if row.prompt > data.max_prompt_length or len(row.mask) > data.max_response_length:
+            too_long += 1
+        else:
+            rows.append(row)
+    return rows, {"anchor_too_long": float(too_long)} if too_long else {}
+
+
+def _is_held(call: Transition, policy: str) -> bool:
+    """Return true for a call that the policy answered with token ids and the agent filter leaves out."""
+    return call.reject == "not_selected" and call.policy == policy and bool(call.prompt_ids and call.response_ids)
+
+
+def _row(call: Transition, *, group: int) -> RowSample:
+    length = len(call.response_ids) // 4  # packed as int32
+    return RowSample(
+        rollout=call.rollout_id,
+        group=group,
+        ids=from_bytes(call.prompt_ids + call.response_ids, "<i4").long(),
+        mask=torch.zeros(length, dtype=torch.bool),
+        advantages=torch.zeros(length),
+        behaviour=torch.zeros(length),  # the anchor does not read it
+        temperature=call.temperature or 1.0,
+        held=torch.ones(length, dtype=torch.bool),
+    )

@@ -1,0 +1,1 @@
+"""VERL's own trainer on a Ray cluster, fed with rows by agl."""

@@ -1,0 +1,209 @@
+"""Completes a step's rows in VERL's trainer on Ray, after it has recomputed log-probabilities and before advantages.
+
+Four things can be known no earlier, of which VERL would make the first of rows:
+
+    correction    importance weights and rejection over whole rollouts (`losses/correction.py`), in place of VERL's own.
+                  Rejected tokens change the weights of a mean over sequences, so these are made once more.
+    anchor        what the loss reads of rows that are held (`loss_worker.anchored`). VERL fills a batch up with copies
+                  of a row, which may be one that is held, and the copies are not.
+    silence       updates that the correction has left without a gradient, which the workers then leave out
+    numbers       the distance to the reference, and the weights of rollouts that are trained once more, as they are
+                  logged in one process
+
+B is the number of rows, R the length of a row's response.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl_algo_verl.losses.correction import Correction, corrected, correction_metrics
+from agl_algo_verl.losses.shaping import distance
+from agl_algo_verl.rows.batches import per_rollout, per_row, weighting
+from agl_algo_verl.rows.replay import replay_weights
+from agl_algo_verl.rows.rows import RowSample
+from agl_algo_verl.typed import floats, integers, ragged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from agl_algo_verl.losses.choice import LossChoice
+
+HELD = "agl_held"
+"""Field with 1 / U at rows that are held, U being the held tokens of the row's update, and 0 at others; [B, 1]."""
+
+ROW_MEAN = "seq-mean-token-mean"
+"""VERL's mean over the tokens of each row, which the advantages turn into one over those of each rollout."""
+
+REPLAYED = "agl_replayed"
+"""Field with 1 at rows that earlier steps have trained already, and 0 at others; [B, 1]."""
+
+UPDATE = "agl_update"
+"""Field with the place of a row's update in the step; [B, 1]."""
+
+SILENT = "agl_silent"
+"""Option with the places of the updates that have no gradient."""
+
+METRIC = "agl/"
+"""Beginning of what is logged, among VERL's metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The fields, options and numbers by which a step is completed.
+
+    Attributes:
+        fields: The fields to change or to add, by name.
+        options: Settings for VERL's training workers, by name.
+        metrics: What to log, by VERL's names.
+    """
+
+    fields: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add to what to log."""
+        self.metrics.update({METRIC + name: value for name, value in metrics.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Corrects the rows of a step and marks those that are held, before VERL makes advantages.
+
+    Attributes:
+        correction: Importance weights and rejection.
+        anchor_coef: The weight of the anchor, 0 for none.
+        measures_kl: Whether the distance to the reference is logged, for which the reference must run.
+        choice: The run's loss of agl-objectives, None for one of VERL's.
+        mode: `loss_agg_mode` of the run's loss.
+        has_gradient: Tells whether an update of these rows can have a gradient; None where only VERL knows.
+        epochs: How often each update of the step is made.
+    """
+
+    correction: Correction = field(default_factory=Correction)
+    anchor_coef: float = 0.0
+    measures_kl: bool = False
+    choice: LossChoice | None = None
+    mode: str = "token-mean"
+    has_gradient: Callable[[Sequence[RowSample]], bool] | None = None
+    epochs: int = 1
+
+    @property
+    def is_needed(self) -> bool:
+        """True if there is anything to complete."""
+        return self.correction.is_on or self.anchor_coef > 0 or self.measures_kl
+
+    @property
+    def scales_later(self) -> bool:
+        """True if advantages are scaled to means over rollouts here, because rejection decides which tokens count."""
+        return self.choice is None and self.mode == ROW_MEAN and bool(self.correction.bounds)
+
+    @property
+    def reads(self) -> list[str]:
+        """The names of the fields that it reads."""
+        names = ["response_mask", "old_log_probs", "rollout_log_probs", "rm_scores", "agl_rollout", UPDATE, REPLAYED]
+        names += ["ref_log_prob"] if self.anchor_coef or self.measures_kl else []
+        return [*names, HELD] if self.anchor_coef else names
+
+    def completed(self, data: TensorDict, *, padding: Sequence[bool]) -> Completed:
+        """Return what VERL's workers read of all B rows, in their order.
+
+        Args:
+            data: The fields of `reads`, ragged, one vector [R] per row, or [B, 1].
+            padding: True for each row that only fills up the batch.
+        """
+        found, given = Completed(), _samples(data)
+        is_replayed = [bool(value) for value in floats(per_row(data, REPLAYED))]
+        if self.measures_kl:
+            own = [row for row, is_old in zip(given, is_replayed, strict=True) if not is_old]
+            found.log(distance(own))
+        if self.correction.is_on:
+            rows = corrected(given, self.correction)
+            found.fields.update(self._corrected(rows))
+            found.log(correction_metrics(rows, self.correction))
+            if self.correction.importance is not None:
+                again = [row for row, is_old in zip(rows, is_replayed, strict=True) if is_old]
+                found.log(replay_weights(again, bound=self.correction.importance.cap))
+            if silent := self._silent(rows, updates=integers(per_row(data, UPDATE))):
+                found.options[SILENT] = silent
+                found.log({"updates_skipped": float(len(silent) * self.epochs)})
+        if self.anchor_coef:
+            found.fields.update(_anchored(data, padding=padding))
+            found.options["agl_anchor_coef"] = self.anchor_coef
+        return found
+
+    def _silent(self, rows: Sequence[RowSample], *, updates: Sequence[int]) -> tuple[int, ...]:
+        """Return the places of the updates without a gradient; `updates` has that of each row."""
+        if self.has_gradient is None:
+            return ()
+        parts: defaultdict[int, list[RowSample]] = defaultdict(list)
+        for row, update in zip(rows, updates, strict=True):
+            parts[update].append(row)
+        return tuple(update for update, part in sorted(parts.items()) if not self.has_gradient(part))
+
+    def _corrected(self, rows: Sequence[RowSample]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self.correction.importance is not None:
+            weights = [torch.zeros_like(row.behaviour) if row.importance is None else row.importance for row in rows]
+            found["rollout_is_weights"] = ragged(weights)
+        if not self.correction.bounds:
+            return found
+        found["response_mask"] = ragged([row.kept.long() for row in rows])
+        if self.scales_later:
+            found["rm_scores"] = ragged([row.advantages for row in per_rollout(rows)])
+        if self.choice is not None:
+            # The number of rollouts is in the divisor alone, which the rows have already.
+            weight = weighting(rows, rollouts=1, choice=self.choice).weight
+            found["agl_weight"] = torch.tensor([[weight[row.rollout]] for row in rows])
+        return found
+
+
+def _samples(data: TensorDict) -> list[RowSample]:
+    """Return rows as the correction reads them, each with the number of its rollout for a name."""
+    names = ("response_mask", "rm_scores", "rollout_log_probs", "old_log_probs")
+    numbers = integers(per_row(data, "agl_rollout"))
+    start = _start(data) if "ref_log_prob" in cast("Any", data) else [None] * len(numbers)
+    return [
+        RowSample(
+            rollout=str(number),
+            group=0,
+            ids=torch.empty(0, dtype=torch.int64),  # the correction reads none
+            mask=mask_R.bool(),
+            advantages=scores_R,
+            behaviour=behaviour_R,
+            old=old_R,
+            reference=start_R,
+            temperature=1.0,
+        )
+        for number, start_R, mask_R, scores_R, behaviour_R, old_R in zip(
+            numbers, start, *(_rows(data, name) for name in names), strict=True
+        )
+    ]
+
+
+def _anchored(data: TensorDict, *, padding: Sequence[bool]) -> dict[str, Tensor]:
+    """Return the fields that the anchor reads: 1 / U at the held tokens, and log pi_ref."""
+    given = zip(floats(per_row(data, HELD)), padding, strict=True)
+    shares = [0.0 if is_padding else share for share, is_padding in given]
+    start = _start(data)
+    return {
+        "agl_anchor": ragged([torch.full_like(values_R, share) for share, values_R in zip(shares, start, strict=True)]),
+        "agl_start": ragged(start),
+    }
+
+
+def _start(data: TensorDict) -> list[Tensor]:
+    """Return log pi_ref of each row, [R]."""
+    return [values_R.float() for values_R in _rows(data, "ref_log_prob")]
+
+
+def _rows(data: TensorDict, name: str) -> Sequence[Tensor]:
+    return cast("Any", data)[name].unbind()

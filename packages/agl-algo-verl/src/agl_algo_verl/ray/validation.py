@@ -1,0 +1,117 @@
+"""VERL's own check of its whole configuration, before anything starts.
+
+VERL's programs call `validate_config` when they start; its trainer does not, and neither do the processes of a cluster
+before they open a model. What VERL would find there, or in the first step, is found here: the configuration of actor,
+critic and rollout, and the thresholds of the rollout correction. An assertion of VERL becomes a ConfigError that names
+the keys which it is about, with their values.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import re
+import warnings
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agl.errors import ConfigError
+from agl_algo_verl.ray.configuration import compose, environment
+from agl_algo_verl.settings.keys import verl_keys
+from agl_algo_verl.typed import verl_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from agl_algo_verl.settings.ray import RaySettings
+
+NAMED = {"n_gpus": ("trainer.nnodes", "trainer.n_gpus_per_node")}
+"""Names in VERL's messages that are no keys, and the keys that they are made of."""
+
+MOST_NAMED = 4
+"""Keys that a message names at most."""
+
+
+def use_platform(environment: Mapping[str, str]) -> None:
+    """Set what VERL reads from the environment when it is imported in this process, unless it is set."""
+    for name in ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_LOGGING_LEVEL"):
+        if name in environment:
+            os.environ.setdefault(name, environment[name])
+
+
+def check_composed(read: RaySettings, *, steps: int, tasks: int) -> None:
+    """Compose VERL's configuration as a run would, and let VERL check it; starts nothing.
+
+    Raises ConfigError for what VERL refuses.
+    """
+    place = Path("run")
+    use_platform(environment(read, folder=place, threads=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = compose(read, model="model", folder=place, steps=steps, tasks=tasks, checkpoint=None, threads=1)
+        checked(config, read)
+
+
+def checked(config: Any, read: RaySettings) -> Any:
+    """Return VERL's configuration once VERL accepts it; raises ConfigError where it does not."""
+    errors: tuple[type[Exception], ...] = (
+        *(AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError),
+        verl_part("omegaconf.errors:OmegaConfBaseException"),
+        verl_part("hydra.errors:HydraException"),
+    )
+    try:
+        # VERL prints that all is well, and warns of every engine that is not installed.
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _check(config, read)
+    except errors as error:
+        raise ConfigError(_message(str(error), config, read)) from error
+    return config
+
+
+def _check(config: Any, read: RaySettings) -> None:
+    settings, whole = read.settings, copy.deepcopy(config)
+    with verl_part("omegaconf:open_dict")(whole):
+        whole.critic.model = None  # VERL would load its configuration and tokenizer, which this machine may lack
+    verl_part("verl.utils.config:validate_config")(
+        whole,
+        use_reference_policy=settings.actor.use_kl_loss or read.holds,
+        use_critic=settings.has_critic,
+    )
+    verl_part("verl.utils.config:omega_conf_to_dataclass")(config.actor_rollout_ref.rollout)
+    correction = config.algorithm.rollout_correction
+    ones = verl_part("torch:ones")(1, 1)
+    verl_part("verl.trainer.ppo.rollout_corr_helper:compute_rollout_correction_and_rejection_mask")(
+        old_log_prob=-ones,
+        rollout_log_prob=-ones,
+        response_mask=ones,
+        rollout_is=correction.rollout_is,
+        rollout_is_threshold=correction.rollout_is_threshold,
+        rollout_rs=correction.rollout_rs,
+        rollout_rs_threshold=correction.rollout_rs_threshold,
+    )
+
+
+def _message(said: str, config: Any, read: RaySettings) -> str:
+    found = _keys_in(said, given=read.given, known=verl_keys(read.strategy))
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    select: Any = verl_part("omegaconf:OmegaConf").select
+    named = ", ".join(f"{name} = {select(config, name)!r}" for name in found)
+    about = f"It is about {named}." if found else f"Look at what you set: {', '.join(sorted(read.given))}."
+    return f"VERL's own check refuses the configuration: {' '.join(lines) or 'without a reason'} {about}"
+
+
+def _keys_in(said: str, *, given: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    """Return the keys whose names stand in a message, those that the person wrote before others."""
+    found: list[str] = []
+    names = sorted(known, key=lambda name: (name not in given, not name.startswith("actor_rollout_ref.actor"), name))
+    for word in dict.fromkeys(re.findall(r"[A-Za-z_][\w.]*\w", said)):
+        if word in NAMED:
+            found += NAMED[word]
+        elif "_" in word or "." in word:
+            hits = [name for name in names if name == word or name.endswith(f".{word}")]
+            below = [name for name in given if any(name == hit or name.startswith(f"{hit}.") for hit in hits)]
+            found += below or hits[:1]
+    return list(dict.fromkeys(found))[:MOST_NAMED]

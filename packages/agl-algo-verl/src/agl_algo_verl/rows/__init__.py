@@ -1,0 +1,1 @@
+"""From recorded runs to the rows and batches that VERL trains."""

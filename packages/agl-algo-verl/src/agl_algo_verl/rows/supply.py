@@ -1,0 +1,264 @@
+"""Supplies the groups of a step: collected for the step, or carried over from requests that went on during updates.
+
+A group is the rollouts of one task. In synchronous training a step asks for its groups and waits for all of them;
+`agl_objectives.groups` draws their tasks and replaces silent groups. In asynchronous training every group is a request
+of its own: a number of batches is asked for ahead, a step takes as many groups as a batch has, and the others go on
+while the models learn. The age of a group counts versions of the policy, as in VERL. One that is trained in the step
+that asked for it spans 1, and none spans more than `max_off_policy_threshold`:
+
+    wait   a step takes the groups in the order in which they were asked for, and waits for its slowest
+    drop   a step takes the first that finish; one that finishes too late is dropped, counted and replaced
+
+Where a run goes back to earlier weights, groups that were asked for before are dropped as well: weights that the run
+has left wrote them.
+
+`drop` never waits for a slow rollout, and so trains quick ones more often than slow ones; `wait` has no such bias.
+
+Over a restart nothing is trained twice and nothing is lost: the state names the groups that were asked for and not
+trained, with the versions that they were pinned to, and asking again for one finds what was already paid for.
+
+Deviation from VERL: `wait` there lets a finished group grow older than the threshold where younger ones were taken
+first; the order here excludes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agl.errors import RunError
+from agl_algo_verl.losses.choice import has_greedy
+from agl_algo_verl.rows.rows import soft_overlong
+from agl_objectives.groups import GroupSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agl.contracts import AlgorithmContext, CallUse, Collected
+    from agl.schemas import Episode, Json
+    from agl_algo_verl.settings.settings import VerlSettings
+    from agl_objectives.advantages import Baseline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGroups:
+    """The groups of a step, what to log, and the number of rollouts that were left out of the groups.
+
+    `uses` are the calls of groups that were replaced and of greedy rollouts, by rollout id; `baselines` is what the
+    greedy rollout of each group got, for estimators that compare with one.
+    """
+
+    groups: list[list[Episode]]
+    metrics: dict[str, float]
+    dropped: int
+    uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
+    baselines: Sequence[Baseline] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """One group that was asked for.
+
+    Attributes:
+        number: Counted from 0 over the run; it decides the task.
+        step: The step that asked for it.
+        live: The versions of resources that its rollouts are pinned to, by name.
+    """
+
+    number: int
+    step: int
+    live: dict[str, str]
+
+    def saved(self) -> dict[str, Json]:
+        """Return the request as JSON."""
+        return {"number": self.number, "step": self.step, "live": dict(self.live)}
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingGroup:
+    """A request with its answer under way."""
+
+    request: GroupRequest
+    answer: asyncio.Task[Collected] = field(repr=False)
+
+
+class VerlSupply:
+    """Supplies the groups of a run's steps.
+
+    Args:
+        context: The algorithm's context, whose `collect` runs the agents.
+        settings: VERL's configuration.
+        steps: Steps of the whole run; no group is asked for that none of them would train.
+    """
+
+    def __init__(self, context: AlgorithmContext, settings: VerlSettings, *, steps: int) -> None:
+        self._context, self._steps = context, steps
+        self._size = min(settings.data.train_batch_size, len(context.train))
+        self._n = settings.actor_rollout_ref.rollout.n
+        self._v1 = settings.trainer.v1
+        self._sampler = GroupSampler(
+            "verl",
+            count=self._size,
+            n=self._n,
+            refill=settings.sampling.refill,
+            curriculum=settings.sampling.curriculum,
+            mask_truncated=settings.sampling.mask_truncated,
+            overlong=soft_overlong(settings),
+            has_greedy=has_greedy(settings),
+        )
+        self._sampler.begin(context)
+        self._asked, self._dropped = 0, 0  # groups over the whole run; dropped ones are among those asked for
+        self._left = 0  # the step at whose end the run left its weights for earlier ones
+        self._pending: list[PendingGroup] = []
+        self._saved: list[GroupRequest] = []  # of a resumed run; asked for again with its first step
+
+    async def take(self, step: int) -> StepGroups:
+        """Return the groups of a step; raises RunError when none of a whole batch of groups can be used."""
+        if not self._v1.is_async:
+            found = await self._sampler.collect(step)
+            counts = {f"dropped_{reason}": float(count) for reason, count in found.dropped.items()}
+            return StepGroups(
+                groups=found.groups,
+                metrics=counts | found.metrics,
+                dropped=found.dropped.total(),
+                uses=found.uses,
+                baselines=found.baselines,
+            )
+        self._restore()
+        self._ask(step)
+        taken: list[tuple[GroupRequest, Collected]] = []
+        unusable, stale = Counter[str](), 0  # of this step: errors by their text, and groups that came too late
+        while len(taken) < self._size:
+            done = await self._next()
+            self._pending.remove(done)
+            # A group asked for in step s and trained in step t spans the versions s to t: t - s + 1 of them.
+            is_old = step - done.request.step >= self._v1.sampler.max_off_policy_threshold
+            if is_old or done.request.step <= self._left:
+                stale += 1
+                self._replace(step)
+                continue
+            found = await self._answer(done, unusable)
+            if found is None:
+                self._replace(step)
+            else:
+                taken.append((done.request, found))
+        ages = [step - request.step for request, _ in taken]  # 0: asked for in this step
+        # In the order in which they were asked for, so that which rollout finished first changes no update.
+        supplied = _supplied([found for _, found in sorted(taken, key=lambda pair: pair[0].number)])
+        metrics = {
+            "groups_carried": float(len(self._pending)),
+            "groups_stale": float(stale),
+            "groups_unusable": float(unusable.total()),
+            "staleness": sum(ages) / len(ages),
+            "staleness_max": float(max(ages)),
+        }
+        lost = supplied.dropped + unusable.total() * self._n
+        return StepGroups(groups=supplied.groups, metrics=supplied.metrics | metrics, dropped=lost)
+
+    def go_back(self, *, step: int) -> None:
+        """Leave the weights of `step` for earlier ones: no group that was asked for until then is trained."""
+        self._left = step
+
+    def state(self) -> dict[str, Json]:
+        """Return what was asked for and not trained, as JSON."""
+        # Before the first step of a resumed run, requests from the saved state were not made yet.
+        waiting = [pending.request for pending in self._pending] or self._saved
+        return {
+            "asked": self._asked,
+            "dropped": self._dropped,
+            "left": self._left,
+            "pending": [request.saved() for request in waiting],
+            "groups": self._sampler.state(),
+        }
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from `state`; the next step asks again for what was under way."""
+        self._asked, self._dropped = int(state["asked"]), int(state["dropped"])
+        self._left = int(state.get("left", 0))
+        self._sampler.restore(state.get("groups", {}))
+        self._saved = [
+            GroupRequest(number=int(entry["number"]), step=int(entry["step"]), live=dict(entry["live"]))
+            for entry in state["pending"]
+        ]
+
+    async def close(self) -> None:
+        """Stop waiting for what is under way; its rollouts stay in the store."""
+        answers = [pending.answer for pending in self._pending]
+        self._pending = []
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+
+    def _restore(self) -> None:
+        for request in self._saved:
+            self._start(request)
+        self._saved = []
+
+    def _ask(self, step: int) -> None:
+        """Ask for the batches ahead, but never for more than the steps to come will train."""
+        batches = min(step + self._v1.colocate_async.num_warmup_batches, self._steps)
+        # Dropped groups train nothing, so as many again may be asked for.
+        while self._asked - self._dropped < batches * self._size:
+            self._start(GroupRequest(number=self._asked, step=step, live=dict(self._context.live())))
+            self._asked += 1
+
+    def _replace(self, step: int) -> None:
+        self._dropped += 1
+        self._ask(step)
+
+    def _start(self, request: GroupRequest) -> None:
+        asked = self._context.collect(
+            [task_at(self._context, request.number)],
+            step=request.step,
+            n=self._n,
+            resources=request.live,
+            key=f"group{request.number}",
+        )
+        self._pending.append(PendingGroup(request=request, answer=asyncio.create_task(asked)))
+
+    async def _next(self) -> PendingGroup:
+        """Return the group that a step takes next, once it is finished."""
+        if self._v1.sampler.max_off_policy_strategy == "wait":
+            first = min(self._pending, key=lambda pending: pending.request.number)
+            await asyncio.wait({first.answer})
+            return first
+        await asyncio.wait({pending.answer for pending in self._pending}, return_when=asyncio.FIRST_COMPLETED)
+        return next(pending for pending in self._pending if pending.answer.done())
+
+    async def _answer(self, done: PendingGroup, unusable: Counter[str]) -> Collected | None:
+        """Return what was collected, or None for a group without a rollout that can be used.
+
+        Raises RunError when as many groups of one step were unusable as a batch has: then something is broken.
+        """
+        try:
+            return await done.answer
+        except RunError as error:
+            unusable[str(error)] += 1
+            if unusable.total() >= self._size:
+                raise
+            return None
+
+
+def task_at(context: AlgorithmContext, position: int) -> Json:
+    """Return a run's task by its position: every epoch is a shuffle that follows from seed, algorithm and epoch.
+
+    Within an epoch no task comes twice.
+    """
+    tasks: Sequence[Json] = context.train
+    epoch, index = divmod(position, len(tasks))
+    # A pure function of the position: a resumed run needs no saved order, and asks for the same tasks.
+    order = list(range(len(tasks)))
+    random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(order)
+    return tasks[order[index]]
+
+
+def _supplied(collected: Sequence[Collected]) -> StepGroups:
+    dropped = Counter[str]()
+    for found in collected:
+        dropped.update(found.dropped)
+    metrics = {f"dropped_{reason}": float(count) for reason, count in dropped.items()}
+    groups = [group for found in collected for group in found.groups()]
+    return StepGroups(groups=groups, metrics=metrics, dropped=dropped.total())

@@ -1,0 +1,1 @@
+"""One address for the weights that VERL trains, whichever server has them."""

@@ -1,0 +1,346 @@
+"""One address in front of VERL's replicas, which come and go with its cluster.
+
+Each call goes to the replica that has read its conversation so far, unless that one is busier than the others. A
+replica that cannot be reached, or hangs up before it answers, is left out and the call goes to the next; nothing was
+answered then, so nothing is recorded twice. Where all replicas are gone, calls wait: no agent fails for that.
+Many calls are relayed by a process of its own (`relay_process.py`), where the same code runs (`relay_program.py`).
+
+Answers are passed on as they arrive. One that does not name the version of the weights gets it added here, because
+calls that were held reach newer weights than those that were live when the agent made them. Of a body no more is read
+and written than its outermost fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from agl.contracts import POLICY_KEY_ENV
+from agl.errors import PolicyError
+from agl_algo_verl.serving.replicas import Balance, digests
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable
+
+MAX_BODY = 64 * 2**20
+"""Largest request in bytes."""
+
+CONNECT_S = 5.0
+"""Seconds to wait for a replica's connection before the next is asked."""
+
+DRAIN_S = 60.0
+"""Seconds for which calls that are under way may go on when the relay stops."""
+
+LINGER_S = 5.0
+"""Seconds for which a relay that leaves still answers on open connections: clients keep idle ones for less."""
+
+VERSION_FIELDS = frozenset({"model_version", "model_versions", "weight_versions"})
+"""Fields in which servers name the version of their weights."""
+
+CONNECTION_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"})
+"""Headers that belong to one connection, or to a body that may be rewritten; they are not passed on."""
+
+
+HANG_UPS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError)
+"""Errors of a replica that cannot be reached, hangs up before its headers or behind them, or does not speak HTTP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """The servers that calls go to.
+
+    Attributes:
+        urls: Their base URLs, with `/v1`.
+        model: The model name that they know.
+        version: The version of their weights, `""` where it is not known.
+        is_awaited: Whether calls wait for other servers once none of these can be reached.
+        key: Their API key, `""` for none.
+    """
+
+    urls: tuple[str, ...]
+    model: str
+    version: str = ""
+    is_awaited: bool = False
+    key: str = ""
+
+
+class CallGate:
+    """Lets calls pass, or holds them while weights change; belongs to one event loop.
+
+    Attributes:
+        most: The largest number of calls that were under way at once.
+    """
+
+    def __init__(self) -> None:
+        self._inside = self.most = 0
+        self._open, self._empty = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._empty.set()
+
+    async def __aenter__(self) -> None:
+        """Enter with a call; waits while calls are held."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._inside += 1
+        self.most = max(self.most, self._inside)
+        self._empty.clear()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Leave when the call has ended."""
+        self._inside -= 1
+        if not self._inside:
+            self._empty.set()
+
+    async def hold(self) -> None:
+        """Hold new calls; return once none is under way."""
+        self.close()
+        await self._empty.wait()
+
+    def close(self) -> None:
+        """Hold new calls; idempotent."""
+        self._open.clear()
+
+    def release(self) -> None:
+        """Let calls pass again; idempotent."""
+        self._open.set()
+
+
+class ReplicaRelay:
+    """Listens on one address and passes calls on; all methods belong to one event loop.
+
+    Args:
+        home: Returns the server of calls while there are no replicas, and may start it; its error becomes the call's
+            answer.
+        key: API key that calls must bring.
+
+    Attributes:
+        lost: Set while none of the replicas can be reached and calls wait for others.
+        calls: Answers of each replica, by its URL.
+        failures: How often each could not be reached.
+    """
+
+    def __init__(self, home: Callable[[], Awaitable[Backend]], *, key: str) -> None:
+        self._home, self._key = home, key.encode()
+        self._backend: Backend | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._runner: web.AppRunner | None = None
+        self._is_over = self._is_leaving = False
+        self._answering, self._idle = 0, asyncio.Event()
+        self._idle.set()
+        self._balance = Balance()
+        self._gate = CallGate()
+        self.lost = asyncio.Event()
+        self.calls: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+
+    @property
+    def most(self) -> int:
+        """The largest number of calls that were under way at once."""
+        return self._gate.most
+
+    async def start(self, listener: socket.socket) -> None:
+        """Answer calls that arrive at a socket that listens already; closes it in the end."""
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S), connector=aiohttp.TCPConnector(limit=0)
+        )
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        # A call whose client has left ends at the replica too, so that a change of weights does not wait for it.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=DRAIN_S)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener).start()
+
+    def use(self, backend: Backend | None) -> None:
+        """Send calls to these servers from now on, or home; held calls go there.
+
+        Calls that wait because their replicas are gone go on waiting for other replicas.
+        """
+        self._backend = backend
+        if backend is not None:
+            self.lost.clear()
+        if not self.lost.is_set():
+            self._gate.release()
+
+    async def hold(self) -> None:
+        """Hold new calls until `use` or `stop`; returns once none is under way."""
+        await self._gate.hold()
+
+    def close_gate(self) -> None:
+        """Hold new calls and wait for none; idempotent."""
+        self._gate.close()
+
+    async def leave(self) -> None:
+        """Take no new connections; returns once all calls have their answer, held ones too, and stops then."""
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+        self._is_leaving = True
+        await asyncio.sleep(LINGER_S)
+        await self._idle.wait()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop listening, after the calls under way; those that are held are refused. Idempotent."""
+        self._is_over = True
+        self._gate.release()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        sent = request.headers.get("authorization", "").partition(" ")[2].strip()
+        if not hmac.compare_digest(sent.encode("utf-8", "replace"), self._key):
+            return _error_response(401, f"this policy asks for its key, which its process has as {POLICY_KEY_ENV}")
+        self._answering += 1
+        self._idle.clear()
+        try:
+            return await self._answer_with(request, await request.read())
+        finally:
+            self._answering -= 1
+            if not self._answering:
+                self._idle.set()
+
+    async def _answer_with(self, request: web.Request, content: bytes) -> web.StreamResponse:
+        while True:
+            async with self._gate:
+                if self._is_over:
+                    return _error_response(503, "the policy has stopped")
+                try:
+                    backend = self._backend or await self._home()
+                except Exception as error:  # noqa: BLE001 - isolation point: the agent learns why no model serves
+                    return _error_response(503, f"nobody serves this model: {error}")
+                answer = await self._ask(request, content, backend)
+            if answer is not None:
+                return answer
+
+    async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse | None:
+        """Return the answer, or None where the call has to wait for other replicas because these are gone."""
+        body, opening = _addressed(content, backend.model)
+        path = request.match_info["path"].removeprefix("v1/")
+        for url in self._balance.ranked(backend.urls, opening):
+            with self._balance.under_way(url):
+                try:
+                    answer = await self._pass_on(request, f"{url}/{path}", body, backend=backend)
+                except (*HANG_UPS, TimeoutError):
+                    self.failures[url] += 1
+                    self._balance.failed(url)
+                    continue
+            self._balance.answered(url, opening)
+            return answer
+        if backend.is_awaited and not await self._any_answers(backend):
+            self._gate.close()
+            self.lost.set()
+            return None
+        return _error_response(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")
+
+    async def _any_answers(self, backend: Backend) -> bool:
+        session = cast("aiohttp.ClientSession", self._session)
+        for url in backend.urls:
+            with contextlib.suppress(PolicyError):
+                await model_of(session, url, key=backend.key)
+                return True
+        return False
+
+    async def _pass_on(self, request: web.Request, url: str, body: bytes, *, backend: Backend) -> web.StreamResponse:
+        """Pass a call on and return its answer; raises one of `HANG_UPS` while nothing of it was passed on."""
+        session, version = cast("aiohttp.ClientSession", self._session), backend.version
+        headers = {"content-type": request.headers.get("content-type", "application/json")}
+        headers |= _authorization(backend.key)
+        async with session.request(request.method, url, data=body or None, headers=headers) as reply:
+            passed = {name: value for name, value in reply.headers.items() if name.lower() not in CONNECTION_HEADERS}
+            response = web.StreamResponse(status=reply.status, headers=passed)
+            if self._is_leaving:
+                response.force_close()  # the next call of this connection goes to the relay that took over
+            first = await _first_bytes(reply, version) if version else await reply.content.readany()
+            self.calls[url] += 1
+            try:
+                await response.prepare(request)
+                await response.write(first)
+                async for chunk in reply.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+            except (aiohttp.ClientError, ConnectionError):  # either end hung up, so hang up at the other
+                if request.transport is not None:
+                    request.transport.close()
+            return response
+
+
+async def model_of(session: aiohttp.ClientSession, url: str, *, key: str) -> str:
+    """Return the name under which a server knows its model; raises PolicyError when it does not say."""
+    try:
+        async with session.get(f"{url}/models", headers=_authorization(key)) as reply:
+            return str((await reply.json())["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+        raise PolicyError(
+            f"VERL's replica at {url} does not say which model it serves ({type(error).__name__}: {error}). "
+            "Can this machine reach that address?"
+        ) from error
+
+
+def _authorization(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _addressed(body: bytes, model: str) -> tuple[bytes, list[bytes]]:
+    """Return the body with the model name that the replicas know, and the digests of its messages."""
+    fields = _fields(body)
+    if fields is None:
+        return body, []
+    named = msgspec.Raw(msgspec.json.encode(model))
+    opening = digests(_parts(fields.get("messages") or fields.get("input") or fields.get("prompt")))
+    return body if fields.get("model") == named else msgspec.json.encode(fields | {"model": named}), opening
+
+
+def _parts(opening: msgspec.Raw | None) -> list[bytes]:
+    """Return a list's elements as they are written; a text or a list of token ids is one element."""
+    if opening is None:
+        return []
+    written = bytes(opening)
+    if written[:1] != b"[" or written[1:16].lstrip()[:1].isdigit():
+        return [written]
+    return [bytes(part) for part in msgspec.json.decode(written, type=list[msgspec.Raw])]
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """Return the fields of a JSON object as they are written, None for anything else and for too deep ones."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
+    """Return the start of an answer, with the version added: all of a JSON object, or the first event of a stream."""
+    if reply.content_type == "application/json":
+        return with_version(await reply.read(), version)
+    if reply.content_type != "text/event-stream":
+        return await reply.content.readany()
+    head = b""
+    while b"\n" not in head and (chunk := await reply.content.readany()):
+        head += chunk
+    line, end, rest = head.partition(b"\n")
+    prefix, _, event = line.partition(b" ")
+    return (b"data: " + with_version(event, version) if prefix == b"data:" else line) + end + rest
+
+
+def with_version(body: bytes, version: str) -> bytes:
+    """Return a JSON object with `model_version` added, unless it names a version itself; other bodies as they are."""
+    fields = _fields(body)
+    if fields is None or not VERSION_FIELDS.isdisjoint(fields):
+        return body
+    return msgspec.json.encode(fields | {"model_version": msgspec.Raw(msgspec.json.encode(version))})
+
+
+def _error_response(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "server_error"}}, status=status)

@@ -1,0 +1,1 @@
+"""Weights on disk: adapters, checkpoints' directories, probes."""

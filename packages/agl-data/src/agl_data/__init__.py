@@ -1,0 +1,1 @@
+"""agl_data: brings runs in, writes them out, and keeps them elsewhere."""

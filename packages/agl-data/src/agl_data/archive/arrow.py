@@ -1,0 +1,182 @@
+"""Parquet files, written and read in pieces, so that memory stays bounded whatever their size.
+
+Packed token ids and log-probabilities become lists of int32 and float32 without a Python object for each number.
+"""
+
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from agl_data.archive.layout import FORMAT
+
+_pa: Any = import_module("pyarrow")  # untyped
+_parquet: Any = import_module("pyarrow.parquet")
+
+Kind: TypeAlias = Literal["text", "texts", "int", "float", "bool", "time", "bytes", "ids", "floats"]
+"""The type of a column; ``ids`` and ``floats`` are packed numbers of 32 bits, ``time`` counts microseconds."""
+
+Row: TypeAlias = dict[str, Any]
+
+_ROWS, _BYTES = 5_000, 8 << 20
+"""The most rows and bytes of values in a row group, but for one row that is larger."""
+
+_PAGE = 1_000
+"""The most rows that are read at once."""
+
+_TYPES: dict[Kind, Any] = {
+    "text": _pa.string(),
+    "texts": _pa.list_(_pa.string()),
+    "int": _pa.int64(),
+    "float": _pa.float64(),
+    "bool": _pa.bool_(),
+    "time": _pa.timestamp("us", tz="UTC"),
+    "bytes": _pa.binary(),
+    "ids": _pa.list_(_pa.int32()),
+    "floats": _pa.list_(_pa.float32()),
+}
+_NUMBERS: dict[str, Any] = {"ids": _pa.int32(), "floats": _pa.float32()}
+_VERSION = b"agl-data"
+
+
+class TableWriter:
+    """Writes rows to a local Parquet file; close it to end the file.
+
+    Attributes:
+        count: Rows so far.
+    """
+
+    def __init__(self, path: Path, columns: Mapping[str, Kind]) -> None:
+        fields = [_pa.field(name, _TYPES[kind]) for name, kind in columns.items()]
+        self._schema = _pa.schema(fields, metadata={_VERSION: str(FORMAT).encode()})
+        self._columns = dict(columns)
+        texts = [name for name, kind in columns.items() if kind == "text"]
+        self._file = _parquet.ParquetWriter(
+            path,
+            self._schema,
+            compression="zstd",
+            use_dictionary=texts,  # of floats it would make one value of all kinds of nan
+            column_encoding={
+                f"{name}.list.element": "BYTE_STREAM_SPLIT" for name, kind in columns.items() if kind == "floats"
+            },
+            write_page_checksum=True,
+        )
+        self._rows: list[Row] = []
+        self._bytes = 0
+        self.count = 0
+
+    def add(self, row: Row) -> int:
+        """Add a row, which may lack columns; returns about how many bytes it has."""
+        size = sum(len(value) for value in row.values() if isinstance(value, str | bytes))
+        self._rows.append(row)
+        self._bytes += size
+        self.count += 1
+        if len(self._rows) >= _ROWS or self._bytes >= _BYTES:
+            self._flush()
+        return size
+
+    def close(self) -> None:
+        """Write what is left, and end the file."""
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        if self._rows:
+            columns = [_column(kind, [row.get(name) for row in self._rows]) for name, kind in self._columns.items()]
+            self._file.write_table(_pa.Table.from_arrays(columns, schema=self._schema))
+        self._rows, self._bytes = [], 0
+
+
+def write_table(path: Path, columns: Mapping[str, Kind], rows: Iterable[Row]) -> None:
+    """Write a whole table."""
+    writer = TableWriter(path, columns)
+    try:
+        for row in rows:
+            writer.add(row)
+    finally:
+        writer.close()
+
+
+def read_rows(path: Path, columns: Mapping[str, Kind]) -> Iterator[Row]:
+    """Read columns of a local file, row by row.
+
+    Raises:
+        DamagedFileError: It is no Parquet file, is damaged, or lacks a column.
+        NewerFileError: A newer release wrote it.
+    """
+    with _reading():
+        file = _parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20)
+    try:
+        with _reading():
+            schema = file.schema_arrow
+            _check(schema, columns)
+            batches = file.iter_batches(batch_size=_PAGE, columns=list(columns))
+        while True:
+            with _reading():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            values = [_values(kind, batch.column(name)) for name, kind in columns.items()]
+            for row in zip(*values, strict=True):
+                yield dict(zip(columns, row, strict=True))
+    finally:
+        file.close()
+
+
+class DamagedFileError(Exception):
+    """A file cannot be read as the table that it should be; says what was found."""
+
+
+class NewerFileError(Exception):
+    """A newer release wrote the file; holds the version of its format."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.version = version
+
+
+def _check(schema: Any, columns: Mapping[str, Kind]) -> None:
+    metadata: dict[bytes, bytes] = schema.metadata or {}
+    version = metadata.get(_VERSION, b"")
+    if not version.isdigit():
+        raise DamagedFileError("it is no table of an archive")
+    if int(version) > FORMAT:
+        raise NewerFileError(int(version))
+    for name, kind in columns.items():
+        if name not in schema.names or schema.field(name).type != _TYPES[kind]:
+            raise DamagedFileError(f"its column {name!r} is missing or has another type")
+
+
+@contextmanager
+def _reading() -> Generator[None]:
+    try:
+        yield
+    except (_pa.ArrowException, OSError) as error:
+        raise DamagedFileError(" ".join(str(error).split())) from error
+
+
+def _column(kind: Kind, values: Sequence[Any]) -> Any:
+    if kind not in _NUMBERS:
+        return _pa.array(values, type=_TYPES[kind])
+    ends = itertools.accumulate((len(value or b"") // 4 for value in values), initial=0)
+    data = b"".join(value or b"" for value in values)
+    numbers = _pa.Array.from_buffers(_NUMBERS[kind], len(data) // 4, [None, _pa.py_buffer(data)])
+    absent = _pa.array([value is None for value in values])
+    return _pa.ListArray.from_arrays(_pa.array(ends, type=_pa.int32()), numbers, type=_TYPES[kind], mask=absent)
+
+
+def _values(kind: Kind, column: Any) -> list[Any]:
+    if kind not in _NUMBERS:
+        return (column.cast(_pa.int64()) if kind == "time" else column).to_pylist()
+    numbers = column.values
+    data = numbers.buffers()[1]
+    first = numbers.offset
+    places = itertools.pairwise(column.offsets.to_pylist())
+    return [
+        bytes(data[4 * (first + start) : 4 * (first + end)]) if is_there and end > start else b"" if is_there else None
+        for (start, end), is_there in zip(places, column.is_valid().to_pylist(), strict=True)
+    ]

@@ -1,0 +1,238 @@
+"""The tables of an experiment that its rollouts refer to: versions, labels and scores of resources, and its numbers.
+
+Each is one file, which every archiving writes anew with what is new in the store. Pages have checksums, so a file needs
+no manifest.
+"""
+
+import tempfile
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from agl.contracts import LabelMove, Metric, Store, VersionScore
+from agl.errors import ConflictError
+from agl.schemas import Record, ResourceVersion, decode, encode
+from agl.stores import TableStore
+from agl_data.archive.arrow import DamagedFileError, Kind, NewerFileError, Row, read_rows, write_table
+from agl_data.archive.layout import Folder, damaged, newer
+from agl_data.archive.values import integer, json_text, micros
+
+R = TypeVar("R", bound=Record)
+
+_BATCH = 1_000
+
+
+class Table(NamedTuple, Generic[R]):
+    """A table of records.
+
+    Attributes:
+        name: Its name in the archive.
+        type: The type of its records.
+        columns: Its columns but ``record``.
+        key: The fields that are the identity of a record; a newer one replaces an archived one of the same key.
+        row: The columns of a record but ``record``.
+    """
+
+    name: str
+    type: type[R]
+    columns: dict[str, Kind]
+    key: tuple[str, ...]
+    row: Callable[[R], Row]
+
+    def key_of(self, record: R) -> Hashable:
+        """Return the identity of a record."""
+        return tuple(getattr(record, name) for name in self.key)
+
+    def read(self, folder: Folder) -> list[R]:
+        """Read the archived records; none where there is no file."""
+        name = folder.file(self.name)
+        with tempfile.TemporaryDirectory(prefix="agl-archive-") as local:
+            path = Path(local) / "table.parquet"
+            if not folder.place.fetch(name, path):
+                return []
+            try:
+                return [decode(row["record"], self.type) for row in read_rows(path, {"record": "bytes"})]
+            except (DamagedFileError, msgspec.DecodeError) as error:
+                raise damaged(folder.place, name, str(error)) from error
+            except NewerFileError as error:
+                raise newer(folder.place, name, error.version) from error
+
+    def write(self, folder: Folder, records: Iterable[R]) -> None:
+        """Write the records in place of those that are archived."""
+        with tempfile.TemporaryDirectory(prefix="agl-archive-") as local:
+            path = Path(local) / "table.parquet"
+            rows = ({**self.row(record), "record": encode(record)} for record in records)
+            write_table(path, {**self.columns, "record": "bytes"}, rows)
+            folder.place.put(folder.file(self.name), path)
+
+    def update(self, folder: Folder, records: Sequence[R]) -> None:
+        """Add records to the archived ones, in their order, and write the file if that changes it."""
+        archived = self.read(folder)
+        merged = {self.key_of(record): record for record in archived}
+        merged.update((self.key_of(record), record) for record in records)
+        if list(merged.values()) != archived:
+            self.write(folder, merged.values())
+
+
+def _version_row(version: ResourceVersion) -> Row:
+    return {
+        "name": version.name,
+        "version": version.version,
+        "parent": version.parent,
+        "algorithm": version.algorithm,
+        "step": integer(version.step),
+        "created_at": micros(version.created_at),
+        "resource": json_text(version.resource)[0],
+        "metadata": json_text(version.metadata)[0],
+    }
+
+
+def _label_row(move: LabelMove) -> Row:
+    plain = msgspec.structs.asdict(move)
+    return {**plain, "moved_at": micros(move.moved_at)}
+
+
+def _score_row(score: VersionScore) -> Row:
+    return {**msgspec.structs.asdict(score), "n": integer(score.n)}
+
+
+def _metric_row(metric: Metric) -> Row:
+    plain = msgspec.structs.asdict(metric)
+    whole = {name: integer(plain[name]) for name in ("run", "step", "experiment_step")}
+    return {**plain, **whole, "time": micros(metric.time)}
+
+
+VERSIONS: Table[ResourceVersion] = Table(
+    "versions",
+    ResourceVersion,
+    {
+        "name": "text",
+        "version": "text",
+        "parent": "text",
+        "algorithm": "text",
+        "step": "int",
+        "created_at": "time",
+        "resource": "text",
+        "metadata": "text",
+    },
+    ("name", "version"),
+    _version_row,
+)
+LABELS: Table[LabelMove] = Table(
+    "labels",
+    LabelMove,
+    {"name": "text", "label": "text", "version": "text", "moved_at": "time", "is_back": "bool", "reason": "text"},
+    ("name", "label", "moved_at"),
+    _label_row,
+)
+SCORES: Table[VersionScore] = Table(
+    "scores",
+    VersionScore,
+    {"name": "text", "version": "text", "mean": "float", "low": "float", "high": "float", "n": "int", "how": "text"},
+    ("name", "version"),
+    _score_row,
+)
+METRICS: Table[Metric] = Table(
+    "metrics",
+    Metric,
+    {
+        "experiment": "text",
+        "run": "int",
+        "algorithm": "text",
+        "step": "int",
+        "experiment_step": "int",
+        "name": "text",
+        "value": "float",
+        "time": "time",
+    },
+    ("experiment", "run", "algorithm", "step", "name"),
+    _metric_row,
+)
+
+
+async def archive_context(store: Store, folder: Folder, *, experiment: str, names: Iterable[str]) -> None:
+    """Archive the versions, labels and scores of the resources, those that the store has, and the numbers.
+
+    Raises:
+        ConflictError: The archive has a version with other contents.
+    """
+    archived = {VERSIONS.key_of(version): version for version in VERSIONS.read(folder)}
+    versions: list[ResourceVersion] = []
+    moves: list[LabelMove] = []
+    scores: list[VersionScore] = []
+    for name in sorted(names):
+        versions += await store.resources(name)
+        scores += await store.scores(name)
+        for newest in await store.labels(name):
+            moves += await store.label_moves(name, newest.label)
+    for version in versions:
+        if not _is_same(archived.get(VERSIONS.key_of(version), version), version):
+            raise ConflictError(
+                f"the archive {folder.place.shown} has {version.name}@{version.version} of another run of the "
+                f"experiment {experiment!r}, with other contents; archive into another folder"
+            )
+    VERSIONS.update(folder, versions)
+    SCORES.update(folder, scores)
+    LABELS.update(folder, moves)
+    METRICS.update(folder, await store.metrics(experiment) if experiment else [])
+
+
+async def restore_context(folder: Folder, store: TableStore, *, experiment: str) -> None:
+    """Bring versions, labels, scores and numbers back; what the store has already stays as it is.
+
+    Raises:
+        ConflictError: The store has a version or a label that went another way; nothing of the experiment is restored.
+    """
+    versions, moves = VERSIONS.read(folder), LABELS.read(folder)
+    lacking = await _lacking_versions(store, versions)
+    lacking_moves = await _lacking_moves(store, moves)
+    for start in range(0, len(lacking), _BATCH):
+        await store.publish(lacking[start : start + _BATCH])
+    known = {SCORES.key_of(score) for name in {each.name for each in versions} for score in await store.scores(name)}
+    await store.save_scores([score for score in SCORES.read(folder) if SCORES.key_of(score) not in known])
+    await store.restore([], moves=lacking_moves)
+    numbers = METRICS.read(folder)
+    logged = {METRICS.key_of(metric) for metric in await store.metrics(experiment)} if numbers else set[Any]()
+    numbers = [metric for metric in numbers if METRICS.key_of(metric) not in logged]
+    for start in range(0, len(numbers), _BATCH):
+        await store.log_metrics(numbers[start : start + _BATCH])
+
+
+async def _lacking_versions(store: Store, versions: Sequence[ResourceVersion]) -> list[ResourceVersion]:
+    """Return the versions that the store lacks; a resource of the same name that went another way is refused."""
+    lacking: list[ResourceVersion] = []
+    for name in dict.fromkeys(version.name for version in versions):
+        archived = [version for version in versions if version.name == name]
+        there = {version.version: version for version in await store.resources(name)}
+        missing = [version for version in archived if version.version not in there]
+        same = [each for each in archived if each.version in there and _is_same(there[each.version], each)]
+        if len(missing) + len(same) < len(archived) or (missing and len(there) > len(same)):
+            raise ConflictError(
+                f"the store has other versions of the resource {name!r} than the archive, and a restored one would "
+                "become the newest, which agents get; restore into a store of its own: --store restored.db"
+            )
+        lacking += missing
+    return lacking
+
+
+def _is_same(one: ResourceVersion, other: ResourceVersion) -> bool:
+    """Return true for versions with equal contents, in which NaN equals itself."""
+    return one == other or encode(one) == encode(other)
+
+
+async def _lacking_moves(store: Store, moves: Sequence[LabelMove]) -> list[LabelMove]:
+    """Return the moves that the store lacks; a label that was moved otherwise is refused."""
+    lacking: list[LabelMove] = []
+    for name, label in dict.fromkeys((move.name, move.label) for move in moves):
+        archived = [move for move in moves if (move.name, move.label) == (name, label)]
+        there = await store.label_moves(name, label)
+        both = min(len(there), len(archived))
+        if there[:both] != archived[:both]:
+            raise ConflictError(
+                f"the label {label!r} of {name!r} was moved otherwise in the store than in the archive; restore into a "
+                "store of its own: --store restored.db"
+            )
+        lacking += archived[both:]
+    return lacking

@@ -1,0 +1,208 @@
+"""The files of an archive and the records that describe them.
+
+    agl-data.json                     marks the folder, with the format's version
+    EXPERIMENT/manifests/PART.json       a part: its rollouts and the checksums of its three files
+    EXPERIMENT/rollouts/PART.parquet     its rollouts, in order of id
+    EXPERIMENT/attempts/PART.parquet     their attempts
+    EXPERIMENT/spans/PART.parquet        their spans
+    EXPERIMENT/versions.parquet          versions of the resources that the rollouts name
+    EXPERIMENT/labels.parquet            every move of their labels
+    EXPERIMENT/scores.parquet            their scores
+    EXPERIMENT/metrics.parquet           the experiment's numbers
+
+A manifest is written before the files of its part, marked as unfinished, and again after them. Only a finished one
+counts, so that a part is there as a whole or not at all, also where nothing can be renamed.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from agl.errors import ConfigError, SchemaVersionError, StoreError
+from agl.schemas import Record, from_json, to_json
+from agl_data.archive.places import Place
+
+R = TypeVar("R", bound=Record)
+
+FORMAT = 1
+"""The version of the format that this release writes, and the newest that it reads."""
+
+MARK = "agl-data.json"
+TABLES = ("spans", "attempts", "rollouts")
+"""The tables of a part, in the order in which they are written."""
+
+_LONGEST = 100
+_BLOCK = 1 << 20
+
+
+class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The contents of ``agl-data.json``."""
+
+    format: str = "agl-data"
+    version: int = FORMAT
+
+
+class Sum(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The size of a file in bytes, its SHA-256 in hex digits and its number of rows."""
+
+    size: int
+    sha256: str
+    rows: int
+
+
+class Manifest(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A part of an archive.
+
+    Attributes:
+        part: The name of its files.
+        experiment: The experiment of all of its rollouts.
+        first: The smallest id of its rollouts; ``last`` is the greatest.
+        files: Its files by table.
+        is_whole: Whether the files are there; false while they are being written.
+        writer: The name of the store that wrote it, by which its next archiving finds what a killed one left.
+    """
+
+    part: str
+    experiment: str
+    first: str
+    last: str
+    files: dict[str, Sum]
+    is_whole: bool = False
+    writer: str = ""
+    version: int = FORMAT
+
+    @property
+    def rollouts(self) -> int:
+        """The number of rollouts."""
+        return self.files["rollouts"].rows
+
+
+class Folder:
+    """The folder of one experiment in an archive."""
+
+    def __init__(self, place: Place, name: str) -> None:
+        self.place = place
+        self.name = name
+
+    def file(self, table: str, part: str = "") -> str:
+        """Return the path of a table's file: of a part, or the only one."""
+        return f"{self.name}/{table}/{part}.parquet" if part else f"{self.name}/{table}.parquet"
+
+    def manifests(self) -> list[Manifest]:
+        """Read the manifests of all parts, unfinished ones included, by first id."""
+        paths = [f"{self.name}/manifests/{name}" for name in self.place.names(f"{self.name}/manifests")]
+        found = [_decoded(self.place, path, Manifest) for path in paths if path.endswith(".json")]
+        return sorted((each for each in found if each is not None), key=lambda each: (each.first, each.part))
+
+    def save(self, manifest: Manifest) -> None:
+        """Write a manifest."""
+        self.place.write(f"{self.name}/manifests/{manifest.part}.json", to_json(manifest))
+
+    def discard(self, manifest: Manifest) -> None:
+        """Remove a part, its manifest last."""
+        for table in TABLES:
+            self.place.remove(self.file(table, manifest.part))
+        self.place.remove(f"{self.name}/manifests/{manifest.part}.json")
+
+    def fetch(self, manifest: Manifest, table: str, folder: Path) -> Path:
+        """Copy a file of a part to a local folder, and check it; raises :class:`StoreError` for a damaged one."""
+        target, name, expected = folder / f"{table}.parquet", self.file(table, manifest.part), manifest.files[table]
+        if not self.place.fetch(name, target):
+            raise damaged(self.place, name, "it is missing")
+        size = target.stat().st_size
+        if size != expected.size:
+            raise damaged(self.place, name, f"it has {size:,} bytes and should have {expected.size:,}")
+        if sha256(target) != expected.sha256:
+            raise damaged(self.place, name, "its checksum differs from the one in the manifest")
+        return target
+
+
+def folder_of(experiment: str) -> str:
+    """Return the name of an experiment's folder: its own name where a file system takes it, ``%`` for no experiment."""
+    name = quote(experiment, safe="")
+    if name.startswith(".") or name == MARK:
+        name = name.replace(".", "%2E")
+    if len(name) > _LONGEST:
+        name = f"{name[:_LONGEST]}-{hashlib.sha256(experiment.encode()).hexdigest()[:16]}"
+    return name or "%"
+
+
+def open_archive(place: Place) -> None:
+    """Check that a place is an archive that this release reads.
+
+    Raises:
+        ConfigError: It is none.
+        SchemaVersionError: A newer release wrote it.
+    """
+    mark = _decoded(place, MARK, Mark)
+    if mark is None:
+        raise ConfigError(
+            f"{place.shown} is no archive: it has no file {MARK}; name the folder that agl data archive wrote to"
+        )
+    if mark.format != Mark().format:
+        raise damaged(place, MARK, f"it names the format {mark.format!r}")
+
+
+def make_archive(place: Place) -> None:
+    """Open an archive, or mark an empty or new folder as one; raises :class:`ConfigError` for a folder of others."""
+    if place.read(MARK) is not None:
+        open_archive(place)
+        return
+    others = place.names()
+    if others:
+        raise ConfigError(
+            f"{place.shown} is no archive and is not empty: it has {others[0]!r}; name a folder that is new or empty, "
+            "or the folder of an archive"
+        )
+    place.write(MARK, to_json(Mark()))
+
+
+def folders(place: Place) -> list[Folder]:
+    """Return the folders of all experiments."""
+    return [Folder(place, name) for name in place.names() if not name.startswith(".") and name != MARK]
+
+
+def damaged(place: Place, name: str, what: str) -> StoreError:
+    """Make the error of a file that cannot be used."""
+    return StoreError(
+        f"{name!r} in the archive {place.shown} is damaged: {what}; bring the file back from a copy of the archive, "
+        "and repeat the command"
+    )
+
+
+def newer(place: Place, name: str, version: int) -> SchemaVersionError:
+    """Make the error of a file that a newer release wrote."""
+    return SchemaVersionError(
+        f"{name!r} in the archive {place.shown} has version {version} of the format, and this release reads up to "
+        f"{FORMAT}; install a newer agl-data"
+    )
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a local file, in hex digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class _Versioned(Record, frozen=True, kw_only=True):
+    version: int = 0
+
+
+def _decoded(place: Place, name: str, type: type[R]) -> R | None:
+    """Read a JSON file; ``None`` if there is none."""
+    data = place.read(name)
+    if data is None:
+        return None
+    try:
+        version = from_json(data, _Versioned).version
+        if version > FORMAT:
+            raise newer(place, name, version)
+        return from_json(data, type)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise damaged(place, name, str(error)) from error

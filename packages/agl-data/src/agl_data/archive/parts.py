@@ -1,0 +1,161 @@
+"""Parts of an archive: written from recordings in order of id, and read again as the same recordings."""
+
+import hashlib
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from agl.contracts import Recording
+from agl.schemas import encode
+from agl_data.archive.arrow import DamagedFileError, Kind, NewerFileError, Row, TableWriter, read_rows
+from agl_data.archive.layout import TABLES, Folder, Manifest, Sum, damaged, newer, sha256
+from agl_data.archive.tables import COLUMNS, STORED, attempt_of, rollout_of, rows_of, span_of
+
+PART_ROLLOUTS, PART_BYTES = 10_000, 256 << 20
+"""The rollouts and the bytes of values, before compression, from which a part is full."""
+
+
+class PartWriter:
+    """Collects recordings of an experiment, in order of id, in local files, and uploads them as one part.
+
+    Use it in a ``with`` block, which removes the local files.
+
+    Args:
+        folder: The experiment's folder.
+        experiment: The experiment.
+        writer: The name of the store; see :class:`~agl_data.archive.layout.Manifest`.
+    """
+
+    def __init__(self, folder: Folder, experiment: str, *, writer: str) -> None:
+        self._folder, self._experiment, self._writer = folder, experiment, writer
+        self._local = tempfile.TemporaryDirectory(prefix="agl-archive-")
+        self._tables = {table: TableWriter(self._path(table), COLUMNS[table]) for table in TABLES}
+        self._ids: list[str] = []
+        self._bytes = 0
+
+    def __enter__(self) -> "PartWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for table in self._tables.values():
+            table.close()
+        self._local.cleanup()
+
+    @property
+    def is_full(self) -> bool:
+        """True once the part has as many rollouts or bytes as one may have."""
+        return len(self._ids) >= PART_ROLLOUTS or self._bytes >= PART_BYTES
+
+    @property
+    def count(self) -> int:
+        """The number of rollouts."""
+        return len(self._ids)
+
+    def add(self, recording: Recording) -> None:
+        """Add a rollout, with all of its attempts and spans, whose id is above all before it."""
+        self._ids.append(recording.rollout.rollout_id)
+        rows = rows_of(recording)
+        for table in TABLES:
+            self._bytes += sum(map(self._tables[table].add, getattr(rows, table)))
+
+    def upload(self) -> Manifest:
+        """Upload the part: the manifest of an unfinished one, its files, and then the manifest of a whole one."""
+        for table in self._tables.values():
+            table.close()
+        files = {table: self._sum(table) for table in TABLES}
+        ids = "\n".join(self._ids).encode()
+        manifest = Manifest(
+            part=f"part-{hashlib.sha256(ids).hexdigest()[:16]}",
+            experiment=self._experiment,
+            first=self._ids[0],
+            last=self._ids[-1],
+            files=files,
+            writer=self._writer,
+        )
+        self._folder.save(manifest)
+        for table in TABLES:
+            self._folder.place.put(self._folder.file(table, manifest.part), self._path(table))
+        whole = replace(manifest, is_whole=True)
+        self._folder.save(whole)
+        return whole
+
+    def _path(self, table: str) -> Path:
+        return Path(self._local.name) / f"{table}.parquet"
+
+    def _sum(self, table: str) -> Sum:
+        path = self._path(table)
+        return Sum(size=path.stat().st_size, sha256=sha256(path), rows=self._tables[table].count)
+
+
+class PartReader:
+    """Reads a part, whose files it copies to this machine and checks; use it in a ``with`` block.
+
+    Args:
+        folder: The experiment's folder.
+        manifest: The part.
+        tables: The tables to copy; :meth:`ids` and :meth:`ends` need only the rollouts.
+
+    Raises:
+        StoreError: A file is missing or damaged.
+        SchemaVersionError: A newer release wrote it.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest, *, tables: Sequence[str] = TABLES) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._local = tempfile.TemporaryDirectory(prefix="agl-archive-")
+        try:
+            self._paths = {table: folder.fetch(manifest, table, Path(self._local.name)) for table in tables}
+        except BaseException:
+            self._local.cleanup()
+            raise
+
+    def __enter__(self) -> "PartReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._local.cleanup()
+
+    def ids(self) -> list[str]:
+        """Return the ids of the rollouts, in order."""
+        return [row["rollout_id"] for row in self._rows("rollouts", {"rollout_id": "text"})]
+
+    def ends(self) -> dict[str, int | None]:
+        """Return the ids of the rollouts, in order, each with the microseconds at which it finished."""
+        rows = self._rows("rollouts", {"rollout_id": "text", "finished_at": "time"})
+        return {row["rollout_id"]: row["finished_at"] for row in rows}
+
+    def recordings(self) -> Iterator[Recording]:
+        """Read the recordings, in order of id."""
+        by_id = itemgetter("rollout_id")
+        groups = {table: itertools.groupby(self._rows(table, STORED[table]), by_id) for table in ("attempts", "spans")}
+        ahead = {table: next(rows, None) for table, rows in groups.items()}
+        for row in self._rows("rollouts", STORED["rollouts"]):
+            found: dict[str, list[Row]] = {}
+            for table, group in ahead.items():
+                is_mine = group is not None and group[0] == row["rollout_id"]
+                found[table] = list(group[1]) if group is not None and is_mine else []
+                if is_mine:
+                    ahead[table] = next(groups[table], None)
+            yield Recording(
+                rollout=rollout_of(row),
+                attempts=[attempt_of(each) for each in found["attempts"]],
+                spans=[span_of(each) for each in found["spans"]],
+            )
+
+    def _rows(self, table: str, columns: dict[str, Kind]) -> Iterator[Row]:
+        name = self._folder.file(table, self._manifest.part)
+        try:
+            yield from read_rows(self._paths[table], columns)
+        except DamagedFileError as error:
+            raise damaged(self._folder.place, name, str(error)) from error
+        except NewerFileError as error:
+            raise newer(self._folder.place, name, error.version) from error
+
+
+def content_of(recording: Recording) -> bytes:
+    """Return what is compared to tell whether two recordings are the same, byte for byte."""
+    return encode((recording.rollout, recording.attempts, recording.spans))

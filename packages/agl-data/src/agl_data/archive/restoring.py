@@ -1,0 +1,160 @@
+"""Brings archived rollouts back into a store, byte for byte.
+
+A part is compared with the store before anything of it is written. A rollout that the store has as it is archived stays
+there, and one with other contents ends the restoring, so that no part is restored by half.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from agl.contracts import Recording
+from agl.errors import ConfigError, ConflictError, NotFoundError
+from agl.hints import did_you_mean
+from agl.schemas import Record
+from agl.stores import TableStore
+from agl_data.archive.context import restore_context
+from agl_data.archive.layout import Folder, Manifest, folders, open_archive
+from agl_data.archive.parts import PartReader, content_of
+from agl_data.archive.places import Place
+from agl_data.archive.stored import chunks, read_known, rollouts_there
+
+_LISTED = 8
+_GREATEST = "\U0010ffff"
+
+
+class Restored(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The result of a restoring; ``known`` rollouts were in the store already."""
+
+    experiments: list[str]
+    rollouts: int = 0
+    known: int = 0
+
+
+class ArchivedPart(NamedTuple):
+    """A part of an archive; ``rollout_ids`` are those to restore, ``None`` for all."""
+
+    folder: Folder
+    manifest: Manifest
+    rollout_ids: frozenset[str] | None = None
+
+    @property
+    def wanted(self) -> int:
+        """The number of rollouts to restore."""
+        return self.manifest.rollouts if self.rollout_ids is None else len(self.rollout_ids)
+
+
+def find_parts(place: Place, *, experiments: Sequence[str] = (), names: Sequence[str] = ()) -> list[ArchivedPart]:
+    """Find the parts to restore.
+
+    Args:
+        place: The archive.
+        experiments: Only these experiments; empty for all.
+        names: Ids of rollouts, or beginnings that only one id has; empty for all rollouts.
+
+    Raises:
+        ConfigError: The place is no archive, or several ids begin with a name.
+        NotFoundError: The archive lacks an experiment or a rollout.
+    """
+    open_archive(place)
+    parts = [
+        ArchivedPart(folder, manifest)
+        for folder in folders(place)
+        for manifest in folder.manifests()
+        if manifest.is_whole
+    ]
+    known = sorted({part.manifest.experiment for part in parts})
+    for name in experiments:
+        if name not in known:
+            there = f"the archive has {', '.join(map(repr, known))}" if known else "the archive is empty"
+            raise NotFoundError("experiment", name, did_you_mean(name, known, otherwise=there))
+    parts = [part for part in parts if not experiments or part.manifest.experiment in experiments]
+    return _naming(parts, names) if names else parts
+
+
+async def restore_parts(
+    store: TableStore, parts: Sequence[ArchivedPart], *, tell: Callable[[int], None], is_dry_run: bool = False
+) -> Restored:
+    """Restore parts, each with the versions, labels, scores and numbers of its experiment.
+
+    Args:
+        store: The store.
+        parts: The parts.
+        tell: Called with the number of rollouts that are restored since its last call.
+        is_dry_run: Compare with the store, and write nothing.
+
+    Raises:
+        ConflictError: The store has a rollout, version or label with other contents.
+        StoreError: A file of the archive is damaged.
+    """
+    done = Restored(experiments=sorted({part.manifest.experiment for part in parts}))
+    for experiment, folder in {part.manifest.experiment: part.folder for part in parts}.items():
+        if not is_dry_run:
+            await restore_context(folder, store, experiment=experiment)
+    for part in parts:
+        with await asyncio.to_thread(PartReader, part.folder, part.manifest) as reader:
+            known = await _known(store, part, reader)
+            done = replace(done, rollouts=done.rollouts + part.wanted - len(known), known=done.known + len(known))
+            if not is_dry_run:
+                await _restore(store, part, reader, known)
+            tell(part.wanted)
+    return done
+
+
+async def _known(store: TableStore, part: ArchivedPart, reader: PartReader) -> set[str]:
+    """Return the rollouts that the store has already; raises :class:`ConflictError` where one differs."""
+    wanted = part.rollout_ids
+    known = {
+        rollout.rollout_id
+        async for rollout in rollouts_there(store, part.manifest)
+        if wanted is None or rollout.rollout_id in wanted
+    }
+    known &= set(reader.ids())
+    for archived in chunks(each for each in reader.recordings() if each.rollout.rollout_id in known):
+        contents = {each.rollout.rollout_id: content_of(each) for each in archived}
+        async for recording in read_known(store, list(contents)):
+            rollout_id = recording.rollout.rollout_id
+            if contents[rollout_id] != content_of(recording):
+                raise ConflictError(
+                    f"the rollout {rollout_id!r} is in the store with other contents than in the archive, such as a "
+                    "reward that came later; nothing of its part was restored: restore into another store "
+                    "(--store restored.db), or remove it first with agl runs rm"
+                )
+    return known
+
+
+async def _restore(store: TableStore, part: ArchivedPart, reader: PartReader, known: set[str]) -> None:
+    def is_lacking(recording: Recording) -> bool:
+        rollout_id = recording.rollout.rollout_id
+        return rollout_id not in known and (part.rollout_ids is None or rollout_id in part.rollout_ids)
+
+    for chunk in chunks(filter(is_lacking, reader.recordings())):
+        await store.restore(chunk)
+
+
+def _naming(parts: Sequence[ArchivedPart], names: Sequence[str]) -> list[ArchivedPart]:
+    """Return the parts with the rollouts that are named, whose ids are read one part at a time."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    fitting: list[tuple[ArchivedPart, set[str]]] = []
+    for part in parts:
+        first, last = part.manifest.first, part.manifest.last
+        near = [name for name in names if name <= last and f"{name}{_GREATEST}" >= first]
+        if near:
+            with PartReader(part.folder, part.manifest, tables=("rollouts",)) as reader:
+                ids = reader.ids()
+            for name in near:
+                found[name].update(each for each in ids if each.startswith(name))
+            fitting.append((part, set(ids)))
+    wanted = {_only(name, ids) for name, ids in found.items()}
+    return [part._replace(rollout_ids=frozenset(ids & wanted)) for part, ids in fitting if ids & wanted]
+
+
+def _only(name: str, ids: set[str]) -> str:
+    if name in ids or len(ids) == 1:
+        return name if name in ids else next(iter(ids))
+    if not ids:
+        raise NotFoundError("rollout", name, "no id in the archive begins so; its tables rollouts/*.parquet list them")
+    listed = ", ".join(sorted(ids)[:_LISTED]) + (" and more" if len(ids) > _LISTED else "")
+    raise ConfigError(f"several rollouts of the archive begin with {name!r}: {listed}; write more of the id")

@@ -1,0 +1,211 @@
+"""``agl data copy``: copy experiments from one store to another, of any two kinds.
+
+Everything of an experiment is copied, and its record last. A copy that was interrupted is therefore no experiment yet,
+and repeating the command completes it: what was copied already is found and left alone.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import click
+
+from agl import PluginManager
+from agl.contracts import ExperimentRecord, Recording, RolloutQuery, Store, Trained
+from agl.errors import ConfigError, ConflictError, NotFoundError
+from agl.hints import did_you_mean
+from agl.schemas import Record
+from agl.stores import TableStore, read_recordings
+from agl_inspect.terminal import (
+    complete_experiment,
+    json_option,
+    new_store,
+    pages,
+    pass_manager,
+    print_json,
+    resolve_url,
+    with_store,
+)
+
+_ROLLOUTS, _SPANS, _ROWS = 200, 5_000, 1_000
+"""The most rollouts, spans and other records that are written at once."""
+
+_OF_THE_STORE = ("exporter", "owner")
+"""States of an experiment that are about its store: how far exporters read the change feed, and who runs it there."""
+
+Tell = Callable[[int], None]
+"""Takes the number of rollouts that have been handled since its last call."""
+
+
+class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The result of a copy; ``known`` rollouts were in the target already."""
+
+    experiments: list[str]
+    rollouts: int
+    known: int
+
+
+@click.command("copy")
+@click.argument("source", metavar="FROM")
+@click.argument("target", metavar="TO")
+@click.option(
+    "--experiment",
+    "names",
+    multiple=True,
+    shell_complete=complete_experiment,
+    help="Only this experiment; repeatable.",
+)
+@json_option
+@pass_manager
+def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...], as_json: bool) -> None:
+    """Copy experiments to another store: rollouts, attempts, spans, resources, labels, metrics, states, ledgers."""
+    found = resolve_url(source)
+
+    async def work(store: Store) -> Copied:
+        copied_to = new_store(manager, target, other_than=found)
+        try:
+            if not isinstance(copied_to, TableStore):
+                raise ConfigError(f"{target} takes no copies; name the database or the file that is behind it")
+            return await _copied(store, copied_to, names)
+        finally:
+            await copied_to.close()
+
+    done = with_store(manager, found, work)
+    if as_json:
+        print_json(done)
+        return
+    experiments = f"{len(done.experiments)} experiment{'' if len(done.experiments) == 1 else 's'}"
+    known = f"; {done.known} were there already" if done.known else ""
+    click.echo(f"copied {experiments} with {done.rollouts} rollouts{known}")
+
+
+async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Copied:
+    """Check that the copy is possible, and make it, with a bar on a terminal."""
+    records = [record for record in await source.experiments() if not names or record.name in names]
+    resources = await _survey(source, names)
+    unknown = sorted(set(names).difference(resources, (record.name for record in records)))
+    if unknown:
+        every = [record.name for record in await source.experiments()]
+        listed = "agl runs lists the rollouts with their experiments"
+        raise NotFoundError("experiment", unknown[0], did_you_mean(unknown[0], every, otherwise=listed))
+    await _refuse_others(records, target)
+    chosen = {name for record in records for name in record.live}.union(*(found for _, found in resources.values()))
+    await _copy_resources(source, target, sorted(chosen) if names else await _all_resources(source))
+    total = sum(count for count, _ in resources.values())
+    with click.progressbar(length=total, label="copying rollouts", file=sys.stderr) as bar:
+        new = [await _copy_rollouts(source, target, name, bar.update) for name in resources]
+    for name in sorted({record.name for record in records}.union(resources)):
+        await _copy_metrics(source, target, name)
+    await _copy_other_states(source, target, names)
+    for record in records:
+        await _copy_experiment(source, target, record)
+    experiments = sorted({record.name for record in records}.union(resources))
+    return Copied(experiments=experiments, rollouts=sum(new), known=total - sum(new))
+
+
+async def _survey(source: Store, names: Sequence[str]) -> dict[str, tuple[int, set[str]]]:
+    """Count the rollouts of each experiment and find the resources that they used; a running one is refused."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    used: defaultdict[str, set[str]] = defaultdict(set)
+    for query in [RolloutQuery(experiment=name) for name in names] or [RolloutQuery()]:
+        async for page in pages(source, query):
+            for rollout in page:
+                if rollout.status == "running":
+                    raise ConflictError(
+                        f"rollout {rollout.rollout_id!r} is running; stop what runs the experiment "
+                        f"{rollout.experiment!r}, or wait until it has finished, and copy it then"
+                    )
+                counts[rollout.experiment] += 1
+                used[rollout.experiment] |= set(rollout.resources)
+    return {name: (count, used[name]) for name, count in counts.items()}
+
+
+async def _refuse_others(records: Sequence[ExperimentRecord], target: Store) -> None:
+    there = {record.name: record for record in await target.experiments()}
+    other = [record.name for record in records if there.get(record.name, record) != record]
+    if other:
+        raise ConflictError(
+            f"the target has an experiment {other[0]!r} that went another way; nothing was copied: copy into a store "
+            "without it, or only other experiments with --experiment"
+        )
+
+
+async def _all_resources(source: Store) -> list[str]:
+    return [version.name for version in await source.resources()]
+
+
+async def _copy_resources(source: Store, target: TableStore, names: Sequence[str]) -> None:
+    """Copy every version of the resources, in order of publication, with their scores and labels."""
+    for name in names:
+        versions = await source.resources(name)
+        for start in range(0, len(versions), _ROWS):
+            await target.publish(versions[start : start + _ROWS])
+        await target.save_scores(await source.scores(name))
+        for newest in await source.labels(name):
+            moves = await source.label_moves(name, newest.label)
+            there = await target.label_moves(name, newest.label)
+            if there != moves[: len(there)]:
+                raise ConflictError(
+                    f"the label {newest.label!r} of {name!r} was moved otherwise in the target; copy into a store "
+                    "without it"
+                )
+            await target.restore([], moves=moves)
+
+
+async def _copy_rollouts(source: Store, target: TableStore, experiment: str, tell: Tell) -> int:
+    """Copy the rollouts of an experiment; returns how many are new."""
+    new = 0
+    async for batch in _batches(source, RolloutQuery(experiment=experiment)):
+        new += len(await target.restore(batch))
+        tell(len(batch))
+    return new
+
+
+async def _batches(source: Store, query: RolloutQuery) -> AsyncIterator[list[Recording]]:
+    batch: list[Recording] = []
+    spans = 0
+    async for recording in read_recordings(source, query, spans="all"):
+        batch.append(recording)
+        spans += len(recording.spans)
+        if len(batch) >= _ROLLOUTS or spans >= _SPANS:
+            yield batch
+            batch, spans = [], 0
+    if batch:
+        yield batch
+
+
+async def _copy_metrics(source: Store, target: Store, experiment: str) -> None:
+    metrics = await source.metrics(experiment)
+    for start in range(0, len(metrics), _ROWS):
+        await target.log_metrics(metrics[start : start + _ROWS])
+
+
+async def _copy_other_states(source: Store, target: Store, names: Sequence[str]) -> None:
+    """Copy the states that belong to no experiment, unless only some experiments are copied."""
+    states = {} if names else await source.load_state("")
+    await target.save_state(
+        {key: value for key, value in states.items() if not key.startswith(("experiment/", "gateway/"))}
+    )
+
+
+async def _copy_experiment(source: Store, target: Store, record: ExperimentRecord) -> None:
+    """Copy the ledgers, then the states with the record, by which the experiment begins to exist."""
+    found = await source.load_state(f"experiment/{record.name}/")
+    states = {key: value for key, value in found.items() if key.split("/")[2] not in _OF_THE_STORE}
+    for key in states:
+        _, _, run, kind, algorithm = [*key.split("/", 4), "", ""][:5]
+        if kind == "algorithm" and run.isdecimal():
+            await _copy_ledger(source, target, record.name, run=int(run), algorithm=algorithm)
+    await target.save_state(states, experiment=record)
+
+
+async def _copy_ledger(source: Store, target: Store, experiment: str, *, run: int, algorithm: str) -> None:
+    steps: defaultdict[int, list[str]] = defaultdict(list)
+    for rollout_id, step in (await source.trained(experiment, run=run, algorithm=algorithm)).items():
+        steps[step].append(rollout_id)
+    entries = [
+        Trained(experiment=experiment, run=run, algorithm=algorithm, step=step, rollout_ids=tuple(ids))
+        for step, ids in sorted(steps.items())
+    ]
+    for start in range(0, len(entries), 50):
+        await target.save_state({}, trained=entries[start : start + 50])

@@ -1,0 +1,3 @@
+"""Recorded runs in the formats of other trainers and tools."""
+
+__all__: list[str] = []

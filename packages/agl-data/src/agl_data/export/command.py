@@ -1,0 +1,237 @@
+"""``agl data export``: rollouts as JSON lines, prompts as text, JSON or a Python constant, weights as files."""
+
+import pprint
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+import msgspec
+
+from agl import PluginManager
+from agl.contracts import RolloutQuery, SpanQuery, Store
+from agl.errors import ConfigError
+from agl.schemas import (
+    PromptTemplate,
+    ResourceVersion,
+    Row,
+    Transition,
+    to_json,
+    unpack_floats,
+    unpack_ids,
+)
+from agl.stores import read_recordings
+from agl_data.export.dialogues import dialogues
+from agl_data.export.formats import ExportCommand, FormatName, export_with_plugin
+from agl_data.export.models import copy_model
+from agl_data.export.preferences import ExportedRollout, pairs, recorded
+from agl_data.export.target import STDOUT, target_of
+from agl_inspect.exports import Losses
+from agl_inspect.rollouts import CHOSEN_PAGE, SpanReader
+from agl_inspect.terminal import (
+    check_experiment,
+    complete_rollout,
+    filter_options,
+    find_ids,
+    make_query,
+    pass_manager,
+    span_options,
+    store_option,
+    with_store,
+)
+from agl_inspect.versions import resource_text, shown
+
+FORMATS = ("messages", "dpo", "transitions", "rows", "spans", "text", "json", "python", "model")
+
+
+@click.command(cls=ExportCommand)
+@click.argument("rollout_ids", nargs=-1, metavar="[IDS]...", shell_complete=complete_rollout)
+@click.option(
+    "--format",
+    "form",
+    type=FormatName(FORMATS),
+    metavar="FORMAT",
+    default="messages",
+    show_default=True,
+    help="messages: OpenAI chat dialogues, as fine-tuning reads them; dpo: of each task the best run against the worst "
+    "one, as pairs of chat messages; transitions: one model call a line; "
+    "rows: one training row a line; spans: everything, as recorded. "
+    "Of a resource: text, json, or python for a constant; model: the files of trained weights. Plugins add others, "
+    "such as those of agl-data for other trainers and tools: --help lists them at its end.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="File to write, by default or with - stdout; for a model, the directory to make.",
+)
+@click.option(
+    "--min-reward", type=float, help="Only rollouts with at least this reward; for dpo, only best runs with it."
+)
+@click.option("--agents", help="Regular expression: only these agents' calls.")
+@store_option
+@filter_options
+@span_options
+@pass_manager
+def export(
+    manager: PluginManager,
+    rollout_ids: tuple[str, ...],
+    form: str,
+    output: Path | None,
+    min_reward: float | None,
+    agents: str | None,
+    store_url: str | None,
+    experiment: str | None,
+    status: tuple[str, ...],
+    mode: str | None,
+    chosen: SpanQuery | None,
+) -> None:
+    """Write rollouts as JSON lines: those named (whole ids, unique beginnings, latest), or all that match the filters.
+
+    --span, --agent and --kind go with --format spans and write the spans that fit, of the deciding attempts.
+    With --format text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label;
+    the newest version counts by default.
+    """
+    if form in (*_OF_RESOURCES, "model"):
+        _export_resources(manager, store_url, rollout_ids, form, output)
+        return
+    query = make_query(experiment, status, mode, limit=100)
+    if chosen is not None and (form != "spans" or min_reward is not None or agents is not None):
+        raise ConfigError(
+            "--span, --agent and --kind choose spans: pass --format spans, without --min-reward, --agents"
+        )
+
+    async def work(store: Store) -> int:
+        count = 0
+        await check_experiment(store, experiment)
+        if form not in FORMATS:
+            named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
+            return await export_with_plugin(
+                manager, store, named, form=form, output=output, agents=agents, min_reward=min_reward
+            )
+        with target_of(output, Losses()) as target:
+            named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
+            if chosen is not None:
+                return await _write_spans(store, named, chosen, target)
+            if form == "dpo":
+                return await _write_pairs(pairs(store, named, agents, min_reward=min_reward), target)
+            async for item in recorded(store, named, agents):
+                if min_reward is not None and (item.episode.reward is None or item.episode.reward < min_reward):
+                    continue
+                for line in _LINES[form](item):
+                    target.write(to_json(line) + b"\n")
+                    count += 1
+        return count
+
+    count = with_store(manager, store_url, work)
+    unit = "lines" if form in FORMATS else "records"
+    click.echo(f"{count} {unit} of {form} written to {_shown(output)}", err=True)
+
+
+def _export_resources(
+    manager: PluginManager, store_url: str | None, names: tuple[str, ...], form: str, output: Path | None
+) -> None:
+    if not names:
+        raise ConfigError(
+            f"--format {form} writes a resource; name one, such as: agl data export my_prompt --format {form}"
+        )
+
+    async def work(store: Store) -> list[ResourceVersion]:
+        pairs = [name.partition("@") for name in names]
+        return [(await shown(store, name, version or None)).version for name, _, version in pairs]
+
+    versions = with_store(manager, store_url, work)
+    if form == "model":
+        if len(versions) > 1:
+            raise ConfigError(f"--format model writes one directory, and {len(versions)} resources are named; name one")
+        click.echo(copy_model(versions[0], output), err=True)
+        return
+    with target_of(output) as target:
+        for version in versions:
+            target.write(_OF_RESOURCES[form](version).encode() + b"\n")
+    click.echo(", ".join(f"{v.name}@{v.version}" for v in versions) + f" written to {_shown(output)}", err=True)
+
+
+def _shown(output: Path | None) -> str:
+    return "stdout" if output is None or output == STDOUT else str(output)
+
+
+def _as_python(version: ResourceVersion) -> str:
+    """Return a Python assignment, with the value's origin in a comment."""
+    constant = re.sub(r"\W", "_", version.name).upper()
+    resource = version.resource
+    value: Any = resource.template if isinstance(resource, PromptTemplate) else msgspec.to_builtins(resource)
+    constant = f"_{constant}" if constant[:1].isdigit() else constant
+    return f"# {version.name}@{version.version}\n{constant} = {pprint.pformat(value, width=100, sort_dicts=False)}"
+
+
+_OF_RESOURCES: dict[str, Callable[[ResourceVersion], str]] = {
+    "text": lambda version: resource_text(version.resource),
+    "json": lambda version: to_json(version).decode(),
+    "python": _as_python,
+}
+
+
+async def _write_spans(store: Store, query: RolloutQuery, spans: SpanQuery, target: BinaryIO) -> int:
+    """Write the spans that fit, of which a few pages are in memory; returns their number."""
+    count = 0
+    first = msgspec.structs.replace(spans, limit=CHOSEN_PAGE)
+    async for recording in read_recordings(store, query, spans=first):
+        target.writelines(to_json(span) + b"\n" for span in recording.spans)
+        count += len(recording.spans)
+        if not recording.is_whole:
+            reader = SpanReader(store, recording.rollout.rollout_id, spans.attempt_id, chosen=spans)
+            async for span in reader.behind(recording.spans[-1].sequence):
+                target.write(to_json(span) + b"\n")
+                count += 1
+    return count
+
+
+async def _write_pairs(found: AsyncIterator[list[dict[str, Any]]], target: BinaryIO) -> int:
+    """Write preference pairs, and say how many tasks give none; returns the number of pairs."""
+    count = empty = 0
+    async for lines in found:
+        target.writelines(to_json(line) + b"\n" for line in lines)
+        count, empty = count + len(lines), empty + int(not lines)
+    if empty:
+        click.echo(
+            f"{empty} {'task gives' if empty == 1 else 'tasks give'} no pair: fewer than two runs with a reward, equal "
+            "rewards, the best one below --min-reward, or conversations without a common beginning",
+            err=True,
+        )
+    return count
+
+
+def _messages(item: ExportedRollout) -> Iterable[Any]:
+    return dialogues(item.episode, item.spans)
+
+
+def _spans(item: ExportedRollout) -> Iterable[Any]:
+    return item.spans
+
+
+def _transitions(item: ExportedRollout) -> Iterable[Any]:
+    return ({**_plain(call), "episode_reward": item.episode.reward} for call in item.episode.transitions)
+
+
+def _rows(item: ExportedRollout) -> Iterable[Any]:
+    return ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows)
+
+
+def _plain(record: Transition | Row) -> dict[str, Any]:
+    """Convert a record to plain data, with token ids, masks and numbers as lists."""
+    unpack: dict[str, Callable[[bytes], list[Any]]] = {"mask": list, "logprobs": unpack_floats}
+    unpack |= {"advantages": unpack_floats}
+    fields = msgspec.structs.asdict(record)
+    return {
+        name: unpack.get(name, unpack_ids)(value) if isinstance(value, bytes) else value
+        for name, value in fields.items()
+    }
+
+
+_LINES: dict[str, Callable[[ExportedRollout], Iterable[Any]]] = {
+    "messages": _messages,
+    "transitions": _transitions,
+    "rows": _rows,
+    "spans": _spans,
+}

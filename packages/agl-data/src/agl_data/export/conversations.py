@@ -1,0 +1,125 @@
+"""The conversations of a rollout: model calls of one agent whose messages continue each other.
+
+They are found by their messages, because a format of steps holds each message once. Token ids stay with their call,
+so a conversation may hold calls of several branches of the call forest, and the other way round.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from agl.dialects import call_messages
+from agl.schemas import ModelCall, Span, Transition
+from agl_data.export.lines import storable
+from agl_data.export.rows import why_left_out
+from agl_inspect.exports import Exported, Losses
+
+_LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
+_NO_ANSWER = "model calls without an answer, such as those for embeddings: left out"
+
+Message = dict[str, Any]
+
+
+class Turn(NamedTuple):
+    """A model call in its conversation.
+
+    Attributes:
+        span: Its span.
+        call: The call.
+        seen: The call as the episode has it.
+        before: The messages of its request that the conversation did not have yet.
+        answer: Its answer.
+    """
+
+    span: Span
+    call: ModelCall
+    seen: Transition
+    before: list[Message]
+    answer: Message
+
+
+class Conversation:
+    """Turns in order; the first one's request is the beginning."""
+
+    def __init__(self, agent: str) -> None:
+        self.agent = agent
+        self.turns: list[Turn] = []
+
+
+def conversations_of(item: Exported, losses: Losses) -> list[Conversation]:
+    """Return the conversations of the deciding attempt in order of their first calls; counts the calls in none."""
+    spans = {(span.attempt_id, span.span_id): span for span in item.recording.spans}
+    found: list[Conversation] = []
+    ends: dict[bytes, list[Conversation]] = {}
+    lost: Counter[str] = Counter()
+    for seen in item.episode.transitions:
+        span = spans[seen.attempt_id, seen.span_id]
+        call = span.call
+        messages = [] if call is None or seen.reject in _LEFT_OUT else _messages(call)
+        if call is None or not messages:
+            lost[why_left_out(seen.reject) if seen.reject in _LEFT_OUT else _NO_ANSWER] += 1
+            continue
+        keys = _keys(seen.agent, messages)
+        at = next((n for n in range(len(messages) - 1, 0, -1) if ends.get(keys[n])), 0)
+        if at:
+            conversation = ends[keys[at]].pop()
+        else:
+            conversation = Conversation(seen.agent)
+            found.append(conversation)
+        conversation.turns.append(Turn(span, call, seen, messages[at:-1], messages[-1]))
+        ends.setdefault(keys[-1], []).append(conversation)
+    for what, count in lost.items():
+        losses.add(what, item.recording.rollout.rollout_id, count)
+    return found
+
+
+def _messages(call: ModelCall) -> list[Message]:
+    """Return the messages of a call, the answer last; none for a call without one."""
+    if call.dialect == "embeddings":
+        return []
+    asked = len(call_messages(msgspec.structs.replace(call, response=None)))
+    messages = call_messages(call)
+    return messages if len(messages) > asked and messages[-1].get("role") == "assistant" else []
+
+
+def _keys(agent: str, messages: Sequence[Message]) -> list[bytes]:
+    """Return a digest of each beginning of the messages, the empty one first."""
+    running = hashlib.blake2b(agent.encode("utf-8", "replace"), digest_size=16)
+    keys = [running.digest()]
+    for message in messages:
+        running.update(msgspec.msgpack.encode(storable(_comparable(message)), order="deterministic"))
+        keys.append(running.digest())
+    return keys
+
+
+def _comparable(message: Message) -> list[Any]:
+    """Return a message in a form that is equal for an answer and for what a client sends back of it."""
+    calls = objects_in(message.get("tool_calls"))
+    asked = [[call.get("id"), function_of(call).get("name"), arguments_of(call)] for call in calls]
+    content = message.get("content")
+    return [message.get("role"), "" if content is None else content, asked, message.get("tool_call_id")]
+
+
+def objects_in(values: Any) -> Iterator[Message]:
+    """Return the objects of a list; none for another value."""
+    items = cast("list[Any]", values) if isinstance(values, list) else []
+    return (cast("Message", item) for item in items if isinstance(item, dict))
+
+
+def function_of(call: Message) -> Message:
+    """Return the function that a tool call names; empty without one."""
+    function = call.get("function")
+    return cast("Message", function) if isinstance(function, dict) else {}
+
+
+def arguments_of(call: Message) -> Any:
+    """Return the arguments of a tool call as JSON values, or their text where they are no JSON."""
+    arguments = function_of(call).get("arguments")
+    try:
+        return json.loads(arguments or "")
+    except (TypeError, ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,72 @@
+"""Converts recorded calls to dialogues in OpenAI's chat format for fine-tuning, one line per conversation."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from agl.dialects import call_messages
+from agl.schemas import Episode, Span
+from agl_inspect.chat_tools import chat_tools
+from agl_inspect.rollouts import comparable
+
+_LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
+
+
+def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return the conversations of an episode in order, each with its tools, agent and the episode's reward.
+
+    A call that a later call continues is part of the later one's dialogue. Calls without an answer, and those of other
+    attempts and agents, are left out; calls without token ids are kept.
+    """
+    calls = {span.span_id: span.call for span in spans if span.call is not None}
+    kept: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+    for transition in episode.transitions:
+        call = calls[transition.span_id]
+        messages = [] if transition.reject in _LEFT_OUT or call.dialect == "embeddings" else call_messages(call)
+        if not messages or messages[-1].get("role") != "assistant":
+            continue
+        kept = [found for found in kept if not _continues(messages, found[0])]
+        about = {"rollout_id": transition.rollout_id, "agent": transition.agent, "reward": episode.reward}
+        tools = chat_tools(call)
+        kept.append((messages, {"messages": messages, **({"tools": tools} if tools else {}), **about}))
+    return [line for _, line in kept]
+
+
+def begins_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of messages with which two conversations begin alike."""
+    both = zip(_as_made(one), _as_made(other), strict=False)
+    return next((number for number, (a, b) in enumerate(both) if a != b), min(len(one), len(other)))
+
+
+def _continues(messages: Sequence[Any], earlier: Sequence[Any]) -> bool:
+    return len(earlier) < len(messages) and _as_made(earlier) == _as_made(messages[: len(earlier)])
+
+
+def _as_made(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages in a form that is equal for an answer and for what a client sends back of it.
+
+    LangChain adds the agent's ``name``, and writes the arguments of tool calls with other spaces.
+    """
+    return comparable([_answer(message) if message.get("role") == "assistant" else message for message in messages])
+
+
+def _answer(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls: Any = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return {**message, "name": None}
+    return {**message, "name": None, "tool_calls": [_parsed(call) for call in calls]}  # pyright: ignore[reportUnknownVariableType]  # any JSON
+
+
+def _parsed(call: Any) -> Any:
+    """The tool call with its arguments as JSON values, if they are JSON."""
+    if not _is_object(call) or not _is_object(function := call.get("function")):
+        return call
+    try:
+        arguments = json.loads(function.get("arguments") or "")
+    except (TypeError, ValueError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)

@@ -1,0 +1,101 @@
+"""The formats of ``agl data export``: its own, and those that plugins register as commands below it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from agl import PluginManager
+from agl.contracts import CommandEntry, RolloutQuery, Store
+from agl.episodes import build_episode
+from agl.errors import UnknownComponentError
+from agl.hints import closest
+from agl.stores import read_recordings
+from agl_data.export.target import target_of, tell_losses
+from agl_inspect.exports import Exported, ExportSetup, ExportWriter, Losses
+from agl_inspect.terminal import deciding, manager_of
+
+_BELOW = "export"
+
+
+class FormatName(click.ParamType[str]):
+    """The name of a format, of agl itself or of a plugin.
+
+    Args:
+        own: The names of agl's own formats.
+    """
+
+    name = "format"
+
+    def __init__(self, own: Sequence[str]) -> None:
+        self._own = tuple(own)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name; an unknown one is a usage error that lists those there are."""
+        given = str(value)
+        if given in self._own or ctx is None:
+            return given
+        manager = manager_of(ctx)
+        names = [*self._own, *(entry.name for entry in formats_of(manager))]
+        if given in names:
+            return given
+        try:
+            manager.command(f"{_BELOW} {given}")
+        except UnknownComponentError as error:
+            near = closest(given.lower(), names)
+            own = "" if "available: " in str(error) or "did you mean" in str(error) else f"; {error}"
+            more = f"; did you mean {near!r}?" if near else own
+            self.fail(f"{given!r} is not one of {', '.join(map(repr, names))}{more}", param, ctx)
+        return given
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the names that begin so."""
+        names = [*self._own, *(entry.name for entry in formats_of(manager_of(ctx)))]
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+class ExportCommand(click.Command):
+    """A command whose help lists the formats of the plugins that are installed."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the formats with their summaries, importing none of them."""
+        super().format_epilog(ctx, formatter)
+        found = formats_of(manager_of(ctx))
+        if found:
+            with formatter.section("Formats of plugins"):
+                formatter.write_dl([(entry.name, entry.summary) for entry in found])
+
+
+def formats_of(manager: PluginManager) -> list[CommandEntry]:
+    """Return the formats that plugins register, in order of name."""
+    entries = manager.entries("command")
+    return [entry for entry in entries if isinstance(entry, CommandEntry) and entry.parent == _BELOW]
+
+
+async def export_with_plugin(
+    manager: PluginManager,
+    store: Store,
+    query: RolloutQuery,
+    *,
+    form: str,
+    output: Path | None,
+    agents: str | None,
+    min_reward: float | None,
+) -> int:
+    """Write rollouts in a plugin's format, and print what it does not hold; returns the number of records."""
+    factory = manager.resolve(manager.command(f"{_BELOW} {form}"))
+    losses = Losses()
+    count = 0
+    with target_of(output, losses) as file:
+        path = output if output is not None and output.name != "-" else None
+        writer: ExportWriter = factory(setup=ExportSetup(file=file, path=path, losses=losses))
+        async for recording in read_recordings(store, query, spans="all"):
+            attempt = deciding(recording.rollout, recording.attempts)
+            episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents)
+            if min_reward is None or (episode.reward is not None and episode.reward >= min_reward):
+                count += writer.write(Exported(recording, episode))
+        writer.close()
+    tell_losses(losses, form)
+    return count

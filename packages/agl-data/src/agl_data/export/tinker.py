@@ -1,0 +1,51 @@
+"""Tinker: each row is one datum, whose targets are the tokens one place on.
+
+A line has the ``datum`` and, beside it, ``agl`` with rewards, group and agents: a datum itself has no place for them.
+Its inputs of the loss are ``target_tokens``, ``weights`` (the mask) and ``logprobs``; advantages are the trainer's.
+"""
+
+from agl.schemas import Json
+from agl_data.export.lines import NO_NUMBERS, LineFile, are_numbers
+from agl_data.export.rows import ExportedRow, RowMaker
+from agl_inspect.exports import Exported, ExportSetup
+
+
+class TinkerWriter:
+    """Writes rows as datums."""
+
+    def __init__(self, *, setup: ExportSetup) -> None:
+        self._losses, self._lines = setup.losses, LineFile(setup)
+        self._maker = RowMaker("tinker", setup.losses)
+
+    def write(self, item: Exported) -> int:
+        """Write the rows of a rollout."""
+        count, rollout_id = 0, item.recording.rollout.rollout_id
+        for row in self._maker.rows(item):
+            count += 1
+            made = datum(row)
+            if not are_numbers(row.logprobs):
+                self._losses.add(NO_NUMBERS, rollout_id)
+                del made["loss_fn_inputs"]["logprobs"]
+            self._lines.write({"datum": made, "agl": row.about}, rollout_id)
+        return count
+
+    def close(self) -> None:
+        """Raise :class:`agl.errors.ConfigError` if there were texts only."""
+        self._maker.check()
+
+
+def datum(row: ExportedRow) -> dict[str, Json]:
+    """Return a row of T tokens as a datum of T - 1 inputs and targets."""
+    weights = [float(value) for value in row.mask[1:]]
+    return {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": row.ids[:-1]}]},
+        "loss_fn_inputs": {
+            "target_tokens": _tensor(row.ids[1:], "int64"),
+            "weights": _tensor(weights, "float32"),
+            "logprobs": _tensor(row.logprobs[1:], "float32"),
+        },
+    }
+
+
+def _tensor(data: list[int] | list[float], dtype: str) -> dict[str, Json]:
+    return {"data": data, "dtype": dtype, "shape": [len(data)]}

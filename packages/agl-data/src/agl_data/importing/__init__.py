@@ -1,0 +1,3 @@
+"""Runs that other tools recorded, as rollouts."""
+
+__all__: list[str] = []

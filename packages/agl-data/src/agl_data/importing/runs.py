@@ -1,0 +1,296 @@
+"""A run as a reader found it, and what it becomes: a rollout with one attempt and its spans.
+
+A reader names its run and spans by keys of the format; ids follow from them, so that importing a file again gives the
+same ones. Times that a format does not have stay 0 in the spans.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from agl import semconv
+from agl.contracts import Recording
+from agl.schemas import (
+    Attempt,
+    ErrorInfo,
+    Json,
+    Mode,
+    ModelCall,
+    Reward,
+    Rollout,
+    Span,
+    SpanEvent,
+    SpanStatus,
+    attempt_id_of,
+)
+from agl.tracing import chat_spans, make_reward_span
+from agl_data.importing.values import digest, json_text
+
+NO_IDS = (
+    "calls without token ids: they feed sft and dpo (agl data export writes their data), prompts and rewards, not grpo"
+)
+IDS_MISSING = "the source of the import has the text of the call and no token ids"
+NO_TIMES = "runs without times: they carry the time of the import"
+CHANGED_TEXT = "records with halves of characters, which were replaced, or integers beyond 64 bits, now texts"
+
+WORKER = "agl-data"
+_KEPT_TEXT = 200
+
+
+class Target(NamedTuple):
+    """The experiment that runs go to, and the fields that become task and reward.
+
+    Attributes:
+        experiment: The experiment's name.
+        mode: The mode of the rollouts.
+        task_from: The field that is the task; ``""`` for the first user message.
+        reward_from: The field that is the reward; ``""`` for none.
+    """
+
+    experiment: str
+    mode: Mode = "train"
+    task_from: str = ""
+    reward_from: str = ""
+
+
+class Run:
+    """A run that a reader fills; spans may be added in any order, parents by their key.
+
+    Attributes:
+        key: The run's id in its format, such as a session's; ``""`` for none.
+        grows: Whether the key alone is the run's identity, because the run may go on and be read again; otherwise its
+            contents are part of it.
+        place: Where it stands, for messages.
+        fields: The record as it was read, in which fields for the task and the reward are looked up.
+        prompt: The first message of a user; ``None`` without one.
+        error: The error that ended it; ``None`` for a run that ended well, or of which nothing else is known.
+        unread: Fields of the record that become nothing, unless they are named for the task or the reward.
+        lost: What the format, or agl, cannot hold of it, with its number.
+    """
+
+    def __init__(self, key: str, *, place: str, fields: Json = None, grows: bool = False) -> None:
+        self.key = key
+        self.grows = grows
+        self.place = place
+        self.fields = fields
+        self.prompt: Json = None
+        self.error: ErrorInfo | None = None
+        self.unread: tuple[str, ...] = ()
+        self.lost: Counter[str] = Counter()
+        self.calls = 0
+        self._spans: list[tuple[str, str, Span]] = []
+        self._rewards: dict[str, tuple[str, str, Span]] = {}
+        self._times: list[int] = []
+
+    def add(
+        self,
+        key: str,
+        name: str,
+        *,
+        parent: str = "",
+        start_ns: int = 0,
+        end_ns: int = 0,
+        status: SpanStatus = "unset",
+        message: str = "",
+        attributes: Mapping[str, Json] | None = None,
+        events: tuple[SpanEvent, ...] = (),
+        kind: Any = "internal",
+    ) -> None:
+        """Add a span of any kind; ``parent`` is the key of another, ``""`` for the run's own."""
+        known = {name: value for name, value in (attributes or {}).items() if value not in (None, "")}
+        span = Span(
+            rollout_id="",
+            attempt_id="",
+            span_id="",
+            name=name,
+            kind=kind,
+            start_ns=start_ns,
+            end_ns=max(start_ns, end_ns),
+            status=status,
+            status_message=message,
+            attributes=known,
+            events=events,
+        )
+        self._keep(key, parent, span)
+
+    def add_agent(
+        self,
+        key: str,
+        name: str,
+        *,
+        parent: str = "",
+        start_ns: int = 0,
+        end_ns: int = 0,
+        attributes: Mapping[str, Json] | None = None,
+    ) -> None:
+        """Add an agent, within which calls and tools stand."""
+        about = {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: name, **(attributes or {})}
+        title = f"{semconv.OP_INVOKE_AGENT} {name}".rstrip()
+        self.add(key, title, parent=parent, start_ns=start_ns, end_ns=end_ns, attributes=about)
+
+    def add_tool(
+        self,
+        key: str,
+        name: str,
+        *,
+        parent: str = "",
+        call_id: str = "",
+        arguments: Json = None,
+        result: Json = None,
+        is_error: bool = False,
+        start_ns: int = 0,
+        end_ns: int = 0,
+    ) -> None:
+        """Add the execution of a tool."""
+        about: dict[str, Json] = {
+            semconv.OPERATION: semconv.OP_EXECUTE_TOOL,
+            semconv.TOOL_NAME: name,
+            semconv.TOOL_CALL_ID: call_id,
+            semconv.TOOL_ARGUMENTS: None if arguments is None else json_text(arguments),
+            semconv.TOOL_RESULT: None if result is None else json_text(result),
+        }
+        title = f"{semconv.OP_EXECUTE_TOOL} {name}".rstrip()
+        status: SpanStatus = "error" if is_error else "ok"
+        self.add(key, title, parent=parent, start_ns=start_ns, end_ns=end_ns, status=status, attributes=about)
+
+    def add_call(
+        self,
+        key: str,
+        call: ModelCall,
+        *,
+        parent: str = "",
+        start_ns: int = 0,
+        end_ns: int = 0,
+        about: Mapping[str, Json] | None = None,
+        sequence: int = 0,
+    ) -> None:
+        """Add a model call; one without token ids is counted.
+
+        ``sequence`` is its position among the spans of the run; 0 if only the order in which calls are added is known.
+        """
+        self.calls += 1
+        if call.ids_missing and not call.error:
+            self.lost[NO_IDS] += 1
+        known = {name: value for name, value in (about or {}).items() if value not in (None, "")}
+        spans = chat_spans(
+            [call],
+            rollout_id="",
+            attempt_id="",
+            trace_id="",
+            parent_id=None,
+            framework_span_id="",
+            start_ns=start_ns,
+            end_ns=max(start_ns, end_ns),
+            about=known,
+        )
+        self._keep(key, parent, replace(spans[0], span_id="", sequence=sequence))
+
+    def add_reward(self, key: str, reward: Reward, *, about: str = "", at_ns: int = 0, is_late: bool = False) -> None:
+        """Add a reward, once for each key; ``about`` is the key of the span that it is about, ``""`` for the run."""
+        span = make_reward_span("", "", reward)
+        self._rewards.setdefault(key, (key, about, replace(span, start_ns=at_ns, end_ns=at_ns, is_late=is_late)))
+
+    def _in_order(self) -> list[tuple[str, str, Span]]:
+        """Return the spans as they were added, but calls in the order of their sequence where all of them have one."""
+        places = [place for place, (_, _, span) in enumerate(self._spans) if span.call is not None]
+        calls = [self._spans[place] for place in places]
+        found = list(self._spans)
+        if all(span.sequence for _, _, span in calls):
+            for place, own in zip(places, sorted(calls, key=lambda each: each[2].sequence), strict=True):
+                found[place] = own
+        return [(key, parent, replace(span, sequence=0)) for key, parent, span in found]
+
+    def _keep(self, key: str, parent: str, span: Span) -> None:
+        self._spans.append((key, parent, span))
+        self._times += [each for each in (span.start_ns, span.end_ns) if each]
+
+    def contents(self) -> str:
+        """Return a digest of the spans, by which a run that changed is told from one that did not."""
+        return digest([self.prompt, *((key, parent, span) for key, parent, span in self._spans)], size=16)
+
+    def identity(self) -> str:
+        """Return a digest that is the same for the same run, in whichever file it stands."""
+        return digest([self.key, "" if self.grows and self.key else self.contents()], size=12)
+
+    def recording(self, target: Target, *, format: str, task: Json, copy: int, now: float) -> Recording:
+        """Return the run as a rollout with one attempt.
+
+        Args:
+            target: What the user wants.
+            format: The format's name.
+            task: The task.
+            copy: How many runs of this identity stood before it in the file; the same twice is two samples.
+            now: Unix seconds, the time of a run whose format has none.
+        """
+        contents = self.contents()
+        own = digest([target.experiment, format, self.identity(), copy], size=12)
+        rollout_id, attempt_id = f"im-{own}", attempt_id_of(f"im-{own}", 1)
+        if not self._times:
+            self.lost[NO_TIMES] += 1
+        start_ns, end_ns = min(self._times, default=0), max(self._times, default=0)
+        start, end = (start_ns / 1e9, end_ns / 1e9) if start_ns else (now, now)
+        failed = self.error is not None
+        rollout = Rollout(
+            rollout_id=rollout_id,
+            task=task,
+            experiment=target.experiment,
+            group_id=f"task-{digest(task, size=12)}",
+            mode=target.mode,
+            metadata={"imported": {"format": format, "key": self.key[:_KEPT_TEXT], "contents": contents}},
+            status="failed" if failed else "succeeded",
+            attempts=1,
+            failures=int(failed),
+            attempt_id=attempt_id,
+            created_at=start,
+            started_at=start,
+            finished_at=end,
+        )
+        attempt = Attempt(
+            attempt_id=attempt_id,
+            rollout_id=rollout_id,
+            number=1,
+            worker=WORKER,
+            status="failed" if failed else "succeeded",
+            started_at=start,
+            finished_at=end,
+            error=self.error,
+        )
+        root = Span(
+            rollout_id="",
+            attempt_id="",
+            span_id="",
+            name=semconv.ROOT_SPAN_NAME,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            status="error" if failed else "ok",
+        )
+        every = [("", "", root), *self._in_order(), *self._rewards.values()]
+        known = {key for key, _, _ in every}
+        placed = ((key, parent if parent in known else "", span) for key, parent, span in every)
+        spans = [_placed(each, rollout_id, attempt_id) for each in placed]
+        return Recording(rollout=rollout, attempts=[attempt], spans=spans)
+
+
+def _placed(keyed: tuple[str, str, Span], rollout_id: str, attempt_id: str) -> Span:
+    """Return a span with its ids; the ones of rewards are told from the others by their kind."""
+    key, parent, span = keyed
+    is_root = span.name == semconv.ROOT_SPAN_NAME and not key
+    reward = span.reward
+    about = _span_id(attempt_id, "span", parent) if parent else None
+    if reward is not None and about:
+        reward = replace(reward, span_id=about)
+    return replace(
+        span,
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        span_id=_span_id(attempt_id, "reward" if reward is not None else "span", key),
+        trace_id=digest(attempt_id, size=16),
+        parent_id=None if is_root else _span_id(attempt_id, "span", parent),
+        reward=reward,
+    )
+
+
+def _span_id(attempt_id: str, kind: str, key: str) -> str:
+    return digest([attempt_id, kind, key], size=8)

@@ -1,0 +1,256 @@
+"""Reads a file of JSON records in bounded memory: lines, or one document; plain, or compressed with gzip or zstd.
+
+Nothing here knows a format of runs. Every refusal names the file, the line and the next step.
+"""
+
+import gzip
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, NoReturn, cast
+
+import msgspec
+
+from agl.errors import DatasetError
+from agl.schemas import Json
+from agl_data.importing.values import as_list, is_storable, storable
+
+MAX_RECORD = 64 << 20
+"""Bytes of one record at most: of a line, or of a document that spans lines."""
+
+MAX_GROWTH, FREE = 200, 64 << 20
+"""Largest ratio of a compressed file's contents to its size, once they are beyond the first ``FREE`` bytes."""
+
+ZSTD = b"(\xb5/\xfd"
+"""The first bytes of a file that zstd compressed."""
+
+_GZIP, _ZIPS = b"\x1f\x8b", (b"PK\x03\x04", b"BZh", b"\xfd7zXZ")
+_ZSTD_STEP = 2048
+"""Bytes of zstd that are unpacked at once: one may become 32,768 bytes."""
+
+
+class Line(NamedTuple):
+    """One record of a file.
+
+    Attributes:
+        place: Where it stands, for messages, such as ``"runs.jsonl, line 3"``.
+        value: The JSON value.
+        is_changed: Whether halves of characters were replaced, or integers beyond 64 bits became texts.
+    """
+
+    place: str
+    value: Json
+    is_changed: bool = False
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Read the records of a file in order: one a line, or the one document that spans lines.
+
+    A document that is an array has one record for each item.
+
+    Raises:
+        DatasetError: The file cannot be read, is no JSON, ends in the middle, or has a record that is too large.
+    """
+    with opened(path) as file:
+        texts = ((number, text) for number, text in enumerate(_texts(path, file), start=1) if text.strip())
+        number, text = next(texts, (1, b""))
+        if not text:
+            return
+        place = f"{path}, line {number}"
+        try:
+            value = decoded(text)
+        except ValueError as error:
+            line = _document(path, text, (more for _, more in texts), error)
+            yield from _items(line)
+            return
+        yield from _items(_line(place, value))
+        for number, text in texts:
+            place = f"{path}, line {number}"
+            try:
+                value = decoded(text)
+            except ValueError as error:
+                raise _no_json(place, error) from error
+            yield _line(place, value)
+
+
+def first_record(path: Path) -> Json:
+    """Return the first record of a file, by which its format is recognised; raises like :func:`read_lines`."""
+    for line in read_lines(path):
+        return line.value
+    raise DatasetError(f"{path} holds no record; name a file of runs")
+
+
+def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    while text := file.readline(MAX_RECORD + 1):
+        if len(text) > MAX_RECORD:
+            _refuse_size(path, "a line")
+        yield text
+
+
+def _document(path: Path, start: bytes, rest: Iterator[bytes], error: ValueError) -> Line:
+    """Read a document that spans lines; ``error`` is why its first line is none by itself."""
+    parts, size = [start], len(start)
+    for part in rest:
+        parts.append(part)
+        size += len(part)
+        if size > MAX_RECORD:
+            _refuse_size(path, "a document that spans lines")
+    if len(parts) == 1:
+        raise _no_json(f"{path}, line 1", error)
+    try:
+        return _line(str(path), decoded(b"".join(parts)))
+    except ValueError as found:
+        is_document = start.strip() in (b"{", b"[")
+        raise _no_json(str(path) if is_document else f"{path}, line 1", found if is_document else error) from found
+
+
+def _items(line: Line) -> Iterator[Line]:
+    value: Any = line.value
+    if not isinstance(value, list):
+        yield line
+        return
+    for number, item in enumerate(as_list(line.value), start=1):
+        yield Line(f"{line.place}, item {number}", item, line.is_changed)
+
+
+def _line(place: str, value: Json) -> Line:
+    if is_storable(value):
+        return Line(place, value)
+    return Line(place, storable(value), is_changed=True)
+
+
+def decoded(text: bytes) -> Json:
+    """Decode JSON, also with halves of characters, which JavaScript writes; raises :class:`ValueError`."""
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    try:
+        return json.loads(text.decode(), parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _no_json(place: str, error: ValueError) -> DatasetError:
+    reason = error.reason if isinstance(error, UnicodeDecodeError) else str(error)
+    return DatasetError(
+        f"{place} is no JSON ({reason}), and nothing was imported; the file may be cut, or still be written: repair or "
+        "remove the line, or import the file once it is complete"
+    )
+
+
+def _refuse_size(path: Path, what: str) -> NoReturn:
+    raise DatasetError(
+        f"{path} has {what} of more than {MAX_RECORD >> 20} MiB, and nothing was imported; write one record a line, "
+        "each with one run or one batch of spans"
+    )
+
+
+@contextmanager
+def opened(path: Path) -> Generator[IO[bytes]]:
+    """Open a file, unpacking gzip within its limit; an error of reading becomes a :class:`DatasetError`."""
+    try:
+        with path.open("rb") as plain:
+            start = plain.read(6)
+            plain.seek(0)
+            if any(start.startswith(magic) for magic in _ZIPS):
+                raise DatasetError(
+                    f"{path} is an archive, of which only gzip and zstd are read; unpack it and import its files"
+                )
+            if start.startswith(_GZIP):
+                with gzip.open(plain) as packed:
+                    yield cast("IO[bytes]", _Bounded(path, cast("IO[bytes]", packed)))
+            elif start.startswith(ZSTD):
+                with io.BufferedReader(_Zstd(str(path), plain)) as packed:
+                    yield cast("IO[bytes]", _Bounded(path, packed))
+            else:
+                yield plain
+    except OSError as error:
+        raise DatasetError(f"cannot read {path}: {error.strerror or error}; correct the path") from error
+    except (EOFError, zlib.error) as error:
+        raise DatasetError(
+            f"{path} is cut or damaged ({error}), and nothing was imported; copy it once more from where it was made"
+        ) from error
+
+
+class _Zstd(io.RawIOBase):
+    """Unpacks a stream of zstd in small steps; a stream that is cut raises :class:`EOFError`."""
+
+    def __init__(self, place: str, packed: IO[bytes]) -> None:
+        try:
+            self._library: Any = importlib.import_module("zstandard")
+        except ImportError as error:
+            raise DatasetError(
+                f"{place} is compressed with zstd, which takes one more package; install it with "
+                "pip install 'agl-data[zstd]', or unpack the file"
+            ) from error
+        self._packed, self._rest, self._ready, self._frame = packed, b"", memoryview(b""), None
+
+    def readable(self) -> bool:
+        """Return true."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer with what is ready; returns the number of bytes, 0 at the end."""
+        while not self._ready:
+            chunk, self._rest = self._rest or self._packed.read(_ZSTD_STEP), b""
+            if not chunk:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            self._unpack(chunk)
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def _unpack(self, chunk: bytes) -> None:
+        frame = self._frame or self._library.ZstdDecompressor(max_window_size=MAX_RECORD).decompressobj()
+        try:
+            self._ready = memoryview(frame.decompress(chunk))
+        except self._library.ZstdError as error:
+            raise EOFError(str(error)) from error
+        self._rest, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+
+
+def unpack_zstd(place: str, data: bytes) -> bytes:
+    """Return what zstd compressed; raises :class:`DatasetError` if it is too large, :class:`EOFError` if it is cut."""
+    with io.BufferedReader(_Zstd(place, io.BytesIO(data))) as packed:
+        unpacked = packed.read(MAX_RECORD + 1)
+    if len(unpacked) > MAX_RECORD:
+        raise DatasetError(
+            f"{place} has more than {MAX_RECORD >> 20} MiB, and nothing was imported; write smaller batches"
+        )
+    return unpacked
+
+
+class _Bounded:
+    """Reads a compressed file until it grows too much."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self._path, self._file, self._size = path, file, 0
+        self._most = max(FREE, path.stat().st_size * MAX_GROWTH)
+
+    def readline(self, limit: int) -> bytes:
+        return self._counted(self._file.readline(limit))
+
+    def read(self, size: int) -> bytes:
+        return self._counted(self._file.read(size))
+
+    def _counted(self, data: bytes) -> bytes:
+        self._size += len(data)
+        if self._size > self._most:
+            raise DatasetError(
+                f"{self._path} grows to more than {MAX_GROWTH} times its size, and nothing was imported; if it is no "
+                "trap, unpack it and import the file inside"
+            )
+        return data

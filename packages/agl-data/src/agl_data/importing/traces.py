@@ -1,0 +1,234 @@
+"""Runs from the spans of traces, which may stand anywhere in a file: one trace is one run.
+
+A reader turns each record of its format into :class:`Part`; they are gathered in a temporary database, so that memory
+holds one trace at a time. Of model calls one below the other the innermost is the call, because frameworks and clients
+both report it.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from agl import semconv
+from agl.schemas import ErrorInfo, Json, ModelCall, Reward, SpanEvent, SpanStatus
+from agl_data.importing.runs import CHANGED_TEXT, Run
+from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, json_text, storable
+
+_NO_CALLS = "traces without a model call: left out"
+_NO_MESSAGES = "model calls without messages: the exporter was told to leave contents out"
+
+Kind = Literal["internal", "server", "client", "producer", "consumer"]
+KINDS: tuple[Kind, ...] = ("internal", "server", "client", "producer", "consumer")
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """A reward of a trace.
+
+    Attributes:
+        key: Its id in the trace.
+        reward: The reward, whose scope follows from what it is about.
+        about: The id, or another name, of the span that it is about; ``""`` for the run.
+        at_ns: Unix nanoseconds.
+        is_late: Whether it came when the attempt was decided.
+        is_exact: Whether its scope is known, because agl wrote it.
+        is_mean: Whether it stands in for rewards of its name and target that the trace does not have.
+    """
+
+    key: str
+    reward: Reward
+    about: str = ""
+    at_ns: int = 0
+    is_late: bool = False
+    is_exact: bool = False
+    is_mean: bool = False
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A span of a trace, or what else a record says about the trace.
+
+    Attributes:
+        id: The span's id in its trace; ``""`` for a record that is no span.
+        parent: The id of the span above it; ``""`` for the top one.
+        alias: Another name by which a reward may refer to it.
+        name: The span's name.
+        kind: The kind of OpenTelemetry's.
+        start_ns: Unix nanoseconds; 0 if unknown, like ``end_ns``.
+        end_ns: Unix nanoseconds.
+        status: The outcome.
+        message: The error in words.
+        attributes: By the GenAI conventions, and others.
+        events: What happened within it.
+        call: The model call that it reports; ``None`` for another span.
+        is_left_out: Whether the run's own span, or a reward, stands for it.
+        stands_for: The agent that it stands for in a trace without one.
+        rewards: Rewards that it brings.
+        fields: Fields for ``--task-from`` and ``--reward`` besides the attributes.
+        lost: What the format, or agl, cannot hold of it.
+    """
+
+    id: str = ""
+    parent: str = ""
+    alias: str = ""
+    name: str = ""
+    kind: Kind = "internal"
+    start_ns: int = 0
+    end_ns: int = 0
+    status: SpanStatus = "unset"
+    message: str = ""
+    attributes: dict[str, Json] = {}
+    events: list[SpanEvent] = []
+    call: ModelCall | None = None
+    is_left_out: bool = False
+    stands_for: str = ""
+    rewards: list[Scored] = []
+    fields: dict[str, Json] = {}
+    lost: list[str] = []
+
+
+def agent_attributes(name: str) -> dict[str, Json]:
+    """Return the attributes of an agent's span."""
+    return {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: name}
+
+
+def tool_attributes(name: str, arguments: Json, result: Json, *, call_id: str = "") -> dict[str, Json]:
+    """Return the attributes of a tool's span."""
+    found: dict[str, Json] = {
+        semconv.OPERATION: semconv.OP_EXECUTE_TOOL,
+        semconv.TOOL_NAME: name,
+        semconv.TOOL_CALL_ID: call_id,
+        semconv.TOOL_ARGUMENTS: None if arguments is None else json_text(arguments),
+        semconv.TOOL_RESULT: None if result is None else json_text(result),
+    }
+    return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+def runs_of(path: Path, parts: Iterable[tuple[str, Part]], *, content: Sequence[str] = ()) -> Iterator[Run]:
+    """Gather the parts of a file by their traces, and return a run for each, the one that began first before others.
+
+    Args:
+        path: The file, for messages.
+        parts: Ids of traces, each with a part, in any order; without an id for what is of no trace.
+        content: Beginnings of names of attributes that hold what a call's own fields hold.
+    """
+    decode = msgspec.msgpack.Decoder(Part).decode
+    with closing(sqlite3.connect("")) as gathered:  # a temporary file, which goes with the connection
+        gathered.execute("CREATE TABLE parts (trace TEXT, start INTEGER, number INTEGER, data BLOB)")
+        rows = ((trace, part.start_ns, number, _packed(part)) for number, (trace, part) in enumerate(parts))
+        gathered.executemany("INSERT INTO parts VALUES (?, ?, ?, ?)", rows)
+        gathered.execute("CREATE INDEX by_trace ON parts (trace, start, number)")
+        traces = gathered.execute("SELECT trace, min(nullif(start, 0)) FROM parts GROUP BY trace ORDER BY 2, 1")
+        for trace, _ in traces:
+            found = gathered.execute("SELECT data FROM parts WHERE trace = ? ORDER BY start, number", (trace,))
+            yield _run(path, trace, [decode(data) for (data,) in found], tuple(content))
+
+
+def _packed(part: Part) -> bytes:
+    """Return a part as msgpack; values of a text of JSON that no store takes are replaced, and that is counted."""
+    try:
+        return msgspec.msgpack.encode(part)
+    except (UnicodeEncodeError, OverflowError):
+        part.lost = list(dict.fromkeys([*part.lost, CHANGED_TEXT]))
+        return msgspec.msgpack.encode(storable(msgspec.to_builtins(part, builtin_types=(bytes,))))
+
+
+def _run(path: Path, trace: str, parts: list[Part], content: tuple[str, ...]) -> Run:
+    parts = _once(parts)
+    spans = [part for part in parts if part.id]
+    tops = [span for span in spans if not span.parent] or spans[:1]
+    fields: dict[str, Json] = {}
+    for part in sorted(parts, key=lambda part: (bool(part.id and part.parent), not part.fields)):
+        fields = {**part.fields, **part.attributes, **fields}
+    run = Run(trace, place=f"{path}, trace {trace}", fields=fields, grows=True)
+    calls = _innermost(spans)
+    if not any(semconv.AGENT_NAME in span.attributes for span in spans):
+        for span in tops:
+            span.attributes = {**span.attributes, **(agent_attributes(span.stands_for) if span.stands_for else {})}
+    for span in spans:
+        if span.id in calls:
+            _add_call(run, span, content)
+        elif not span.is_left_out:
+            _add_other(run, span, content)
+    for part in parts:
+        run.lost.update(part.lost)
+    _add_rewards(run, parts, calls)
+    if tops and tops[0].status == "error":
+        kind = as_text(tops[0].attributes.get(semconv.ERROR_TYPE)) or "error"
+        run.error = ErrorInfo(type=kind, message=tops[0].message)
+    run.lost[_NO_CALLS] += int(bool(trace) and not run.calls)
+    return run
+
+
+def _once(parts: list[Part]) -> list[Part]:
+    """Return each span once, as it stands last in the file: exporters send again what they hear no answer to."""
+    return list({part.id or str(number): part for number, part in enumerate(parts)}.values())
+
+
+def _add_rewards(run: Run, parts: list[Part], calls: set[str]) -> None:
+    known = {name: part.id for part in parts if part.id for name in (part.id, part.alias) if name}
+    every = [scored for part in parts for scored in part.rewards]
+    told = {(scored.about, scored.reward.name) for scored in every if not scored.is_mean}
+    for scored in every:
+        if not scored.is_mean or (scored.about, scored.reward.name) not in told:
+            _add_reward(run, scored, about=known.get(scored.about, ""), calls=calls)
+
+
+def _add_reward(run: Run, scored: Scored, *, about: str, calls: set[str]) -> None:
+    reward = scored.reward
+    if not scored.is_exact:
+        about = about if about in calls else ""
+        reward = msgspec.structs.replace(reward, scope="turn" if about else "rollout")
+    run.add_reward(scored.key, reward, about=about, at_ns=scored.at_ns, is_late=scored.is_late)
+
+
+def _innermost(spans: list[Part]) -> set[str]:
+    """Return the ids of the model calls that have no model call below them."""
+    found = {span.id for span in spans if span.call is not None}
+    parents = {span.id: span.parent for span in spans}
+    outer: set[str] = set()
+    for own in found:
+        above, seen = parents.get(own, ""), {own}
+        while above and above not in seen:
+            seen.add(above)
+            outer.add(above)
+            above = parents.get(above, "")
+    return found - outer
+
+
+def _add_call(run: Run, span: Part, content: tuple[str, ...]) -> None:
+    call = cast("ModelCall", span.call)
+    messages = _asked(call)
+    run.lost[_NO_MESSAGES] += int(not messages and not call.error)
+    if run.prompt is None:
+        run.prompt = next((each.get("content") for each in messages if each.get("role") == "user"), None)
+    about = _kept(span.attributes, content)
+    run.add_call(span.id, call, parent=span.parent, start_ns=span.start_ns, end_ns=span.end_ns, about=about)
+
+
+def _asked(call: ModelCall) -> list[dict[str, Any]]:
+    """Return the messages of a request, of the Responses API too."""
+    request = as_dict(call.request)
+    given = request.get("input") if call.dialect == "responses" else request.get("messages")
+    return [{"role": "user", "content": given}] if isinstance(given, str) else dicts_in(as_list(given))
+
+
+def _add_other(run: Run, span: Part, content: tuple[str, ...]) -> None:
+    run.add(
+        span.id,
+        span.name,
+        parent=span.parent,
+        kind=span.kind,
+        start_ns=span.start_ns,
+        end_ns=span.end_ns,
+        status=span.status,
+        message=span.message,
+        attributes=_kept(span.attributes, content) if span.call else span.attributes,
+        events=tuple(span.events),
+    )
+
+
+def _kept(attributes: dict[str, Json], content: tuple[str, ...]) -> dict[str, Json]:
+    return {name: value for name, value in attributes.items() if not name.startswith(content)}

@@ -1,0 +1,1 @@
+"""agl_environments: environments of other libraries for agents of agl."""

@@ -1,0 +1,226 @@
+"""The runner of agents that play an OpenEnv environment: each attempt gets a session as the agent's ``env``.
+
+A session is open before the agent starts, so that waiting for a free one takes none of its time. The episode's reward
+is the rollout's, unnamed; a number that the agent returns stays beside it, and counts where the episode has none.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import time
+from collections.abc import Awaitable
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+import agl
+from agl.errors import ConfigError
+from agl.schemas import Claim, NamedResources, Outcome, Record, Rollout
+from agl.tracing import current
+from agl_environments.openenv.servers import RemoteServer, Server, StartedServer
+from agl_environments.openenv.session import BlockingSession, CapacityError, OpenEnvError, ServerLostError, Session
+from agl_run import AgentSpec, AsyncRunner, LoadedAgent, RunSetup
+
+_RETRY_S = 1.0
+"""Seconds between attempts at a session of a server whose sessions others hold."""
+
+
+class OpenEnvSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the runner, as ``[runner] params``; one of ``url`` and ``command`` is given.
+
+    Attributes:
+        url: Base URL of a server that runs.
+        command: Words of a command that starts one for each worker; ``{port}`` in a word is its port.
+        reward: The rollout's reward: the ``sum`` of the rewards of the episode's steps, or the ``last`` one.
+        timeout_s: Seconds that one answer of the server may take.
+        start_s: Seconds that a server may take until it answers.
+        wait_s: Seconds that an attempt waits for a free session of a server whose sessions others hold.
+        max_message_mb: Mebibytes of one answer at most.
+    """
+
+    url: str = ""
+    command: tuple[str, ...] = ()
+    reward: Literal["sum", "last"] = "sum"
+    timeout_s: float = 60.0
+    start_s: float = 60.0
+    wait_s: float = 600.0
+    max_message_mb: float = 100.0
+
+
+class OpenEnvRunner:
+    """Runs an agent with a session of an OpenEnv server; see the module.
+
+    Args:
+        setup: The experiment's settings.
+        params: The fields of :class:`OpenEnvSettings`.
+
+    Raises:
+        ConfigError: A parameter is wrong, or the agent takes no ``env``.
+    """
+
+    provides = ("env",)
+    """Parameters of the agent that this runner fills."""
+
+    def __init__(self, setup: RunSetup, **params: Any) -> None:
+        self._settings = _settings(params)
+        self._folder = setup.agent.folder
+        agent = setup.agent.load()
+        if agent.parameters and "env" not in agent.parameters and "resources" not in agent.parameters:
+            raise ConfigError(
+                f"the agent {setup.agent.identity!r} takes {', '.join(agent.parameters)} and no env, so it cannot play "
+                "the OpenEnv environment; add the parameter env, as in def play(task, llm, env)"
+            )
+        self._runner = AsyncRunner(dataclasses.replace(setup, agent=AgentSpec(target=self._with_session(agent))))
+        self._sessions: dict[str, Session] = {}
+        self._changed = asyncio.Condition()
+        self._limit: int | None = None
+        self._client: aiohttp.ClientSession | None = None
+        self._server: Server | None = None
+
+    async def start(self) -> None:
+        """Start the server, if it is started here."""
+        self._client = aiohttp.ClientSession(trust_env=False)
+        try:
+            if self._settings.url:
+                self._server = RemoteServer(self._settings.url)
+            else:
+                self._server = StartedServer(
+                    self._settings.command, folder=self._folder, start_s=self._settings.start_s, client=self._client
+                )
+                await self._server.url()
+            await self._runner.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt in a session of its own.
+
+        Raises:
+            ServerLostError: The server went away.
+            OpenEnvError: It gave no session.
+        """
+        session = await self._open()
+        attempt_id = claim.attempt.attempt_id
+        self._sessions[attempt_id] = session
+        try:
+            outcome = await self._runner.execute(claim)
+        finally:
+            del self._sessions[attempt_id]
+            await session.close()
+            async with self._changed:
+                self._changed.notify_all()
+        if session.lost is not None:
+            raise session.lost
+        return outcome
+
+    async def _open(self) -> Session:
+        """Open a session; waits for a free one, and for a server that starts again.
+
+        A server says how many sessions it has when it refuses one.
+        """
+        assert self._client is not None  # noqa: S101  # started
+        assert self._server is not None  # noqa: S101  # likewise
+        settings, since = self._settings, time.monotonic()
+        lost: ServerLostError | None = None
+        try:
+            async with asyncio.timeout(settings.wait_s):
+                while True:
+                    try:
+                        return await Session.open(
+                            self._client,
+                            await self._server.url(),
+                            timeout_s=settings.timeout_s,
+                            max_message=int(settings.max_message_mb * 2**20),
+                        )
+                    except CapacityError as error:
+                        self._limit, lost = error.limit, None
+                        await self._until_closed()
+                    except ServerLostError as error:
+                        lost = error
+                        if time.monotonic() - since > settings.start_s:
+                            raise
+                        await asyncio.sleep(_RETRY_S)
+        except TimeoutError:
+            if lost is not None:
+                raise lost from None
+            limit = "" if self._limit is None else f" of its {self._limit}"
+            raise OpenEnvError(
+                f"the OpenEnv server had no free session{limit} for {settings.wait_s:g} s; start it with a higher "
+                "max_concurrent_envs, lower [runner] concurrency, or raise wait_s in its params"
+            ) from None
+
+    async def _until_closed(self) -> None:
+        """Wait for one of our own sessions to close, and not for long, because others may hold the server's."""
+        try:
+            async with asyncio.timeout(_RETRY_S), self._changed:
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _with_session(self, agent: LoadedAgent) -> Any:
+        """Return the agent with its session among its resources, as a function of the same kind."""
+        if agent.is_async:
+
+            async def play(resources: NamedResources, rollout: Rollout) -> Any:
+                session = self._session()
+                value = await agent.call(rollout, {**resources, "env": session})  # pyright: ignore[reportArgumentType]  # a resource of this runner's own
+                self._reward(session)
+                return value
+
+            return play
+
+        def play_in_thread(resources: NamedResources, rollout: Rollout) -> Any:
+            session = self._session()
+            value = agent.call(rollout, {**resources, "env": BlockingSession(session)})  # pyright: ignore[reportArgumentType]  # likewise
+            if inspect.isawaitable(value):
+                return self._awaited(value, session)
+            self._reward(session)
+            return value
+
+        return play_in_thread
+
+    def _session(self) -> Session:
+        """Return the session of the attempt whose agent runs here; a rollout may have two at once, one of them lost."""
+        attempt = current()
+        assert attempt is not None  # noqa: S101  # agents run inside their attempts
+        return self._sessions[attempt.attempt_id]
+
+    async def _awaited(self, value: Awaitable[Any], session: Session) -> Any:
+        found = await value
+        self._reward(session)
+        return found
+
+    def _reward(self, session: Session) -> None:
+        if session.rewards:
+            agl.emit_reward(sum(session.rewards) if self._settings.reward == "sum" else session.rewards[-1])
+
+    async def stop(self) -> None:
+        """Stop the server, if it was started here."""
+        try:
+            await self._runner.stop()
+        finally:
+            if self._server is not None:
+                await self._server.stop()
+            if self._client is not None:
+                await self._client.close()
+
+
+def _settings(params: dict[str, Any]) -> OpenEnvSettings:
+    known = OpenEnvSettings.__struct_fields__
+    unknown = [name for name in params if name not in known]
+    if unknown:
+        raise ConfigError(f"the runner 'openenv' has no parameter {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    try:
+        settings = msgspec.convert(params, OpenEnvSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"[runner] params: {error}") from None
+    if bool(settings.url) == bool(settings.command):
+        raise ConfigError(
+            "the runner 'openenv' needs a server: write params = { url = \"http://HOST:PORT\" } for one that runs, or "
+            'params = { command = ["uvicorn", "my_env.server:app", "--port", "{port}"] } to start one'
+        )
+    if settings.url and not settings.url.startswith(("http://", "https://")):
+        raise ConfigError(f"url of the OpenEnv server is {settings.url!r}; write http://HOST:PORT or https://HOST")
+    return settings

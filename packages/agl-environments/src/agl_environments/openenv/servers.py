@@ -1,0 +1,143 @@
+"""The OpenEnv server of a worker: one that runs elsewhere, or a command that is started and kept here."""
+
+import asyncio
+import os
+import shlex
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import aiohttp
+
+from agl.errors import ConfigError
+from agl_environments.openenv.session import OpenEnvError
+from agl_run.programs import KeptProcess, PrintedText
+
+_PAUSE_S = 0.1
+"""Seconds between looks at a server that is starting."""
+
+_SHOWN = 2000
+"""Characters of a server's output that an error shows."""
+
+
+class Server(Protocol):
+    """Where a worker's sessions are."""
+
+    async def url(self) -> str:
+        """Return the base URL of the server, which runs when this returns.
+
+        Raises:
+            OpenEnvError: It does not start.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Stop what was started here."""
+        ...
+
+
+class RemoteServer:
+    """A server that somebody else runs."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def url(self) -> str:
+        """Return its base URL."""
+        return self._url
+
+    async def stop(self) -> None:
+        """Leave it alone."""
+
+
+class StartedServer:
+    """A server that a command starts, on a port of this machine; one that died is started again when it is needed.
+
+    Args:
+        words: The command; ``{port}`` in a word is the port, which is also in the variable ``PORT``.
+        folder: Its working directory.
+        start_s: Seconds that it may take until it answers.
+        client: Asks whether it answers.
+    """
+
+    def __init__(self, words: Sequence[str], *, folder: str, start_s: float, client: aiohttp.ClientSession) -> None:
+        if not any("{port}" in word for word in words):
+            raise ConfigError(
+                f'the command {shlex.join(words)!r} of the OpenEnv server has no {{port}}; write the port as "{{port}}"'
+                ', such as command = ["uvicorn", "my_env.server:app", "--port", "{port}"], so that every worker has '
+                "its own"
+            )
+        self._words = words
+        self._folder = folder
+        self._start_s = start_s
+        self._client = client
+        self._lock = asyncio.Lock()
+        self._kept: KeptProcess | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._printed = PrintedText()
+        self._url = ""
+
+    async def url(self) -> str:
+        """Start the server unless it runs, and return its base URL."""
+        async with self._lock:
+            if self._kept is None or self._kept.returncode is not None:
+                await self._end()
+                await self._start()
+        return self._url
+
+    async def _start(self) -> None:
+        port = _free_port()
+        words = [word.replace("{port}", str(port)) for word in self._words]
+        self._printed, self._url = PrintedText(), f"http://127.0.0.1:{port}"
+        try:
+            self._kept = await KeptProcess.start(
+                words,
+                environment={**os.environ, "PORT": str(port)},
+                cwd=self._folder or None,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+        except OSError as error:
+            raise OpenEnvError(f"the OpenEnv server cannot be started: {shlex.join(words)}: {error}") from error
+        assert self._kept.process.stdout is not None  # noqa: S101  # a pipe
+        self._reader = asyncio.create_task(self._printed.read(self._kept.process.stdout))
+        try:
+            await self._answering(words)
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _answering(self, words: Sequence[str]) -> None:
+        """Wait until the server answers a request, whatever its answer."""
+        assert self._kept is not None  # noqa: S101  # just started
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._start_s):
+                while self._kept.returncode is None:
+                    with suppress(aiohttp.ClientError, OSError):
+                        async with self._client.get(f"{self._url}/health"):
+                            return
+                    await asyncio.sleep(_PAUSE_S)
+        code = self._kept.returncode
+        what = f"did not answer within {self._start_s:g} s" if code is None else f"ended with exit code {code}"
+        said = self._printed.text().strip()[-_SHOWN:] or "it printed nothing"
+        raise OpenEnvError(f"the OpenEnv server {what} after its start by {shlex.join(words)}: {said}")
+
+    async def _end(self) -> None:
+        if self._kept is not None:
+            await self._kept.stop()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        self._kept = self._reader = None
+
+    async def stop(self) -> None:
+        """Stop the server and all that it started."""
+        await self._end()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

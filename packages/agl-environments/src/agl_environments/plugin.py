@@ -1,0 +1,21 @@
+"""Registers the runners that give agents an environment of another library."""
+
+from collections.abc import Iterable
+
+from agl import hookimpl
+from agl.contracts import RunnerEntry
+
+
+@hookimpl
+def agl_runners() -> Iterable[RunnerEntry]:
+    """Register the runners of verifiers and of OpenEnv."""
+    yield RunnerEntry(
+        name="verifiers",
+        factory="agl_environments.verifiers.runner:VerifiersRunner",
+        summary="an environment of the verifiers library as agent, tasks and reward",
+    )
+    yield RunnerEntry(
+        name="openenv",
+        factory="agl_environments.openenv.runner:OpenEnvRunner",
+        summary="an agent with a session of an OpenEnv server",
+    )

@@ -1,0 +1,151 @@
+"""The parts of an environment that the runner needs, whichever generation of verifiers it was written for.
+
+Environments with ``load_environment`` are in :mod:`agl_environments.verifiers.classic`, those made of a taskset in
+:mod:`agl_environments.verifiers.taskset`. Objects of verifiers are of any type here, so that nothing of it is imported
+before an environment is asked for.
+"""
+
+import importlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from agl.errors import ConfigError, RunError
+from agl.schemas import Json, Record, Reward, to_json
+from agl_run.programs import LostError, TaskSets
+
+
+class Model(Record, frozen=True, kw_only=True):
+    """The policy as a rollout calls it.
+
+    Attributes:
+        base_url: With ``/v1``.
+        routed_url: The same with the attempt's identity in its path, for clients that share their connections.
+        key: The attempt's token.
+        name: The model that calls name.
+        sampling: Sampling parameters of every call.
+    """
+
+    base_url: str
+    routed_url: str
+    key: str
+    name: str
+    sampling: dict[str, Json] = {}
+
+
+class Environment(Protocol):
+    """An environment that is loaded; ``start`` and ``stop`` are called once, on the event loop of the rollouts."""
+
+    def tasks(self) -> TaskSets:
+        """Return its training tasks and its validation tasks, as JSON values.
+
+        Raises:
+            ConfigError: It has none, or one is no JSON value.
+        """
+        ...
+
+    async def start(self) -> None:
+        """Acquire what its rollouts share."""
+        ...
+
+    async def play(self, task: Json, model: Model) -> Reward | None:
+        """Play one task to its end and return its reward, ``None`` where it was not scored.
+
+        Raises:
+            LostError: A sandbox or a tunnel of it went away.
+            RunError: It failed for another reason.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Release everything."""
+        ...
+
+
+def json_tasks(rows: Iterable[Mapping[str, Any]], *, name: str) -> list[Json]:
+    """Return the rows of a dataset as JSON values.
+
+    Raises:
+        ConfigError: One is not JSON; names the row and the key.
+    """
+    return [_json_task(row, f"row {number} of the environment {name!r}") for number, row in enumerate(rows)]
+
+
+def _json_task(row: Mapping[str, Any], where: str) -> Json:
+    try:
+        found = cast("dict[str, Json]", msgspec.to_builtins(dict(row)))
+        to_json(found)
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        wrong = next((key for key, value in row.items() if not _is_json(value)), "?")
+        raise ConfigError(
+            f"{where} has {wrong!r}, which is no JSON value ({error}), and tasks are recorded as JSON; let the "
+            "environment's dataset hold text or numbers there, and load the rest when the rollout begins"
+        ) from None
+    return found
+
+
+def _is_json(value: object) -> bool:
+    try:
+        to_json(msgspec.to_builtins(value))
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        return False
+    return True
+
+
+def checked_reward(
+    value: float | None, parts: Mapping[str, float | None], weights: Mapping[str, float], *, name: str
+) -> Reward | None:
+    """Return a reward with its parts; the weights are left out where their sum is another value.
+
+    Raises:
+        RunError: The reward or a part is not finite.
+    """
+    wrong = next((f"{part} as {key!r}" for key, part in _numbers(parts, value) if not math.isfinite(part)), "")
+    if wrong:
+        raise RunError(
+            f"the environment {name!r} scored this rollout with {wrong}; correct that reward function so that it "
+            "returns a finite number"
+        )
+    if value is None:
+        return None
+    total = sum(weight * (parts.get(key) or 0.0) for key, weight in weights.items())
+    same = set(weights) <= set(parts) and math.isclose(total, value, rel_tol=1e-6, abs_tol=1e-9)
+    return Reward(
+        value=value, name=name, dimensions=dict(parts), weights=dict(weights) if same else {}, source="environment"
+    )
+
+
+def _numbers(parts: Mapping[str, float | None], value: float | None) -> Iterator[tuple[str, float]]:
+    yield from ((key, part) for key, part in parts.items() if part is not None)
+    if value is not None:
+        yield "reward", value
+
+
+def module(path: str) -> Any:
+    """Import a module of verifiers, whose objects are of any type here.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    try:
+        return importlib.import_module(path)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} cannot be imported: {error}; install verifiers in a release that has it: environments with "
+            "load_environment need 'verifiers>=0.3,<0.4', tasksets 'verifiers>=0.4'"
+        ) from error
+
+
+INFRASTRUCTURE = frozenset({"InfraError", "TunnelError", "SandboxError", "BrowserSandboxError", "InterceptionError"})
+"""Errors of verifiers that say nothing about the agent."""
+
+
+def failure(name: str, kind: str, message: str) -> RunError:
+    """Return the error for a rollout that an environment ended with an error of its own.
+
+    ``kind`` is the name of the exception's class.
+    """
+    text = f"the environment {name!r} failed: {kind}: {message}"
+    return LostError(text) if kind in INFRASTRUCTURE else RunError(text)

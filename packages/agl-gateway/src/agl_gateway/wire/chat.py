@@ -1,0 +1,267 @@
+"""Builds requests of chat completions and reads their answers, for the APIs that are translated into them.
+
+An answer is cut into pieces in their order: thoughts, texts and tool calls. A tool call comes once it is whole, at the
+end of the answer, because servers may send the parts of several in any order. Of several choices the first is read.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from agl.dialects import Request
+from agl.schemas import Json
+from agl_gateway.wire.problems import Problem
+from agl_gateway.wire.translation import EventSplitter, as_object, data_of, objects_in, text_in
+
+ChatMessage = dict[str, Json]
+
+_EMPTY_SCHEMA: dict[str, Json] = {"type": "object", "properties": {}}
+
+
+def fields_of(asked: Request) -> dict[str, Any]:
+    """Return the fields of a request; raises a 400 :class:`Problem` for a body that is no JSON object."""
+    given = asked.to_dict()
+    if given is None:
+        raise Problem(
+            400,
+            "the request's body is not a JSON object, or is nested too deep; send the API's JSON",
+            code="invalid_json",
+        )
+    return given
+
+
+def chat_completion(body: dict[str, Json], *, is_streamed: bool) -> Request:
+    """Return the request; a streamed answer ends with its usage, which other APIs always report."""
+    if is_streamed:
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    return Request("chat", msgspec.json.encode(body))
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a part of a message that is text."""
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return an image by its address, which may be one of ``data:``."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def file_part(url: str) -> dict[str, Any]:
+    """Return a file by its address of ``data:``."""
+    return {"type": "file", "file": {"file_data": url}}
+
+
+def audio_part(data: str, kind: str) -> dict[str, Any]:
+    """Return audio in base64, of a format such as ``wav``."""
+    return {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
+
+
+def user_message(parts: Sequence[dict[str, Any]], *, between: str = "\n") -> Iterable[ChatMessage]:
+    """Return a user's message, as one text where all parts are; none without parts."""
+    if parts and all(part["type"] == "text" for part in parts):
+        return [{"role": "user", "content": between.join(part["text"] for part in parts)}]
+    return [{"role": "user", "content": [*parts]}] if parts else []
+
+
+def assistant_message(*, text: str, reasoning: str, calls: Sequence[Json]) -> ChatMessage:
+    """Return an earlier answer of the model."""
+    message: ChatMessage = {"role": "assistant", "content": text or None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return {**message, "tool_calls": [*calls]} if calls else message
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> Json:
+    """Return a tool call of an earlier answer; ``arguments`` is its JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_messages(call_id: str, parts: Sequence[dict[str, Any]]) -> tuple[ChatMessage, list[dict[str, Any]]]:
+    """Return a tool's result, which can only be text, and its other parts, for the user's message that follows it."""
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    rest = [part for part in parts if part["type"] != "text"]
+    return {"role": "tool", "tool_call_id": call_id, "content": text}, rest
+
+
+def function_tool(name: Json, *, description: Json = None, parameters: Json = None) -> Json:
+    """Return the declaration of a tool; ``parameters`` is a JSON Schema."""
+    about = {"description": description} if description else {}
+    return {"type": "function", "function": {"name": name, **about, "parameters": parameters or _EMPTY_SCHEMA}}
+
+
+def function_choice(name: Json) -> Json:
+    """Return the choice of one tool."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def answer_format(schema: Json, *, name: Json = None) -> Json:
+    """Return the format of an answer that follows a JSON Schema, or any JSON object without one."""
+    named = {"type": "json_schema", "json_schema": {"name": name or "answer", "schema": schema}}
+    return named if schema else {"type": "json_object"}
+
+
+def unsupported(found: str, advice: str) -> Problem:
+    """Return the refusal of what no chat completion can ask for."""
+    return Problem(400, f"the policy's server has nothing for {found}; {advice}", code="unsupported")
+
+
+Kind: TypeAlias = Literal["thought", "text", "call"]
+Step: TypeAlias = Literal["opened", "grown", "closed"]
+
+
+@dataclass(slots=True)
+class Piece:
+    """A piece of an answer.
+
+    Attributes:
+        text: The text so far; of a call, the JSON text of its arguments.
+        id: The call's id; ``name`` that of the function.
+    """
+
+    kind: Kind
+    text: str = ""
+    id: str = ""
+    name: str = ""
+
+
+Change: TypeAlias = tuple[Step, Piece, str]
+"""A step in the life of a piece (opened, grown, closed), with the text by which it has grown."""
+
+
+class Pieces:
+    """Builds the pieces of one choice from its message, or from its deltas."""
+
+    def __init__(self) -> None:
+        self._open: Piece | None = None
+        self._calls: dict[int, Piece] = {}
+
+    def add(self, delta: dict[str, Any]) -> Iterator[Change]:
+        """Yield the changes by a message or a delta of one."""
+        yield from self._grow("thought", text_in(delta.get("reasoning_content")) or text_in(delta.get("reasoning")))
+        yield from self._grow("text", text_in(delta.get("content")) or text_in(delta.get("refusal")))
+        for place, part in enumerate(objects_in(delta.get("tool_calls"))):
+            at = part.get("index")
+            call = self._calls.setdefault(at if isinstance(at, int) else place, Piece("call"))
+            function = as_object(part.get("function"))
+            call.id = text_in(part.get("id")) or call.id
+            call.name += text_in(function.get("name"))
+            call.text += text_in(function.get("arguments"))
+
+    def end(self) -> Iterator[Change]:
+        """Yield the end of the open piece, and the calls."""
+        yield from self._close()
+        for _, call in sorted(self._calls.items()):
+            yield "opened", call, ""
+            if call.text:
+                yield "grown", call, call.text
+            yield "closed", call, ""
+        self._calls = {}
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[Change]:
+        if not text:
+            return
+        if self._open is None or self._open.kind != kind:
+            yield from self._close()
+            self._open = Piece(kind)
+            yield "opened", self._open, ""
+        self._open.text += text
+        yield "grown", self._open, text
+
+    def _close(self) -> Iterator[Change]:
+        if self._open is not None:
+            yield "closed", self._open, ""
+        self._open = None
+
+
+def pieces_of(message: dict[str, Any]) -> list[Piece]:
+    """Return the pieces of a whole message."""
+    building = Pieces()
+    return [piece for step, piece, _ in (*building.add(message), *building.end()) if step == "closed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The tokens of a call.
+
+    Attributes:
+        cached: Those of the prompt that were not computed again.
+        thoughts: Those of the answer that are thoughts, where the server counts them.
+    """
+
+    prompt: int = 0
+    answer: int = 0
+    cached: int = 0
+    thoughts: int = 0
+
+
+def usage_of(given: dict[str, Any]) -> Usage:
+    """Return the usage in an answer or a chunk, zeros where there is none."""
+    usage = as_object(given.get("usage"))
+    asked, answered = (as_object(usage.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion"))
+    return Usage(
+        prompt=_count(usage.get("prompt_tokens")),
+        answer=_count(usage.get("completion_tokens")),
+        cached=_count(asked.get("cached_tokens")),
+        thoughts=_count(answered.get("reasoning_tokens")) or _count(usage.get("reasoning_tokens")),
+    )
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def first_choice(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the first choice in an answer or a chunk; an empty one without any."""
+    return next((one for one in objects_in(given.get("choices")) if not one.get("index")), dict[str, Any]())
+
+
+def error_in(given: dict[str, Any], body: bytes = b"") -> tuple[str, str]:
+    """Return the message of a server's error, whatever its form, and its code; the start of ``body`` without one."""
+    error = given.get("error")
+    found = as_object(error).get("message") or error or given.get("message") or given.get("detail")
+    text = str(found or body[:2000].decode("utf-8", "replace"))
+    code = text_in(as_object(error).get("code"))
+    is_too_long = "context length" in text or "context_length" in code
+    return text, "context_length_exceeded" if is_too_long else code
+
+
+class ChatEvents:
+    """Reads a streamed chat completion.
+
+    Attributes:
+        head: The fields of the first chunk.
+        usage: The usage, once it has come.
+        reason: Why the answer ended; ``""`` before its end.
+        stop: The stop sequence that ended it, where the server names it.
+    """
+
+    def __init__(self) -> None:
+        self._events = EventSplitter()
+        self._pieces = Pieces()
+        self.head: dict[str, Any] = {}
+        self.usage = Usage()
+        self.reason = ""
+        self.stop = ""
+
+    def chunks(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Yield the chunks that ended with these bytes."""
+        for event in self._events.feed(data):
+            chunk = data_of(event)
+            if not chunk:
+                continue
+            self.head = self.head or chunk
+            if chunk.get("usage"):
+                self.usage = usage_of(chunk)
+            yield chunk
+
+    def changes(self, chunk: dict[str, Any]) -> Iterator[Change]:
+        """Yield the changes by a chunk."""
+        choice = first_choice(chunk)
+        yield from self._pieces.add(as_object(choice.get("delta")))
+        self.stop = text_in(choice.get("stop_reason")) or self.stop
+        if reason := text_in(choice.get("finish_reason")):
+            self.reason = reason
+            yield from self._pieces.end()

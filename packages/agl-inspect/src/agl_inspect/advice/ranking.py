@@ -1,0 +1,421 @@
+"""Ranks the parameters of past runs by a fitted model, and proposes the next run; Optuna and scikit-learn do the work.
+
+- Importance is fANOVA (Hutter, Hoos and Leyton-Brown 2014, "An Efficient Approach for Assessing Hyperparameter
+  Importance"): the share of the variance of a random forest's predictions that a parameter causes by itself. It is
+  the mean over forests of several seeds, and its interval comes from forests on resampled runs.
+- The shares of a forest add up to one whether or not anything matters. So each parameter is tested by itself: how
+  often do as good fits (a parabola through the ranks of its values, or a mean for each choice) arise when the rewards
+  are dealt to the runs at random? The p-values are corrected for the number of parameters after Holm (1979).
+- The next run is the proposal of a tree-structured Parzen estimator (Bergstra et al. 2011), within the values that
+  were tried.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+import msgspec
+
+from agl.errors import ConfigError
+from agl.schemas import Record
+from agl_inspect.advice.history import History, PastRun
+
+FEWEST = 8
+"""Runs from which on a model is fitted."""
+
+SIGNIFICANT = 0.05
+"""Corrected p-value up to which a parameter counts as one that matters."""
+
+_SEEDS = 4
+_RESAMPLES = 20
+_TREES = 16
+_PERMUTATIONS = 4000
+_ASKED = 50
+"""Proposals that are asked for until one was not tried before."""
+
+_MISSING = "not set"
+_NULL = "null"
+_LOG_RANGE = 10.0
+"""Ratio of the largest to the smallest value from which on a parameter counts in powers."""
+
+
+class Parameter(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A parameter in which runs differ.
+
+    Attributes:
+        name: The key that ``--set`` takes.
+        tried: Its values in words.
+        importance: Share of the forest's variance that it causes by itself, 0 to 1.
+        low: Lower end of the importance's 90 % interval over resampled runs; ``high`` the upper end.
+        chance: Probability of as good a fit by chance, corrected for the number of parameters.
+        is_clear: True if it matters: ``chance`` is at most ``SIGNIFICANT``.
+    """
+
+    name: str
+    tried: str
+    importance: float
+    low: float
+    high: float
+    chance: float
+    is_clear: bool
+
+
+class Fit(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The parameters of runs that compare, and what to run next.
+
+    Attributes:
+        agent: Their agent.
+        runs: The runs, which are the source of every number here.
+        unfinished: Runs of the same kind that have not ended, which count for nothing.
+        missing: Runs that are missing for a fit; 0 if there is one.
+        best: The run with the highest reward, ``None`` without runs.
+        parameters: The most important first; empty without a fit.
+        next: Values of the next run as JSON by key, ``None`` for a key to leave out; empty if nothing is proposed.
+        notes: Remarks in sentences.
+    """
+
+    agent: str
+    runs: list[PastRun]
+    unfinished: int
+    missing: int
+    best: PastRun | None
+    parameters: list[Parameter]
+    next: dict[str, str | None]
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dimension:
+    """A parameter of the model.
+
+    ``kind`` is ``int`` or ``float`` for numbers, ``choice`` for the rest. ``texts`` are JSON, ``None`` where a run did
+    not set it, and ``numbers`` the values of a number.
+    """
+
+    name: str
+    kind: Literal["int", "float", "choice"]
+    texts: Sequence[str | None]
+    numbers: Sequence[float | None]
+
+    @property
+    def has_gaps(self) -> bool:
+        return self.kind != "choice" and None in self.texts
+
+    @property
+    def known(self) -> list[float]:
+        return [value for value in self.numbers if value is not None]
+
+    @property
+    def is_log(self) -> bool:
+        return min(self.known) > 0 and max(self.known) >= _LOG_RANGE * min(self.known)
+
+    @property
+    def is_known(self) -> bool:
+        """True if every value can be written down; some are kept as digests."""
+        return all(text is None or _is_json(text) for text in self.texts)
+
+    @property
+    def flag(self) -> str:
+        """Name of the model's own parameter for whether this one is set."""
+        return f"{self.name} is set"
+
+    @property
+    def choices(self) -> list[str]:
+        return sorted({text or _MISSING for text in self.texts})
+
+    def is_edge(self, place: int) -> bool:
+        """Return true if a run has the smallest or the largest number that was tried."""
+        return self.kind != "choice" and self.numbers[place] in (min(self.known), max(self.known))
+
+    @property
+    def words(self) -> str:
+        """The tried values."""
+        gaps = f", or {_MISSING}" if self.has_gaps else ""
+        if self.kind != "choice":
+            return f"{min(self.known):g} to {max(self.known):g}{gaps}"
+        shown = [shown_value(text) for text in self.choices]
+        return ", ".join(shown) if len(shown) <= 4 else f"{', '.join(shown[:3])} and {len(shown) - 3} more"
+
+
+def fit(history: History) -> Fit:
+    """Rank the parameters of a history, and propose the next run; the same history gives the same answer.
+
+    Raises:
+        ConfigError: There are enough runs, and Optuna or scikit-learn is missing.
+    """
+    runs = [run for run in history.runs if math.isfinite(run.mean)]
+    missing = max(0, FEWEST - len(runs))
+    dimensions = [] if missing else list(_dimensions(runs))
+    scores = [run.mean for run in runs]
+    notes = _notes(runs, dimensions) if not missing else []
+    parameters: list[Parameter] = []
+    proposed: dict[str, str | None] = {}
+    if dimensions and min(scores) < max(scores):
+        optuna = _optuna()
+        with _quiet(optuna):
+            parameters = _ranked(optuna, dimensions, scores)
+            proposed = _proposed(optuna, dimensions, scores)
+        notes += _judged(parameters, dimensions, proposed, scores.index(max(scores)))
+    return Fit(
+        agent=history.kind.agent,
+        runs=runs,
+        unfinished=history.unfinished,
+        missing=missing,
+        best=max(runs, key=lambda run: run.mean, default=None),
+        parameters=parameters,
+        next=proposed,
+        notes=notes,
+    )
+
+
+def shown_value(text: str | None) -> str:
+    """Return a parameter's value in words; one that is kept as a digest has only the beginning of that."""
+    if text is None:
+        return _MISSING
+    return text.strip('"') if _is_json(text) else f"{text[:14]}…"
+
+
+def _optuna() -> Any:  # untyped here, so that type checkers need no optional package
+    try:
+        import_module("sklearn")
+        return import_module("optuna")
+    except ImportError as error:
+        raise ConfigError(
+            f"fitting a model to runs needs Optuna and scikit-learn ({error}); run: pip install 'agl-run[suggest]'"
+        ) from error
+
+
+@contextmanager
+def _quiet(optuna: Any) -> Generator[None]:
+    """Keep what Optuna logs and warns of to itself, and leave its level as it was."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def _dimensions(runs: Sequence[PastRun]) -> Iterator[_Dimension]:
+    """Yield the parameters in which runs differ."""
+    for name in sorted({name for run in runs for name in run.values}):
+        found = [run.values.get(name) for run in runs]
+        texts = [None if text == _NULL else text for text in found]
+        if len(set(texts)) == 1:
+            continue
+        numbers = [None if text is None else _number(text) for text in texts]
+        is_number = all(number is not None for number, text in zip(numbers, texts, strict=True) if text is not None)
+        if not is_number or len(set(numbers) - {None}) < 2:
+            yield _Dimension(name=name, kind="choice", texts=texts, numbers=())
+        else:
+            is_int = all(isinstance(number, int) for number in numbers if number is not None)
+            yield _Dimension(name=name, kind="int" if is_int else "float", texts=texts, numbers=numbers)
+
+
+def _number(text: str) -> float | None:
+    """Return the number that a JSON text is, ``None`` for anything else, and for integers that no float holds."""
+    try:
+        value = msgspec.json.decode(text, type=int | float)
+    except msgspec.DecodeError:
+        return None
+    return value if abs(value) < 2**53 else None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def _ranked(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float]) -> list[Parameter]:
+    """Return the parameters by importance."""
+    numpy: Any = import_module("numpy")
+    random = numpy.random.default_rng(len(scores))
+    every = range(len(scores))
+    shares = [_shares(optuna, dimensions, scores, every, seed=seed) for seed in range(_SEEDS)]
+    resampled = [
+        _shares(optuna, dimensions, scores, [int(place) for place in random.integers(0, len(scores), len(scores))])
+        for _ in range(_RESAMPLES)
+    ]
+    chances = _corrected([_chance(numpy, dimension, scores) for dimension in dimensions])
+    found: list[Parameter] = []
+    for dimension, chance in zip(dimensions, chances, strict=True):
+        importance = numpy.mean([share[dimension.name] for share in shares if share])
+        low, high = numpy.quantile([share[dimension.name] for share in resampled if share], [0.05, 0.95])
+        found.append(
+            Parameter(
+                name=dimension.name,
+                tried=dimension.words,
+                importance=round(float(importance), 4),
+                low=round(float(min(low, importance)), 4),
+                high=round(float(max(high, importance)), 4),
+                chance=round(chance, 4),
+                is_clear=chance <= SIGNIFICANT,
+            )
+        )
+    return sorted(found, key=lambda each: (not each.is_clear, -each.importance, each.name))
+
+
+def _shares(
+    optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float], places: Sequence[int], *, seed: int = 0
+) -> dict[str, float]:
+    """Return the importance of each parameter over the runs at some places; empty if their rewards are all equal."""
+    if len({scores[place] for place in places}) == 1:
+        return {}
+    study = optuna.create_study(direction="maximize")
+    space = _space(optuna, dimensions)
+    for place in places:
+        values = {name: value for each in dimensions for name, value in _values(each, place, fills=True).items()}
+        study.add_trial(optuna.trial.create_trial(params=values, distributions=space, value=scores[place]))
+    evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=_TREES, seed=seed)
+    try:
+        found: Mapping[str, Any] = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    except RuntimeError:  # no tree of the forest splits
+        return {}
+    return {each.name: float(found.get(each.name, 0.0) + found.get(each.flag, 0.0)) for each in dimensions}
+
+
+def _space(optuna: Any, dimensions: Sequence[_Dimension]) -> dict[str, Any]:
+    """Return Optuna's distributions of parameters, within the values that were tried."""
+    kinds = optuna.distributions
+    space: dict[str, Any] = {}
+    for each in dimensions:
+        if each.kind == "choice":
+            space[each.name] = kinds.CategoricalDistribution(each.choices)
+            continue
+        kind = kinds.IntDistribution if each.kind == "int" else kinds.FloatDistribution
+        space[each.name] = kind(min(each.known), max(each.known), log=each.is_log)
+        if each.has_gaps:
+            space[each.flag] = kinds.CategoricalDistribution([False, True])
+    return space
+
+
+def _values(dimension: _Dimension, place: int, *, fills: bool = False) -> dict[str, Any]:
+    """Return the values of one run's parameter for Optuna; ``fills`` puts the middle value into a gap."""
+    text = dimension.texts[place]
+    if dimension.kind == "choice":
+        return {dimension.name: text or _MISSING}
+    number = dimension.numbers[place]
+    flag = {dimension.flag: number is not None} if dimension.has_gaps else {}
+    if number is None:
+        middle = sorted(dimension.known)[len(dimension.known) // 2]
+        return {dimension.name: middle, **flag} if fills else flag
+    return {dimension.name: number, **flag}
+
+
+def _chance(numpy: Any, dimension: _Dimension, scores: Sequence[float]) -> float:
+    """Return how often rewards that are dealt to the runs at random fit a parameter as well as they do: the p-value."""
+    columns = numpy.array(_columns(numpy, dimension), dtype=float).T
+    columns = columns - columns.mean(axis=0)
+    basis, sizes, _ = numpy.linalg.svd(columns, full_matrices=False)
+    basis = basis[:, sizes > 1e-9 * max(1.0, sizes.max())]
+    values = numpy.array(scores) - numpy.mean(scores)
+    random = numpy.random.default_rng(len(scores))
+    dealt = random.permuted(numpy.tile(values, (_PERMUTATIONS, 1)), axis=1)
+    own = float(((basis.T @ values) ** 2).sum())
+    by_chance = ((dealt @ basis) ** 2).sum(axis=1)
+    return float((1 + (by_chance >= own * (1 - 1e-9)).sum()) / (1 + _PERMUTATIONS))
+
+
+def _columns(numpy: Any, dimension: _Dimension) -> list[list[float]]:
+    """Return a parameter as columns: a column for each choice, or ranks, their squares, and where it is set."""
+    if dimension.kind == "choice":
+        texts = [text or _MISSING for text in dimension.texts]
+        return [[float(text == choice) for text in texts] for choice in dimension.choices]
+    order = sorted(set(dimension.known))
+    middle = (len(order) - 1) / 2
+    ranks = [0.0 if number is None else order.index(number) - middle for number in dimension.numbers]
+    return [ranks, [rank**2 for rank in ranks], [float(number is not None) for number in dimension.numbers]]
+
+
+def _corrected(chances: Sequence[float]) -> list[float]:
+    """Return Holm's correction of p-values for their number, in their order."""
+    corrected = [0.0] * len(chances)
+    highest = 0.0
+    for rank, place in enumerate(sorted(range(len(chances)), key=lambda place: chances[place])):
+        highest = max(highest, min(1.0, (len(chances) - rank) * chances[place]))
+        corrected[place] = highest
+    return corrected
+
+
+def _proposed(optuna: Any, dimensions: Sequence[_Dimension], scores: Sequence[float]) -> dict[str, str | None]:
+    """Return the values of a run that was not tried; empty if every combination was, or none can be written down."""
+    chosen = [each for each in dimensions if each.is_known]
+    if not chosen:
+        return {}
+    sampler = optuna.samplers.TPESampler(n_startup_trials=0, seed=len(scores))
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    space = _space(optuna, chosen)
+    for place, score in enumerate(scores):
+        values = {name: value for each in chosen for name, value in _values(each, place).items()}
+        own = {name: space[name] for name in values}
+        study.add_trial(optuna.trial.create_trial(params=values, distributions=own, value=score))
+    tried = [{each.name: each.texts[place] for each in chosen} for place in range(len(scores))]
+    for _ in range(_ASKED):
+        asked: Mapping[str, Any] = study.ask(space).params
+        found = {each.name: _text(each, asked) for each in chosen}
+        if found not in tried:
+            return found
+    return {}
+
+
+def _text(dimension: _Dimension, asked: Mapping[str, Any]) -> str | None:
+    """Return a proposed value as JSON, three digits of a number, ``None`` for a parameter to leave out."""
+    value = asked[dimension.name]
+    if dimension.kind == "choice":
+        return None if value == _MISSING and None in dimension.texts else value
+    if dimension.has_gaps and not asked[dimension.flag]:
+        return None
+    if dimension.kind == "int":
+        return str(value)
+    rounded = float(f"{value:.3g}")
+    return repr(min(max(rounded, min(dimension.known)), max(dimension.known)))
+
+
+def _notes(runs: Sequence[PastRun], dimensions: Sequence[_Dimension]) -> list[str]:
+    if not dimensions:
+        return ["the runs differ in no parameter, so there is nothing to rank: change one with --set"]
+    if len({run.mean for run in runs}) == 1:
+        return ["all runs reached the same reward, so there is nothing to rank"]
+    return []
+
+
+def _judged(
+    parameters: Sequence[Parameter],
+    dimensions: Sequence[_Dimension],
+    proposed: Mapping[str, str | None],
+    best: int,
+) -> list[str]:
+    """Return what the numbers do not say by themselves; ``best`` is the place of the best run."""
+    notes: list[str] = []
+    if not any(each.is_clear for each in parameters):
+        notes.append(
+            "no parameter is told from chance: the importances are noise, and the proposal explores; more runs, or the "
+            "same ones with other seeds, would tell"
+        )
+    clear = {each.name for each in parameters if each.is_clear}
+    notes += [_at_the_edge(each, best) for each in dimensions if each.name in clear and each.is_edge(best)]
+    hidden = [each.name for each in dimensions if not each.is_known]
+    if hidden:
+        notes.append(f"{', '.join(hidden)}: only digests of the values are kept, so none is proposed")
+    if not proposed and len(hidden) < len(dimensions):
+        notes.append("every combination of the values was tried, so none is proposed")
+    return notes
+
+
+def _at_the_edge(dimension: _Dimension, place: int) -> str:
+    which = "largest" if dimension.numbers[place] == max(dimension.known) else "smallest"
+    further = "larger" if which == "largest" else "smaller"
+    return (
+        f"the best run has the {which} {dimension.name} that was tried; a {further} one may be better still, and is "
+        "not proposed, because nothing is known about it"
+    )

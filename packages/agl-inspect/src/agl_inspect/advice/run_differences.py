@@ -1,0 +1,127 @@
+"""Compares the newest validations of runs: by how much one is better than another, with the interval of that.
+
+Runs that were validated on the same tasks are compared task by task, others by Welch's interval of the difference of
+their means over tasks. The newest validation is compared and not the best one, which is the luckiest of several. Each
+interval is that of one comparison: of twenty runs that are alike, one differs from the first by chance.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from agl.contracts import ExperimentRecord, Store
+from agl.schemas import Record
+from agl_inspect.records.validations import Validation, read_validations
+from agl_inspect.statistics.comparison import FEWEST_ALIKE, compare, compare_tasks
+from agl_inspect.statistics.means import clamped, scaled
+
+Verdict = Literal["better", "worse", "unclear"]
+
+
+class RunDifference(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The newest validation of a run against that of another one.
+
+    Attributes:
+        run: The experiment that is compared; ``baseline`` the one with which.
+        difference: Mean reward of ``run`` less that of ``baseline``, with the ends of its 95 % interval, ``low`` and
+            ``high``; ``None`` where the rewards are too few.
+        tasks: Validation tasks of ``run``; ``baseline_tasks`` those of ``baseline``.
+        is_paired: Whether these are the same tasks, by which the rewards were paired.
+        verdict: ``better`` or ``worse`` if the interval leaves out 0, else ``unclear``.
+        words: All of it in a sentence.
+    """
+
+    run: str
+    baseline: str
+    difference: float | None
+    low: float | None
+    high: float | None
+    tasks: int
+    baseline_tasks: int
+    is_paired: bool
+    verdict: Verdict
+    words: str
+
+
+async def compare_runs(store: Store, records: Sequence[ExperimentRecord]) -> list[RunDifference]:
+    """Compare the newest run of each experiment with that of the first one."""
+    newest = [(record.name, await _newest(store, record)) for record in records]
+    return [_difference(first, other) for first in newest[:1] for other in newest[1:]]
+
+
+async def _newest(store: Store, record: ExperimentRecord) -> Validation | None:
+    found = await read_validations(store, record.name, record.run)
+    return found[-1] if found else None
+
+
+_Named = tuple[str, Validation | None]
+
+
+def _difference(first: _Named, other: _Named) -> RunDifference:
+    (baseline, old), (run, new) = first, other
+    missing = next((name for name, found in (first, other) if found is None), "")
+    if old is None or new is None:
+        return _unclear(first, other, f"{missing} has no validation")
+    fewest = min(first, other, key=_count)
+    if _count(fewest) < 2:
+        return _unclear(first, other, f"{fewest[0]} has {_tasks(_count(fewest))}, and an interval needs 2")
+    is_paired = old.tasks == new.tasks and len(old.rewards) == len(new.rewards)
+    difference, low, high = _interval(old.rewards, new.rewards, is_paired=is_paired)
+    is_clear = not low <= 0 <= high and (low < high or min(_count(first), _count(other)) >= FEWEST_ALIKE)
+    verdict: Verdict = "unclear" if not is_clear else "better" if difference > 0 else "worse"
+    head = f"{run} is {verdict} than {baseline} by {abs(difference):.3g}"
+    ends = (low, high) if difference > 0 else (-high, -low)
+    if not is_clear:
+        head = f"{run} is not shown to be better or worse than {baseline}: the difference is {difference:+.3g}"
+        ends = (low, high)
+    how = f"paired by {_tasks(len(new.rewards))}" if is_paired else _unpaired(old, new)
+    return RunDifference(
+        run=run,
+        baseline=baseline,
+        difference=difference,
+        low=low,
+        high=high,
+        tasks=len(new.rewards),
+        baseline_tasks=len(old.rewards),
+        is_paired=is_paired,
+        verdict=verdict,
+        words=f"{head}, 95 % interval {ends[0]:.3g} to {ends[1]:.3g}, {how}",
+    )
+
+
+def _interval(old: Sequence[float], new: Sequence[float], *, is_paired: bool) -> tuple[float, float, float]:
+    """Return the difference of the means and the ends of its interval, finite for rewards of any size."""
+    small, scale = scaled([*old, *new])
+    first, second = small[: len(old)], small[len(old) :]
+    if is_paired:
+        samples = [{str(task): [reward] for task, reward in enumerate(rewards)} for rewards in (first, second)]
+        found = compare_tasks(*samples)
+    else:
+        found = compare(first, second)
+    return clamped(found.difference * scale), clamped(found.low * scale), clamped(found.high * scale)
+
+
+def _unclear(first: _Named, other: _Named, why: str) -> RunDifference:
+    return RunDifference(
+        run=other[0],
+        baseline=first[0],
+        difference=None,
+        low=None,
+        high=None,
+        tasks=_count(other),
+        baseline_tasks=_count(first),
+        is_paired=False,
+        verdict="unclear",
+        words=f"{other[0]} cannot be compared with {first[0]}: {why}",
+    )
+
+
+def _count(named: _Named) -> int:
+    return len(named[1].rewards) if named[1] else 0
+
+
+def _tasks(count: int) -> str:
+    return f"{count} validation task{'' if count == 1 else 's'}"
+
+
+def _unpaired(old: Validation, new: Validation) -> str:
+    return f"not paired, because the validation tasks differ: {len(new.rewards)} against {len(old.rewards)}"

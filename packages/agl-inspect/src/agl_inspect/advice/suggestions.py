@@ -1,0 +1,427 @@
+"""Finds in the metrics of a run what keeps it from learning, and says what to change.
+
+Each rule looks at one algorithm's steps, mostly at the means of the last ones against those of the first. It speaks
+only where the numbers that it reads were logged and are clear, and with the numbers that made it speak. The limits are
+conventions, not theorems: they mark what is worth a look.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from agl.contracts import Metric
+from agl.schemas import Record
+from agl_inspect.statistics.means import clamped, mean, scaled
+
+VALIDATE = "validate"
+"""The name under which validations are logged."""
+
+_WINDOW = 5
+"""Steps at the end, and at the start, whose means are compared."""
+
+_LEAST = 3
+"""Steps below which no rule speaks."""
+
+_IDLE = 0.5
+"""Share of the runner's places without a rollout from which they count as idle."""
+
+_REJECTED = 0.5
+"""Share of the tokens that a correction left out of the loss from which on that is why nothing was trained."""
+
+_FALLEN = 0.1
+"""Share of the largest validation reward, whatever its sign, by which the last ones are below the best if they fell."""
+
+_LONG = 20
+"""Steps below which a mean that stays where it is means nothing."""
+
+LONGER_ANSWERS = "raise the agent's max_tokens, or leave such answers out of the loss: mask_truncated = true"
+FULL_SAMPLING = 'sampling = "override" in [policy.NAME], or remove those parameters from the agent'
+REWRITTEN = "agl why latest names the call where the conversation no longer continues: the agent rewrites its history"
+"""Changes that a plan of a run proposes too, from its recordings."""
+
+
+class Suggestion(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One thing to change.
+
+    Attributes:
+        rule: The rule's name, such as ``silent-groups``.
+        algorithm: Whose steps it is about.
+        step: The last of the steps that were looked at.
+        evidence: What was measured, with its numbers.
+        change: What to do, with the setting's name and a value where there is one.
+    """
+
+    rule: str
+    algorithm: str
+    step: int
+    evidence: str
+    change: str
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of one algorithm in order: their numbers, and their metrics by name."""
+
+    numbers: Sequence[int]
+    metrics: Sequence[Mapping[str, float]]
+
+    def all(self, name: str) -> list[float]:
+        """Return the values of the steps that logged ``name``."""
+        return [step[name] for step in self.metrics if name in step]
+
+    def end(self, name: str) -> float | None:
+        """Return the mean over the last steps; ``None`` if too few of them logged it."""
+        found = [step[name] for step in self.metrics[-_WINDOW:] if name in step]
+        return mean(found) if len(found) >= _LEAST else None
+
+    def change(self, name: str) -> tuple[float, float] | None:
+        """Return the means over the first and the last steps; ``None`` if these are not apart."""
+        found = self.all(name)
+        return (mean(found[:_WINDOW]), mean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
+
+    @property
+    def untrained(self) -> int:
+        """The number of the last steps that skipped an update for lack of a gradient, and made no other."""
+        return sum(bool(step.get("updates_skipped")) and not step.get("grad_norm") for step in self.metrics[-_WINDOW:])
+
+    @property
+    def is_better(self) -> bool:
+        """True if the reward has risen from the first steps to the last, by more than their noise."""
+        rewards = self.all("reward")
+        return len(rewards) >= 2 * _WINDOW and _slope(rewards)[0] > 2 * _slope(rewards)[1]
+
+
+_Finding = tuple[str, str]
+_Rule = Callable[[_Steps], _Finding | None]
+
+
+Table = Mapping[int, Mapping[str, float]]
+"""The metrics of one algorithm by step and name."""
+
+
+def suggestions_of(metrics: Sequence[Metric]) -> list[Suggestion]:
+    """Return what to change, by the metrics of one run, in the order of its algorithms and of the rules."""
+    tables: dict[str, dict[int, dict[str, float]]] = {}
+    for metric in metrics:
+        tables.setdefault(metric.algorithm, {}).setdefault(metric.step, {})[metric.name] = metric.value
+    validations = tables.pop(VALIDATE, {})
+    return [one for name, table in tables.items() for one in suggestions_for(name, table, validations=validations)]
+
+
+def suggestions_for(algorithm: str, table: Table, *, validations: Table) -> list[Suggestion]:
+    """Return what to change, by the metrics of one algorithm and the validations of its run."""
+    steps, validated = _steps(table), _steps(validations)
+    if len(steps.numbers) < _LEAST:
+        return []
+    findings = {rule: look(steps) for rule, look in _RULES.items()} | {"overfitting": _overfitting(steps, validated)}
+    if not any(findings.values()):
+        findings["no-progress"] = _still(steps)  # the others say why it is so
+    findings |= {rule: look(steps) for rule, look in _TIMES.items()}
+    return [
+        Suggestion(rule=rule, algorithm=algorithm, step=steps.numbers[-1], evidence=finding[0], change=finding[1])
+        for rule, finding in findings.items()
+        if finding is not None
+    ]
+
+
+def _steps(table: Table) -> _Steps:
+    numbers = sorted(table)
+    return _Steps(numbers, [{k: v for k, v in table[number].items() if math.isfinite(v)} for number in numbers])
+
+
+def _silent_groups(steps: _Steps) -> _Finding | None:
+    share = steps.end("silent_share")
+    if share is None or share < 0.6:
+        return None
+    reward = steps.end("reward")
+    rewarded = "" if reward is None else f", and the mean reward is {reward:.3g}"
+    return (
+        f"{share:.0%} of the rollouts taught nothing, because the rollouts of a task got the same reward{rewarded}",
+        "if that reward is low: easier tasks, a reward for a part of the way, a warm start with sft or rft, a larger "
+        "group_size, or sdpo, which learns from errors and failed checks; if it is as high as it gets, these tasks are "
+        'learned: harder ones, or stop; if some tasks teach: refill = 3, or curriculum = "frontier"',
+    )
+
+
+def _untrained(steps: _Steps) -> _Finding | None:
+    if steps.untrained < _LEAST:
+        return None
+    found = f"{steps.untrained} of the last {len(steps.metrics[-_WINDOW:])} steps trained nothing"
+    shares = {"rollout_rs": steps.end("rejected_share") or 0.0, "rollout_is": steps.end("tis_masked") or 0.0}
+    bound = max(shares, key=lambda name: shares[name])
+    if shares[bound] >= _REJECTED:
+        return (
+            f"{found}, and {bound} left {shares[bound]:.0%} of the tokens out of the loss",
+            "look at logprob_gap: where it is large, the server does not have the weights that train, or samples from "
+            f"another distribution than it says; where it is small, give {bound}_threshold wider bounds",
+        )
+    if any(look(steps) for look in (_silent_groups, _no_pairs, _nothing_good, _one_kind)):
+        return None  # they say why it is so
+    return f"{found}, because no call had a gradient", "agl why latest says at each call why it did not train"
+
+
+def _dropped(steps: _Steps) -> _Finding | None:
+    share = steps.end("dropped_share")
+    if share is None or share - (steps.end("evaluator_failed_share") or 0.0) < 0.1:
+        return None  # the rest is found by a rule of its own
+    names = sorted({name for step in steps.metrics[-_WINDOW:] for name in step if name.startswith("dropped_")})
+    parts = {name.removeprefix("dropped_"): steps.end(name) for name in names if name != "dropped_share"}
+    why = ", ".join(f"{count:.1f} a step: {name}" for name, count in parts.items() if count)
+    return (
+        f"{share:.0%} of the rollouts take no part in training{f' ({why})' if why else ''}",
+        "agl runs --status failed shows their errors; repair the agent or its reward",
+    )
+
+
+def _evaluator(steps: _Steps) -> _Finding | None:
+    share = steps.end("evaluator_failed_share")
+    if share is None or share < 0.02:
+        return None
+    return (
+        f"a reward broke in {share:.0%} of the rollouts, which failed though the agent had done its work",
+        "agl runs --status failed shows the error; repair the reward, or give a judge more retries and a longer "
+        "timeout_s in [reward.params]; agl replay --score FILE --status failed tries it on these rollouts",
+    )
+
+
+def _truncated(steps: _Steps) -> _Finding | None:
+    share = steps.end("truncated_share")
+    if share is None or share < 0.1:
+        return None
+    return (
+        f"{share:.0%} of the rollouts have an answer that was cut at a limit of tokens",
+        LONGER_ANSWERS,
+    )
+
+
+def _narrowed(steps: _Steps) -> _Finding | None:
+    calls = steps.end("calls_sampling_kept")
+    if not calls:
+        return None
+    return (
+        f"{calls:.0f} calls a step were sampled with top-p, penalties or temperature 0, which biases the gradient",
+        FULL_SAMPLING,
+    )
+
+
+def _clipped(steps: _Steps) -> _Finding | None:
+    low, high = steps.end("clipped_low"), steps.end("clipped_high")
+    share = (low or 0.0) + (high or 0.0)
+    if share < 0.3:
+        return None
+    return (
+        f"the clip removed the gradient of {share:.0%} of the tokens",
+        "the policy moves too far within a step: fewer epochs or updates_per_step, or half the lr",
+    )
+
+
+def _stale(steps: _Steps) -> _Finding | None:
+    share = steps.end("effective_share")
+    if share is None or share > 0.5:
+        return None
+    return (
+        f"importance weights leave {share:.0%} of the tokens' worth",
+        "the rollouts are too old for the policy that learns from them: fewer updates_per_step, or half the lr",
+    )
+
+
+def _far(steps: _Steps) -> _Finding | None:
+    found = steps.change("kl")
+    if found is None or found[1] < 0.1 or found[1] < 5 * found[0] or steps.is_better:
+        return None
+    return (
+        f"the distance to the start grew from {found[0]:.3g} to {found[1]:.3g} nats per token, and the reward did not",
+        "raise kl_coef, or halve the lr",
+    )
+
+
+def _spread_lost(steps: _Steps) -> _Finding | None:
+    found = steps.change("entropy")
+    if found is None or found[0] <= 0 or found[1] > 0.1 * found[0] or steps.is_better:
+        return None
+    return (
+        f"the entropy fell from {found[0]:.3g} to {found[1]:.3g} nats, and the reward did not rise",
+        "the policy repeats itself: entropy_coef = 0.001 or more, a higher clip_high, or half the lr",
+    )
+
+
+def _longer(steps: _Steps) -> _Finding | None:
+    each = [
+        {**step, "length": step["tokens"] / step["rollouts"]}
+        for step in steps.metrics
+        if step.get("rollouts") and "tokens" in step
+    ]
+    found = _Steps(steps.numbers, each).change("length")
+    if found is None or found[1] < 2 * found[0] or steps.is_better:
+        return None
+    return (
+        f"a rollout's answers grew from {found[0]:.0f} to {found[1]:.0f} tokens, and the reward did not rise",
+        "take reward off long answers: overlong_limit and overlong_buffer",
+    )
+
+
+def _leap(steps: _Steps) -> _Finding | None:
+    norms = steps.all("grad_norm")
+    if len(norms) < 2 * _WINDOW:
+        return None
+    usual, most = median(norms[:-_WINDOW]), max(norms[-_WINDOW:])
+    if usual <= 0 or most < 10 * usual:
+        return None
+    return (
+        f"the gradient's length leapt to {most:.3g}, {most / usual:.0f} times what it was",
+        "halve the lr; max_grad_norm bounds what one step can do",
+    )
+
+
+def _blind_critic(steps: _Steps) -> _Finding | None:
+    share = steps.end("explained_variance")
+    if share is None or share >= 0 or len(steps.numbers) < 2 * _WINDOW:
+        return None
+    return (
+        f"the critic explains {share:.0%} of the returns: less than their mean would",
+        "a higher critic_lr, critic_warmup = 10, or grpo, which needs no critic",
+    )
+
+
+def _no_pairs(steps: _Steps) -> _Finding | None:
+    if steps.end("pairs") != 0:
+        return None
+    return (
+        "there is no pair to prefer: the rewards of every group are equal",
+        "a larger group_size, or a reward that tells good from better",
+    )
+
+
+def _nothing_good(steps: _Steps) -> _Finding | None:
+    if steps.end("imitated") != 0:
+        return None
+    return "no rollout was good enough to imitate", "lower min_reward"
+
+
+def _one_kind(steps: _Steps) -> _Finding | None:
+    good, bad = steps.end("good"), steps.end("bad")
+    if good is None or bad is None or (good and bad):
+        return None
+    return (
+        f"all rollouts count as {'good' if good else 'bad'}, and the loss compares the two kinds",
+        f"{'raise' if good else 'lower'} good_from",
+    )
+
+
+def _split_rows(steps: _Steps) -> _Finding | None:
+    rows, rollouts = steps.end("rows"), steps.end("rollouts")
+    if not rows or not rollouts or rows < 3 * rollouts:
+        return None
+    return (
+        f"a rollout becomes {rows / rollouts:.1f} training rows, which each repeat its conversation",
+        REWRITTEN,
+    )
+
+
+def _idle_places(steps: _Steps) -> _Finding | None:
+    idle, places, seconds = steps.end("places_idle_share"), steps.end("places"), steps.end("collect_s")
+    if idle is None or places is None or seconds is None or idle < _IDLE:
+        return None
+    whole = seconds + (steps.end("update_s") or 0.0)
+    if whole < 1 or seconds < 0.3 * whole:
+        return None
+    found = (
+        f"{idle:.0%} of the runner's {places:.0f} places had no rollout in the {seconds:.1f} s in which a step "
+        "collects its rollouts"
+    )
+    rollouts = steps.end("rollouts")
+    if rollouts is not None and 0 < rollouts < places:
+        return (
+            f"{found}, which are {rollouts:.0f}",
+            f"concurrency = {math.ceil(rollouts)} in [runner] is as fast, or fill the places: more tasks_per_step, or "
+            "a larger group_size",
+        )
+    return (
+        found,
+        "a few long rollouts hold up the others: bound them by timeout_s in [runner], or take more tasks_per_step; if "
+        f"all are short, concurrency = {math.ceil(2 * (1 - idle) * places)} in [runner] is enough",
+    )
+
+
+def _slow_rollouts(steps: _Steps) -> _Finding | None:
+    if (steps.end("places_idle_share") or 0.0) >= _IDLE:
+        return None  # further places would be idle too
+    return _bottleneck(steps, "collect_s", "waiting for rollouts", "raise concurrency in [runner], or add agl worker")
+
+
+def _slow_updates(steps: _Steps) -> _Finding | None:
+    return _bottleneck(steps, "update_s", "updates", 'a GPU, there with dtype = "bfloat16" and a larger token_budget')
+
+
+def _bottleneck(steps: _Steps, name: str, doing: str, change: str) -> _Finding | None:
+    collect, update = steps.end("collect_s"), steps.end("update_s")
+    part = steps.end(name)
+    if collect is None or update is None or part is None or collect + update < 1 or part < 0.8 * (collect + update):
+        return None
+    return f"{part / (collect + update):.0%} of a step's {collect + update:.1f} s are {doing}", change
+
+
+def _still(steps: _Steps) -> _Finding | None:
+    rewards, silent = steps.all("reward"), steps.end("silent_share")
+    if len(rewards) < _LONG or silent is None or silent >= 0.6 or steps.untrained:
+        return None
+    slope, error = _slope(rewards)
+    if abs(slope) > 2 * error or (steps.end("clipped_low") or 0.0) + (steps.end("clipped_high") or 0.0) > 0.1:
+        return None
+    return (
+        f"in {len(rewards)} steps the reward changed by {slope * len(rewards):+.3g} ± {2 * error * len(rewards):.2g}, "
+        "though groups differ and little is clipped",
+        "raise the lr threefold, or take more tasks_per_step",
+    )
+
+
+def _overfitting(steps: _Steps, validations: _Steps) -> _Finding | None:
+    rewards = validations.all("reward")
+    if len(rewards) < 4 or not steps.is_better:
+        return None
+    best, ends = max(rewards), rewards[-2:]
+    if best - max(ends) <= _FALLEN * max(map(abs, rewards)):
+        return None
+    return (
+        f"the training reward rises, and the last validations fell from {best:.3g} to {ends[0]:.3g} and {ends[1]:.3g}",
+        "more training tasks, fewer steps, or kl_coef; the best versions have the label best",
+    )
+
+
+def _slope(values: Sequence[float]) -> tuple[float, float]:
+    """Return the slope per step of a line through the values, and its standard error."""
+    found, scale = scaled(values)
+    count = len(found)
+    middle, level = (count - 1) / 2, mean(found)
+    across = sum((place - middle) ** 2 for place in range(count))
+    slope = sum((place - middle) * (value - level) for place, value in enumerate(found)) / across
+    rest = sum((value - level - slope * (place - middle)) ** 2 for place, value in enumerate(found))
+    return clamped(slope * scale), clamped((rest / max(1, count - 2) / across) ** 0.5 * scale)
+
+
+_RULES: dict[str, _Rule] = {
+    "silent-groups": _silent_groups,
+    "skipped-updates": _untrained,
+    "dropped-rollouts": _dropped,
+    "evaluator-errors": _evaluator,
+    "cut-answers": _truncated,
+    "narrowed-sampling": _narrowed,
+    "clipped-updates": _clipped,
+    "stale-rollouts": _stale,
+    "distance-grows": _far,
+    "entropy-lost": _spread_lost,
+    "answers-grow": _longer,
+    "gradient-leaps": _leap,
+    "critic-blind": _blind_critic,
+    "no-pairs": _no_pairs,
+    "nothing-to-imitate": _nothing_good,
+    "one-kind": _one_kind,
+    "split-rows": _split_rows,
+}
+
+_TIMES: dict[str, _Rule] = {
+    "slow-rollouts": _slow_rollouts,
+    "slow-updates": _slow_updates,
+    "workers-idle": _idle_places,
+}

@@ -1,0 +1,131 @@
+"""``agl plugins``: list the installed plugins with their components, and check them.
+
+``list`` and ``show`` import no component; ``check`` imports every one to find those that do not work.
+"""
+
+import click
+
+from agl import PluginManager
+from agl.contracts import Kind, PluginStatus
+from agl.errors import AglError, MissingExtraError, PluginError, UnknownComponentError
+from agl.hints import did_you_mean
+from agl.schemas import Record
+from agl_inspect.terminal.context import pass_manager
+from agl_inspect.terminal.output import json_option, print_json, print_table
+
+
+class PluginProblem(Record, frozen=True, kw_only=True):
+    """A plugin or component that does not work, with the next step."""
+
+    plugin: str
+    component: str
+    error: str
+    is_optional: bool = False
+
+
+@click.group()
+def plugins() -> None:
+    """List, show and check plugins."""
+
+
+@plugins.command("list")
+@json_option
+@pass_manager
+def list_(manager: PluginManager, as_json: bool) -> None:
+    """List all installed plugins with their state and components."""
+    statuses = manager.status()
+    if as_json:
+        print_json(statuses)
+        return
+    rows = [(s.name, s.distribution, s.version, s.state, ", ".join(s.components)) for s in statuses]
+    print_table(("plugin", "distribution", "version", "state", "components"), rows)
+    for status in statuses:
+        if status.error:
+            click.echo(f"\n{status.error}")
+
+
+@plugins.command()
+@click.argument("name")
+@json_option
+@pass_manager
+def show(manager: PluginManager, name: str, as_json: bool) -> None:
+    """Show a plugin's distribution, and every component with its factory."""
+    status = _named(manager, name)
+    entries = [(component, *_entry_of(manager, component)) for component in status.components]
+    if as_json:
+        keys = ("component", "factory", "summary")
+        print_json({"plugin": status, "components": [dict(zip(keys, entry, strict=True)) for entry in entries]})
+        return
+    click.echo(f"{status.name}: {status.state}\ndistribution: {status.distribution} {status.version}")
+    click.echo(f"module: {status.module}")
+    if status.error:
+        click.echo(f"error: {status.error}")
+    if entries:
+        print_table(("component", "factory", "summary"), entries)
+
+
+@plugins.command()
+@click.argument("name", required=False)
+@json_option
+@pass_manager
+@click.pass_context
+def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json: bool) -> None:
+    """Import every component and report errors; exit status 1 if there are any.
+
+    A component whose extra is not installed is listed, but is no error.
+    """
+    statuses = [_named(manager, name)] if name else manager.status()
+    findings = [finding for status in statuses for finding in _findings(manager, status)]
+    findings += [_unmatched(entry) for entry in manager.unmatched if not name]
+    if as_json:
+        print_json(findings)
+    for finding in findings if not as_json else ():
+        click.echo(f"{finding.plugin}: {'optional: ' if finding.is_optional else ''}{finding.error}")
+    is_wrong = any(not finding.is_optional for finding in findings)
+    if not is_wrong and not as_json:
+        click.echo(f"{len(statuses)} plugins with {sum(len(s.components) for s in statuses)} components: all well")
+    ctx.exit(1 if is_wrong else 0)
+
+
+def _findings(manager: PluginManager, status: PluginStatus) -> list[PluginProblem]:
+    if status.state == "broken":
+        return [PluginProblem(plugin=status.name, component="", error=status.error)]
+    found: list[PluginProblem] = []
+    for component in status.components:
+        kind, name = _split(component)
+        try:
+            manager.resolve(manager.entry(kind, name))
+        except AglError as error:
+            is_optional = isinstance(error, MissingExtraError)
+            found.append(
+                PluginProblem(plugin=status.name, component=component, error=str(error), is_optional=is_optional)
+            )
+    return found
+
+
+def _unmatched(name: str) -> PluginProblem:
+    message = f"AGL_DISABLED_PLUGINS names {name!r}, which no installed plugin has; correct it or take it out"
+    return PluginProblem(plugin=name, component="", error=message)
+
+
+def _named(manager: PluginManager, name: str) -> PluginStatus:
+    statuses = manager.status()
+    for status in statuses:
+        if name in (status.name, status.distribution):
+            return status
+    names = [status.name for status in statuses]
+    hint = did_you_mean(name, names, otherwise=f"there are: {', '.join(names)}")
+    raise UnknownComponentError(f"no plugin named {name!r} is installed; {hint}")
+
+
+def _entry_of(manager: PluginManager, component: str) -> tuple[str, str]:
+    try:
+        entry = manager.entry(*_split(component))
+    except PluginError:
+        return "", "cannot be used"
+    return entry.factory if isinstance(entry.factory, str) else repr(entry.factory), entry.summary
+
+
+def _split(component: str) -> tuple[Kind, str]:
+    kind, _, name = component.partition(" ")
+    return kind, name  # pyright: ignore[reportReturnType]  # the manager wrote it as "<kind> <name>"

@@ -1,0 +1,308 @@
+"""``agl runs``: list recorded rollouts, remove some, tidy old ones; copying has a module of its own.
+
+Removal is always explicit. It never touches a rollout that is not finished, or any rollout of an experiment that may be
+resumed.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import click
+import msgspec
+
+from agl import PluginManager
+from agl.contracts import Recording, RolloutQuery, Store
+from agl.errors import ConfigError, ConflictError
+from agl.schemas import Record, Rollout
+from agl.stores import read_recordings, reward_of
+from agl_inspect.records.state import unfinished_experiments
+from agl_inspect.retention.ownership import is_owned
+from agl_inspect.retention.removal import (
+    LEAST_FREED,
+    GarbageReport,
+    RetentionLimits,
+    compacted,
+    parse_size,
+    remove_old,
+)
+from agl_inspect.terminal.completion import complete_experiment, complete_rollout
+from agl_inspect.terminal.context import given_options, pass_manager
+from agl_inspect.terminal.opening import store_option, with_store
+from agl_inspect.terminal.output import json_option, print_json, print_table, short, when
+from agl_inspect.terminal.program import OpenGroup
+from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, seconds_of
+from agl_store_sqlite.sql import Compaction, Measured
+
+_PAGE = 500
+
+_SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] = {
+    **{"id": "rollout_id", "created": "created_at", "finished": "finished_at", "status": "status"}
+}
+
+_REWARD = "reward"
+"""Sorts by what no store keeps in order, so that the command does it; rollouts without a reward come last."""
+
+
+def _bytes_of(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_own_store_option = click.option("--store", "store_url", help="As for agl runs.")
+
+
+class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout and its reward."""
+
+    rollout: Rollout
+    reward: float | None
+
+
+@click.group(cls=OpenGroup, invoke_without_command=True)
+@store_option
+@filter_options
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Rollouts at most.",
+)
+@click.option("--contains", default="", metavar="TEXT", help="Only rollouts with this in their id or task.")
+@click.option(
+    "--sort",
+    type=click.Choice((*_SORTS, _REWARD)),
+    default="id",
+    show_default=True,
+    help="By what to sort; the last ones come first. By reward, all that match are read.",
+)
+@click.option("--ascending", is_flag=True, help="Let the first ones come first.")
+@click.option("--count", "counts", is_flag=True, help="Only say how many there are.")
+@json_option
+@pass_manager
+@click.pass_context
+def runs(
+    ctx: click.Context,
+    manager: PluginManager,
+    store_url: str | None,
+    experiment: str | None,
+    status: tuple[str, ...],
+    mode: str | None,
+    limit: int,
+    contains: str,
+    sort: str,
+    ascending: bool,
+    counts: bool,
+    as_json: bool,
+) -> None:
+    """List recorded rollouts, by default in descending order of id: within an experiment the newest first."""
+    ctx.meta["store_url"] = store_url
+    if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
+        return
+    query = msgspec.structs.replace(
+        make_query(experiment, status, mode, limit=limit),
+        contains=contains,
+        sort=_SORTS.get(sort, "rollout_id"),
+        is_newest_first=not ascending,
+    )
+    found, total = with_store(
+        manager, store_url, lambda store: _listed(store, query, counts=counts, by_reward=sort == _REWARD)
+    )
+    if as_json or counts:
+        print_json(total if counts else found)
+        return
+    print_table(
+        ("rollout", "experiment", "mode", "status", "tries", "reward", "created", "task"),
+        [_row(item) for item in found],
+        least=("task", "created", "experiment", "tries", "mode"),
+    )
+    if total > len(found):
+        click.echo(f"({len(found)} of {total:,} rollouts; --limit shows more)", err=True)
+
+
+def _refuse_options(ctx: click.Context) -> None:
+    """Raise :class:`click.UsageError` for an option that selects what is listed, before another command than the list.
+
+    A filter that is ignored would let ``gc`` remove the rollouts of other experiments.
+    """
+    for name, option in given_options(ctx).items():
+        if name != "store_url":
+            raise click.UsageError(
+                f"{option} is for the list of agl runs, and agl runs {ctx.invoked_subcommand} would ignore it; "
+                f"write the options of {ctx.invoked_subcommand} after its name",
+                ctx,
+            )
+
+
+@runs.command("rm")
+@click.argument("rollout_ids", nargs=-1, required=True, shell_complete=complete_rollout)
+@_own_store_option
+@click.option("--force", is_flag=True, help="Also rollouts of an experiment that could still be resumed.")
+@pass_manager
+@click.pass_context
+def remove(
+    ctx: click.Context, manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool
+) -> None:
+    """Remove finished rollouts with their attempts and spans; the beginning of an id suffices where it is unique."""
+    url = store_url or ctx.meta["store_url"]
+    count = with_store(manager, url, lambda store: _remove(store, rollout_ids, force=force))
+    click.echo(f"removed {count} rollouts")
+
+
+@runs.command("gc")
+@_own_store_option
+@click.option(
+    "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished longer ago, such as 7d."
+)
+@click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts.")
+@click.option(
+    "--max-size", type=_bytes_of, metavar="SIZE", help="Only as long as the store's data take more, such as 10GB."
+)
+@click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_option
+@pass_manager
+@click.pass_context
+def collect_garbage(
+    ctx: click.Context,
+    manager: PluginManager,
+    store_url: str | None,
+    older_than: float | None,
+    keep: int | None,
+    max_size: int | None,
+    experiment: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Remove old finished rollouts, never those that an unfinished experiment needs, and return their space."""
+    limits = RetentionLimits.of(older_than, keep, max_size)
+    if limits is None:
+        raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, --max-size 10GB, or several")
+    query = RolloutQuery(experiment=experiment)
+    url = store_url or ctx.meta["store_url"]
+    done = with_store(manager, url, lambda store: _collect(store, query, limits, is_dry_run=dry_run))
+    if as_json:
+        print_json(done)
+        return
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(done.removed)} rollouts")
+    if done.kept_for_experiments:
+        click.echo(f"kept {done.kept_for_experiments} of experiments that are not finished")
+    if done.compaction is not None and done.compaction.before - done.compaction.after >= LEAST_FREED:
+        click.echo(_sizes(done.compaction))
+    if max_size is not None and (done.size or 0) > max_size:
+        left, most = (done.size or 0) / 1e6, max_size / 1e6
+        click.echo(
+            f"its data still take {left:,.1f} MB instead of {most:,.1f} MB: what is left is needed, not finished, "
+            "within the other limits, or no rollout"
+        )
+
+
+@runs.command("vacuum")
+@_own_store_option
+@json_option
+@pass_manager
+@click.pass_context
+def vacuum(ctx: click.Context, manager: PluginManager, store_url: str | None, as_json: bool) -> None:
+    """Return all space of removed rollouts to the file system, also the one that gc leaves for new rollouts.
+
+    Nothing else can use the store meanwhile, so the command is refused while rollouts or an experiment run.
+    """
+    done = with_store(manager, store_url or ctx.meta["store_url"], _vacuum)
+    if as_json:
+        print_json(done)
+        return
+    click.echo(_sizes(done))
+
+
+def _sizes(compaction: Compaction) -> str:
+    return f"the store has {compaction.after / (1 << 20):.1f} MiB instead of {compaction.before / (1 << 20):.1f} MiB"
+
+
+async def _vacuum(store: Store) -> Compaction:
+    if not isinstance(store, Measured):
+        raise ConfigError(f"{store!r} has no space to return; name the SQLite file or the database that is behind it")
+    running = await store.rollouts(RolloutQuery(status=("running",), limit=1))
+    if running:
+        raise ConflictError(
+            f"rollout {running[0].rollout_id!r} is running, and would have to wait for the store; stop what runs it, "
+            "or wait until it has finished"
+        )
+    for record in await store.experiments():
+        if await is_owned(store, record.name):
+            raise ConflictError(
+                f"the experiment {record.name!r} is running, and would have to wait for the store; stop it, or wait "
+                "until it has finished"
+            )
+    return await store.vacuum()
+
+
+async def _listed(
+    store: Store, query: RolloutQuery, *, counts: bool, by_reward: bool
+) -> tuple[list[ListedRollout], int]:
+    """Return one page of rollouts, none where they are only counted, and the number on all pages."""
+    found: list[ListedRollout] = []
+    await check_experiment(store, query.experiment)
+    total = await store.count_rollouts(query)
+    if counts:
+        return found, total
+    if by_reward:
+        return await _best(store, query), total
+    async for recording in read_recordings(store, query, spans="none"):
+        found.append(ListedRollout(rollout=recording.rollout, reward=_reward(recording)))
+        if len(found) == query.limit:
+            break
+    return found, total
+
+
+async def _best(store: Store, query: RolloutQuery) -> list[ListedRollout]:
+    """Return the first rollouts by reward, highest first unless asked otherwise, of which twice the limit is held."""
+    found: list[ListedRollout] = []
+    every = msgspec.structs.replace(query, limit=_PAGE)
+    async for recording in read_recordings(store, every, spans="none"):
+        found.append(ListedRollout(rollout=recording.rollout, reward=_reward(recording)))
+        if len(found) >= 2 * query.limit:
+            found = _first(found, query)
+    return _first(found, query)
+
+
+def _reward(recording: Recording) -> float | None:
+    """Return the reward of the deciding or running attempt, which the store keeps with it."""
+    deciding = recording.rollout.attempt_id
+    return reward_of(next((each for each in recording.attempts if each.attempt_id == deciding), None))
+
+
+def _first(found: Sequence[ListedRollout], query: RolloutQuery) -> list[ListedRollout]:
+    sign = -1 if query.is_newest_first else 1
+
+    def place(item: ListedRollout) -> tuple[bool, float]:
+        return item.reward is None, sign * (item.reward or 0.0)
+
+    return sorted(found, key=place)[: query.limit]
+
+
+def _row(item: ListedRollout) -> tuple[str, ...]:
+    rollout = item.rollout
+    reward = "" if item.reward is None else f"{item.reward:g}"
+    task = short(rollout.visible_task, 40)
+    created = when(rollout.created_at)
+    tries = str(rollout.attempts)
+    return rollout.rollout_id, rollout.experiment, rollout.mode, rollout.status, tries, reward, created, task
+
+
+async def _remove(store: Store, names: Sequence[str], *, force: bool) -> int:
+    rollout_ids = tuple(dict.fromkeys(await find_ids(store, names)))
+    running = set[str]() if force else await unfinished_experiments(store)
+    for rollout in await store.rollouts(RolloutQuery(ids=rollout_ids, limit=len(rollout_ids))):
+        if rollout.experiment in running:
+            raise ConflictError(
+                f"the rollout {rollout.rollout_id} belongs to the experiment {rollout.experiment!r}, which is not "
+                "finished and needs it to resume; finish the experiment, or pass --force"
+            )
+    return await store.delete(rollout_ids)
+
+
+async def _collect(store: Store, query: RolloutQuery, limits: RetentionLimits, *, is_dry_run: bool) -> GarbageReport:
+    return await compacted(store, await remove_old(store, query, limits, is_dry_run=is_dry_run))

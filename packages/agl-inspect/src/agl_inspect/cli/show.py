@@ -1,0 +1,314 @@
+"""``agl show``: a rollout as a tree of its spans with their contents, a resource with its history, or a run's steps."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import click
+from msgspec.structs import replace
+
+from agl import PluginManager, semconv
+from agl.contracts import SpanQuery, Store
+from agl.errors import NotFoundError
+from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
+from agl_inspect.cli.contents import Contents
+from agl_inspect.cli.steps import read_steps
+from agl_inspect.cli.why import why
+from agl_inspect.records.metrics import RUN
+from agl_inspect.records.names import ORIGIN
+from agl_inspect.rollouts.explanations import token_counts
+from agl_inspect.rollouts.origin import answer_counts, fork_origin
+from agl_inspect.rollouts.span_reader import SpanReader
+from agl_inspect.terminal.completion import LATEST, complete_experiment, complete_rollout
+from agl_inspect.terminal.context import pass_manager
+from agl_inspect.terminal.opening import store_option, with_store
+from agl_inspect.terminal.output import echo, json_line, json_option, print_json, short, when
+from agl_inspect.terminal.program import Modes
+from agl_inspect.terminal.query import find, find_exact, span_options
+from agl_inspect.versions.lineage import ListedVersion, diff_versions, list_versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownRollout:
+    """A rollout, its attempts, and the readers of the chosen attempt's spans and of the rollout's own.
+
+    Attributes:
+        origin: The call that a fork goes on from, in words; ``""`` for any other rollout.
+    """
+
+    rollout: Rollout
+    attempts: list[Attempt]
+    readers: tuple[SpanReader, ...]
+    is_filtered: bool = False
+    origin: str = ""
+
+
+class ShownSpan(Record, frozen=True, kw_only=True):
+    """A span's place in the tree, and its line.
+
+    Attributes:
+        reader: Index of its reader.
+    """
+
+    span_id: str
+    parent_id: str | None
+    start_ns: int
+    sequence: int
+    line: str
+    reader: int = 0
+    is_circular: bool = False
+
+
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return names of experiments after ``--steps``, else ids of rollouts."""
+    complete = complete_experiment if ctx.params.get("has_steps") else complete_rollout
+    return complete(ctx, param, incomplete)
+
+
+@click.command(cls=Modes, modes={"--why": why})
+@click.argument("rollout_id", required=False, shell_complete=_complete)
+@click.option("--steps", "has_steps", is_flag=True, help="Show the steps of an experiment's run, a line for each.")
+@click.option("--run", type=RUN, metavar="N|all", help="With --steps: this run, from 1, or all; else the newest.")
+@click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
+@click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
+@span_options
+@store_option
+@json_option
+@pass_manager
+def show(
+    manager: PluginManager,
+    rollout_id: str | None,
+    has_steps: bool,
+    run: int | None,
+    number: int | None,
+    is_full: bool,
+    chosen: SpanQuery | None,
+    store_url: str | None,
+    as_json: bool,
+) -> None:
+    """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
+
+    The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place
+    of the id shows its versions with their scores and why each was kept, and the changes since the first one.
+
+    With --steps, the name of an experiment in place of the id shows the steps of its newest run as agl run printed
+    them; the only experiment of the store needs no name.
+    """
+    if has_steps:
+        _refuse_options(number, chosen, is_full=is_full)
+        _show_steps(manager, store_url, experiment=rollout_id, run=run, as_json=as_json)
+        return
+    if rollout_id is None:
+        raise click.UsageError("give the id of a rollout, latest, or the name of a resource; agl runs lists rollouts")
+    if run is not None:
+        raise click.UsageError("--run goes with --steps; a rollout is named by its id")
+    contents = Contents(is_full=is_full)
+
+    async def work(store: Store) -> None:
+        found = await _find(store, rollout_id, number, chosen)
+        if isinstance(found, ShownRollout):
+            await (_print_json(found) if as_json else _print(found, contents))
+        elif as_json:
+            print_json(found)
+        else:
+            for line in _story(found):
+                echo(line)
+
+    with_store(manager, store_url, work)
+    if contents.is_cut:
+        echo("… texts are cut; --full shows them whole")
+
+
+def _refuse_options(number: int | None, chosen: SpanQuery | None, *, is_full: bool) -> None:
+    """Raise :class:`click.UsageError` for an option that selects what is shown of a rollout."""
+    spans = {"--span": chosen.contains, "--agent": chosen.agent, "--kind": chosen.kind} if chosen else {}
+    option = next((name for name, value in {"--attempt": number, "--full": is_full, **spans}.items() if value), "")
+    if option:
+        raise click.UsageError(f"{option} is for a rollout; leave it out, or --steps")
+
+
+def _show_steps(
+    manager: PluginManager, store_url: str | None, *, experiment: str | None, run: int | None, as_json: bool
+) -> None:
+    steps = with_store(manager, store_url, lambda store: read_steps(store, experiment, run))
+    if as_json:
+        print_json(steps)
+        return
+    has_runs = len({step["run"] for step in steps}) > 1
+    for step in steps:
+        echo(f"run {step['run']} {step['line']}" if has_runs else str(step["line"]))
+
+
+async def _find(
+    store: Store, name: str, number: int | None, chosen: SpanQuery | None
+) -> "ShownRollout | list[ListedVersion]":
+    if name != LATEST and await find_exact(store, name) is None and await store.resources(name):
+        return await list_versions(store, name, has_candidates=True)
+    return await _load(store, name, number, chosen)
+
+
+def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
+    """Describe the versions of a resource with their parents and scores, and the diff of the first and the last."""
+    published = [item for item in versions if not item.is_only_tried] or list(versions)
+    name = published[0].version.name
+    yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
+    for item in versions:
+        version = item.version
+        is_made = version.algorithm or item.origin == ORIGIN
+        made = f"by {item.origin}" if is_made else f"given by {item.origin}" if item.origin else "given"
+        names = f", labels {', '.join(item.labels)}" if item.labels else ""
+        tried = " (candidate)" if version.metadata.get("candidate") else ""
+        score = f", score {item.score}" if item.score else ""
+        why = f"; {item.why}" if item.why else ""
+        trials = f"; trials: {item.tried}" if item.tried else ""
+        yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}{why}{trials}"
+    yield from diff_versions(published[0].version, published[-1].version)
+
+
+async def _load(store: Store, rollout_id: str, number: int | None, chosen_spans: SpanQuery | None) -> ShownRollout:
+    rollout = await find(store, rollout_id)
+    attempts = await store.attempts(rollout.rollout_id)
+    chosen = next((attempt.attempt_id for attempt in attempts if attempt.number == number), None)
+    if number is not None and chosen is None:
+        raise NotFoundError("attempt", str(number), f"the rollout {rollout.rollout_id} has {len(attempts)}")
+    ids = (chosen, "")
+    readers = tuple(SpanReader(store, rollout.rollout_id, attempt_id, chosen=chosen_spans) for attempt_id in ids)
+    return ShownRollout(
+        rollout=rollout,
+        attempts=attempts,
+        readers=readers,
+        is_filtered=chosen_spans is not None,
+        origin=await fork_origin(store, rollout),
+    )
+
+
+async def _print_json(found: ShownRollout) -> None:
+    """Print one line of JSON, piece by piece."""
+    click.echo(f'{{"rollout":{json_line(found.rollout)},"attempts":{json_line(found.attempts)},"spans":[', nl=False)
+    comma = ""
+    for reader in found.readers:
+        async for span in reader:
+            click.echo(comma + json_line(span), nl=False)
+            comma = ","
+    click.echo("]}")
+
+
+async def _print(found: ShownRollout, contents: Contents) -> None:
+    """Print the rollout and its attempts, then its spans as a tree."""
+    for line in _rollout(found, contents):
+        echo(line)
+    spans: list[ShownSpan] = []
+    versions: list[str] = []
+    for index, reader in enumerate(found.readers):
+        async for span in reader:
+            spans.append(shown(span, index))
+            if span.call is not None:
+                versions.append(span.call.model_version)
+    if found.origin:
+        counts = answer_counts(versions)
+        answered = f"; answers from the recording: {counts.replayed}, of models: {counts.live}"
+        echo(f"fork of {found.origin}{'' if found.is_filtered else answered}")
+    if not spans:
+        echo("no span fits --span, --agent and --kind" if found.is_filtered else "no spans were recorded")
+    for depth, span in tree(spans):
+        indent = "  " * depth
+        echo(f"{indent}- {span.line}")
+        if not span.is_circular:
+            recorded = await found.readers[span.reader].at(span.sequence)
+            for line in contents.of(recorded):
+                echo(f"{indent}    {line}")
+
+
+def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
+    """Describe the rollout and its attempts."""
+    rollout = found.rollout
+    yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
+    yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
+    if contents.is_full:
+        yield from contents.text("task", rollout.task)
+    for attempt in found.attempts:
+        seconds = max(0.0, attempt.finished_at - attempt.started_at)
+        took = f", {seconds:.2f} s" if attempt.finished_at else ""
+        yield f"attempt {attempt.number}: {attempt.status}, by {attempt.worker}{took}{_error(attempt.error)}"
+        yield from (f"    {line}" for line in (contents.of_error(attempt.error) if attempt.error else ()))
+
+
+def shown(span: Span, reader: int = 0) -> ShownSpan:
+    """Return what the tree needs of a span."""
+    return ShownSpan(
+        span_id=span.span_id,
+        parent_id=span.parent_id,
+        start_ns=span.start_ns,
+        sequence=span.sequence,
+        line=line_of(span),
+        reader=reader,
+    )
+
+
+def tree(spans: Sequence[ShownSpan]) -> Iterator[tuple[int, ShownSpan]]:
+    """Return the spans with their depths: children below their parent, in order of start."""
+    known = {span.span_id for span in spans}
+    children: dict[str, list[ShownSpan]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
+        parent = span.parent_id if span.parent_id in known and span.parent_id != span.span_id else None
+        children.setdefault(parent or "", []).append(span)
+    waiting = [(0, span) for span in reversed(children.pop("", []))]
+    while waiting:
+        depth, span = waiting.pop()
+        yield depth, span
+        waiting.extend((depth + 1, child) for child in reversed(children.pop(span.span_id, [])))
+    for span in (span for left in children.values() for span in left):
+        yield 0, replace(span, line=f"{span.line} (its parents form a circle)", is_circular=True)
+
+
+def line_of(span: Span) -> str:
+    """Format a span on one line."""
+    parts = [span.name]
+    if span.reward is not None:
+        parts.append(_reward(span.reward))
+    if span.call is not None:
+        parts.append(_call(span.call, token_counts(span)))
+    parts += [f"{key} {span.attributes[name]}" for key, name in _SHOWN.items() if name in span.attributes]
+    for word, name in _SAMPLING.items():
+        if asked := cast("list[str]", span.attributes.get(name, [])):
+            parts.append(f"{word} {' and '.join(asked)}")
+    if span.end_ns > span.start_ns:
+        parts.append(f"{(span.end_ns - span.start_ns) / 1e9:.3f} s")
+    if span.status == "error":
+        parts.append(f"ERROR {span.attributes.get(semconv.ERROR_TYPE, '')} {span.status_message}".rstrip())
+    if span.is_late:
+        parts.append("late")
+    return short(", ".join(parts), 240)
+
+
+_SHOWN = {
+    "agent": semconv.AGENT_NAME,
+    "tool": semconv.TOOL_NAME,
+    "node": semconv.NODE,
+    "to": semconv.HANDOFF_TARGET,
+    "says": semconv.OBSERVATION_CONTENT,
+    "returned": semconv.OUTPUT,
+}
+
+_SAMPLING = {"sampled without": semconv.SAMPLING_OVERRIDDEN, "sampled with": semconv.SAMPLING_KEPT}
+"""In training a policy samples from its full distribution, apart from what cannot be changed."""
+
+
+def _call(call: ModelCall, counts: str) -> str:
+    parts = [call.policy or call.model, counts, "no token ids" if call.ids_missing else "", call.finish_reason]
+    parts.append(f"version {call.model_version}" if call.model_version else "")
+    parts.append("" if call.is_complete else "cut")
+    parts.append(f"ERROR {call.status_code or ''} {call.error}" if call.error else "")
+    return ", ".join(part for part in parts if part)
+
+
+def _reward(reward: Reward) -> str:
+    value = "None" if reward.value is None else f"{reward.value:g}"
+    dimensions = "".join(f" {name}={part}" for name, part in reward.dimensions.items())
+    about = "" if reward.scope == "rollout" else f" about this {reward.scope}"
+    name = f" {reward.name}" if reward.name else ""
+    return f"reward{name} {value}{dimensions} by {reward.source}{about}"
+
+
+def _error(error: ErrorInfo | None) -> str:
+    return f": {error.type}: {short(error.message, 200)}" if error else ""

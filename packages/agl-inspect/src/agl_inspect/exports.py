@@ -1,0 +1,142 @@
+"""The contract of formats that plugins add to ``agl data export``.
+
+A plugin registers a format as a command below ``export``: ``CommandEntry(name="atif", parent="export", ...)``. Its
+factory is called with one :class:`ExportSetup` as ``setup`` and builds an :class:`ExportWriter`. The command chooses
+the rollouts, opens the file, and puts it under its name when everything was written.
+"""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from agl.contracts import Recording
+from agl.schemas import (
+    Episode,
+    Json,
+    ModelCall,
+    Reward,
+    pack_floats,
+    pack_ids,
+    to_builtins,
+    unpack_floats,
+    unpack_ids,
+)
+from agl_inspect.chat_tools import chat_tools
+
+__all__ = [
+    "ExportSetup",
+    "ExportWriter",
+    "Exported",
+    "Losses",
+    "call_of_record",
+    "call_record",
+    "chat_tools",
+    "reward_of_record",
+]
+
+_NAMED = 20
+"""Rollouts at most that are named for each loss."""
+
+
+class Exported(NamedTuple):
+    """A rollout to write.
+
+    Attributes:
+        recording: The rollout with all attempts, and the spans of all of them.
+        episode: Its episode, in which calls of agents that ``--agents`` leaves out are rejected as ``not_selected``.
+    """
+
+    recording: Recording
+    episode: Episode
+
+
+class Losses:
+    """Counts what a format cannot hold, with the first rollouts that it concerns."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._rollouts: dict[str, list[str]] = {}
+
+    def add(self, what: str, rollout_id: str, count: int = 1) -> None:
+        """Count a loss; ``what`` is a plural with its consequence, such as ``"calls that failed: left out"``."""
+        if count <= 0:
+            return
+        self._counts[what] += count
+        known = self._rollouts.setdefault(what, [])
+        if len(known) < _NAMED and rollout_id not in known:
+            known.append(rollout_id)
+
+    def listed(self) -> list[tuple[str, int, list[str]]]:
+        """Return each loss with its number and the first rollouts, the most frequent one first."""
+        return [(what, count, self._rollouts[what]) for what, count in self._counts.most_common()]
+
+
+class ExportSetup(NamedTuple):
+    """The surroundings of a writer.
+
+    Attributes:
+        file: The open file, which the command closes.
+        path: The name that the file will have, whose suffix may choose a variant; ``None`` for standard output.
+        losses: Takes what the format cannot hold.
+    """
+
+    file: BinaryIO
+    path: Path | None
+    losses: Losses
+
+
+class ExportWriter(Protocol):
+    """Writes rollouts one after the other, holding few of them in memory."""
+
+    def write(self, item: Exported) -> int:
+        """Write a rollout, or count in ``losses`` why not; returns the number of records."""
+        ...
+
+    def close(self) -> None:
+        """Write what completes the file; called once, after the last rollout, and not after an error.
+
+        Raises :class:`agl.errors.ConfigError` if nothing could be written because the rollouts are of another kind,
+        such as texts without token ids.
+        """
+        ...
+
+
+def call_record(call: ModelCall) -> dict[str, Json]:
+    """Return a call's fields as JSON, without its request and response, which formats have places for.
+
+    Token ids and log-probabilities are lists; log-probabilities that are not finite are left out.
+    """
+    plain = replace(call, request=None, response=None, prompt_ids=b"", response_ids=b"", logprobs=b"")
+    logprobs = unpack_floats(call.logprobs)
+    lists: dict[str, list[Any]] = {
+        "prompt_token_ids": unpack_ids(call.prompt_ids),
+        "completion_token_ids": unpack_ids(call.response_ids),
+        "completion_logprobs": logprobs if all(map(math.isfinite, logprobs)) else [],
+    }
+    return {**to_builtins(plain), **{name: values for name, values in lists.items() if values}}
+
+
+def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
+    """Return the call of which :func:`call_record` made a record; raises :class:`ValueError` for another value."""
+    try:
+        call = msgspec.convert(record, ModelCall)
+        ids, answer, logprobs = (record.get(name, []) for name in _LISTS)
+        packed = {"prompt_ids": pack_ids(ids), "response_ids": pack_ids(answer), "logprobs": pack_floats(logprobs)}
+    except (TypeError, ValueError, msgspec.ValidationError) as error:
+        raise ValueError(f"it is no record of a model call: {error}") from error
+    return replace(call, request=request, response=response, **packed)
+
+
+def reward_of_record(record: Json) -> Reward:
+    """Return the reward of which :func:`agl.schemas.to_builtins` made a record; raises :class:`ValueError`."""
+    try:
+        return replace(msgspec.convert(record, Reward), span_id=None)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"it is no record of a reward: {error}") from error
+
+
+_LISTS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")

@@ -1,0 +1,378 @@
+"""Finds faults in recorded rollouts that a training run would pay for, each with its evidence and what to change.
+
+A rule looks at the facts of all rollouts together and speaks only where they are clear. The limits are conventions,
+as those of :mod:`agl_inspect.advice.suggestions`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agl.schemas import Json, Record, to_json
+from agl_inspect.advice.suggestions import FULL_SAMPLING, LONGER_ANSWERS, REWRITTEN
+from agl_inspect.forecast.observed import Observed, ToolUse
+from agl_inspect.rollouts.explanations import NEXT_STEP
+
+SHARE = 0.1
+"""Share of the rollouts from which a fault is worth a look."""
+
+_LEAST = 4
+"""Rollouts below which no rule speaks that compares them."""
+
+_SAME_WORDS = 5
+"""Words of an answer from which it is a surprise that every rollout gives it."""
+
+_RETRIED = 0.2
+"""Share of the rollouts with repeated calls or attempts from which these are named."""
+
+
+class Fault(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One fault.
+
+    Attributes:
+        rule: The rule's name, such as ``reward-never-varies``.
+        evidence: What was found, with its numbers.
+        change: What to do.
+        example: Id of a rollout that shows it; ``""`` for faults of the tasks.
+    """
+
+    rule: str
+    evidence: str
+    change: str
+    example: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """The rollouts that the rules look at, and what the experiment does with them.
+
+    Attributes:
+        rollouts: The facts of the rollouts, at least one.
+        needs_token_ids: Whether an algorithm trains on tokens.
+        token_budget: Tokens of a row from which it takes a pass of its own; 0 for no limit.
+    """
+
+    rollouts: Sequence[Observed]
+    needs_token_ids: bool = False
+    token_budget: int = 0
+
+    @property
+    def succeeded(self) -> list[Observed]:
+        """The rollouts that succeeded."""
+        return [one for one in self.rollouts if one.status == "succeeded"]
+
+    def groups(self) -> list[list[Observed]]:
+        """Return the rollouts of each task that succeeded and made calls."""
+        found: dict[str, list[Observed]] = {}
+        for one in self.succeeded:
+            if one.calls:
+                found.setdefault(one.group_id, []).append(one)
+        return list(found.values())
+
+
+_Found = tuple[str, str, str]
+_Rule = Callable[[Examined], _Found | None]
+
+
+def faults_in(examined: Examined) -> list[Fault]:
+    """Return the faults of recorded rollouts, in the order of the rules."""
+    found = ((rule, look(examined)) for rule, look in _RULES.items())
+    return [Fault(rule=rule, evidence=fault[0], change=fault[1], example=fault[2]) for rule, fault in found if fault]
+
+
+def faults_of_tasks(train: Sequence[Json], val: Sequence[Json]) -> list[Fault]:
+    """Return the faults of an experiment's tasks: those that stand twice, or in both datasets."""
+    known, measured = Counter(map(_key, train)), Counter(map(_key, val))
+    repeated = sum(count - 1 for count in known.values())
+    shared = sum(count for key, count in measured.items() if key in known)
+    found: list[Fault] = []
+    if repeated:
+        often = known.most_common(1)[0]
+        found.append(
+            Fault(
+                rule="repeated-tasks",
+                evidence=f"{repeated} of {len(train)} training tasks stand there already, one of them {often[1]} "
+                f"times: {_short(often[0])}",
+                change="leave each task once, or give those that differ in what is not in the file an id of their own",
+            )
+        )
+    if shared:
+        first = next(key for key in measured if key in known)
+        found.append(
+            Fault(
+                rule="shared-tasks",
+                evidence=f"{shared} of {len(val)} validation tasks are training tasks too, such as {_short(first)}",
+                change="take them out of the training tasks: a validation on them measures what was learnt by heart",
+            )
+        )
+    return found
+
+
+def _key(task: Json) -> str:
+    return to_json(task).decode()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _failed(examined: Examined) -> _Found | None:
+    failed = [one for one in examined.rollouts if one.status != "succeeded" and not _is_of_others(one)]
+    if not _is_many(failed, examined):
+        return None
+    errors = Counter(one.error for one in failed)
+    named = ", ".join(f"{text} ({count})" for text, count in errors.most_common(2))
+    return f"{_of(failed, examined)} failed: {named}", "repair the agent; agl show prints the traceback", _first(failed)
+
+
+def _is_of_others(one: Observed) -> bool:
+    """Return true for failures that a rule of their own describes."""
+    return one.is_timeout or _is_of_reward(one) or _has_no_call(one)
+
+
+def _is_of_reward(one: Observed) -> bool:
+    return "the reward '" in one.error
+
+
+def _reward_errors(examined: Examined) -> _Found | None:
+    wrong = [one for one in examined.rollouts if _is_of_reward(one)]
+    if not wrong:
+        return None
+    error = Counter(one.error for one in wrong).most_common(1)[0][0]
+    return f"the reward failed in {_of(wrong, examined)}: {error}", "correct the reward", _first(wrong)
+
+
+def _reward_missing(examined: Examined) -> _Found | None:
+    missing = [one for one in examined.succeeded if one.reward is None]
+    if len(missing) < SHARE * len(examined.succeeded) or not missing:
+        return None
+    return (
+        f"{_of(missing, examined)} ended well and without a reward",
+        "return or emit a reward, or name one in a section [[reward]]; agl why says which rewards did not count",
+        _first(missing),
+    )
+
+
+def _reward_flat(examined: Examined) -> _Found | None:
+    rewards = [one.trains for one in examined.rollouts if one.trains is not None]
+    if len(rewards) < _LEAST or max(rewards) - min(rewards) > 1e-6:
+        return None
+    return (
+        f"all of {len(rewards)} rewards are {rewards[0]:g}",
+        "if that is the worst: easier tasks, or a reward for a part of the way; if it is the best, there is nothing "
+        "to learn; if neither, look at what the reward compares",
+        _first(examined.rollouts),
+    )
+
+
+def _cut(examined: Examined) -> _Found | None:
+    cut = [one for one in examined.rollouts if one.cut]
+    if not _is_many(cut, examined):
+        return None
+    return f"{_of(cut, examined)} have an answer that was cut at a limit of tokens", LONGER_ANSWERS, _first(cut)
+
+
+def _long(examined: Examined) -> _Found | None:
+    limit = examined.token_budget
+    long = [one for one in examined.rollouts if limit and one.context > limit]
+    if not long:
+        return None
+    most = max(long, key=lambda one: one.context)
+    return (
+        f"{_of(long, examined)} are longer than token_budget = {limit}, the longest has {most.context} tokens",
+        f"such a row takes a pass of its own, and the memory of {most.context} tokens: token_budget = {most.context}, "
+        "or a shorter history",
+        most.rollout_id,
+    )
+
+
+def _has_no_call(one: Observed) -> bool:
+    return "NoModelCallsError" in one.error or (one.status == "succeeded" and not one.calls and not one.unseen)
+
+
+def _no_calls(examined: Examined) -> _Found | None:
+    silent = [one for one in examined.rollouts if _has_no_call(one)]
+    if not _is_many(silent, examined):
+        return None
+    return (
+        f"{_of(silent, examined)} made no model call that was recorded",
+        "let the agent's client call over HTTP with httpx, as the openai and anthropic clients do, or give it the base "
+        "URL and key of the resource",
+        _first(silent),
+    )
+
+
+def _other_policy(examined: Examined) -> _Found | None:
+    calling = [one for one in examined.succeeded if one.calls]
+    others = [one for one in calling if one.rejects.get("not_selected", 0) >= one.calls]
+    if not others or len(others) < SHARE * len(calling):
+        return None
+    return (
+        f"{_of(others, examined)} made no call by the agents and to the policy in training",
+        NEXT_STEP["not_selected"],
+        _first(others),
+    )
+
+
+def _without_ids(examined: Examined) -> _Found | None:
+    missing = [one for one in examined.rollouts if one.rejects.get("missing_token_ids")]
+    if not examined.needs_token_ids or not _is_many(missing, examined):
+        return None
+    return f"{_of(missing, examined)} have calls without token ids", NEXT_STEP["missing_token_ids"], _first(missing)
+
+
+def _unseen(examined: Examined) -> _Found | None:
+    unseen = [one for one in examined.rollouts if one.unseen]
+    if not _is_many(unseen, examined):
+        return None
+    count = sum(one.unseen for one in unseen)
+    return (
+        f"{count} model calls in {_of(unseen, examined)} bypass the record",
+        NEXT_STEP["unseen_calls"],
+        _first(unseen),
+    )
+
+
+def _call_errors(examined: Examined) -> _Found | None:
+    wrong = [one for one in examined.rollouts if one.rejects.get("error") or one.rejects.get("incomplete")]
+    if not _is_many(wrong, examined):
+        return None
+    return f"{_of(wrong, examined)} have model calls that failed", NEXT_STEP["error"], _first(wrong)
+
+
+def _leaked(examined: Examined) -> _Found | None:
+    keys = Counter(key for one in examined.rollouts for key in one.leaked)
+    chance = Counter(key for one in examined.rollouts for key in one.chance)
+    clear = [key for key, count in keys.items() if count >= 3 and count - chance[key] >= SHARE * len(examined.rollouts)]
+    if not clear:
+        return None
+    seen = [one for one in examined.rollouts if set(clear) & set(one.leaked)]
+    return (
+        f"the hidden value {' and '.join(map(repr, sorted(clear)))} of the task stands in the first prompt of "
+        f"{_of(seen, examined)}",
+        "take it out of what the agent reads: it learns to copy the answer",
+        _first(seen),
+    )
+
+
+def _identical(examined: Examined) -> _Found | None:
+    groups = [group for group in examined.groups() if len(group) > 1]
+    same = [group for group in groups if len({one.answers for one in group}) == 1]
+    is_greedy = all(one.is_greedy for group in same for one in group)
+    if len(groups) < 2 or len(same) < 0.8 * len(groups):
+        return None
+    if not is_greedy and min(one.words for group in same for one in group) < _SAME_WORDS:
+        return None  # one right word is no surprise
+    why = ", all drawn at temperature 0" if is_greedy else ""
+    return (
+        f"in {len(same)} of {len(groups)} groups all rollouts gave the same answers, word for word{why}",
+        f"{FULL_SAMPLING}; a cache before the model does the same",
+        _first(same[0]),
+    )
+
+
+def _unused_tools(examined: Examined) -> _Found | None:
+    offered = [one for one in examined.succeeded if one.has_tools]
+    if len(offered) < _LEAST or any(one.asks_tools or one.tools for one in offered):
+        return None
+    return (
+        f"{_of(offered, examined)} were offered tools, and none called one",
+        "look at a prompt: say what the tools are for, or check that the server parses tool calls of this model",
+        _first(offered),
+    )
+
+
+def _failing_tools(examined: Examined) -> _Found | None:
+    totals: dict[str, ToolUse] = {}
+    for one in examined.rollouts:
+        for name, use in one.tools.items():
+            known = totals.get(name, ToolUse())
+            totals[name] = ToolUse(calls=known.calls + use.calls, failed=known.failed + use.failed)
+    broken = sorted(name for name, use in totals.items() if use.calls >= 3 and use.failed == use.calls)
+    if not broken:
+        return None
+    named = ", ".join(f"{name!r} ({totals[name].calls})" for name in broken)
+    users = [one for one in examined.rollouts if set(broken) & set(one.tools)]
+    return f"every call of a tool failed: {named}", "repair the tool; agl show prints its errors", _first(users)
+
+
+def _nameless(examined: Examined) -> _Found | None:
+    mixed = [one for one in examined.rollouts if one.agents.get("") and len(one.agents) > 1]
+    if not _is_many(mixed, examined):
+        return None
+    count = sum(one.agents[""] for one in mixed)
+    named = sorted({name for one in mixed for name in one.agents if name})
+    return (
+        f"{count} calls in {_of(mixed, examined)} have no agent's name, beside those of {', '.join(named[:5])}",
+        NEXT_STEP["unattributed"],
+        _first(mixed),
+    )
+
+
+def _timeouts(examined: Examined) -> _Found | None:
+    late = [one for one in examined.rollouts if one.is_timeout]
+    if not _is_many(late, examined):
+        return None
+    return (
+        f"{_of(late, examined)} reached their time limit",
+        "raise timeout_s in [runner], or lower concurrency where the model's server is what is slow",
+        _first(late),
+    )
+
+
+def _retries(examined: Examined) -> _Found | None:
+    again = [one for one in examined.rollouts if (one.attempts > 1 and not one.is_timeout) or one.retried]
+    if len(again) < _RETRIED * len(examined.rollouts) or len(examined.rollouts) < _LEAST:
+        return None
+    return (
+        f"{_of(again, examined)} repeated a model call or a whole attempt",
+        "look at the errors of the first tries with agl show; fewer rollouts at once if the server refuses some",
+        _first(again),
+    )
+
+
+def _split(examined: Examined) -> _Found | None:
+    split = [one for one in examined.rollouts if one.drifted or one.restarted]
+    if not examined.needs_token_ids or not _is_many(split, examined):
+        return None
+    rows = sum(one.rows for one in split) / len(split)
+    return (
+        f"in {_of(split, examined)} an agent's conversation begins anew, so that they have {rows:.1f} rows each",
+        REWRITTEN.replace("latest", _first(split)),
+        _first(split),
+    )
+
+
+def _is_many(concerned: Sequence[Observed], examined: Examined) -> bool:
+    return bool(concerned) and len(concerned) >= SHARE * len(examined.rollouts)
+
+
+def _of(concerned: Sequence[Observed], examined: Examined) -> str:
+    return f"{len(concerned)} of {len(examined.rollouts)} rollouts"
+
+
+def _first(concerned: Sequence[Observed]) -> str:
+    return concerned[0].rollout_id
+
+
+_RULES: Mapping[str, _Rule] = {
+    "failed-rollouts": _failed,
+    "timeouts": _timeouts,
+    "retries": _retries,
+    "no-calls": _no_calls,
+    "other-policy": _other_policy,
+    "unseen-calls": _unseen,
+    "call-errors": _call_errors,
+    "missing-token-ids": _without_ids,
+    "reward-errors": _reward_errors,
+    "reward-missing": _reward_missing,
+    "reward-never-varies": _reward_flat,
+    "cut-answers": _cut,
+    "over-token-budget": _long,
+    "hidden-in-prompt": _leaked,
+    "identical-answers": _identical,
+    "unused-tools": _unused_tools,
+    "failing-tools": _failing_tools,
+    "nameless-agents": _nameless,
+    "split-rows": _split,
+}

@@ -1,0 +1,214 @@
+"""Simulates the steps of an algorithm on rollouts that were recorded: their tokens, and the time of the queue.
+
+A step draws tasks and runs each several times, as many at once as the runner allows and in the order in which they
+were queued. The simulation draws one of the recorded steps, and its tasks and their rollouts with repetition: rollouts
+of a step are slow or fast together, because they share a server and its load.
+
+The last rollouts of a step run beside few others. Where all share one processor they are faster for it, and a step
+takes little more than its work at full load; where they wait for something else they are not, and the places that are
+free stay idle. The recorded steps tell which of the two it is (:func:`idle_share`).
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heapreplace
+from itertools import accumulate
+from math import sqrt
+from statistics import fmean, variance
+
+from agl.schemas import Record
+from agl_inspect.forecast.observed import Observed
+from agl_inspect.statistics.comparison import student_quantile
+
+_ROLLOUTS = 200_000
+"""Rollouts at most in all simulated steps together."""
+
+_STEPS = 200
+
+_ORDERS = 20
+"""Orders in which the rollouts of a recorded step are queued again to see how long it would take."""
+
+
+class Spread(Record, frozen=True, kw_only=True):
+    """The distribution of a number: mean, quantiles and the largest value."""
+
+    mean: float = 0.0
+    p10: float = 0.0
+    median: float = 0.0
+    p90: float = 0.0
+    most: float = 0.0
+
+
+class StepForecast(Record, frozen=True, kw_only=True):
+    """The forecast of one step.
+
+    Attributes:
+        rollouts: Rollouts per step.
+        concurrency: Rollouts at once.
+        rows: Training rows; ``row_tokens`` their tokens, ``trained_tokens`` those that train.
+        prompt_tokens: Tokens of all prompts of model calls, and ``response_tokens`` of all answers.
+        collect_s: Seconds until all rollouts of the step are done.
+    """
+
+    rollouts: int
+    concurrency: int
+    rows: Spread
+    row_tokens: Spread
+    trained_tokens: Spread
+    prompt_tokens: Spread
+    response_tokens: Spread
+    collect_s: Spread
+
+
+def spread_of(values: Iterable[float]) -> Spread:
+    """Return the distribution of numbers; all 0 without any."""
+    ordered = sorted(values)
+    if not ordered:
+        return Spread()
+    last = len(ordered) - 1
+    p10, median, p90 = (ordered[round(share * last)] for share in (0.1, 0.5, 0.9))
+    return Spread(mean=sum(ordered) / len(ordered), p10=p10, median=median, p90=p90, most=ordered[-1])
+
+
+def makespan(durations: Sequence[float], *, concurrency: int) -> float:
+    """Return when the last of the jobs ends that begin in order, at most ``concurrency`` at once."""
+    if not durations:
+        return 0.0
+    free = [0.0] * max(1, min(concurrency, len(durations)))
+    heapify(free)
+    for duration in durations:
+        heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+def forecast(
+    observed: Sequence[Observed], *, tasks: int, samples: int, concurrency: int, seed: int = 0
+) -> StepForecast:
+    """Forecast a step of ``tasks`` groups with ``samples`` rollouts each, from at least one recorded rollout."""
+    draw = random.Random(seed)  # a simulation
+    batches = _batches(observed)
+    warm = _batches(without_start(observed))
+    idle = idle_share([[one for group in groups for one in group] for groups in warm])
+    count = max(10, min(_STEPS, _ROLLOUTS // max(1, tasks * samples)))
+    drawn = draw.choices(batches, [sum(map(len, groups)) for groups in batches], k=count)
+    steps = [[one for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)] for groups in drawn]
+    places = [_most_at_once([one for group in groups for one in group]) for groups in warm]
+    timed = draw.choices(list(zip(warm, places, strict=True)), [sum(map(len, groups)) for groups in warm], k=count)
+    times = [
+        ([one.seconds for _ in range(tasks) for one in draw.choices(draw.choice(groups), k=samples)], beside)
+        for groups, beside in timed
+    ]
+    return StepForecast(
+        rollouts=tasks * samples,
+        concurrency=concurrency,
+        rows=spread_of(sum(one.rows for one in step) for step in steps),
+        row_tokens=spread_of(sum(one.row_tokens for one in step) for step in steps),
+        trained_tokens=spread_of(sum(one.trained_tokens for one in step) for step in steps),
+        prompt_tokens=spread_of(sum(one.prompt_tokens for one in step) for step in steps),
+        response_tokens=spread_of(sum(one.response_tokens for one in step) for step in steps),
+        collect_s=spread_of(
+            _seconds(durations, concurrency=concurrency, beside=beside, idle=idle) for durations, beside in times
+        ),
+    )
+
+
+def idle_share(batches: Sequence[Sequence[Observed]]) -> float:
+    """Return the share of the places left free at the end of a step that stay idle, from 0 to 1.
+
+    A rollout that is faster beside fewer others is among the last to run, so a recorded step ends sooner in its own
+    order than it would in another one. The share compares three times: that of its own order, that of its work spread
+    evenly over all places, and the mean of other orders. It is 1 where no step had more rollouts than places.
+    """
+    draw = random.Random(0)  # orders, of a simulation
+    lost, possible = 0.0, 0.0
+    for batch in batches:
+        durations = [one.seconds for one in sorted(batch, key=lambda one: one.started_at)]
+        places = _most_at_once(batch)
+        if len(batch) <= places:
+            continue
+        even = sum(durations) / places
+        orders = [makespan(draw.sample(durations, len(durations)), concurrency=places) for _ in range(_ORDERS)]
+        lost += makespan(durations, concurrency=places) - even
+        possible += fmean(orders) - even
+    return min(1.0, max(0.0, lost / possible)) if possible > 0 else 1.0
+
+
+def _seconds(durations: Sequence[float], *, concurrency: int, beside: int, idle: float) -> float:
+    """Return the seconds of a step: between those of its work and those of the queue.
+
+    Rollouts that share a processor ``beside`` others last that many times their work; the longest of them too would
+    be over sooner once the others are.
+    """
+    work = sum(durations) / max(1, beside)
+    return work + idle * (makespan(durations, concurrency=concurrency) - work)
+
+
+def _most_at_once(observed: Sequence[Observed]) -> int:
+    """Return how many rollouts ran at once at most."""
+    ends = [(one.started_at + one.seconds, -1) for one in observed]
+    changes = sorted([*((one.started_at, 1) for one in observed), *ends])
+    return max(accumulate(change for _, change in changes), default=0)
+
+
+def without_start(observed: Sequence[Observed]) -> list[Observed]:
+    """Leave out the rollouts of the step that began first, which also pay for imports, connections and thread pools.
+
+    They stay where the others are fewer than they are.
+    """
+    first = min(observed, key=lambda one: one.started_at).batch if observed else ""
+    others = [one for one in observed if one.batch != first]
+    return others if 2 * len(others) >= len(observed) else list(observed)
+
+
+def uncertainty_of(observed: Sequence[Observed], *, tasks: int) -> float | None:
+    """Return half the 95 % interval of the mean tokens of a rollout over all tasks, as a share of that mean.
+
+    It is the wider one of the tokens that a step computes and of those that it trains on, or of answers without rows.
+    ``None`` for one task or rollouts without tokens.
+    """
+    computed = _uncertainty([(one.group_id, one.row_tokens or _all_tokens(one)) for one in observed], tasks=tasks)
+    has_rows = any(one.rows for one in observed)
+    trained = [(one.group_id, one.trained_tokens if has_rows else one.response_tokens) for one in observed]
+    found = [each for each in (computed, _uncertainty(trained, tasks=tasks)) if each is not None]
+    return max(found, default=None)
+
+
+def _all_tokens(one: Observed) -> int:
+    return one.prompt_tokens + one.response_tokens
+
+
+def _uncertainty(tokens: Sequence[tuple[str, int]], *, tasks: int) -> float | None:
+    """Return half of Student's interval of the mean over tasks, as a share of it.
+
+    The variance of a task's mean has two parts. That between tasks vanishes as all of them are run; that of the
+    rollouts of one task does not, for the next ones will be others.
+    """
+    groups: dict[str, list[int]] = {}
+    for group, count in tokens:
+        groups.setdefault(group, []).append(count)
+    means = [fmean(counts) for counts in groups.values()]
+    if len(means) < 2 or not any(means):
+        return None
+    known = min(1.0, len(means) / tasks) if tasks else 0.0
+    repeated = [variance(counts) / len(counts) for counts in groups.values() if len(counts) > 1]
+    within = min(fmean(repeated), variance(means)) if repeated else 0.0
+    spread = (variance(means) - within) * (1 - known) + within
+    return student_quantile(0.975, len(means) - 1) * sqrt(spread / len(means)) / fmean(means)
+
+
+def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:
+    """Return the rollouts by the step that collected them, and there by task."""
+    found: dict[str, dict[str, list[Observed]]] = {}
+    for one in observed:
+        found.setdefault(one.batch, {}).setdefault(one.group_id or one.rollout_id, []).append(one)
+    return [list(groups.values()) for groups in found.values()]
+
+
+def at_once(observed: Sequence[Observed]) -> float:
+    """Return how many rollouts ran at once on average while any ran."""
+    spans = sorted((one.started_at, one.finished_at) for one in observed if one.finished_at > one.started_at)
+    busy, until = 0.0, 0.0
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return sum(end - begin for begin, end in spans) / busy if busy else 0.0

@@ -1,0 +1,104 @@
+"""Keys in a file, one a line, which are exchanged without a restart.
+
+The first line signs or is sent, all lines are accepted. So a key is rotated in steps that refuse nobody: the new one is
+added, it moves to the first line, and the old one goes when nothing uses it any more.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from platformdirs import user_state_path
+
+from agl.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+
+LEAST = 16
+"""Bytes of a key at least."""
+
+_LIMIT = 64 * 1024
+"""Bytes of a file of keys at most: more is another file, named by mistake."""
+
+Keys = Callable[[], bytes]
+"""Returns the keys as they are now, one a line: the first one signs or is sent, all of them are accepted."""
+
+
+class KeyFile:
+    """The keys of a file; a call returns them, and reads the file again if it has changed.
+
+    A changed file that cannot be read, or that holds no good key, is named in the log, and the keys from before stay.
+
+    Args:
+        path: The file; a link is followed each time, so that the mounted secrets of Kubernetes are seen to change.
+        purpose: The use of the keys in messages, such as ``signing key``.
+        is_own: Whether only this user may read the file; else its group may too, as mounted secrets need.
+
+    Raises:
+        ConfigError: Others can read the file, it holds no key, or one with fewer than 16 bytes.
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, path: Path, *, purpose: str, is_own: bool = False) -> None:
+        self.path = path
+        self._purpose = purpose
+        self._private = 0o077 if is_own else 0o007
+        self._seen = self._state()
+        self._keys = self._read()
+
+    def __repr__(self) -> str:
+        return f"KeyFile({str(self.path)!r})"
+
+    def __call__(self) -> bytes:
+        """Return the keys, one a line."""
+        state: object = None
+        try:
+            state = self._state()
+            if state != self._seen:
+                self._keys = self._read()
+                _LOG.info("%s was read again", self._shown())
+        except (OSError, ConfigError) as error:
+            if state != self._seen:
+                _LOG.warning("the keys that %s held before stay in use: %s", self._shown(), error)
+        self._seen = state
+        return self._keys
+
+    def _read(self) -> bytes:
+        with self.path.open("rb") as file:
+            if sys.platform != "win32" and os.fstat(file.fileno()).st_mode & self._private:
+                raise ConfigError(f"{self._shown()} can be read by other users. Run: chmod 600 {self.path}")
+            return joined_keys(file.read(_LIMIT + 1), source=self._shown())
+
+    def _shown(self) -> str:
+        return f"the {self._purpose} {self.path}"
+
+    def _state(self) -> object:
+        found = os.stat(self.path)
+        return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+
+def joined_keys(content: bytes, *, source: str) -> bytes:
+    """Return the keys of a text, one a line, each once and without spaces around it.
+
+    Raises:
+        ConfigError: A key is too short, or there is none; the message names the line and never the key.
+    """
+    lines = [line.strip() for line in content.splitlines()]
+    if len(content) > _LIMIT:
+        raise ConfigError(f"{source} is larger than {_LIMIT} bytes; it holds one key a line, and nothing else")
+    short = next((number for number, line in enumerate(lines, 1) if 0 < len(line) < LEAST), 0)
+    keys = tuple(dict.fromkeys(filter(None, lines)))
+    if short or not keys:
+        where = f"{source}, line {short}," if len(keys) > 1 else source
+        raise ConfigError(
+            f"{where} has {len(lines[short - 1]) if short else 0} bytes, at least {LEAST} are needed. "
+            'Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+    return b"\n".join(keys)
+
+
+def state_dir() -> Path:
+    """The folder of this user's state: ``agl`` below the platform's usual folder."""
+    return user_state_path("agl", appauthor=False)

@@ -1,0 +1,30 @@
+"""Registers the commands that look at what was recorded."""
+
+from collections.abc import Iterable
+
+from agl import hookimpl
+from agl.contracts import CommandEntry
+
+_COMMANDS = {
+    "runs": "list, remove and tidy recorded rollouts",
+    "show": "show one rollout as a tree",
+    "why": "explain the outcome of every model call",
+    "metrics": "print, draw and judge the numbers that algorithms logged",
+    "sql": "query everything that is recorded",
+    "resources": "list, compare, try and promote resource versions",
+    "data": "import, export, archive and copy runs",
+    "plugins": "list, show and check plugins",
+}
+
+
+@hookimpl
+def agl_commands() -> Iterable[CommandEntry]:
+    """Register the commands that read a store, and the one that shows plugins."""
+    for name, summary in _COMMANDS.items():
+        yield CommandEntry(name=name, factory=f"agl_inspect.cli.{name}:{name}", summary=summary)
+    yield CommandEntry(
+        name="workers",
+        parent="runs",
+        factory="agl_inspect.cli.workers:workers",
+        summary="list trainers and workers, and if they live",
+    )

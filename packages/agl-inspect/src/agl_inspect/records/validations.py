@@ -1,0 +1,294 @@
+"""The validations of a run: the versions that each measured, their rewards, and the best of them.
+
+Every validation is kept in the store with its rewards by task, so that a run which is killed and resumed knows its best
+versions. The states that the algorithms had at the best one are kept beside it, so that training can go back there.
+The label ``best`` points at the best versions of the resources that algorithms tune.
+
+Two validations run the same tasks, so they are compared task by task: Student's interval of the mean difference.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from agl.contracts import Store, VersionScore
+from agl.schemas import Episode, Json, Record, ResourceVersion, to_json
+from agl_inspect.records import labels
+from agl_inspect.records.rollouts import broke_in_reward
+from agl_inspect.records.state import AlgorithmState, run_key
+from agl_inspect.statistics.comparison import interval
+from agl_inspect.statistics.means import mean
+
+BEST = "best"
+"""The label of the best validated versions."""
+
+FINALISTS = 3
+"""Most validations that are close enough to the best one to be measured again at the end."""
+
+FALL_CONFIDENCE = 0.999
+"""Confidence that a validation is below the best one. The best of many is the luckiest of them, and with 0.95 a policy
+that does not change falls below its own best twice in a row in 3 of 10 runs with 20 validations; with this in 1 of
+200."""
+
+FEWEST_TASKS = 5
+"""Tasks from which on a fall can be told from chance."""
+
+_HOW = "validation"
+_HOW_AGAIN = "fresh validation"
+
+
+class Validation(Record, frozen=True, kw_only=True):
+    """One validation.
+
+    Attributes:
+        turn: Steps that all algorithms together had taken.
+        versions: The live version of every resource, by name.
+        steps: The steps of each algorithm whose files belong to these versions and to its state then.
+        rewards: One for each validation task, in their order; 0 for a rollout that failed or has no reward.
+        tasks: Digest of the tasks: validations on other tasks are not compared.
+        train: Digest of the training tasks, ``""`` in records of older releases.
+        agent: The agent, ``""`` in records of older releases.
+        failed: Rollouts that failed.
+        unjudged: Places of the rollouts whose reward broke, which says nothing about the versions.
+    """
+
+    turn: int
+    versions: dict[str, str]
+    rewards: tuple[float, ...]
+    tasks: str
+    steps: dict[str, tuple[int, ...]] = {}
+    train: str = ""
+    agent: str = ""
+    failed: int = 0
+    unjudged: tuple[int, ...] = ()
+
+    @property
+    def mean(self) -> float:
+        """The mean reward."""
+        return mean(self.rewards)
+
+    @property
+    def place(self) -> str:
+        """Its place in the run in words."""
+        return after_step(self.turn)
+
+    @property
+    def words(self) -> str:
+        """The mean reward and its place, such as ``0.950 after step 5``, with the failed rollouts if there are any."""
+        note = f" ({self.failed} of {len(self.rewards)} failed)" if self.failed else ""
+        return f"{self.mean:.3f} {self.place}{note}"
+
+
+class _Best(Record, frozen=True, kw_only=True):
+    """The algorithms' states at the best validation."""
+
+    turn: int
+    states: dict[str, AlgorithmState]
+
+
+class Validations:
+    """The validations of one run of an experiment. Call ``load`` first.
+
+    Args:
+        store: The experiment's store.
+        name: The experiment's name.
+        run: Number of the fresh start.
+        tasks: The validation tasks.
+        train: The training tasks.
+        agent: The agent's identity.
+        tuned: Names of the resources that algorithms tune.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        run: int,
+        tasks: Sequence[Json],
+        train: Sequence[Json],
+        agent: str,
+        tuned: frozenset[str],
+    ) -> None:
+        self._store, self._name, self._run = store, name, run
+        self._digest, self._train = digest_of(tasks), digest_of(train)
+        self._agent, self._tuned = agent, tuned
+        self._found: dict[int, Validation] = {}
+        self._states: Mapping[str, AlgorithmState] = {}
+        self._running: list[Mapping[str, tuple[int, ...]]] = []
+
+    async def load(self) -> None:
+        """Load the validations on the present tasks from before a restart."""
+        states = await self._store.load_state(self._key(""))
+        self._found |= {one.turn: one for one in _decoded(states) if one.tasks == self._digest}
+        best = states.get(self._key(BEST))
+        kept = None if best is None else msgspec.json.decode(best, type=_Best)
+        if self._found and kept is not None and kept.turn == self.best.turn:
+            self._states = kept.states
+        if self._found:
+            await self._label()
+
+    def at(self, turn: int) -> Validation | None:
+        """Return the validation after so many steps, ``None`` if there was none."""
+        return self._found.get(turn)
+
+    def all(self) -> list[Validation]:
+        """Return all validations, first to last."""
+        return [self._found[turn] for turn in sorted(self._found)]
+
+    @property
+    def best(self) -> Validation:
+        """The validation with the highest mean reward; of equals, the last."""
+        return max(self._found.values(), key=_rank)
+
+    @property
+    def states(self) -> Mapping[str, AlgorithmState]:
+        """The states that the algorithms had at the best validation, by name."""
+        return self._states
+
+    def begin(self, steps: Mapping[str, tuple[int, ...]]) -> None:
+        """Note that a validation has begun, whose files must stay until it has ended."""
+        self._running.append(steps)
+
+    async def add(
+        self,
+        *,
+        turn: int,
+        versions: Mapping[str, str],
+        steps: Mapping[str, tuple[int, ...]],
+        episodes: Sequence[Episode],
+        states: Mapping[str, AlgorithmState],
+    ) -> Validation:
+        """Keep a validation that has ended, with the states of the algorithms then, and move the label if it is best.
+
+        Its versions get it as their score, unless their algorithm has measured them itself.
+        """
+        one = Validation(
+            turn=turn,
+            versions=dict(versions),
+            steps=dict(steps),
+            rewards=tuple(rewards_of(episodes)),
+            tasks=self._digest,
+            train=self._train,
+            agent=self._agent,
+            failed=failures_of(episodes),
+            unjudged=tuple(place for place, one in enumerate(episodes) if broke_in_reward(one.attempt)),
+        )
+        self._found[turn] = one
+        saved = {self._key(f"{turn:08d}"): msgspec.json.encode(one)}
+        if self.best is one:
+            self._states = dict(states)
+            saved[self._key(BEST)] = msgspec.json.encode(_Best(turn=turn, states=dict(states)))
+        await self._store.save_state(saved)
+        self._running = [running for running in self._running if running is not steps]
+        await self.score(one, one.rewards)
+        if self.best is one:
+            await self._label()
+        return one
+
+    async def score(self, one: Validation, rewards: Sequence[float], *, is_fresh: bool = False) -> None:
+        """Save the rewards of a validation as the score of the tuned resources' versions."""
+        low, high = _interval(rewards)
+        for name in sorted(self._tuned.intersection(one.versions)):
+            version = one.versions[name]
+            known = {score.version: score.how for score in await self._store.scores(name)}
+            if known.get(version, _HOW) in (_HOW, _HOW_AGAIN):
+                how = _HOW_AGAIN if is_fresh else _HOW
+                score = VersionScore(
+                    name=name, version=version, mean=mean(rewards), low=low, high=high, n=len(rewards), how=how
+                )
+                await self._store.save_scores([score])
+
+    async def label(self, one: Validation, reason: str) -> None:
+        """Point the label ``best`` at a validation's versions of the tuned resources."""
+        for name in sorted(self._tuned.intersection(one.versions)):
+            await labels.move(self._store, name, BEST, one.versions[name], reason=reason)
+
+    def kept(self, algorithm: str) -> frozenset[int]:
+        """Return the steps of an algorithm whose files must stay, because the run may go back to them."""
+        wanted = [one.steps for one in self.finalists()] if self._found else []
+        return frozenset(step for steps in (*wanted, *self._running) for step in steps.get(algorithm, ()))
+
+    def finalists(self) -> list[Validation]:
+        """Return the validations that are not clearly below the best one, at most three, the best one first."""
+        found: list[Validation] = []
+        for one in sorted(self._found.values(), key=_rank, reverse=True):
+            is_other = all(one.versions != other.versions for other in found)
+            if is_other and not is_below(one, self.best, confidence=0.95):
+                found.append(one)
+        return found[:FINALISTS]
+
+    async def _label(self) -> None:
+        await self.label(self.best, f"validation reward {self.best.words} of experiment {self._name}")
+
+    def _key(self, last: str) -> str:
+        return run_key(self._name, self._run, f"validation/{last}")
+
+
+async def read_validations(store: Store, name: str, run: int) -> list[Validation]:
+    """Read the validations of a run, first to last, on whatever tasks."""
+    return sorted(_decoded(await store.load_state(run_key(name, run, "validation/"))), key=lambda one: one.turn)
+
+
+def rewards_of(episodes: Sequence[Episode]) -> list[float]:
+    """Return the reward of each validation rollout, 0 for one without."""
+    return [0.0 if episode.reward is None else episode.reward for episode in episodes]
+
+
+def failures_of(episodes: Sequence[Episode]) -> int:
+    """Count the rollouts that did not succeed."""
+    return sum(episode.rollout.status != "succeeded" for episode in episodes)
+
+
+def digest_of(tasks: Sequence[Json]) -> str:
+    """Return the digest by which validations know tasks."""
+    return hashlib.blake2b(to_json(list(tasks)), digest_size=8).hexdigest()
+
+
+def _decoded(states: Mapping[str, bytes]) -> list[Validation]:
+    """Return the validations among the states of a run's folder of them."""
+    return [msgspec.json.decode(data, type=Validation) for key, data in states.items() if not key.endswith(f"/{BEST}")]
+
+
+def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, AlgorithmState]) -> dict[str, tuple[int, ...]]:
+    """Return the steps of each algorithm that made the versions, or that its state belongs to."""
+    found = {name: {state.step} for name, state in states.items()}
+    for version in versions:
+        if version.algorithm in found:
+            found[version.algorithm].add(version.step)
+    return {name: tuple(sorted(steps)) for name, steps in found.items()}
+
+
+def is_below(one: Validation, other: Validation, *, confidence: float) -> bool:
+    """Return true if a validation's rewards are below another one's by more than chance explains.
+
+    Tasks without a judgement in either say nothing.
+    """
+    return interval(_differences(one, other), confidence=confidence)[1] < 0
+
+
+def has_fallen(one: Validation, best: Validation) -> bool:
+    """Return true if a validation is below the best one by so much that training has lost what it had learned."""
+    return len(_differences(one, best)) >= FEWEST_TASKS and is_below(one, best, confidence=FALL_CONFIDENCE)
+
+
+def _differences(one: Validation, other: Validation) -> list[float]:
+    """Return half of each task's difference, which has the sign of the whole one and never overflows."""
+    left_out = {*one.unjudged, *other.unjudged}
+    pairs = enumerate(zip(one.rewards, other.rewards, strict=True))
+    return [mine / 2 - theirs / 2 for place, (mine, theirs) in pairs if place not in left_out]
+
+
+def after_step(turn: int) -> str:
+    """Return the place of a validation in words."""
+    return f"after step {turn}" if turn else "before the first step"
+
+
+def _rank(one: Validation) -> tuple[float, int]:
+    return one.mean, one.turn
+
+
+def _interval(rewards: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean; the mean itself for a single reward, which has none."""
+    return interval(rewards) if len(rewards) > 1 else (rewards[0], rewards[0])

@@ -1,0 +1,228 @@
+"""Adds up a step's rollouts by agent and by task as they are collected, and keeps the sums in the store for views.
+
+A store sums up rollouts as they finish and does not know by then who made which call; an episode does. One record per
+step and mode is kept, so that a view of a whole run costs what its steps cost, however many rollouts these had. A step
+that is repeated after a crash collects the same rollouts and replaces its record.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from typing import NamedTuple
+
+import msgspec
+
+from agl import semconv
+from agl.contracts import CallUse, ExperimentRecord, Moments, Recording, Store
+from agl.episodes import Enclosing
+from agl.schemas import Episode, Mode, Record
+from agl_inspect.records.state import run_key
+from agl_inspect.rollouts.explanations import tokens_of
+from agl_inspect.statistics.comparison import interval
+from agl_inspect.statistics.means import mean
+
+MOST_AGENTS = 64
+"""Agents of a record; those with the fewest calls are left out."""
+
+_PART = "tally/"
+
+
+class AgentTally(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The share of an agent in the rollouts of a step.
+
+    Attributes:
+        agent: Its name, ``""`` for calls outside of any agent.
+        rollouts: Rollouts in which it made a call; ``reward`` is over those of them that have one.
+        tokens: Tokens that the model sampled for it; ``trained`` those of them on which the step trained.
+        seconds: Time in its calls.
+        credit: Over its calls for which the step reported one; ``advantage`` likewise.
+        errors: Its spans that ended with an error, tools included.
+    """
+
+    agent: str
+    rollouts: int = 0
+    calls: int = 0
+    tokens: int = 0
+    trained: int = 0
+    seconds: float = 0.0
+    reward: Moments = Moments()
+    credit: Moments = Moments()
+    advantage: Moments = Moments()
+    errors: int = 0
+
+    def plus(self, other: "AgentTally") -> "AgentTally":
+        """Return the sums of both, under the name of this one."""
+        return AgentTally(
+            agent=self.agent,
+            rollouts=self.rollouts + other.rollouts,
+            calls=self.calls + other.calls,
+            tokens=self.tokens + other.tokens,
+            trained=self.trained + other.trained,
+            seconds=self.seconds + other.seconds,
+            reward=self.reward.plus(other.reward),
+            credit=self.credit.plus(other.credit),
+            advantage=self.advantage.plus(other.advantage),
+            errors=self.errors + other.errors,
+        )
+
+
+class StepTally(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The rollouts that an algorithm collected in a step, in one mode.
+
+    Attributes:
+        reward: The mean over tasks of the mean reward of their rollouts, with the ends of its 95 % interval, ``low``
+            and ``high``; ``None`` below two tasks.
+        agents: Those with the most calls first.
+    """
+
+    algorithm: str
+    step: int
+    mode: Mode
+    rollouts: int
+    reward: float | None = None
+    low: float | None = None
+    high: float | None = None
+    agents: tuple[AgentTally, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that models sampled."""
+        return sum(each.tokens for each in self.agents)
+
+    @property
+    def trained(self) -> int:
+        """Sampled tokens on which the step trained."""
+        return sum(each.trained for each in self.agents)
+
+
+class Observed:
+    """Seconds, tokens and errors of calls, which recordings hold and episodes do not."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, str], float] = {}
+        self.tokens: dict[tuple[str, str], int] = {}
+        self.errors: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def add(self, recording: Recording) -> None:
+        """Look at the spans of the deciding attempt of a rollout."""
+        name = recording.rollout.rollout_id
+        own = [span for span in recording.spans if span.attempt_id == recording.rollout.attempt_id]
+        for span in (span for span in own if span.call is not None):
+            self.seconds[name, span.span_id] = max(0, span.end_ns - span.start_ns) / 1e9
+            self.tokens[name, span.span_id] = tokens_of(span)[1]
+        failed = [span for span in own if span.status == "error" and span.name != semconv.ROOT_SPAN_NAME]
+        if failed:
+            around = Enclosing(own)
+            self.errors[name].update(around.who(span).agent for span in failed)
+
+
+class _Seen(NamedTuple):
+    """A rollout without its contents."""
+
+    step: int
+    mode: Mode
+    rollout_id: str
+    task: str
+    reward: float | None
+    calls: list[tuple[str, str, int, float]]
+    """The span id, agent, sampled tokens and seconds of each call."""
+    errors: Counter[str]
+
+
+class StepTallies:
+    """The rollouts that were collected and whose step has not ended yet."""
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[str, list[_Seen]] = defaultdict(list)
+
+    def add(self, caller: str, episodes: Iterable[Episode], observed: Observed, *, step: int, mode: Mode) -> None:
+        """Note the rollouts that ``caller`` collected for a step."""
+        for episode in episodes:
+            name = episode.rollout.rollout_id
+            calls = [
+                (each.span_id, each.agent, observed.tokens.get(key, 0), observed.seconds.get(key, 0.0))
+                for each in episode.transitions
+                if (key := (name, each.span_id))
+            ]
+            task = episode.rollout.group_id or name
+            seen = _Seen(step, mode, name, task, episode.reward, calls, observed.errors.get(name, Counter()))
+            self._waiting[caller].append(seen)
+
+    def take(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> list[StepTally]:
+        """Return the sums of a step of ``caller`` that ended, one for each mode; ``uses`` are those of its report."""
+        waiting = self._waiting.pop(caller, [])
+        self._waiting[caller] = [each for each in waiting if each.step > step]
+        found: dict[tuple[int, Mode], list[_Seen]] = {}
+        for each in waiting:
+            if each.step <= step:
+                found.setdefault((each.step, each.mode), []).append(each)
+        return [_tally(caller, number, mode, seen, uses) for (number, mode), seen in found.items()]
+
+
+async def keep_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[StepTally]) -> None:
+    """Keep the sums of steps with their run."""
+    states = {_key(record, each): msgspec.json.encode(each) for each in tallies}
+    if states:
+        await store.save_state(states)
+
+
+async def read_tallies(store: Store, record: ExperimentRecord) -> list[StepTally]:
+    """Return the sums of a run's steps, by algorithm, step and mode; none for runs of older releases."""
+    states = await store.load_state(run_key(record.name, record.run, _PART))
+    found = [msgspec.json.decode(data, type=StepTally) for data in states.values()]
+    return sorted(found, key=lambda each: (each.algorithm, each.step, each.mode))
+
+
+def _key(record: ExperimentRecord, tally: StepTally) -> str:
+    return run_key(record.name, record.run, f"{_PART}{tally.algorithm}/{tally.mode}/{tally.step}")
+
+
+def _tally(
+    caller: str, step: int, mode: Mode, rollouts: Sequence[_Seen], uses: Mapping[str, Sequence[CallUse]]
+) -> StepTally:
+    agents: dict[str, AgentTally] = {}
+    by_task: dict[str, list[float]] = {}
+    for seen in rollouts:
+        if seen.reward is not None:
+            by_task.setdefault(seen.task, []).append(seen.reward)
+        for share in _shares(seen, {use.span_id: use for use in uses.get(seen.rollout_id, ())}):
+            agents[share.agent] = agents[share.agent].plus(share) if share.agent in agents else share
+    means = [mean(rewards) for rewards in by_task.values()]
+    low, high = interval(means) if len(means) > 1 else (None, None)
+    kept = sorted(agents.values(), key=lambda each: (-each.calls, each.agent))[:MOST_AGENTS]
+    return StepTally(
+        algorithm=caller,
+        step=step,
+        mode=mode,
+        rollouts=len(rollouts),
+        reward=mean(means) if means else None,
+        low=low,
+        high=high,
+        agents=tuple(kept),
+    )
+
+
+def _shares(seen: _Seen, uses: Mapping[str, CallUse]) -> list[AgentTally]:
+    """Return the share of each agent in one rollout."""
+    found = {agent: AgentTally(agent=agent, errors=count) for agent, count in seen.errors.items()}
+    callers: set[str] = set()
+    for span_id, agent, tokens, seconds in seen.calls:
+        use = uses.get(span_id)
+        share = AgentTally(
+            agent=agent,
+            rollouts=int(agent not in callers),
+            calls=1,
+            tokens=tokens,
+            trained=tokens if use is not None and use.row >= 0 else 0,
+            seconds=seconds,
+            reward=_one(None if agent in callers else seen.reward),
+            credit=_one(use.credit if use else None),
+            advantage=_one(use.advantage if use else None),
+        )
+        callers.add(agent)
+        found[agent] = found[agent].plus(share) if agent in found else share
+    return list(found.values())
+
+
+def _one(value: float | None) -> Moments:
+    return Moments() if value is None or not isfinite(value) else Moments(count=1, mean=value)

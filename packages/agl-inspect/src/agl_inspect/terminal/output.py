@@ -1,0 +1,121 @@
+"""Prints the output of commands: tables that fit a terminal, whole lines elsewhere, JSON for programs."""
+
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from agl.schemas import to_json
+from agl_inspect.text import CONTROLS, visible
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+"""Adds the option ``--json`` to a command, as its argument ``as_json``."""
+
+
+STOPPED = 130
+"""Exit status after an interrupt, by the shells' convention."""
+
+_IN_JSON = {code: f"\\u{code:04x}" for code in CONTROLS}
+
+_IN_CELLS = {ord("\n"): r"\n", ord("\t"): r"\t"}
+"""The control characters that text may have and a row of a table may not."""
+
+_LEAST = 6
+"""Characters at least of a column that is shortened."""
+
+
+def echo(text: str) -> None:
+    """Print text with its control characters escaped."""
+    click.echo(visible(text))
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as one line of JSON."""
+    click.echo(json_line(value))
+
+
+def json_line(value: Any) -> str:
+    """Return ``value`` as one line of JSON, with control characters escaped."""
+    return to_json(value).decode().translate(_IN_JSON)
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, whole: Sequence[str] = (), least: Sequence[str] = ()
+) -> None:
+    """Print rows under column names, each row on one line.
+
+    Where a terminal is too narrow, columns are shortened, and those that have no room then are left out.
+
+    Args:
+        columns: The names.
+        rows: The cells.
+        whole: Columns that are never shortened, such as ids; the first one is always among them.
+        least: Columns to leave out first, in this order; then the last ones.
+    """
+    cells = [[visible(cell).translate(_IN_CELLS) for cell in row] for row in (columns, *rows)]
+    if not sys.stdout.isatty():
+        _print_aligned(cells, [max(map(len, column)) for column in zip(*cells, strict=True)])
+        return
+    fixed = {0, *(columns.index(name) for name in whole)}
+    order = [columns.index(name) for name in least]
+    order += [index for index in reversed(range(len(columns))) if index not in order]
+    _print_fitted(cells, fixed, [index for index in order if index not in fixed])
+
+
+def when(unix_s: float) -> str:
+    """Format a time for people, in UTC; empty for 0, a time that is not known, and a number for one of no year."""
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else ""
+    except (OSError, OverflowError, ValueError):  # such as nanoseconds, written by another program
+        return f"{unix_s:g}"
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """Format a value on one line of at most ``limit`` characters."""
+    text = value if isinstance(value, str) else to_json(value).decode()
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _print_aligned(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
+    for row in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_fitted(cells: Sequence[Sequence[str]], fixed: Collection[int], order: Sequence[int]) -> None:
+    """Print the columns that a terminal has room for, and name the others."""
+    from rich.cells import cell_len
+
+    natural = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    room = shutil.get_terminal_size().columns
+    left_out = 0
+    while (widths := _widths(natural, fixed, order[left_out:], room)) is None and left_out < len(order):
+        left_out += 1
+    shown = widths or {index: natural[index] for index in sorted(fixed)}
+    for number, row in enumerate(cells):
+        line = "  ".join(_fitted(row[index], width) for index, width in shown.items()).rstrip()
+        click.echo(click.style(line, bold=True) if number == 0 else line)
+    if left_out:
+        names = ", ".join(cells[0][index] for index in sorted(order[:left_out]))
+        click.echo(f"(no room for {names}: widen the terminal, or use --json)", err=True)
+
+
+def _widths(natural: Sequence[int], fixed: Collection[int], others: Sequence[int], room: int) -> dict[int, int] | None:
+    """Return the width of each column, the longest shortened first; ``None`` if there is not room for all of them."""
+    widths = {index: natural[index] for index in sorted({*fixed, *others})}
+    excess = sum(widths.values()) + 2 * (len(widths) - 1) - room
+    for _ in range(excess):
+        longest = max(others, key=lambda index: widths[index], default=-1)
+        if longest < 0 or widths[longest] <= _LEAST:
+            return None
+        widths[longest] -= 1
+    return widths
+
+
+def _fitted(cell: str, width: int) -> str:
+    from rich.cells import cell_len, set_cell_size
+
+    return set_cell_size(cell, width) if cell_len(cell) <= width else f"{set_cell_size(cell, width - 1)}…"

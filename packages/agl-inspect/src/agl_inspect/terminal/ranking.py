@@ -1,0 +1,130 @@
+"""Ranks the parameters of comparable runs, keeps the ranking in the store, and prints it."""
+
+import asyncio
+import shlex
+from collections.abc import Mapping
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl_inspect.advice.fits import keep_fit
+from agl_inspect.advice.history import (
+    History,
+    PastRun,
+    history_of,
+)
+from agl_inspect.advice.ranking import FEWEST, Fit, fit
+from agl_inspect.records.metrics import choice
+from agl_inspect.records.state import load_experiment
+from agl_inspect.terminal.opening import with_store
+from agl_inspect.terminal.output import echo, print_table, short
+
+_NAMED = 12
+"""Runs that are named in a line."""
+
+
+def suggest_next(manager: PluginManager, experiment: str | None, store_url: str | None) -> Fit:
+    """Fit a model to the runs that compare with an experiment, and keep what it says in the store.
+
+    Raises:
+        ConfigError: No such experiment was validated, or none is named and there are several.
+    """
+    return with_store(manager, store_url, lambda store: _fitted(store, experiment))
+
+
+def settings_of(proposed: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Return the values of a proposed run as words for ``--set``."""
+    return tuple(f"{key}={text}" for key, text in proposed.items() if text is not None)
+
+
+def print_fit(found: Fit) -> None:
+    """Print the ranking with its source, the best run, and the next one."""
+    echo(_source(found))
+    if found.best is not None:
+        echo(f"best: {found.best.name}, {_reward(found.best)}; the best of several is partly luck")
+    if found.missing:
+        echo(lacking(found))
+        return
+    if found.parameters:
+        rows = [
+            (one.name, f"{one.importance:.2f}", f"{one.low:.2f} to {one.high:.2f}", _chance(one.chance), one.tried)
+            for one in found.parameters
+        ]
+        print_table(("parameter", "importance", "90 %", "by chance", "tried"), rows, least=("tried",))
+    for note in found.notes:
+        echo(note)
+    if found.next:
+        words = " ".join(f"--set {shlex.quote(each)}" for each in settings_of(found.next))
+        absent = [key for key, text in found.next.items() if text is None]
+        without = f", without {' and '.join(absent)}" if absent else ""
+        echo(f"next, as Optuna's TPE proposes from these runs: {words}{without}")
+
+
+def counted(manager: PluginManager, experiment: str, store_url: str | None) -> str:
+    """Return how many runs compare with an experiment, in a sentence; ``""`` for fewer than two."""
+    history = with_store(manager, store_url, lambda store: history_of(store, experiment))
+    if history is None or len(history.runs) < 2:
+        return ""
+    if len(history.runs) < FEWEST:
+        more = FEWEST - len(history.runs)
+        return f"{len(history.runs)} runs compare with it; {more} more, and agl metrics --rank ranks their parameters"
+    return f"{len(history.runs)} runs compare with it: agl metrics --suggest {experiment} --next ranks their parameters"
+
+
+async def _fitted(store: Store, experiment: str | None) -> Fit:
+    name = experiment or await _only(store)
+    history = await history_of(store, name)
+    if history is None:
+        raise ConfigError(
+            f"experiment {name!r} has no validation in its newest run, by which it could be compared: give it "
+            "validation tasks (val = ... in [experiment]) and at least one algorithm, and run it"
+            if await load_experiment(store, name)
+            else f"there is no experiment {name!r}; {choice(name, await _names(store))}"
+        )
+    return await fit_and_keep(store, history, experiment=name)
+
+
+async def fit_and_keep(store: Store, history: History, *, experiment: str = "") -> Fit:
+    """Fit a model, and keep it with the experiment or the last run of the history."""
+    found = await asyncio.to_thread(fit, history)
+    if found.parameters:
+        record = await load_experiment(store, experiment or history.runs[-1].experiment)
+        if record is not None:
+            await keep_fit(store, record, found)
+    return found
+
+
+async def _only(store: Store) -> str:
+    names = await _names(store)
+    if len(names) != 1:
+        raise ConfigError(f"name one of the runs to compare; {choice('', names)}")
+    return names[0]
+
+
+async def _names(store: Store) -> list[str]:
+    return sorted(record.name for record in await store.experiments())
+
+
+def _source(found: Fit) -> str:
+    names = [run.name for run in found.runs]
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    left = f"; {found.unfinished} of the same kind have not ended and count for nothing" if found.unfinished else ""
+    runs = f"{len(names)} comparable run{'' if len(names) == 1 else 's'}{f' ({shown})' if shown else ''}"
+    return f"{runs}: same agent ({short(found.agent)}), tasks, validation, rewards and algorithms{left}"
+
+
+def _reward(run: PastRun) -> str:
+    ends = "" if run.low is None or run.high is None else f", 95 % [{run.low:.3f}, {run.high:.3f}]"
+    tasks = f"{run.tasks} task{'' if run.tasks == 1 else 's'}"
+    return f"validation reward {run.mean:.3f}{ends} over {tasks}, after step {run.turn}"
+
+
+def lacking(found: Fit) -> str:
+    """Say how many runs are missing before parameters can be ranked, and how to make them."""
+    more = f"{found.missing} more comparable run{'' if found.missing == 1 else 's'}"
+    how = "agl run FILE --set experiment.name=OTHER --set KEY=VALUE"
+    return f"a model needs {FEWEST} runs to rank parameters: {more} first, with other values ({how})"
+
+
+def _chance(value: float) -> str:
+    return "below 0.001" if value < 0.001 else f"{value:.3f}"

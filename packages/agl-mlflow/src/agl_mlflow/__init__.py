@@ -1,3 +1,0 @@
-"""Experiments of agl in MLflow."""
-
-__all__: list[str] = []

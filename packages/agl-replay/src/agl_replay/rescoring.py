@@ -1,0 +1,224 @@
+"""Scores recorded rollouts again with an experiment's rewards, as its worker would, without running the agent.
+
+Nothing is written. An emitter gets what the worker gave to those of the time: the rollout with its hidden task fields,
+and the spans of the attempt until its end, without the rewards that evaluators added. Rewards of the agent and of
+people stay, and still count.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from agl import PluginManager
+from agl.contracts import Policy, Recording, RewardEmitter, Upstream
+from agl.episodes import Score, ScoreOptions, admitted_rewards, recorded_rewards, score
+from agl.errors import AglError, ConfigError
+from agl.schemas import Record, Reward, Rollout, Span
+from agl.tracing import make_reward_span
+from agl_inspect.records import broke_in_reward, run_of
+from agl_run import AgentSpec, ExperimentConfig
+from agl_run.engine import (
+    Plan,
+    build_rewards,
+    check_known,
+    named,
+    placeholder_keys,
+    policy_params,
+    rewards_of,
+    score_options,
+)
+
+_ENDPOINT = "openai"
+"""The policy that only names an endpoint, so that nothing has to be started to call its model."""
+
+
+class EmitterError(Record, frozen=True, kw_only=True):
+    """The exception of a reward emitter: the emitter's name, and the exception in words."""
+
+    emitter: str
+    message: str
+
+
+class Rescored(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout that was scored again.
+
+    Attributes:
+        group: The rollouts that are compared with each other in training have the same one.
+        before: The reward that trained, ``None`` for none; ``after`` the one that would train now.
+        recorded: The rewards of the record that evaluators gave; the new ones replace them.
+        kept: Its other rewards, which still count.
+        rewards: The new rewards.
+        errors: Emitters that raised; a worker would have failed the rollout, so ``after`` is ``None``.
+        rule: What decides which of the new and kept rewards trains, or why none does.
+        skipped: The reason why it was not scored, ``""`` if it was.
+    """
+
+    rollout_id: str
+    group_id: str
+    group: str
+    before: float | None
+    after: float | None
+    recorded: list[Reward]
+    kept: list[Reward]
+    rewards: list[Reward]
+    errors: list[EmitterError]
+    rule: str = ""
+    skipped: str = ""
+
+
+class Rescorer:
+    """Scores recordings again.
+
+    Args:
+        emitters: The reward emitters by name.
+        before: Selects the recorded rewards that count; ``after`` selects among the new ones.
+    """
+
+    def __init__(
+        self, emitters: Sequence[tuple[str, RewardEmitter]], *, before: ScoreOptions, after: ScoreOptions
+    ) -> None:
+        self._emitters = emitters
+        self._before, self._after = before, after
+
+    async def run(self, recordings: AsyncIterator[Recording], *, concurrency: int) -> AsyncIterator[Rescored]:
+        """Score recordings in their order, up to ``concurrency`` of them at once; no more are held in memory."""
+        waiting: deque[asyncio.Task[Rescored]] = deque()
+        try:
+            async for recording in recordings:
+                waiting.append(asyncio.create_task(self.rescore(recording)))
+                if len(waiting) >= concurrency:
+                    yield await waiting.popleft()
+            while waiting:
+                yield await waiting.popleft()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def rescore(self, recording: Recording) -> Rescored:
+        """Score one recording, which has all spans of its deciding attempt."""
+        rollout = recording.rollout
+        own = [span for span in recording.spans if span.attempt_id == rollout.attempt_id]
+        kept = [span for span in own if not _is_of_evaluator(span)]
+        found = Rescored(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group_id,
+            group=_group_of(rollout),
+            before=_score(own, rollout, self._before).value if rollout.status == "succeeded" else None,
+            after=None,
+            recorded=[reward for reward in _rewards(own, rollout) if reward.source == "evaluator"],
+            kept=_rewards(kept, rollout),
+            rewards=[],
+            errors=[],
+        )
+        if rollout.status != "succeeded" and not _is_unjudged(recording):
+            return msgspec.structs.replace(found, skipped=f"{rollout.status}: only successful attempts are judged")
+        rewards, errors = await self._judge(rollout, [span for span in kept if not span.is_late])
+        made = [make_reward_span(rollout.rollout_id, rollout.attempt_id or "", reward) for reward in rewards]
+        now = _score([*kept, *made], rollout, self._after)
+        after = None if errors else now.value
+        return msgspec.structs.replace(found, after=after, rule=now.note, rewards=rewards, errors=errors)
+
+    async def _judge(self, rollout: Rollout, spans: Sequence[Span]) -> tuple[list[Reward], list[EmitterError]]:
+        """Call the emitters one after the other; one that raises does not keep the others from being called."""
+        judged = msgspec.structs.replace(rollout, status="running", finished_at=0.0)  # as a worker has it
+        rewards: list[Reward] = []
+        errors: list[EmitterError] = []
+        for name, emitter in self._emitters:
+            try:
+                rewards += await rewards_of(name, emitter, judged, spans)
+            except Exception as error:  # noqa: BLE001  # an emitter may raise anything, and harms one rollout only
+                text = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
+                errors.append(EmitterError(emitter=name, message=text))
+        return rewards, errors
+
+
+async def make_rescorer(plan: Plan, *, before: ScoreOptions) -> Rescorer:
+    """Build an experiment's rewards; ``before`` selects the recorded rewards that counted.
+
+    A reward may ask for a policy that is an endpoint. Others are not started.
+
+    Raises:
+        ConfigError: There is no reward, or one cannot be built.
+        PluginError: A component is unknown or broken.
+    """
+    if not plan.config.reward:
+        raise ConfigError(
+            'the experiment has no [[reward]] to score with; add one, such as [[reward]] use = "exact-match", or '
+            "pass --set reward.use=NAME"
+        )
+    with placeholder_keys():
+        check_known(plan)
+    upstreams, unreachable = await _endpoints(plan)
+    emitters = build_rewards(plan, upstreams, unreachable=unreachable)
+    return Rescorer(
+        [(name, named(name, emitter, folder=plan.folder)) for name, emitter in emitters],
+        before=before,
+        after=score_options(plan.config.experiment),
+    )
+
+
+def rewards_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManager) -> Plan:
+    """Return a plan that suffices to build rewards: it has no tasks, and its agent is not imported."""
+    return Plan(
+        config=config,
+        folder=folder,
+        manager=manager,
+        agent=AgentSpec.of(config.experiment.agent, folder=str(folder)),
+        train=(),
+        val=(),
+        resources={},
+        store=None,
+        workdir=folder,
+    )
+
+
+async def _endpoints(plan: Plan) -> tuple[list[Upstream], dict[str, str]]:
+    """Return the policies that are endpoints, and why a reward cannot have the others."""
+    upstreams: list[Upstream] = []
+    unreachable: dict[str, str] = {}
+    for name, config in plan.config.policy.items():
+        if config.use != _ENDPOINT:
+            unreachable[name] = (
+                f"a reward calls the policy {name!r}, which an experiment starts (use = {config.use!r}), and scoring "
+                f"again starts nothing; serve the model, and pass --set policy.{name}.use=openai with its base_url"
+            )
+            continue
+        try:
+            policy: Policy = plan.manager.build(plan.manager.policy(_ENDPOINT), name=name, **policy_params(plan, name))
+            served = await policy.start()
+        except AglError as error:  # which matters only to a reward that asks for it
+            unreachable[name] = str(error)
+            continue
+        key = served.api_key_env
+        upstreams.append(Upstream(name=name, base_url=served.base_urls[0], model=served.model, api_key_env=key))
+    return upstreams, unreachable
+
+
+def _group_of(rollout: Rollout) -> str:
+    """Return what the rollouts of one task in one step of a run share; a rollout without a group is alone."""
+    if not rollout.group_id:
+        return rollout.rollout_id
+    algorithm, step = rollout.metadata.get("algorithm", ""), rollout.metadata.get("step", "")
+    return f"{rollout.experiment}/{run_of(rollout) or ''}/{rollout.mode}/{algorithm}/{step}/{rollout.group_id}"
+
+
+def _is_unjudged(recording: Recording) -> bool:
+    """Return true if the agent succeeded, and a reward broke."""
+    deciding = [each for each in recording.attempts if each.attempt_id == recording.rollout.attempt_id]
+    return bool(deciding) and broke_in_reward(deciding[0])
+
+
+def _is_of_evaluator(span: Span) -> bool:
+    return span.reward is not None and span.reward.source == "evaluator"
+
+
+def _rewards(spans: Sequence[Span], rollout: Rollout) -> list[Reward]:
+    return [span.reward for span in recorded_rewards(spans, rollout.attempt_id) if span.reward is not None]
+
+
+def _score(spans: Sequence[Span], rollout: Rollout, options: ScoreOptions) -> Score:
+    return score(admitted_rewards(spans, rollout.attempt_id, options), options=options)

@@ -1,0 +1,238 @@
+"""Sums up what a changed reward does to recorded rollouts: their mean, their order within groups, and every part.
+
+An algorithm that compares the rollouts of a group, such as GRPO, learns nothing from a group of equal rewards, and the
+same from rewards that only grow or shift together. So what counts is who is above whom, and how many groups are silent.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from agl.schemas import Record, Reward
+from agl_inspect.statistics import Comparison, compare_tasks
+from agl_replay.rescoring import Rescored
+
+_EQUAL = 1e-9
+"""Rewards that are no further apart are equal; sums of the same parts in another order differ by less."""
+
+
+_NAMELESS = "(no name)"
+"""Stands for a part that is called ``""``, which here stands for the reward itself."""
+
+
+class GroupChange(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The groups of at least two rollouts that have a reward before and after.
+
+    Attributes:
+        groups: Their number; ``rollouts`` how many rollouts they have.
+        silent_before: Groups of equal recorded rewards; ``silent_after`` of equal new ones.
+        reordered: Groups in which rollouts changed their order, or became equal, or stopped being so.
+        turned: Rollouts that were above the mean of their group and are not now, or below it and are not now, or at it.
+    """
+
+    groups: int
+    rollouts: int
+    silent_before: int
+    silent_after: int
+    reordered: int
+    turned: int
+
+
+class PartChange(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A reward, or one of its parts: its values in the record, and now; ``None`` where there are none.
+
+    Attributes:
+        part: The part's name, ``""`` for the reward itself.
+        scope: The scope of the reward.
+    """
+
+    name: str
+    part: str
+    scope: str
+    before: "Values | None"
+    after: "Values | None"
+
+
+class Values(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Numbers of one kind.
+
+    Attributes:
+        n: How many there are; ``missing`` how many more rewards have none.
+        spread: Standard deviation.
+        at_least: Share of those that are the least one; ``at_greatest`` of those that are the greatest one.
+    """
+
+    n: int
+    missing: int
+    mean: float
+    spread: float
+    least: float
+    at_least: float
+    greatest: float
+    at_greatest: float
+
+
+class RewardChange(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The whole.
+
+    Attributes:
+        scored: Rollouts that were scored; ``failed`` those of them in which an emitter raised.
+        skipped: Rollouts that were not scored.
+        lost: Rollouts with a recorded reward and no new one; ``gained`` the reverse.
+        before: Mean of the recorded rewards over tasks, of rollouts that have both; ``after`` of the new ones.
+        tasks: Number of the tasks.
+        difference: Comparison by task, or by rollout if there is one task only; ``None`` for a single rollout.
+        errors: Exceptions of emitters by their text, with the number of rollouts, the most frequent first.
+    """
+
+    scored: int
+    failed: int
+    skipped: int
+    lost: int
+    gained: int
+    before: float | None
+    after: float | None
+    tasks: int
+    difference: Comparison | None
+    groups: GroupChange
+    parts: list[PartChange]
+    errors: dict[str, int]
+
+
+def sum_up(found: Sequence[Rescored]) -> RewardChange:
+    """Sum up rollouts that were scored again."""
+    scored = [one for one in found if not one.skipped]
+    both = [(one, one.before, one.after) for one in scored if one.before is not None and one.after is not None]
+    by_task = _gathered((one.group_id or one.rollout_id, before, after) for one, before, after in both)
+    by_group = _gathered((one.group, before, after) for one, before, after in both)
+    means = [(_mean(before), _mean(after)) for before, after in by_task.values()]
+    return RewardChange(
+        scored=len(scored),
+        failed=sum(bool(one.errors) for one in scored),
+        skipped=len(found) - len(scored),
+        lost=sum(one.before is not None and one.after is None for one in scored),
+        gained=sum(one.before is None and one.after is not None for one in scored),
+        before=_mean([one for one, _ in means]) if means else None,
+        after=_mean([one for _, one in means]) if means else None,
+        tasks=len(by_task),
+        difference=_difference(by_task),
+        groups=_groups([pair for pair in by_group.values() if len(pair[0]) > 1]),
+        parts=_parts(scored),
+        errors=_errors(scored),
+    )
+
+
+_Pairs = tuple[list[float], list[float]]
+
+
+def _gathered(values: Iterable[tuple[str, float, float]]) -> dict[str, _Pairs]:
+    found: dict[str, _Pairs] = {}
+    for key, before, after in values:
+        both = found.setdefault(key, ([], []))
+        both[0].append(before)
+        both[1].append(after)
+    return found
+
+
+def _difference(by_task: Mapping[str, _Pairs]) -> Comparison | None:
+    if len(by_task) == 1:
+        ((before, after),) = by_task.values()
+        by_task = {str(number): ([one], [other]) for number, (one, other) in enumerate(zip(before, after, strict=True))}
+    if len(by_task) < 2:
+        return None
+    try:
+        return compare_tasks(
+            {key: one for key, (one, _) in by_task.items()}, {k: one for k, (_, one) in by_task.items()}
+        )
+    except OverflowError:  # the variance of numbers beyond 1e150 is no float
+        return None
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; a sum of giant values would overflow."""
+    return math.fsum(value / len(values) for value in values)
+
+
+def _spread(values: Sequence[float], mean: float) -> float:
+    """Return the standard deviation; a sum of squares would overflow."""
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))
+
+
+def _groups(groups: Sequence[_Pairs]) -> GroupChange:
+    return GroupChange(
+        groups=len(groups),
+        rollouts=sum(len(before) for before, _ in groups),
+        silent_before=sum(_is_silent(before) for before, _ in groups),
+        silent_after=sum(_is_silent(after) for _, after in groups),
+        reordered=sum(_ranks(before) != _ranks(after) for before, after in groups),
+        turned=sum(
+            one != other for before, after in groups for one, other in zip(_sides(before), _sides(after), strict=True)
+        ),
+    )
+
+
+def _is_silent(values: Sequence[float]) -> bool:
+    return max(values) - min(values) <= _EQUAL
+
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    """Return the place of each value in their order, equal values having the same one."""
+    ranks = [0] * len(values)
+    place, last = 0, -math.inf
+    for index in sorted(range(len(values)), key=values.__getitem__):
+        place += values[index] - last > _EQUAL
+        last = values[index]
+        ranks[index] = place
+    return ranks
+
+
+def _sides(values: Sequence[float]) -> list[int]:
+    """Return 1 for values above their mean, -1 for values below it, and 0 for the others."""
+    mean = _mean(values)
+    return [0 if abs(value - mean) <= _EQUAL else 1 if value > mean else -1 for value in values]
+
+
+_Key = tuple[str, str, str]
+
+
+def _parts(scored: Sequence[Rescored]) -> list[PartChange]:
+    before = _by_part(reward for one in scored for reward in one.recorded)
+    after = _by_part(reward for one in scored for reward in one.rewards)
+    return [
+        PartChange(name=name, part=part, scope=scope, before=_values(before.get(key)), after=_values(after.get(key)))
+        for key in dict.fromkeys((*before, *after))
+        for name, part, scope in (key,)
+    ]
+
+
+def _by_part(rewards: Iterable[Reward]) -> dict[_Key, list[float | None]]:
+    found: dict[_Key, list[float | None]] = {}
+    for reward in rewards:
+        parts = ((name or _NAMELESS, value) for name, value in reward.dimensions.items())
+        for part, value in (("", reward.value), *parts):
+            found.setdefault((reward.name, part, reward.scope), []).append(value)
+    return found
+
+
+def _values(found: Sequence[float | None] | None) -> Values | None:
+    known = [value for value in found or () if value is not None]
+    if found is None or not known:
+        return None
+    least, greatest = min(known), max(known)
+    return Values(
+        n=len(known),
+        missing=len(found) - len(known),
+        mean=_mean(known),
+        spread=_spread(known, _mean(known)),
+        least=least,
+        at_least=sum(value - least <= _EQUAL for value in known) / len(known),
+        greatest=greatest,
+        at_greatest=sum(greatest - value <= _EQUAL for value in known) / len(known),
+    )
+
+
+def _errors(scored: Sequence[Rescored]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for error in (error for one in scored for error in one.errors):
+        text = error.message if repr(error.emitter) in error.message else f"{error.emitter!r}: {error.message}"
+        counts[text] = counts.get(text, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,0 +1,1 @@
+"""Trials of versions: which are tried, how they run, how they compare."""

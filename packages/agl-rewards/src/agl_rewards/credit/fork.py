@@ -1,0 +1,244 @@
+"""Fork credit: gives a call the reward of its run less the mean reward of runs that went on otherwise from that call.
+
+    A_t = R - mean over forks at t of R(fork)
+
+A fork runs again as recorded up to call t, gets another answer there, drawn from the same policy, and goes on. So the
+mean of the forks estimates V(s_t), the value before the call, and R the value after it: A_t is an estimate of the
+advantage of the answer that was given (compare VinePPO, Kazemnejad et al. 2024, arXiv 2410.01679, which draws whole
+continuations at every step).
+
+Deviations from it, which save model calls:
+- Forks are coupled with the run: later calls whose request stayed the same keep their recorded answers. These were
+  drawn for the same request, so each fork is a fair sample; its difference from the run has less noise (common random
+  numbers), and none where nobody hears the answer.
+- Answers are shared: all calls of a task that read exactly the same are alternatives to each other (`forking`), and a
+  sibling that has the whole beginning in common is a fork that nobody has to run.
+- R is the one reward of the run, not a mean over continuations of it, because coupled forks differ from this very run.
+
+The budget counts calls that a model answers. Forks that need none are limited by ``forks`` and ``max_replays``.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+
+import msgspec
+
+from agl.contracts import REPLAY_VERSION, ForkPlan, ReplayFn, is_diverged
+from agl.errors import ConfigError
+from agl.schemas import CallCredit, Episode, Reward
+from agl_rewards.credit.episodes import by_group, group_of, live_calls, return_of
+from agl_rewards.credit.forking import ForkChoice, Point
+
+NAME = "fork"
+
+SHARE = 0.5
+"""Model calls of the forks by default, for each one of the training rollouts."""
+
+ROUNDS = 3
+"""Times at most that the budget is spent in a step; what the forks of a round saved is left for the next one."""
+
+
+class ForkCredit:
+    """Credit by forks; see the module.
+
+    The value of a call is its advantage, as it is: no estimator compares it again. A call without a fork gets the
+    return less the mean return of the task's other rollouts, and 0 where there are none. In steps that ``every`` skips
+    each call gets its return, compared with the same role in the other rollouts of the task.
+
+    Args:
+        calls_per_rollout: Model calls of forks per training rollout, on average over a step; by default half as many as
+            a training rollout makes, so that a step makes 1.5 times its calls. What other agents say anew after a fork
+            is foreseen from the recordings; a step whose forks made more calls than that takes no further ones.
+        forks: Forks of one call at most whose answer a sibling gave, which ask no model.
+        every: Fork in every n-th step only, beginning with the first.
+        max_replays: Forks that run per step at most.
+        failed: The worth of a fork that fails by itself or gets no reward; one that diverged counts nowhere.
+
+    Raises:
+        ConfigError: For an impossible setting.
+    """
+
+    def __init__(
+        self,
+        *,
+        calls_per_rollout: float | None = None,
+        forks: int = 8,
+        every: int = 1,
+        max_replays: int = 1024,
+        failed: float = 0.0,
+    ) -> None:
+        low = {key: value for key, value in {"forks": forks, "every": every}.items() if value < 1}
+        low |= {"max_replays": max_replays} if max_replays < 1 else {}
+        if low or (calls_per_rollout is not None and not 0 <= calls_per_rollout < math.inf):
+            raise ConfigError(
+                f"{NAME} got {low or {'calls_per_rollout': calls_per_rollout}}; forks, every and max_replays must be "
+                "at least 1, and calls_per_rollout at least 0"
+            )
+        self._calls, self._forks, self._every = calls_per_rollout, forks, every
+        self._max_replays, self._failed = max_replays, failed
+
+    async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
+        """Return the episodes in order, with the advantage of each call attached as the reward ``fork``, by span id.
+
+        Raises :class:`ConfigError` when every fork of the step diverged, or for an episode without reward.
+        """
+        if (step - 1) % self._every:  # steps count from 1; the first is always forked
+            return list(episodes)
+        returns = {each.rollout.rollout_id: return_of(each) for each in episodes if live_calls(each)}
+        choice = ForkChoice(episodes, forks=self._forks)
+        runs = _Runs(replay, limit=self._max_replays, budget=self._budget(episodes))
+        await _run_stand_ins(choice, runs)
+        for _ in range(ROUNDS):
+            drawn = choice.drawn(runs.calls_left)
+            if not drawn:
+                break
+            await _run_drawn(choice, runs, drawn)
+            await _run_stand_ins(choice, runs)
+        runs.check()
+        advantages = {point.span_id: self._advantage(point, choice, runs, returns) for point in choice.points}
+        others = _means_of_others(episodes, returns)
+        return [_attached(episode, advantages, others) for episode in episodes]
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """Return one list per episode, in order of time.
+
+        Raises :class:`ConfigError` for a trained episode without reward.
+        """
+        return [_assigned(episode) for episode in group]
+
+    def _budget(self, episodes: Sequence[Episode]) -> int:
+        if self._calls is not None:
+            return math.floor(self._calls * len(episodes))
+        return math.floor(SHARE * sum(len(episode.transitions) for episode in episodes))
+
+    def _advantage(self, point: Point, choice: ForkChoice, runs: "_Runs", returns: Mapping[str, float]) -> float | None:
+        """Return the advantage of a call, ``None`` where nothing is known of other answers."""
+        found: list[tuple[float, int]] = []
+        found += [(returns[name], 1) for name in choice.finished_forks(point) if name in returns]
+        for plan, count in [*choice.stand_ins(point), *((plan, 1) for plan in runs.drawn.get(point.span_id, ()))]:
+            reward = runs.reward(plan, failed=self._failed)
+            if reward is not None:
+                found.append((reward, count))
+        equal = choice.equal(point) + runs.equal.get(point.span_id, 0)
+        if not found:
+            return 0.0 if equal and not choice.is_contested(point) else None
+        known = sum(count for _, count in found)
+        forked = math.fsum(reward * count for reward, count in found) / known
+        # A sample with the same answer would have been this very run: its difference is 0, and nothing has to run.
+        return (returns[point.rollout_id] - forked) * known / (known + equal)
+
+
+class _Runs:
+    """Runs forks within the limits, and keeps their outcomes."""
+
+    def __init__(self, replay: ReplayFn, *, limit: int, budget: int) -> None:
+        self._replay, self._left, self.calls_left = replay, limit, budget
+        self._episodes: dict[ForkPlan, Episode] = {}
+        self.drawn: dict[str, list[ForkPlan]] = {}
+        self.equal: dict[str, int] = {}
+
+    async def run(self, plans: Iterable[ForkPlan]) -> None:
+        """Run the plans that did not run yet, as far as the limit goes."""
+        new = [plan for plan in dict.fromkeys(plans) if plan not in self._episodes][: max(0, self._left)]
+        if not new:
+            return
+        self._left -= len(new)
+        found = dict(zip(new, await self._replay(new), strict=True))
+        self._episodes |= found
+        self.calls_left -= sum(
+            not call.model_version.startswith(REPLAY_VERSION)
+            for episode in found.values()
+            for call in episode.transitions
+        )
+
+    def get(self, plan: ForkPlan) -> Episode | None:
+        """Return a fork that ran, ``None`` for one that did not run or diverged."""
+        episode = self._episodes.get(plan)
+        return None if episode is None or is_diverged(episode) else episode
+
+    def reward(self, plan: ForkPlan, *, failed: float) -> float | None:
+        """Return the reward of a fork, ``failed`` for one that failed or got none, ``None`` where nothing is known."""
+        episode = self.get(plan)
+        if episode is None:
+            return None
+        return failed if episode.rollout.status != "succeeded" or episode.reward is None else episode.reward
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` if all forks diverged: the agent never does the same again."""
+        if self._episodes and all(map(is_diverged, self._episodes.values())):
+            first = next(iter(self._episodes.values()))
+            error = first.attempt.error.message if first.attempt and first.attempt.error else ""
+            raise ConfigError(
+                f"all {len(self._episodes)} forks of this step diverged from their recorded runs, so the credit "
+                f"{NAME!r} has nothing to compare with. The first: {error}. Take from the requests what is another in "
+                "each run, such as times, ids and the results of tools, or use a credit without replays"
+            )
+
+
+async def _run_stand_ins(choice: ForkChoice, runs: _Runs) -> None:
+    """Run the forks that should need no model call: one of each call after the other, until they did cost calls."""
+    waiting = [choice.stand_ins(point) for point in choice.points]
+    for turn in range(max(map(len, waiting), default=0)):
+        if runs.calls_left < 0:
+            return
+        await runs.run(plans[turn][0] for plans in waiting if turn < len(plans))
+
+
+async def _run_drawn(choice: ForkChoice, runs: _Runs, drawn: Sequence[tuple[ForkPlan, Point]]) -> None:
+    await runs.run(plan for plan, _ in drawn)
+    for plan, point in drawn:
+        fork = runs.get(plan)
+        if fork is None:
+            continue
+        if choice.add_drawn(point, fork):
+            runs.drawn.setdefault(point.span_id, []).append(plan)
+        else:
+            runs.equal[point.span_id] = runs.equal.get(point.span_id, 0) + 1
+
+
+def _means_of_others(episodes: Sequence[Episode], returns: Mapping[str, float]) -> dict[str, float]:
+    """Return by rollout the return less the mean of the task's other rollouts, 0 where there are none."""
+    found: dict[str, float] = {}
+    for group in by_group(episodes).values():
+        own = {name: returns[name] for each in group if (name := each.rollout.rollout_id) in returns}
+        for name, value in own.items():
+            others = [other for key, other in own.items() if key != name]
+            found[name] = value - fmean(others) if others else 0.0
+    return found
+
+
+def _attached(episode: Episode, advantages: Mapping[str, float | None], others: Mapping[str, float]) -> Episode:
+    values: dict[str, float | None] = {}
+    for call in live_calls(episode):
+        known = advantages[call.span_id]
+        values[call.span_id] = others[episode.rollout.rollout_id] if known is None else known
+    if not values:
+        return episode
+    reward = Reward(value=None, name=NAME, dimensions=values, source="hook")
+    return msgspec.structs.replace(episode, rewards=(*episode.rewards, reward))
+
+
+def _assigned(episode: Episode) -> list[CallCredit]:
+    calls = live_calls(episode)
+    if not calls:
+        return []
+    known, value = _read(episode), return_of(episode)
+    return [
+        CallCredit(
+            span_id=call.span_id,
+            value=value if known is None else known[call.span_id],
+            baseline=f"{group_of(episode)}/{call.agent}",
+            is_advantage=known is not None,
+        )
+        for call in calls
+    ]
+
+
+def _read(episode: Episode) -> Mapping[str, float] | None:
+    """Return the advantages that :meth:`ForkCredit.prepare` attached, ``None`` without them."""
+    # Only the hook's own reward counts: an agent could report one of the same name.
+    for reward in reversed(episode.rewards):
+        if reward.name == NAME and reward.source == "hook" and reward.value is None:
+            return {span_id: value for span_id, value in reward.dimensions.items() if value is not None}
+    return None

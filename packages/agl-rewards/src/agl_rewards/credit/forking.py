@@ -1,0 +1,235 @@
+"""Chooses the forks of a step: at which calls, with which answers, and within how many model calls.
+
+A call is taken in a *state*: its agent and exactly what it reads, as token ids. All calls of a task in one state are
+samples of the policy there, so that each is an alternative to the others. Three kinds of forks follow, cheapest first:
+
+- A sibling that shares everything up to the call, and went on with another answer, is a fork already: nothing runs.
+- A sibling's answer in the same state stands in for the call's own. Later calls whose request stayed the same keep
+  their recorded answers, so no model is asked where the others do not hear the difference. Where they do hear it, this
+  kind is left out, because it would ask the model.
+- The model answers anew. What it says is then an alternative for all calls in that state.
+
+The last kind has the budget of model calls. It goes where another sample tells most: where answers differ, where there
+are few samples so far, and where few later calls must be made anew.
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agl.contracts import REPLAY_VERSION, ForkPlan
+from agl.schemas import Episode, Transition, unpack_floats
+from agl_rewards.credit.episodes import group_of
+
+LEAST_SPREAD = 0.01
+"""Chance that a second answer differs, below which a state is not forked: all forks would be the run as it was."""
+
+State = tuple[str, str, bytes]
+"""A task, an agent and the prompt's ids; without ids a call's own span, because nothing else is known to be equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """An answer that the policy gave in a state.
+
+    Attributes:
+        rollout_id: The rollout that has it, a fork perhaps.
+        answer: The answer's ids.
+        later: The states of the calls after it.
+    """
+
+    rollout_id: str
+    span_id: str
+    answer: bytes
+    later: Counter[State]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A call that trains, at which its rollout can fork.
+
+    Attributes:
+        before: The states and answers of the calls before it.
+        later: The states of the calls after it.
+        spread: Chance that a second answer in this state is another one, from the answer's own probability.
+    """
+
+    rollout_id: str
+    span_id: str
+    state: State
+    answer: bytes
+    before: tuple[tuple[State, bytes], ...]
+    later: Counter[State]
+    spread: float
+
+    def calls_after(self, sample: Sample) -> int:
+        """Return how many later calls must be made anew with the answer of ``sample``, as its own rollout shows."""
+        return (sample.later - self.later).total()
+
+
+def state_of(episode: Episode, call: Transition) -> State:
+    """Return the state in which a call was taken."""
+    return (group_of(episode), call.agent, call.prompt_ids) if call.prompt_ids else ("", call.span_id, b"")
+
+
+def samples_of(episode: Episode, task: Episode) -> list[Sample]:
+    """Return the answers of all calls of an episode, in the states of the task that ``task`` is a rollout of."""
+    states = [state_of(task, call) for call in episode.transitions]
+    return [
+        Sample(
+            rollout_id=episode.rollout.rollout_id,
+            span_id=call.span_id,
+            answer=call.response_ids,
+            later=Counter(states[position + 1 :]),
+        )
+        for position, call in enumerate(episode.transitions)
+    ]
+
+
+def points_of(episode: Episode) -> list[Point]:
+    """Return the calls of an episode that train, in order of time."""
+    calls = episode.transitions
+    states = [state_of(episode, call) for call in calls]
+    return [
+        Point(
+            rollout_id=episode.rollout.rollout_id,
+            span_id=call.span_id,
+            state=states[position],
+            answer=call.response_ids,
+            before=tuple((states[each], calls[each].response_ids) for each in range(position)),
+            later=Counter(states[position + 1 :]),
+            spread=_spread(call),
+        )
+        for position, call in enumerate(calls)
+        if not call.reject
+    ]
+
+
+def _spread(call: Transition) -> float:
+    # 1 - p of the answer drawn, whose mean over draws is the chance that two draws differ; 1 without log-probabilities.
+    return -math.expm1(math.fsum(unpack_floats(call.logprobs))) if call.logprobs else 1.0
+
+
+class ForkChoice:
+    """Holds the samples of a step and chooses forks from them.
+
+    Args:
+        episodes: The step's episodes.
+        forks: Forks of one call at most with answers that were given already.
+    """
+
+    def __init__(self, episodes: Sequence[Episode], *, forks: int) -> None:
+        self._forks = forks
+        self._tasks = {episode.rollout.rollout_id: episode for episode in episodes}
+        self._by_state: dict[State, list[Sample]] = {}
+        self.points = [point for episode in episodes for point in points_of(episode)]
+        self._at: dict[State, list[Point]] = {}
+        for point in self.points:
+            self._at.setdefault(point.state, []).append(point)
+        self._prefixes = {(point.rollout_id, point.span_id): point.before for point in self.points}
+        self._drawn: dict[str, list[Sample]] = {}
+        for episode in episodes:
+            for call, sample in zip(episode.transitions, samples_of(episode, episode), strict=True):
+                self._by_state.setdefault(state_of(episode, call), []).append(sample)
+        # By plan and not by answer: a fork whose call failed gives none, and its number is taken all the same.
+        self._taken: Counter[str] = Counter()
+        self._counts = Counter({state: len(samples) for state, samples in self._by_state.items()})
+
+    def add_drawn(self, point: Point, fork: Episode) -> bool:
+        """Take the answer that a model gave at the fork as a sample of the state; return true if it is a new answer.
+
+        Without such an answer, which is one that has no token ids, the fork counts as another answer.
+        """
+        task = self._tasks[point.rollout_id]
+        for call, sample in zip(fork.transitions, samples_of(fork, task), strict=True):
+            if state_of(task, call) == point.state and not call.model_version.startswith(REPLAY_VERSION):
+                self._by_state[point.state].append(sample)
+                self._drawn.setdefault(point.span_id, []).append(sample)
+                return sample.answer != point.answer
+        return True
+
+    def others(self, point: Point) -> list[Sample]:
+        """Return the samples of a call's state but its own and those that were drawn by forking there."""
+        own = {point.span_id, *(sample.span_id for sample in self._drawn.get(point.span_id, ()))}
+        return [sample for sample in self._by_state[point.state] if sample.span_id not in own]
+
+    def equal(self, point: Point) -> int:
+        """Return how many other samples of the state gave the same answer."""
+        return sum(sample.answer == point.answer for sample in self.others(point))
+
+    def is_contested(self, point: Point) -> bool:
+        """Return true if another sample of the state gave another answer."""
+        return any(sample.answer != point.answer for sample in self.others(point))
+
+    def finished_forks(self, point: Point) -> list[str]:
+        """Return the rollouts that are forks of a call already: the same up to it, and another answer there.
+
+        Those whose answer can stand in without a model call are left out: the stand-in has less noise.
+        """
+        return [
+            sample.rollout_id
+            for sample in self.others(point)
+            if sample.answer != point.answer
+            and point.calls_after(sample) > 0
+            and self._prefixes.get((sample.rollout_id, sample.span_id)) == point.before
+        ]
+
+    def stand_ins(self, point: Point) -> list[tuple[ForkPlan, int]]:
+        """Return the forks that need no model call, each with the number of samples that gave its answer."""
+        found: dict[bytes, tuple[ForkPlan, int]] = {}
+        for sample in self.others(point):
+            if sample.answer == point.answer or point.calls_after(sample) > 0:
+                continue
+            plan, count = found.get(sample.answer, (self._plan(point, sample), 0))
+            found[sample.answer] = plan, count + 1
+        return list(found.values())[: self._forks]
+
+    def _plan(self, point: Point, sample: Sample) -> ForkPlan:
+        return ForkPlan(
+            rollout_id=point.rollout_id,
+            span_id=point.span_id,
+            answer_rollout=sample.rollout_id,
+            answer_span=sample.span_id,
+            is_coupled=True,
+        )
+
+    def drawn(self, budget: int) -> list[tuple[ForkPlan, Point]]:
+        """Return new forks whose call a model answers, for which ``budget`` model calls should suffice.
+
+        Each is taken where it tells most for its cost: the variance of a mean of m samples falls by s^2 / (m (m + 1))
+        with one more, and every call in the state profits from it. No call of this method returns a plan that an
+        earlier one returned.
+        """
+        costs = {state: [self._cost(point) for point in points] for state, points in self._at.items()}
+        waiting = [(-self._gain(state, min(costs[state])), order, state) for order, state in enumerate(costs)]
+        heapq.heapify(waiting)
+        found: list[tuple[ForkPlan, Point]] = []
+        while waiting:
+            gain, order, state = heapq.heappop(waiting)
+            cost = min(costs[state])
+            if not gain or cost > budget:
+                continue
+            cheap = [point for point, own in zip(self._at[state], costs[state], strict=True) if own == cost]
+            point = min(cheap, key=lambda each: self._taken[each.span_id])
+            sample = self._taken[point.span_id]
+            plan = ForkPlan(rollout_id=point.rollout_id, span_id=point.span_id, is_coupled=True, sample=sample)
+            found.append((plan, point))
+            self._taken[point.span_id] += 1
+            self._counts[state] += 1
+            budget -= cost
+            heapq.heappush(waiting, (-self._gain(state, cost), order, state))
+        return found
+
+    def _gain(self, state: State, cost: int) -> float:
+        count = self._counts[state]
+        spread = math.fsum(point.spread for point in self._at[state])
+        return 0.0 if spread < LEAST_SPREAD * len(self._at[state]) else spread / (count * (count + 1) * cost)
+
+    def _cost(self, point: Point) -> int:
+        """Return the model calls of a fork at a call: its own, and the later ones that another answer changes."""
+        others = [sample for sample in self._by_state[point.state] if sample.answer != point.answer]
+        if not others:
+            return 1 + point.later.total()  # nothing shows that they stay the same
+        return 1 + math.ceil(math.fsum(point.calls_after(sample) for sample in others) / len(others))

@@ -1,0 +1,154 @@
+"""Credit ``role``: rewards, baselines and discount per agent.
+
+All values are returns, not advantages. An algorithm's estimator compares the values that share a ``baseline`` key, and
+each rollout counts once in its statistics. The keys therefore name tasks, roles or turns, never single calls.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from agl.episodes import ScoreOptions, score
+from agl.errors import ConfigError
+from agl.schemas import CallCredit, Episode, Reward, Transition
+from agl_rewards.credit.episodes import final_of, group_of, live_calls
+from agl_rewards.credit.turn import check_gamma, discounted_returns
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one role in :class:`RoleCredit`.
+
+    Attributes:
+        reward: Regular expression on the names of the episode's rewards; the role earns the sum of those whose whole
+            name matches. ``""`` for the episode's own reward.
+        gamma: Discount per turn of this role; ``None`` for the credit's.
+        baseline: The calls that the role's calls are compared with: ``role`` those of the same role in the other
+            rollouts of the task, ``turn`` those of the same agent at the same turn, ``group`` those of all roles with
+            this setting together.
+    """
+
+    reward: str = ""
+    gamma: float | None = None
+    baseline: Literal["role", "turn", "group"] = "role"
+
+
+class RoleCredit:
+    """Rewards, baselines and discount per role, so that agents with different work are judged separately.
+
+    Each role's calls are one sequence in order of time, discounted as in :class:`TurnCredit`, and end with the
+    role's own reward: turns of other roles in between cost no discount. A role is compared with the same role in the
+    other rollouts of the task, unless its ``baseline`` says otherwise.
+
+    Args:
+        roles: Role settings by a regular expression that matches an agent's whole name; the first that matches
+            counts. An agent that none matches is a role of its own with the episode's reward.
+        gamma: Discount per turn where a role sets none, in [0, 1].
+        trust_agent: Count rewards that came with an agent's own token, too.
+
+    Raises:
+        ConfigError: For an unknown setting, a bad regular expression or a discount out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        roles: Mapping[str, Role | Mapping[str, object]] | None = None,
+        gamma: float = 1.0,
+        trust_agent: bool = False,
+    ) -> None:
+        check_gamma(gamma, "gamma")
+        self._gamma = gamma
+        self._trust_agent = trust_agent
+        self._roles = [(_pattern(name, "role"), _role(name, settings)) for name, settings in (roles or {}).items()]
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """Return one list per episode, in order of time.
+
+        Raises :class:`ConfigError` for a trained role without reward.
+        """
+        return [self._assign(episode) for episode in group]
+
+    def _assign(self, episode: Episode) -> list[CallCredit]:
+        # Rejected calls stay in a role's sequence, for their rewards; a role with nothing else needs no reward.
+        by_role: dict[str, list[Transition]] = {}
+        for call in episode.transitions:
+            by_role.setdefault(self._name(call.agent), []).append(call)
+        credits: dict[str, CallCredit] = {}
+        for name, calls in by_role.items():
+            if any(not call.reject for call in calls):
+                credits.update(self._assign_role(episode, name, calls))
+        return [credits[call.span_id] for call in live_calls(episode)]
+
+    def _assign_role(self, episode: Episode, name: str, calls: Sequence[Transition]) -> dict[str, CallCredit]:
+        """Return the credit of one role's live calls: G_t over its own turns, ending with its own reward."""
+        role = self._settings(calls[0].agent)
+        # R of this role; G_T = r_T + R at its last turn, whichever role speaks last in the episode.
+        final = self._earned(episode, name, role, has_other=any(call.reward is not None for call in calls))
+        gamma = self._gamma if role.gamma is None else role.gamma
+        values = discounted_returns(calls, final=final, gamma=gamma)  # G_t = r_t + gamma G_{t+1}, by span id
+        group = group_of(episode)
+        # All keys begin with the task: nothing is ever compared across tasks, whose difficulty differs.
+        keys = {"group": group, "role": f"{group}/{name}"}
+        return {
+            call.span_id: CallCredit(
+                span_id=call.span_id,
+                value=values[call.span_id],
+                baseline=keys.get(role.baseline) or f"{group}/{call.agent}/{call.turn}",
+            )
+            for call in calls
+            if not call.reject
+        }
+
+    def _earned(self, episode: Episode, name: str, role: Role, *, has_other: bool) -> float:
+        """Return the reward that the role earns at its last turn; 0.0 without one if its turns earned something."""
+        if not role.reward:
+            return final_of(episode, has_other=has_other)
+        # An agent holds a token of its own and could report any reward for itself.
+        admitted = [reward for reward in episode.rewards if self._trust_agent or reward.source != "agent"]
+        found = _matching(admitted, role.reward)
+        if not found and not has_other:
+            names = sorted({reward.name for reward in episode.rewards})
+            raise ConfigError(
+                f"role {name!r} earns rewards named {role.reward!r} and rollout {episode.rollout.rollout_id} has "
+                f"none with a value; recorded: {names}. Emit that reward, or correct the name in the credit's roles"
+            )
+        return sum(found)
+
+    def _name(self, agent: str) -> str:
+        """Return the role of an agent: the pattern that matches it, or its own name."""
+        return next((pattern.pattern for pattern, _ in self._roles if pattern.fullmatch(agent)), agent)
+
+    def _settings(self, agent: str) -> Role:
+        return next((role for pattern, role in self._roles if pattern.fullmatch(agent)), Role())
+
+
+def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
+    """Return the values of the rewards whose names match, one per name by the precedence of `agl.episodes.score`."""
+    wanted = [reward for reward in rewards if re.fullmatch(pattern, reward.name)]
+    names = dict.fromkeys(reward.name for reward in wanted)
+    values = (score(wanted, options=ScoreOptions(key=name)).value for name in names)
+    return [value for value in values if value is not None]
+
+
+def _role(name: str, settings: Role | Mapping[str, object]) -> Role:
+    """Return checked settings; raises :class:`ConfigError` that names the role."""
+    if not isinstance(settings, Role):
+        try:
+            settings = msgspec.convert(dict(settings), Role)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"the settings of role {name!r} are wrong: {error}; use reward, gamma and baseline"
+            ) from error
+    _pattern(settings.reward, f"reward of role {name!r}")
+    if settings.gamma is not None:
+        check_gamma(settings.gamma, f"gamma of role {name!r}")
+    return settings
+
+
+def _pattern(text: str, what: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"the {what} {text!r} is not a regular expression: {error}; correct it") from error

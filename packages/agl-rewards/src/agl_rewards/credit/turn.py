@@ -1,0 +1,96 @@
+"""Credit ``turn``: discounted returns over the turns of an episode.
+
+All values are returns, not advantages. An algorithm's estimator compares the values that share a ``baseline`` key, and
+each rollout counts once in its statistics. The keys therefore name tasks or turns, never single calls.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby, takewhile
+from typing import Literal
+
+from agl.errors import ConfigError
+from agl.schemas import CallCredit, Episode, Transition
+from agl_rewards.credit.episodes import final_of, group_of, live_calls
+
+
+class TurnCredit:
+    """Discounted returns over the turns of an episode, all its agents' calls in order of time.
+
+    With r_t the reward of turn t and R the episode's reward, which is earned at the last turn T,
+
+        G_T = r_T + R,    G_t = r_t + gamma * G_{t+1}
+
+    Choices of one request are one turn: each gets its own reward and the same future. A rejected call is not a turn:
+    the turns before it earn its reward, discounted like that of the turn after it. Behind the last turn it adds to R.
+    A rejected choice before another choice of its request is part of that turn: earlier turns alone earn its reward.
+
+    Args:
+        gamma: Discount per turn, in [0, 1].
+        baseline: ``group`` compares a rollout's mean return with the other rollouts of its task. ``turn`` compares
+            an agent's turn with the same turn in the others, which is finer; a turn that only one rollout reaches
+            then has nothing to be compared with.
+    """
+
+    def __init__(self, *, gamma: float = 1.0, baseline: Literal["group", "turn"] = "group") -> None:
+        check_gamma(gamma, "gamma")
+        if baseline not in ("group", "turn"):
+            raise ConfigError(f"turn credit got baseline={baseline!r}; use 'group' or 'turn'")
+        self._gamma = gamma
+        self._baseline = baseline
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """Return one list per episode, in order of time.
+
+        Raises :class:`ConfigError` for a trained episode without any reward.
+        """
+        return [self._assign(episode) for episode in group]
+
+    def _assign(self, episode: Episode) -> list[CallCredit]:
+        live = live_calls(episode)
+        if not live:
+            return []
+        final = final_of(episode, has_other=any(call.reward is not None for call in episode.transitions))
+        values = discounted_returns(episode.transitions, final=final, gamma=self._gamma)
+        return [
+            CallCredit(span_id=call.span_id, value=values[call.span_id], baseline=self._key(episode, call))
+            for call in live
+        ]
+
+    def _key(self, episode: Episode, call: Transition) -> str:
+        """Return the baseline key of a call; it never names a single call, which would be compared with nothing."""
+        group = group_of(episode)
+        return group if self._baseline == "group" else f"{group}/{call.agent}/{call.turn}"
+
+
+def discounted_returns(calls: Sequence[Transition], *, final: float, gamma: float) -> dict[str, float]:
+    """Return the discounted return of every call that is not rejected, by span id.
+
+    ``calls`` are in order of time; ``final`` is R, earned at the last turn.
+    """
+    values: dict[str, float] = {}
+    # From the end: ``future`` is G_{t+1}, and R behind the last turn, which earns it undiscounted.
+    future, is_last = final, True
+    # Neighbours with one agent and one turn number are the choices of one request, rejected ones included.
+    for _, step in groupby(reversed(calls), key=lambda call: (call.agent, call.turn)):
+        members = list(step)
+        behind = list(takewhile(lambda call: bool(call.reject), members))
+        # They take no turn's place, so they are not discounted by themselves; turns after them have their return.
+        future += _earned(behind)
+        choices = members[len(behind) :]
+        if not choices:
+            continue
+        later = future if is_last else gamma * future
+        # G_t = r_t + gamma G_{t+1}, with each choice's own r_t
+        values.update((call.span_id, (call.reward or 0.0) + later) for call in choices if not call.reject)
+        future, is_last = _earned(choices) + later, False  # the turn as a whole earned what all its choices did
+    return values
+
+
+def _earned(calls: Sequence[Transition]) -> float:
+    return sum(call.reward or 0.0 for call in calls)
+
+
+def check_gamma(gamma: float, what: str) -> None:
+    """Raise :class:`ConfigError` for a discount outside [0, 1]."""
+    if not 0.0 <= gamma <= 1.0:
+        raise ConfigError(f"{what} is {gamma}; give a discount between 0 and 1")

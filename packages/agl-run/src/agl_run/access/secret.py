@@ -1,0 +1,109 @@
+"""The key that signs attempt tokens, from the environment or else from a file that only its user can read.
+
+A file may hold several keys, which rotate without a restart; see :mod:`agl_run.access.key_file`.
+"""
+
+import os
+import secrets
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from agl.errors import ConfigError
+from agl_inspect.keys import KeyFile, Keys, joined_keys, state_dir
+
+SECRET_ENV = "AGL_SECRET"
+"""The environment variable that holds the signing key."""
+
+SECRET_FILE_ENV = "AGL_SECRET_FILE"
+"""The environment variable that names a file with signing keys, one a line."""
+
+_PURPOSE = "signing key"
+
+
+def load_secret(path: Path | None = None) -> bytes:
+    """The key that signs now: the first one of :func:`signing_keys`.
+
+    Args:
+        path: As for :func:`signing_keys`.
+
+    Raises:
+        ConfigError: As for :func:`signing_keys`.
+    """
+    return signing_keys(path)().splitlines()[0]
+
+
+def signing_keys(path: Path | None = None) -> Keys:
+    """Return the signing keys for :class:`~agl_run.access.AttemptTokens`, read again when their file changes.
+
+    They come from ``AGL_SECRET`` if it is set, where they stay as they are, else from the file that
+    ``AGL_SECRET_FILE`` names, else from ``path``, which is made on first use with mode 0600.
+
+    Args:
+        path: By default ``secret`` in :func:`state_dir`, or in the place of an earlier release.
+
+    Raises:
+        ConfigError: A key is too short, others can read the file, it cannot be read or made, or both variables are set.
+    """
+    given, named = os.environ.get(SECRET_ENV), os.environ.get(SECRET_FILE_ENV)
+    if given is not None and named:
+        raise ConfigError(
+            f"{SECRET_ENV} and {SECRET_FILE_ENV} are both set; unset one of them: the first holds the key and stays as "
+            "it is, the second names a file that is read again when it changes"
+        )
+    if given is not None:
+        keys = joined_keys(given.encode(), source=f"the environment variable {SECRET_ENV}")
+        return lambda: keys
+    if named:
+        return _named(Path(named))
+    path = path or _usual_path()
+    try:
+        if not path.exists():
+            _create(path)
+        return KeyFile(path, purpose=_PURPOSE, is_own=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the signing key {path} cannot be read or made ({error}). "
+            f"Set {SECRET_ENV} to 32 random characters, or make the folder writable."
+        ) from error
+
+
+def is_secret_given() -> bool:
+    """Return true if the environment holds the signing key or names its file."""
+    return SECRET_ENV in os.environ or bool(os.environ.get(SECRET_FILE_ENV))
+
+
+def _usual_path() -> Path:
+    """The key's path; an existing key of an earlier release on macOS, which ignored ``XDG_STATE_HOME``, comes first."""
+    places = (Path.home() / "Library" / "Application Support" / "agl", state_dir())
+    return next((place / "secret" for place in places if (place / "secret").exists()), places[-1] / "secret")
+
+
+def _create(path: Path) -> None:
+    """Create the key; the file is written under another name first, so that no process ever reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+        _publish(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _publish(draft: Path, path: Path) -> None:
+    """Move the draft into place unless another process was first: both calls refuse a target that exists."""
+    place = os.rename if sys.platform == "win32" else os.link
+    with suppress(FileExistsError):
+        place(draft, path)
+
+
+def _named(path: Path) -> Keys:
+    try:
+        return KeyFile(path, purpose=_PURPOSE)
+    except OSError as error:
+        raise ConfigError(
+            f"the signing key {path}, which {SECRET_FILE_ENV} names, cannot be read ({error}); write a key of 32 "
+            "random characters into it, or correct the variable"
+        ) from error

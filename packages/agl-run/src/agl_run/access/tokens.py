@@ -1,0 +1,238 @@
+"""Attempt tokens: signed, expiring proofs of the caller's identity, in the shape of an API key.
+
+A token is ``agl_<payload>.<signature>``: base64url of a small JSON array and of its HMAC-SHA256. It is signed, not
+encrypted: it holds ids, a scope and a time, and nothing secret. It cannot be revoked before it expires; the gateway
+also checks that the attempt still runs. A worker's token is one of them, for all attempts of an experiment.
+"""
+
+import binascii
+import hmac
+import os
+import socket
+import time
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from agl.errors import ConfigError, TokenError
+from agl.schemas import Attempt, Claim, Rollout
+from agl_inspect.keys import LEAST, KeyFile, Keys
+
+__all__ = [
+    "AdminKey",
+    "AttemptToken",
+    "AttemptTokens",
+    "IssuedClaim",
+    "KeyFile",
+    "Keys",
+    "Secret",
+    "TokenScope",
+    "check_secret",
+    "issue_token",
+]
+
+PREFIX = "agl_"
+TokenScope = Literal["attempt", "admin", "client", "worker"]
+"""Kinds of tokens; see :class:`AttemptToken`."""
+Secret = bytes | Keys
+"""One key that stays, or a function that returns the keys as they are now, one a line."""
+
+TOKEN_HOURS = 24.0
+"""Lifetime in hours of the token of an attempt without a time limit."""
+
+TOKEN_SLACK_S = 60.0
+"""Seconds that a token outlives the attempt's time limit, for calls in flight."""
+
+_MAX_LENGTH = 2048
+_ADMIN_S = 3600.0
+"""Seconds for which an own admin key is valid: long, because the clocks of machines differ."""
+
+_NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
+
+
+def check_secret(secret: bytes, *, source: str) -> bytes:
+    """``secret`` itself; raises :class:`ConfigError` when it is too short to sign with."""
+    if len(secret) < LEAST:
+        raise ConfigError(
+            f"{source} has {len(secret)} bytes, at least {LEAST} are needed. "
+            'Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+    return secret
+
+
+class AttemptToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The claims of a verified token.
+
+    Attributes:
+        rollout_id: With ``attempt_id`` the only attempt that an ``attempt`` token may touch; ``""`` for the others.
+        expires_at: Unix seconds after which it is refused.
+        scope: ``attempt`` may call models and append to its own attempt; ``admin`` may use the store API;
+            ``client`` may call models in conversations of its own, and end them; ``worker`` may run the attempts of
+            one experiment.
+        experiment: With scope ``worker`` the only experiment that it may touch.
+        name: Whom the token was made for, as audit lines show it.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    expires_at: float
+    scope: TokenScope = "attempt"
+    experiment: str = ""
+    name: str = ""
+
+
+_DECODER = msgspec.json.Decoder(AttemptToken)
+
+
+class AttemptTokens:
+    """Issues tokens with a secret's first key and verifies them with all; processes that share it trust each other.
+
+    Args:
+        secret: A key of at least 16 bytes, or a function that returns the keys as they are now, one a line.
+    """
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._found: bytes | None = None
+        self._keyed: list[hmac.HMAC] = []
+        self._changes = 0
+        self._current()
+
+    def changes(self) -> int:
+        """Look at the keys, and return a number that is another one after each change of them."""
+        self._current()
+        return self._changes
+
+    def issue(
+        self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt", name: str = ""
+    ) -> str:
+        """A token valid until ``expires_at`` (Unix seconds); one of scope ``admin`` names no attempt (``""``)."""
+        return self._signed(
+            AttemptToken(rollout_id=rollout_id, attempt_id=attempt_id, expires_at=expires_at, scope=scope, name=name)
+        )
+
+    def issue_for_worker(self, experiment: str, *, expires_at: float, name: str = "") -> str:
+        """A token that runs the attempts of one experiment until ``expires_at``.
+
+        Raises:
+            ConfigError: The experiment has no name, or names are so long that no token holds them.
+        """
+        if not experiment:
+            raise ConfigError("a worker's token is for one experiment; name it")
+        token = self._signed(
+            AttemptToken(
+                rollout_id="", attempt_id="", expires_at=expires_at, scope="worker", experiment=experiment, name=name
+            )
+        )
+        if len(token) > _MAX_LENGTH:
+            raise ConfigError(
+                f"the token would have {len(token)} characters, {_MAX_LENGTH} are allowed; take a shorter name"
+            )
+        return token
+
+    def verify(self, token: str, *, now: float) -> AttemptToken:
+        """Check a token's signature and time against ``now`` (Unix seconds), and return its claims.
+
+        Raises:
+            TokenError: It is not an agl token, was signed with another secret or changed, or has expired. The message
+                never holds the token.
+        """
+        payload, signature = _split(token)
+        if not any(
+            hmac.compare_digest(_signature(keyed, payload).encode(), signature.encode()) for keyed in self._current()
+        ):
+            raise TokenError(f"the token's signature does not match: it was forged, or signed by another run. {_NEXT}")
+        claim = _read(payload)
+        if now >= claim.expires_at:
+            raise TokenError(_expired(claim, late_s=now - claim.expires_at))
+        return claim
+
+    def _signed(self, claim: AttemptToken) -> str:
+        payload = _encode(msgspec.json.encode(claim))
+        return f"{PREFIX}{payload}.{_signature(self._current()[0], payload)}"
+
+    def _current(self) -> list[hmac.HMAC]:
+        secret = self._secret
+        found = secret if isinstance(secret, bytes) else secret()
+        if found != self._found:
+            keys = [found] if isinstance(secret, bytes) else found.splitlines() or [b""]
+            source = "the secret given to AttemptTokens"
+            self._keyed = [hmac.new(check_secret(key, source=source), digestmod="sha256") for key in keys]
+            self._found = found
+            self._changes += 1
+        return self._keyed
+
+
+class AdminKey:
+    """An admin token that is renewed when half of its time is over; every gateway with the same secret accepts it.
+
+    It is signed anew when the secret's keys change. ``clock`` returns Unix seconds.
+    """
+
+    def __init__(self, secret: Secret, *, clock: Callable[[], float] = time.time) -> None:
+        self._tokens = AttemptTokens(secret)
+        self._clock = clock
+        self._key = ""
+        self._until = 0.0
+        self._changes = 0
+
+    def __call__(self) -> str:
+        """The key to send now."""
+        now, changes = self._clock(), self._tokens.changes()
+        if changes != self._changes or now >= self._until - _ADMIN_S / 2:
+            self._until, self._changes = now + _ADMIN_S, changes
+            name = f"{socket.gethostname()}:{os.getpid()}"
+            self._key = self._tokens.issue("", "", expires_at=self._until, scope="admin", name=name)
+        return self._key
+
+
+class IssuedClaim(Claim, frozen=True, kw_only=True):
+    """A claim with the token of its attempt, for a worker that has no key to sign one with."""
+
+    token: str
+
+    def __repr__(self) -> str:
+        return f"IssuedClaim(rollout={self.rollout!r}, attempt={self.attempt!r})"
+
+
+def issue_token(tokens: AttemptTokens, rollout: Rollout, attempt: Attempt) -> str:
+    """Issue a token for this attempt, valid for slightly longer than the attempt may take."""
+    limit = rollout.retry.timeout_s
+    seconds = TOKEN_HOURS * 3600 if limit is None else limit + TOKEN_SLACK_S
+    return tokens.issue(rollout.rollout_id, attempt.attempt_id, expires_at=time.time() + seconds)
+
+
+def _expired(claim: AttemptToken, *, late_s: float) -> str:
+    if claim.scope == "worker":
+        return (
+            f"the worker's token of experiment {claim.experiment!r} expired {late_s:.0f} s ago; make another with: "
+            f"agl worker-token {claim.experiment}"
+        )
+    return f"the token of attempt {claim.attempt_id!r} expired {late_s:.0f} s ago. {_NEXT}"
+
+
+def _signature(keyed: hmac.HMAC, payload: str) -> str:
+    signing = keyed.copy()  # hmac.digest releases the interpreter's lock and waits to get it back
+    signing.update(payload.encode())
+    return _encode(signing.digest())
+
+
+def _split(token: str) -> tuple[str, str]:
+    payload, dot, signature = token.removeprefix(PREFIX).partition(".")
+    is_shaped = token.startswith(PREFIX) and token.isascii() and len(token) <= _MAX_LENGTH
+    if not (is_shaped and dot and payload and signature):
+        raise TokenError(f"the API key is not an agl token (agl_..., {len(token)} characters found). {_NEXT}")
+    return payload, signature
+
+
+def _read(payload: str) -> AttemptToken:
+    try:
+        return _DECODER.decode(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    except (binascii.Error, msgspec.DecodeError, ValueError) as error:
+        raise TokenError(f"the token's payload cannot be read: it was made by another release. {_NEXT}") from error
+
+
+def _encode(data: bytes) -> str:
+    return urlsafe_b64encode(data).rstrip(b"=").decode()

@@ -1,0 +1,117 @@
+"""The authorities whose certificates a gateway or a served store may have: the system's, or those of a file.
+
+The file is named by ``AGL_CA_FILE``, by ``[gateway] ca`` or in the store's URL, and counts for gateway and store alone.
+Agents bring clients of their own, which call other servers too; for them the file is added to what they trust anyway.
+"""
+
+import hashlib
+import os
+import secrets
+import ssl
+from importlib.util import find_spec
+from pathlib import Path
+
+from agl.errors import ConfigError
+from agl_inspect.keys import state_dir
+
+CA_ENV = "AGL_CA_FILE"
+"""The environment variable that names a file with authorities, in PEM."""
+
+_BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+"""Variables whose file is all that a client trusts: Python's and httpx's, requests', curl's."""
+
+_ADDED = "NODE_EXTRA_CA_CERTS"
+"""The variable whose file Node adds to what it trusts."""
+
+
+def ca_file(given: str | Path | None = None) -> Path | None:
+    """Return ``given``, else the file that ``AGL_CA_FILE`` names; ``None`` for the system's authorities."""
+    found = given or os.environ.get(CA_ENV, "")
+    return Path(found) if found else None
+
+
+def client_context(given: str | Path | None = None) -> ssl.SSLContext:
+    """Return what checks the certificate of a gateway: against the file alone, if one is named.
+
+    Args:
+        given: A file of authorities in PEM; by default that of :func:`ca_file`.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no certificate.
+    """
+    path = ca_file(given)
+    if path is None:
+        return ssl.create_default_context()
+    try:
+        return ssl.create_default_context(cafile=str(path))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"the authorities in {path} cannot be used ({error}); name a file with certificates in PEM as {CA_ENV}, "
+            "[gateway] ca or ca in the store's URL, or leave it away to trust the system's authorities"
+        ) from error
+
+
+def refusal_of(error: BaseException, given: str | Path | None = None) -> str:
+    """Return in words why a connection has no TLS that can be trusted, and what to do; ``""`` for other failures.
+
+    Args:
+        error: The failure of the connection.
+        given: The file of authorities that counted, as for :func:`client_context`.
+    """
+    inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
+    if isinstance(inner, ssl.SSLCertVerificationError):
+        named = ca_file(given)
+        trusted = f"the authorities in {named}" if named else "the system's authorities"
+        return (
+            f"its certificate is not trusted here by {trusted}: {inner.verify_message}. Name the file of its authority "
+            f"as {CA_ENV}, as [gateway] ca, or in the store's URL as ?ca=FILE, or use a host name that it carries"
+        )
+    if isinstance(inner, ssl.SSLError):
+        return f"it does not speak TLS as https:// needs it ({inner.reason or inner}); write http:// for one without"
+    return ""
+
+
+def trust_variables(given: str | Path | None = None) -> dict[str, str]:
+    """Return the variables by which agents' clients trust the file beside the system's authorities.
+
+    Those that are set already are left out, so that a person's own setting counts.
+
+    Raises:
+        ConfigError: The file cannot be read, or what is trusted together cannot be written to the state folder.
+    """
+    path = ca_file(given)
+    if path is None:
+        return {}
+    wanted = dict.fromkeys(_BUNDLES, str(_bundle(path))) | {_ADDED: str(path.absolute())}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _bundle(path: Path) -> Path:
+    """Write the system's authorities and those of ``path`` to a file that is named by its content; return it."""
+    try:
+        content = b"\n".join([*(one.read_bytes() for one in _usual()), path.read_bytes()])
+        folder = state_dir() / "trust"
+        bundle = folder / f"{hashlib.sha256(content).hexdigest()[:24]}.pem"
+        if not bundle.exists():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            draft = bundle.with_suffix(f".{secrets.token_hex(8)}")
+            draft.write_bytes(content)
+            draft.replace(bundle)
+    except OSError as error:
+        raise ConfigError(
+            f"the authorities in {path} cannot be put together with the system's for the agents' clients ({error}); "
+            "make the file readable and the state folder writable, or set SSL_CERT_FILE yourself"
+        ) from error
+    return bundle
+
+
+def _usual() -> list[Path]:
+    """Return the file of the system's authorities, or that of certifi where the system has none."""
+    system = ssl.get_default_verify_paths().cafile
+    if system:
+        return [Path(system)]
+    if find_spec("certifi") is None:
+        return []
+    import certifi
+
+    return [Path(certifi.where())]

@@ -1,0 +1,1 @@
+"""Agents: how they are named, imported and called."""

@@ -1,0 +1,195 @@
+"""Agents and their calls: functions, classes with methods for rollouts, and command lines."""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from agl import LitAgent
+from agl.errors import ConfigError
+from agl.schemas import LLM, Json, Mode, NamedResources, PromptTemplate, Rollout
+from agl_run.agents.importing import import_attribute
+
+BUILT_IN_PARAMETERS = ("task", "resources", "rollout", "llm", "prompt_template")
+"""Parameter names of an agent function that need no resource of that name."""
+
+_RUNS = ("rollout", "rollout_async")
+_TRAINS = ("training_rollout", "training_rollout_async", *_RUNS)
+_VALIDATES = ("validation_rollout", "validation_rollout_async", *_RUNS)
+_METHODS: dict[Mode, Sequence[str]] = {"train": _TRAINS, "val": _VALIDATES, "test": _VALIDATES}
+"""Methods of a class, of which the first that an agent has runs its rollouts of a mode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """An agent by import path, by object, as a command, as a coding harness, or by a runner's name for it.
+
+    Attributes:
+        path: ``"module:attribute"``; importable in a child process.
+        target: The object itself: a function, a ``LitAgent``, or a ``LitAgent`` class.
+        command: Program and arguments; ``{task}`` in an argument is replaced by a file with the task's JSON.
+        harness: Name or file of a coding harness, which the runner ``harness`` runs.
+        workspace: The folder or git tree that a harness gets a copy of.
+        source: The runner that brings the agent, as in ``agent = "SOURCE:NAME"``; see
+            :class:`agl_run.programs.AgentSource`.
+        name: The agent's name there.
+        args: The agent's arguments there.
+        folder: First entry of ``sys.path`` when importing ``path``; a command's working directory; the base of a
+            harness's files; ``""`` for the current directory.
+    """
+
+    path: str = ""
+    target: Callable[..., Any] | None = None
+    command: tuple[str, ...] = ()
+    harness: str = ""
+    workspace: str = ""
+    source: str = ""
+    name: str = ""
+    args: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    folder: str = ""
+
+    @classmethod
+    def of(cls, agent: Any, *, folder: str = "") -> "AgentSpec":
+        """Make the specification of an agent given in any accepted form."""
+        if isinstance(agent, AgentSpec):
+            return agent
+        if isinstance(agent, str):
+            return cls(path=agent, folder=folder)
+        if isinstance(agent, list | tuple):
+            return cls(command=tuple(str(part) for part in agent), folder=folder)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # any sequence of words
+        if callable(agent) or hasattr(agent, "rollout"):
+            return cls(target=cast("Callable[..., Any]", agent), path=_import_path(agent), folder=folder)
+        raise ConfigError(
+            f"an agent is a function, a LitAgent, 'module:attribute' or a command, not {type(agent).__name__}"
+        )
+
+    @property
+    def identity(self) -> str:
+        """The agent's name in the record of its experiment: ``module:attribute`` without packages, or the command.
+
+        It is equal for a function of a script and for its import elsewhere.
+        """
+        if self.is_program:
+            return f"harness {self.harness}" if self.harness else " ".join(self.command)
+        if self.source:
+            return f"{self.source}:{self.name}"
+        module, _, name = (self.path or _path_of(self.target)).partition(":")
+        return f"{module.rpartition('.')[2]}:{name}"
+
+    @property
+    def is_program(self) -> bool:
+        """True if the agent is a program of its own, and nothing to import."""
+        return bool(self.command or self.harness)
+
+    @property
+    def is_imported(self) -> bool:
+        """True if the agent is an object, or a path to import."""
+        return not (self.is_program or self.source)
+
+    def load(self) -> "LoadedAgent":
+        """Import the agent, and make an instance if it is a class."""
+        target: Any = self.target if self.target is not None else import_attribute(self.path, self.folder)
+        if inspect.isclass(target):
+            target = cast("Any", target())
+        if hasattr(target, "rollout"):
+            methods = {mode: _method(target, names) for mode, names in _METHODS.items()}
+            return LoadedAgent(
+                call=lambda one, resources: methods[one.mode](one.visible_task, resources, one.for_agent),
+                is_async=all(map(inspect.iscoroutinefunction, methods.values())),
+            )
+        is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004  # not a test for callability
+        return _bind(target, is_async=is_async)
+
+
+Agent: TypeAlias = Callable[..., Any] | LitAgent[Any] | str | Sequence[str] | AgentSpec
+"""A function, a ``LitAgent`` or its class, ``"module:attribute"``, or a command as its words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedAgent:
+    """An agent as a function of (rollout, resources).
+
+    Attributes:
+        is_async: Whether ``call`` returns a coroutine.
+        parameters: Names of the function's parameters without a default; empty for a ``LitAgent``.
+    """
+
+    call: Callable[[Rollout, NamedResources], Any]
+    is_async: bool
+    parameters: tuple[str, ...] = ()
+
+
+def _method(agent: Any, names: Sequence[str]) -> Callable[..., Any]:
+    owner = cast("Any", type(agent))
+    own = (name for name in names if getattr(owner, name, None) is not LitAgent[Any].rollout)
+    return getattr(agent, next((name for name in own if hasattr(agent, name)), "rollout"))
+
+
+def _import_path(target: Any) -> str:
+    owner = _named(target)
+    if owner.__module__ == "__main__" or "<" in owner.__qualname__ or "." in owner.__qualname__:
+        return ""
+    return f"{owner.__module__}:{owner.__qualname__}"
+
+
+def _named(target: Any) -> Any:
+    """Return the function or class behind an agent."""
+    return cast("Any", target if inspect.isclass(target) or inspect.isfunction(target) else type(target))
+
+
+def _path_of(target: Any) -> str:
+    """Return the path of an agent that cannot be imported, with its script for a module."""
+    owner = _named(target)
+    script: str = getattr(sys.modules["__main__"], "__file__", None) or "__main__"
+    return f"{Path(script).stem if owner.__module__ == '__main__' else owner.__module__}:{owner.__qualname__}"
+
+
+def _bind(function: Callable[..., Any], *, is_async: bool) -> LoadedAgent:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        parameters = []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if not needed and any(p.kind not in variadic for p in parameters):
+        needed = parameters[:1]
+
+    def call(rollout: Rollout, resources: NamedResources) -> Any:
+        values = [(p, _value(p.name, rollout, resources, is_first=p is needed[0])) for p in needed]
+        positional = [value for p, value in values if p.kind is not p.KEYWORD_ONLY]
+        return function(*positional, **{p.name: value for p, value in values if p.kind is p.KEYWORD_ONLY})
+
+    return LoadedAgent(call=call, is_async=is_async, parameters=tuple(p.name for p in needed))
+
+
+def _value(name: str, rollout: Rollout, resources: Mapping[str, Any], *, is_first: bool) -> Any:
+    if name == "task":
+        return rollout.visible_task
+    if name == "resources":
+        return dict(resources)
+    if name == "rollout":
+        return rollout.for_agent
+    if name in resources:
+        return resources[name]
+    if name == "llm":
+        return _only(LLM, resources, name)
+    if name == "prompt_template":
+        return _only(PromptTemplate, resources, name)
+    if is_first:
+        return rollout.visible_task
+    raise ConfigError(
+        f"the agent's parameter {name!r} is neither task, resources, rollout, llm, prompt_template nor one of the "
+        f"resources {sorted(resources)}; rename it or give it a default"
+    )
+
+
+def _only(kind: type, resources: Mapping[str, Any], name: str) -> Any:
+    found = [key for key, value in resources.items() if isinstance(value, kind)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"the agent's parameter {name!r} needs exactly one {kind.__name__} among the resources, found {found}; "
+            "name the parameter after the resource it wants"
+        )
+    return resources[found[0]]

@@ -1,0 +1,1 @@
+"""Checks of an experiment that run before its first rollout."""

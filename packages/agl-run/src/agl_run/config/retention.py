@@ -1,0 +1,63 @@
+"""Applies ``[retention]``: which limits the section sets, and the removal at the end of a run."""
+
+from collections.abc import Callable, Iterable
+
+from agl.contracts import RolloutQuery, Store
+from agl.errors import AglError, ConfigError
+from agl.schemas import Rollout
+from agl_inspect.retention import RetentionLimits, compacted, parse_duration, parse_size, removal_text, remove_old
+from agl_run.config.records import RetentionConfig
+
+
+def limits_of(config: RetentionConfig) -> RetentionLimits | None:
+    """Return the limits that a section sets, ``None`` if nothing is to be removed.
+
+    Raises:
+        ConfigError: A value cannot be used; names it.
+    """
+    try:
+        older_than = parse_duration(config.older_than) if config.older_than else None
+    except ValueError as error:
+        raise ConfigError(f"retention.older_than: {error}") from None
+    try:
+        max_bytes = parse_size(config.max_size) if config.max_size else None
+    except ValueError as error:
+        raise ConfigError(f"retention.max_size: {error}") from None
+    if config.keep is not None and config.keep < 0:
+        raise ConfigError(f"retention.keep is {config.keep}; write 0 or more")
+    limits = RetentionLimits.of(older_than, config.keep, max_bytes)
+    if limits is None and config != RetentionConfig():
+        raise ConfigError('[retention] needs a limit: write older_than = "30d", keep = 1000, or max_size = "10GB"')
+    return limits
+
+
+async def retain_after_run(
+    store: Store, config: RetentionConfig, *, name: str, run: int, sources: Iterable[str], say: Callable[[str], None]
+) -> None:
+    """Remove what the section of a run that has ended calls old, and say so; trouble is said, and ends nothing.
+
+    Args:
+        store: The store, as the run's owner has it.
+        config: The section.
+        name: The experiment's name.
+        run: The number of the run, whose rollouts stay.
+        sources: Experiments that this one learns from, whose rollouts stay.
+        say: Shows one line.
+    """
+    limits = limits_of(config)
+    if limits is None:
+        return
+    query = RolloutQuery(experiment=name if config.experiments == "own" else None)
+    prefix, others = f"{name}-{run}-", frozenset(sources)
+
+    def spares(rollout: Rollout) -> bool:
+        is_current = rollout.experiment == name and rollout.rollout_id.startswith(prefix)
+        return is_current or rollout.experiment in others
+
+    try:
+        report = await compacted(store, await remove_old(store, query, limits, own=name, spares=spares))
+    except AglError as error:
+        say(f"retention: old rollouts could not be removed, and the next run tries again: {error}")
+        return
+    if report.removed:
+        say(f"retention: {removal_text(report)}")

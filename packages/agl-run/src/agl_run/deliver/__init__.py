@@ -1,0 +1,1 @@
+"""Delivery of rollouts and numbers to other systems while a run goes on."""

@@ -1,0 +1,204 @@
+"""Reads from the store what sinks show of a run: its numbers, its configuration, and tables of what it made."""
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from agl.contracts import Cell, RolloutQuery, SinkRow, SinkTable, SpanQuery, Store, shortened
+from agl.episodes import episode_reward
+from agl.schemas import TERMINAL_ROLLOUT, Json, JsonResource, PromptTemplate, Resource, ResourceVersion, to_json
+from agl.stores import read_recordings
+from agl.tracing import redact
+from agl_inspect.advice import Alert, read_alerts
+from agl_inspect.stores import command, without_password
+from agl_inspect.versions import Candidate, searches_in
+from agl_run.config.records import ExperimentConfig
+from agl_run.config.settings import is_secret
+
+NEWEST = 200
+"""Rollouts in the table of rollouts, and versions of one resource in that of resources: the newest ones."""
+
+LONGEST_TEXT = 8000
+"""Characters of a text in a table."""
+
+_LONGEST_SETTING = 1000
+_BY_USE = ("reward", "exporter")
+_NAMED = ("policy", "resource", "algorithm", *_BY_USE)
+
+
+async def read_rows(store: Store, experiment: str, run: int) -> list[SinkRow]:
+    """Read the numbers of a run in order of their place; each row has all numbers of its step."""
+    metrics: dict[tuple[str, int], dict[str, float]] = {}
+    places: dict[tuple[str, int], tuple[int, float]] = {}
+    for metric in await store.metrics(experiment, run=run):
+        key = (metric.algorithm, metric.step)
+        metrics.setdefault(key, {})[metric.name] = metric.value
+        step = metric.step if metric.experiment_step is None else metric.experiment_step
+        places[key] = (step, metric.time)
+    rows = [
+        SinkRow(algorithm=key[0], step=key[1], experiment_step=places[key][0], time=places[key][1], metrics=values)
+        for key, values in metrics.items()
+    ]
+    return sorted(rows, key=lambda row: (row.place, row.algorithm, row.step))
+
+
+async def read_tables(store: Store, experiment: str, run: int, *, store_url: str) -> list[SinkTable]:
+    """Read the tables that have a row: versions, candidates of prompt searches, the newest rollouts, and alerts."""
+    resources = [row async for row in _resources(store, experiment, run, store_url)]
+    candidates = [row async for row in _candidates(store, experiment, run)]
+    rollouts = [row async for row in _rollouts(store, experiment, run, store_url)]
+    made = [
+        SinkTable(
+            name="resources",
+            columns=(
+                *("name", "version", "parent", "algorithm", "step", "candidate", "labels"),
+                *("score", "low", "high", "tasks", "scored on", "content", "show"),
+            ),
+            rows=tuple(resources),
+        ),
+        SinkTable(
+            name="candidates",
+            columns=(
+                *("algorithm", "candidate", "from", "how", "step", "decision", "why", "score", "low", "high"),
+                *("tasks", "scored on", "rollouts", "tokens", "questions", "their tokens", "money", "text"),
+            ),
+            rows=tuple(candidates),
+        ),
+        SinkTable(
+            name="rollouts",
+            columns=("rollout", "mode", "algorithm", "step", "status", "reward", "show"),
+            rows=tuple(rollouts),
+        ),
+        SinkTable(
+            name="alerts",
+            columns=("kind", "rule", "algorithm", "step", "time", "evidence", "change"),
+            rows=tuple(_alert(alert) for alert in await read_alerts(store, experiment, run)),
+        ),
+    ]
+    return [table for table in made if table.rows]
+
+
+def shown_config(config: ExperimentConfig) -> dict[str, Json]:
+    """Return an experiment's configuration without secrets, its algorithms by name, and without empty sections."""
+    plain = cast("dict[str, Any]", msgspec.to_builtins(config, enc_hook=_described, str_keys=True))
+    by_name = {str(item["name"]): item for item in plain.get("algorithm", ())}
+    sections = {**plain, "algorithm": by_name}
+    sections |= {kind: {item["use"]: item.get("params", {}) for item in plain.get(kind, ())} for kind in _BY_USE}
+    sections["exporter"] = {use: _without_paths(params) for use, params in sections["exporter"].items()}
+    return {key: _section(key, value) for key, value in sections.items() if value not in ({}, [], ())}
+
+
+def _without_paths(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of an exporter, of an address under ``url`` the host alone: its path may be a secret."""
+    url = params.get("url")
+    if not isinstance(url, str):
+        return params
+    parts = urlsplit(url)
+    return {**params, "url": f"{parts.scheme}://{parts.netloc}/***"}
+
+
+def _section(key: str, value: Any) -> Json:
+    """Return a section; names of components that stand as keys in it say nothing about secrets."""
+    if key in _NAMED:
+        return {_text(str(name)): _public(item, "") for name, item in value.items()}
+    return _public(value, "")
+
+
+def _described(value: object) -> str:
+    return f"an object of {type(value).__name__}"
+
+
+def _public(value: Any, name: str) -> Json:
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value)
+        return {_text(key): _public(item, f"{name}.{key}") for key, item in items.items()}
+    if isinstance(value, list | tuple):
+        return [_public(item, name) for item in cast("list[Any]", value)]
+    if not isinstance(value, str):
+        return value
+    return "***" if value and is_secret(name) else _text(value)
+
+
+def _text(value: str) -> str:
+    shown = without_password(value) if "://" in value else value
+    return shortened(redact(shown), _LONGEST_SETTING)
+
+
+async def _resources(store: Store, experiment: str, run: int, store_url: str) -> AsyncIterator[tuple[Cell, ...]]:
+    """Yield the versions that the run made, and those that they were made from."""
+    for newest in await store.resources():
+        every = await store.resources(newest.name)
+        own = {version.version for version in every if _is_of(version, f"{experiment}-{run}-")}
+        if not own:
+            continue
+        shown = own.union(version.parent for version in every if version.version in own)
+        moves = await store.labels(newest.name)
+        scores = {score.version: score for score in await store.scores(newest.name)}
+        for version in [each for each in every if each.version in shown][-NEWEST:]:
+            labels = ", ".join(sorted(move.label for move in moves if move.version == version.version))
+            score = scores.get(version.version)
+            measured = () if score is None else (score.mean, score.low, score.high, score.n, score.how)
+            where = command("show", f"{version.name}@{version.version}", store_url=store_url)
+            yield (
+                *(version.name, version.version, version.parent, version.algorithm, version.step),
+                *("yes" if version.metadata.get("candidate") else "", labels),
+                *(measured or (None, None, None, None, "")),
+                *(shortened(_content(version.resource), LONGEST_TEXT, rest=where), where),
+            )
+
+
+def _is_of(version: ResourceVersion, prefix: str) -> bool:
+    """Return true if a version was made in the run whose versions begin with ``prefix``, or is its first one."""
+    made = f"{prefix}{version.algorithm}-{version.step}" if version.algorithm else f"{prefix}initial"
+    return version.version.startswith(made)
+
+
+def _content(resource: Resource) -> str:
+    if isinstance(resource, PromptTemplate):
+        return resource.template
+    return to_json(resource.value if isinstance(resource, JsonResource) else resource).decode()
+
+
+async def _candidates(store: Store, experiment: str, run: int) -> AsyncIterator[tuple[Cell, ...]]:
+    records = await store.experiments(experiment)
+    searches = [search for record in records for search in await searches_in(store, record) if search.run == run]
+    for search in searches:
+        for candidate in search.candidates:
+            yield (search.algorithm, *_candidate(candidate))
+
+
+def _candidate(candidate: Candidate) -> tuple[Cell, ...]:
+    how, score = next(iter(candidate.scores.items()), ("", None))
+    measured = (None,) * 3 if score is None else (score.mean, score.low, score.high)
+    texts = candidate.texts
+    whole = next(iter(texts.values())) if len(texts) == 1 else "\n\n".join(f"{k}:\n{v}" for k, v in texts.items())
+    return (
+        *(candidate.id, ", ".join(candidate.parents), candidate.operator, candidate.step, candidate.decision),
+        *(shortened(candidate.why, LONGEST_TEXT), *measured, None if score is None else score.n, how),
+        *(candidate.agent.rollouts, candidate.agent.tokens, candidate.optimizer.calls, candidate.optimizer.tokens),
+        *(candidate.money, shortened(whole, LONGEST_TEXT)),
+    )
+
+
+def _alert(alert: Alert) -> tuple[Cell, ...]:
+    found = alert.found
+    texts = (shortened(text, LONGEST_TEXT) for text in (found.evidence, found.change))
+    return (alert.kind, found.rule, found.algorithm, found.step, alert.time, *texts)
+
+
+async def _rollouts(store: Store, experiment: str, run: int, store_url: str) -> AsyncIterator[tuple[Cell, ...]]:
+    """Yield the run's rollouts that finished last, the newest first."""
+    ends = tuple(sorted(TERMINAL_ROLLOUT))
+    fields = {"experiment": experiment, "status": ends, "sort": "finished_at", "is_newest_first": True, "limit": NEWEST}
+    count = 0
+    query = msgspec.convert(fields, RolloutQuery)
+    async for recording in read_recordings(store, query, spans=SpanQuery(kind="reward")):
+        rollout, who = recording.rollout, recording.rollout.metadata
+        count += 1
+        if count > NEWEST or not rollout.rollout_id.startswith(f"{experiment}-{run}-"):
+            return
+        where = command("show", rollout.rollout_id, store_url=store_url)
+        place = (str(who.get("algorithm", "")), cast("Cell", who.get("step")))
+        yield (rollout.rollout_id, rollout.mode, *place, rollout.status, episode_reward(recording.spans), where)

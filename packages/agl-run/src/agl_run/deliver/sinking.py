@@ -1,0 +1,260 @@
+"""Shows a running experiment in its sinks, without holding it up.
+
+The store is the queue: a sink gets what the store has of the run and this process has not given it yet, so a sink that
+was away misses nothing, and a resumed run fills the gaps of the one before. A step that gets a further number later
+comes again, as a row of that number alone.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from agl.contracts import Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, Store, shortened
+from agl.errors import AglError, FencedError
+from agl.tracing import redact
+from agl_inspect.records import run_key
+from agl_run.deliver.own_thread import OwnThread
+from agl_run.deliver.sink_contents import read_rows, read_tables, shown_config
+from agl_run.parts.build import build_sinks
+from agl_run.plan import Plan
+
+if TYPE_CHECKING:
+    from agl.schemas import Json
+
+_LOG = logging.getLogger("agl_run.run")
+
+END_S = 30.0
+"""Seconds that an experiment waits at its end for what its sinks do not have yet."""
+
+PAUSE_S = 2.0
+"""Least pause between two readings of the store."""
+
+SHARE = 20
+"""A pause is at least this many times as long as the reading before it, so that reading takes 5 % of the time."""
+
+TABLES_S = 60.0
+"""Least pause between two writings of the tables, which are whole each time."""
+
+LONGEST_PAUSE_S = 60.0
+"""Longest pause after an error; the first one is :data:`PAUSE_S`, and each is twice the one before."""
+
+_LONGEST_PROBLEM = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkSource:
+    """A run of an experiment in its store.
+
+    Attributes:
+        plan: The experiment.
+        store: The store of the experiment.
+        store_url: The store's address without passwords; ``""`` where it does not say.
+        run: The number of the run.
+    """
+
+    plan: Plan
+    store: Store
+    store_url: str
+    run: int
+
+    @property
+    def end_key(self) -> str:
+        """The key under which the store has how the run ended."""
+        return run_key(self.plan.name, self.run, "sinks/end")
+
+    async def described(self, sink: str) -> SinkRun:
+        """Describe the run for a sink; its id has a random end, which the store keeps for when the run is resumed."""
+        plan, key = self.plan, run_key(self.plan.name, self.run, f"sinks/{sink}/id")
+        known = (await self.store.load_state(key)).get(key)
+        if known is None:
+            known = secrets.token_hex(4).encode()
+            await self.store.save_state({key: known})
+        return SinkRun(
+            id=f"{plan.name}-{self.run}-{known.decode()}",
+            name=f"{plan.name}-{self.run}",
+            experiment=plan.name,
+            run=self.run,
+            agent=plan.agent.identity,
+            config=shown_config(plan.config),
+            folder=str(plan.workdir),
+        )
+
+
+class Sinks:
+    """Every sink of a run: ``async with Sinks(source, say=...) as sinks:``, with the summary set before it ends.
+
+    Args:
+        source: The run.
+        say: Called with a line for each sink at the end.
+        end_s: Seconds to wait at the end; ``None`` for no limit.
+
+    Attributes:
+        summary: Facts about the end of the run by name, for the sinks.
+        end: The whole end; by default it follows from the summary and from the exception that ended the run.
+        has_all: True if every sink was given everything; known at the end.
+    """
+
+    def __init__(self, source: SinkSource, *, say: Callable[[str], None], end_s: float | None = END_S) -> None:
+        self._source, self._say, self._end_s = source, say, end_s
+        self._running: list[_Sinking] = []
+        self.summary: dict[str, Json] = {}
+        self.end: SinkOutcome | None = None
+        self.has_all = False
+
+    async def __aenter__(self) -> "Sinks":
+        """Start to give each sink what there is; the run does not wait for them."""
+        found = [(name, sink, await self._source.described(name)) for name, sink in build_sinks(self._source.plan)]
+        self._running = [_Sinking(self._source, sink, run, name=name) for name, sink, run in found]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Give each sink the rest within the limit of time, all at once, and tell what is left."""
+        status = "finished" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
+        why = _problem(error) if status == "failed" and isinstance(error, Exception) else ""
+        end = self.end or SinkOutcome(status=status, summary=self.summary, error=why, time=time.time())
+        lines = await asyncio.gather(*(one.conclude(end, within_s=self._end_s) for one in self._running))
+        for line in filter(None, lines):
+            self._say(line)
+        self.has_all = all(lines)
+        if self._running and self.end is None:
+            with suppress(AglError):  # without it a later `agl run --sync` knows less
+                await self._source.store.save_state({self._source.end_key: msgspec.json.encode(end)})
+
+    def wake(self) -> None:
+        """Note that the store has new numbers."""
+        for one in self._running:
+            one.wake()
+
+    def alert(self) -> None:
+        """Note that the store has a new alert, which does not wait for the next time that tables are written."""
+        for one in self._running:
+            one.alert()
+
+
+class _Sinking:
+    """Gives one sink what the store has of a run."""
+
+    def __init__(self, source: SinkSource, sink: Sink, run: SinkRun, *, name: str) -> None:
+        self._store, self._store_url = source.store, source.store_url
+        self._sink, self._run, self._name = sink, run, name
+        self._thread = OwnThread(f"agl-{name}")
+        self._news, self._ending = asyncio.Event(), asyncio.Event()
+        self._has_begun, self._is_told = False, False
+        self._given: dict[tuple[str, int], set[str]] = {}
+        self._known = 0
+        self._tables: Sequence[SinkTable] = ()
+        self._tables_at = -TABLES_S
+        self._has_alert = False
+        self._written = ""
+        self._end = SinkOutcome(status="stopped")
+        self._task = asyncio.create_task(self._follow())
+
+    def wake(self) -> None:
+        """Note that the store has new numbers."""
+        self._news.set()
+
+    def alert(self) -> None:
+        """Note that the store has a new alert."""
+        self._has_alert = True
+        self._news.set()
+
+    async def conclude(self, end: SinkOutcome, *, within_s: float | None) -> str:
+        """Give the rest within a limit of time; returns a line that says what was written, ``""`` after a warning."""
+        self._end = end
+        self._ending.set()
+        self._news.set()
+        await asyncio.wait({self._task}, timeout=within_s)
+        has_all = self._task.done() and self._task.result()
+        self._task.cancel()
+        self._thread.close()
+        if has_all:
+            return f"{self._name}: {self._written or f'{len(self._given)} steps'} written to {self._sink.destination}"
+        _LOG.warning(
+            "%s: %d of the run's %d known steps and its end were not written to %s; the store has them all, and "
+            "`agl run --sync` with the experiment's file writes them",
+            *(self._name, self._known - len(self._given), self._known, self._sink.destination),
+        )
+        return ""
+
+    async def _follow(self) -> bool:
+        """Give until the run ends; returns true if everything was given in the end."""
+        pause = PAUSE_S
+        while True:
+            is_last, has_failed = self._ending.is_set(), False
+            self._news.clear()
+            try:
+                wait_s, pause = await self._give(is_last=is_last), PAUSE_S
+            except FencedError:
+                return False  # another trainer took over, and gives the rest
+            except Exception as error:  # noqa: BLE001  # isolation point: the experiment goes on
+                self._tell_once(error)
+                self._news.set()
+                self._has_begun, self._has_alert, self._tables = False, True, ()
+                self._given.clear()
+                has_failed, wait_s, pause = True, pause, min(2 * pause, LONGEST_PAUSE_S)
+            if is_last:
+                return not has_failed
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._ending.wait()
+            await self._news.wait()
+
+    async def _give(self, *, is_last: bool) -> float:
+        """Give what is new, at the end the run's end too; returns the seconds to wait before the next time."""
+        sink, run = self._sink, self._run
+        started = time.monotonic()
+        every = await read_rows(self._store, run.experiment, run.run)
+        seconds = time.monotonic() - started
+        self._known = len(every)
+        if not self._has_begun:
+            await self._thread.call(lambda: sink.begin(run))
+            self._has_begun = True
+        rows = [row for row in map(self._rest, every) if row.metrics]
+        if rows:
+            await self._thread.call(lambda: sink.log(rows))
+            for row in rows:
+                self._given.setdefault((row.algorithm, row.step), set()).update(row.metrics)
+        if is_last or self._has_alert or started - self._tables_at > max(TABLES_S, SHARE * seconds):
+            self._has_alert = False
+            await self._give_tables()
+        if is_last:
+            await self._thread.call(self._give_end)
+        return max(PAUSE_S, SHARE * seconds)
+
+    def _rest(self, row: SinkRow) -> SinkRow:
+        """Return a row without the numbers that the sink was given; some are logged later than the others."""
+        given = self._given.get((row.algorithm, row.step), ())
+        return msgspec.structs.replace(row, metrics={key: row.metrics[key] for key in row.metrics if key not in given})
+
+    def _give_end(self) -> None:
+        self._written = self._sink.end(self._end) or ""
+
+    async def _give_tables(self) -> None:
+        """Give the tables that changed."""
+        sink, run = self._sink, self._run
+        tables = await read_tables(self._store, run.experiment, run.run, store_url=self._store_url)
+        changed = [table for table in tables if table not in self._tables]
+        if changed:
+            await self._thread.call(lambda: sink.show(changed))
+        self._tables, self._tables_at = tables, time.monotonic()
+
+    def _tell_once(self, error: Exception) -> None:
+        if not self._is_told:
+            self._is_told = True
+            _LOG.warning(
+                "%s: %s; the experiment goes on, and its numbers are written when this works again",
+                *(self._name, _problem(error)),
+                exc_info=_LOG.isEnabledFor(logging.DEBUG),
+            )
+
+
+def _problem(error: Exception) -> str:
+    text = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
+    return shortened(redact(text), _LONGEST_PROBLEM)

@@ -1,0 +1,62 @@
+"""Results as a terminal and as a notebook show them: one table each, as aligned text or as HTML."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from agl.schemas import Episode
+from agl_inspect.records import error_of
+
+Rows = Sequence[Sequence[str]]
+
+SHOWN = 20
+"""Most rollouts that a table shows."""
+
+
+def reward_text(before: float | None, after: float | None, others: Iterable[tuple[float | None, str]]) -> str:
+    """Return validation rewards in words, those of ``others`` with theirs; ``none`` without validation tasks."""
+    values = [(before, "before"), (after, "after"), *others]
+    return "; ".join(f"{value:.3f} {when}" for value, when in values if value is not None) or "none"
+
+
+def pairs(values: Mapping[str, object]) -> str:
+    """Return names with their values on one line; ``none`` if there are none."""
+    return ", ".join(f"{name} {value}" for name, value in sorted(values.items())) or "none"
+
+
+def episode_rows(episodes: Iterable[Episode]) -> Rows:
+    """Return a head and one row for each rollout, the first :data:`SHOWN`; with errors where some failed."""
+    every = list(episodes)
+    rows = [("rollout", "status", "reward", "calls", "rows", "error"), *map(_row, every[:SHOWN])]
+    if len(every) > SHOWN:
+        rows.append((f"and {len(every) - SHOWN} more", "", "", "", "", ""))
+    has_errors = any(row[-1] for row in rows[1:])
+    return rows if has_errors else [row[:-1] for row in rows]
+
+
+def _row(episode: Episode) -> tuple[str, ...]:
+    reward = "none" if episode.reward is None else f"{episode.reward:g}"
+    counts = (len(episode.transitions), len(episode.rows))
+    rollout = episode.rollout
+    error = "" if rollout.status == "succeeded" else error_of(rollout, episode.attempt)
+    return (rollout.rollout_id, rollout.status, reward, *map(str, counts), error)
+
+
+def as_text(title: str, rows: Rows) -> str:
+    """Return a title and the rows below it in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join([title, *lines])
+
+
+def as_html(title: str, rows: Rows, *, has_head: bool) -> str:
+    """Return the same as a table; without a head the first column names the rows."""
+    shown = "".join(
+        "<tr>" + "".join(_cell(cell, is_name=(number if has_head else column) == 0) for column, cell in enumerate(row))
+        for number, row in enumerate(rows)
+    )
+    return f"<table><caption>{escape(title)}</caption>{shown}</table>"
+
+
+def _cell(text: str, *, is_name: bool) -> str:
+    kind = "th" if is_name else "td"
+    return f'<{kind} style="text-align: left">{escape(text)}</{kind}>'

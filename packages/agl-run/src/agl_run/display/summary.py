@@ -1,0 +1,213 @@
+"""Shows a run in a terminal: a small block at its end that is drawn anew, and above it everything that is printed.
+
+Nothing here ends or delays a run: the block is drawn by a thread of its own from numbers that the trainer knows
+anyway, and a terminal that went away is not written to again. The cursor stays visible, because a process that is
+killed cannot bring it back.
+"""
+
+import io
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+from contextlib import suppress
+from io import StringIO
+from typing import Any, TextIO, cast
+
+from agl_inspect.text import visible
+from agl_run.display.run_view import RunView
+from agl_run.display.terminal_block import draw
+
+EVERY_S = 0.25
+"""Seconds between two drawings."""
+
+_WIDEST = 100
+_COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
+
+
+class LiveSummary:
+    """Shows the progress of a run in a terminal; prints plain lines until it watches one, and after it is closed.
+
+    Attributes:
+        lock: Held while something is written.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._closing = threading.Event()
+        self._terminal: _Terminal | None = None
+        self._view = RunView()
+        self._drawn: list[tuple[str, int]] = []
+        self._size = os.terminal_size((0, 0))
+        self._redirected: list[tuple[logging.Handler | str, TextIO]] = []
+        self._thread = threading.Thread(target=self._follow, name="agl-summary", daemon=True)
+
+    def say(self, text: str) -> None:
+        """Print it above the block."""
+        self._print(visible(text))
+
+    def update(self, name: str, done: int, total: int, text: str = "") -> None:
+        """Ignore: the block shows the run that it watches."""
+
+    def watch(self, view: RunView) -> None:
+        """Begin to draw a run; what this process prints comes above it from now on."""
+        if self._terminal is not None or isinstance(sys.stdout, _Above):
+            return  # another run of this process has the terminal
+        self._view, self._terminal = view, _Terminal(sys.stdout)
+        self._redirect()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Remove the block; idempotent."""
+        if self._terminal is None or self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        with self.lock:
+            self._restore()
+            self._terminal.write(self._erased())
+            self._drawn = []
+
+    def print_above(self, line: str) -> None:
+        """Print a line that a program wrote: its colours stay, and other control characters are shown as such."""
+        pieces = _COLOUR.split(line.rstrip("\r").rpartition("\r")[2])
+        tamed = "".join(piece if place % 2 else visible(piece) for place, piece in enumerate(pieces))
+        self._print(f"{tamed}\x1b[0m" if len(pieces) > 1 else tamed)
+
+    def _print(self, text: str) -> None:
+        with self.lock:
+            if self._terminal is None:
+                print(text, flush=True)
+                return
+            erased = self._erased()
+            self._terminal.write(f"{erased}{text}\n{'' if self._closing.is_set() else self._latest_block()}")
+
+    def _follow(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            with self.lock:
+                before, erased = self._drawn, self._erased()
+                block = self._block()
+                if self._drawn != before and self._terminal is not None:
+                    self._terminal.write(erased + block)
+
+    def _latest_block(self) -> str:
+        """Return the block as it was drawn last, if it still fits: drawing takes longer than printing a line."""
+        if not self._drawn or self._size != shutil.get_terminal_size():
+            return self._block()
+        return "\n".join(line for line, _ in self._drawn)
+
+    def _block(self) -> str:
+        """Draw the block, and keep its lines with their widths."""
+        from rich.console import Console
+
+        self._size = size = shutil.get_terminal_size()
+        width = min(_WIDEST, size.columns - 1)
+        is_ascii = self._terminal is not None and not self._terminal.is_unicode
+        lines = draw(self._view, width=width, height=size.lines - 1, is_ascii=is_ascii)
+        console = Console(file=StringIO(), force_terminal=True, width=max(1, width), legacy_windows=False)
+        self._drawn = []
+        for line in lines:
+            with console.capture() as drawn:
+                console.print(line, end="", no_wrap=True, crop=False, markup=False, highlight=False, soft_wrap=True)
+            self._drawn.append((drawn.get(), line.cell_len))
+        return "\n".join(line for line, _ in self._drawn)
+
+    def _erased(self) -> str:
+        """Return what takes the cursor to the block's start and erases it, at the terminal's width of now."""
+        columns = max(1, shutil.get_terminal_size().columns)
+        rows = sum(max(1, -(-width // columns)) for _, width in self._drawn)
+        up = f"\x1b[{rows - 1}A" if rows > 1 else ""
+        return f"\r{up}\x1b[J" if self._drawn else ""
+
+    def _redirect(self) -> None:
+        """Let everything that this process prints and logs come above the block."""
+        for name in ("stdout", "stderr"):
+            real = getattr(sys, name)
+            above = _Above(self, real)
+            for handler in logging.getLogger().handlers:
+                if getattr(handler, "stream", None) is real:
+                    cast("logging.StreamHandler[TextIO]", handler).setStream(cast("TextIO", above))
+                    self._redirected.append((handler, real))
+            setattr(sys, name, above)
+            self._redirected.append((name, real))
+
+    def _restore(self) -> None:
+        for place, real in self._redirected:
+            if isinstance(place, logging.Handler):
+                cast("logging.StreamHandler[TextIO]", place).setStream(real)
+            elif isinstance(getattr(sys, place), _Above):
+                getattr(sys, place).end_line()
+                setattr(sys, place, real)
+
+
+class _Terminal:
+    """A terminal that may go away, and that may lack characters."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._encoding = file.encoding or "ascii"
+        self._is_gone = False
+
+    @property
+    def is_unicode(self) -> bool:
+        """True if it has every character."""
+        return self._encoding.lower().replace("-", "").startswith("utf")
+
+    def write(self, text: str) -> None:
+        """Write, unless the terminal went away."""
+        if self._is_gone or not text:
+            return
+        try:
+            self._file.write(text.encode(self._encoding, "replace").decode(self._encoding))
+            self._file.flush()
+        except (OSError, ValueError):  # hung up, or closed
+            self._is_gone = True
+
+
+class _Above(io.TextIOBase):
+    """Stands for ``sys.stdout`` or ``sys.stderr``, and prints whole lines above the block."""
+
+    def __init__(self, summary: LiveSummary, real: TextIO) -> None:
+        self._summary, self._real, self._rest, self._pid = summary, real, "", os.getpid()
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # read only here
+        return self._real.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def isatty(self) -> bool:
+        return self._real.isatty()
+
+    def fileno(self) -> int:
+        return self._real.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        """Print the lines that are complete; a forked process writes past the block, of which it knows nothing."""
+        if os.getpid() != self._pid:
+            return self._real.write(text)
+        with self._summary.lock:
+            *lines, self._rest = f"{self._rest}{text}".split("\n")
+            for line in lines:
+                self._summary.print_above(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Print what may be a question, but no bar that a program draws over and over."""
+        with self._summary.lock:
+            if self._rest and "\r" not in self._rest:
+                line, self._rest = self._rest, ""
+                self._summary.print_above(line)
+
+    def end_line(self) -> None:
+        """Print what stands on a line that has no end yet."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            with suppress(OSError, ValueError):
+                self._real.write(f"{rest}\n")

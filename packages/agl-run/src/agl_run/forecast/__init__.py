@@ -1,0 +1,1 @@
+"""``agl check --forecast``: the forecast of a run from recorded or tried rollouts."""

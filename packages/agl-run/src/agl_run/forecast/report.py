@@ -1,0 +1,287 @@
+"""Makes the plan of a run from recorded rollouts: a record, for programs and for the report in the terminal."""
+
+import random
+from collections.abc import Sequence
+from statistics import median
+
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import Metric
+from agl.schemas import Record
+from agl_inspect.forecast import (
+    Device,
+    DeviceForecast,
+    Examined,
+    Fault,
+    ModelShape,
+    Observed,
+    Recorded,
+    SilentShare,
+    Spread,
+    StepForecast,
+    StepShape,
+    at_once,
+    best_size,
+    faults_in,
+    faults_of_tasks,
+    forecast,
+    forecast_on,
+    loud_groups,
+    silent_shares,
+    spread_of,
+    uncertainty_of,
+)
+from agl_run.forecast.recorded import Material, Source
+from agl_run.forecast.step_size import compares_groups, measured_update, shape_of, training_of
+from agl_run.plan import Plan
+
+_STEPS = 5
+"""Logged steps at the end whose times count."""
+
+
+class RolloutSize(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The distribution of each measure over the recorded rollouts.
+
+    Attributes:
+        seconds: Time of all attempts of a rollout: in model calls, in tools outside of these, and the rest.
+        context: Tokens of the longest prompt with its answer, or of the longest row.
+    """
+
+    calls: Spread
+    rows: Spread
+    prompt_tokens: Spread
+    response_tokens: Spread
+    row_tokens: Spread
+    trained_tokens: Spread
+    context: Spread
+    seconds: Spread
+    model_s: Spread
+    tool_s: Spread
+    rest_s: Spread
+
+
+class GroupSize(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A group size: the expected share of silent groups, and groups with a gradient among the rollouts of a step."""
+
+    size: int
+    silent_share: float
+    basis: str
+    groups: float | None = None
+
+
+class Part(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A part of a step's time, and its share of the whole."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+class AlgorithmPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The plan of one algorithm.
+
+    Attributes:
+        algorithm: Its name; ``""`` in an experiment without one.
+        rollout: The rollouts as it would train on them.
+        trained_share: Share of the rollouts that it would train on.
+        reward: Mean of their rewards, ``None`` without any.
+        shape: The size of a step; ``None`` if it is not known.
+        step: The forecast of a step.
+        uncertainty: Half the 95 % interval of the mean tokens of a rollout, as a share of that mean; ``None`` if only
+            one task was run.
+        gradient_share: Share of a step's groups that are expected to have a gradient; ``None`` where it is not known,
+            and where the rollouts of a task are not compared.
+        update_s: Seconds of a step's updates; ``None`` where they are not known.
+        update_basis: Their source: ``logged`` last by the run, ``measured`` on this machine on random rows of the
+            recorded lengths, or ``""``.
+        parts: The parts of a step's time, the longest first.
+        silent: The expected shares of silent groups by size; empty if no task was run twice, or where none is silent
+            because the rollouts of a task are not compared.
+        best_size: The proposed group size; ``None`` if none gives a gradient.
+        faults: The faults of the recordings.
+        on_device: Memory and time of a step with another model or device, where these are named.
+    """
+
+    algorithm: str
+    rollout: RolloutSize
+    trained_share: float
+    reward: float | None
+    shape: StepShape | None
+    step: StepForecast | None
+    uncertainty: float | None
+    gradient_share: float | None
+    update_s: float | None
+    update_basis: str
+    parts: list[Part]
+    silent: list[GroupSize]
+    best_size: int | None
+    faults: list[Fault]
+    on_device: DeviceForecast | None = None
+
+
+class RunPlan(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The plan of an experiment.
+
+    Attributes:
+        experiment: Its name.
+        source: The origin of the rollouts.
+        concurrency: Rollouts at once in the experiment; 0 if workers run them all.
+        recorded_at_once: Mean number of rollouts that ran at once when they were recorded.
+        algorithms: The plans of its algorithms.
+        faults: The faults of its tasks.
+    """
+
+    experiment: str
+    source: Source
+    concurrency: int
+    recorded_at_once: float
+    algorithms: list[AlgorithmPlan]
+    faults: list[Fault]
+
+
+async def make_report(plan: Plan, material: Material, *, target: tuple[Device, ModelShape] | None = None) -> RunPlan:
+    """Make the plan of an experiment from recorded rollouts, and what ``target`` would make of it."""
+    configs: dict[str, AlgorithmConfig | None] = {config.name: config for config in plan.config.algorithm}
+    observed = next(iter(material.observed.values()))
+    beside = at_once(observed)
+    concurrency = plan.config.runner.concurrency or max(1, round(beside))
+    return RunPlan(
+        experiment=plan.name,
+        source=material.source,
+        concurrency=plan.config.runner.concurrency,
+        recorded_at_once=beside,
+        algorithms=[
+            await _algorithm(plan, configs.get(name), material, concurrency, target) for name in material.observed
+        ],
+        faults=faults_of_tasks(plan.train, plan.val),
+    )
+
+
+async def _algorithm(
+    plan: Plan,
+    config: AlgorithmConfig | None,
+    material: Material,
+    concurrency: int,
+    target: tuple[Device, ModelShape] | None,
+) -> AlgorithmPlan:
+    rollouts = material.observed[config.name if config else ""]
+    shape = await shape_of(plan, config) if config is not None else None
+    step = shape and forecast(rollouts, tasks=shape.tasks, samples=shape.samples, concurrency=concurrency)
+    groups: dict[str, list[float]] = {}
+    for one in rollouts:
+        if one.trains is not None:
+            groups.setdefault(one.group_id, []).append(one.trains)
+    rewards = [reward for group in groups.values() for reward in group]
+    compared = list(groups.values()) if config is None or compares_groups(plan, config, shape) else []
+    shares = silent_shares(compared)
+    own = silent_shares(compared, [shape.samples]) if shape else []
+    gradient_share = 1 - own[0].share if own else None
+    update_s = _logged(material.metrics, config.name if config else "", "update_s")
+    basis = "logged" if update_s is not None else ""
+    if config is not None and shape is not None and update_s is None:
+        update_s = await _measured(plan, config, material, shape, 1.0 if gradient_share is None else gradient_share)
+        basis = "measured" if update_s is not None else ""
+    best = best_size(shares, rollouts=shape.rollouts, tasks=len(plan.train)) if shape else None
+    recorded = (
+        shape
+        and step
+        and Recorded(
+            rollouts=rollouts,
+            shape=shape,
+            step=step,
+            concurrency=concurrency,
+            gradient_share=1.0 if gradient_share is None else gradient_share,
+        )
+    )
+    examined = Examined(
+        rollouts=rollouts,
+        needs_token_ids=config is not None and plan.entry(config).needs_token_ids,
+        token_budget=shape.token_budget if shape else 0,
+    )
+    return AlgorithmPlan(
+        algorithm=config.name if config else "",
+        rollout=_size(rollouts),
+        trained_share=len(rewards) / len(rollouts),
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        shape=shape,
+        step=step,
+        uncertainty=uncertainty_of(rollouts, tasks=len(plan.train)),
+        gradient_share=gradient_share,
+        update_s=update_s,
+        update_basis=basis,
+        parts=_parts(rollouts, step, update_s),
+        silent=[_group(share, shape) for share in shares],
+        best_size=best.size if best else None,
+        faults=faults_in(examined),
+        on_device=_on_device(plan, config, recorded, target),
+    )
+
+
+def _on_device(
+    plan: Plan,
+    config: AlgorithmConfig | None,
+    recorded: Recorded | None,
+    target: tuple[Device, ModelShape] | None,
+) -> DeviceForecast | None:
+    """Return what a step takes on the named device; ``None`` where none is named, or nothing trains on tokens."""
+    if config is None or recorded is None or target is None or not plan.entry(config).needs_token_ids:
+        return None
+    return forecast_on(*target, training_of(plan, config), recorded)
+
+
+async def _measured(
+    plan: Plan, config: AlgorithmConfig, material: Material, shape: StepShape, share: float
+) -> float | None:
+    """Return the seconds of the updates of a step, tried out on random rows as long as the recorded ones."""
+    weights = material.weights.get(config.tunes[0]) if config.tunes else None
+    drawn = random.Random(0).choices(material.observed[config.name], k=max(1, round(shape.rollouts * share)))
+    rows = [
+        (one.row_tokens // one.rows, one.trained_tokens // one.rows)
+        for one in drawn
+        for _ in range(one.rows)
+        if one.trains is not None
+    ]
+    return None if weights is None or not share else await measured_update(plan, config, weights, rows)
+
+
+def _size(rollouts: Sequence[Observed]) -> RolloutSize:
+    return RolloutSize(
+        calls=spread_of(one.calls for one in rollouts),
+        rows=spread_of(one.rows for one in rollouts),
+        prompt_tokens=spread_of(one.prompt_tokens for one in rollouts),
+        response_tokens=spread_of(one.response_tokens for one in rollouts),
+        row_tokens=spread_of(one.row_tokens for one in rollouts),
+        trained_tokens=spread_of(one.trained_tokens for one in rollouts),
+        context=spread_of(one.context for one in rollouts),
+        seconds=spread_of(one.seconds for one in rollouts),
+        model_s=spread_of(one.model_s for one in rollouts),
+        tool_s=spread_of(one.tool_s for one in rollouts),
+        rest_s=spread_of(max(0.0, one.seconds - one.model_s - one.tool_s) for one in rollouts),
+    )
+
+
+def _group(share: SilentShare, shape: StepShape | None) -> GroupSize:
+    groups = loud_groups(share, rollouts=shape.rollouts) if shape else None
+    return GroupSize(size=share.size, silent_share=share.share, basis=share.basis, groups=groups)
+
+
+def _parts(rollouts: Sequence[Observed], step: StepForecast | None, update_s: float | None) -> list[Part]:
+    """Return the parts of a step's time, or of a rollout's where the step is not known, the longest first."""
+    seconds = sum(one.seconds for one in rollouts)
+    if not seconds:
+        return []
+    model, tools = sum(one.model_s for one in rollouts), sum(one.tool_s for one in rollouts)
+    scale = (step.collect_s.mean if step else seconds / len(rollouts)) / seconds
+    rest = max(0.0, seconds - model - tools)
+    parts = {"model calls": model * scale, "tools": tools * scale, "the rest of the rollouts": rest * scale}
+    if step and update_s is not None:
+        parts["updates"] = update_s
+    whole = sum(parts.values())
+    found = [Part(name=name, seconds=part, share=part / whole) for name, part in parts.items()]
+    return sorted(found, key=lambda part: -part.seconds)
+
+
+def _logged(metrics: Sequence[Metric], algorithm: str, name: str) -> float | None:
+    """Return the median of a number over the last steps that logged it."""
+    found = [one for one in metrics if one.algorithm == algorithm and one.name == name]
+    last = sorted(found, key=lambda one: one.step)[-_STEPS:]
+    return median(one.value for one in last) if last else None

@@ -1,0 +1,208 @@
+"""Writes the plan of a run for people, in lines of at most 80 columns but for commands, which stay whole."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from textwrap import wrap
+
+from agl_inspect.forecast import NEARLY, Fault, Spread
+from agl_inspect.stores import MEMORY, command
+from agl_inspect.text import visible
+from agl_run.forecast.device_text import on_device, seconds
+from agl_run.forecast.report import AlgorithmPlan, GroupSize, RolloutSize, RunPlan
+
+_WIDTH = 80
+_SURE = 0.1
+"""Uncertainty of a rollout's tokens from which the plan says what would make them surer."""
+
+_LABEL = 18
+_COLUMN = 10
+
+
+def as_lines(report: RunPlan, *, store_url: str = "") -> list[str]:
+    """Return the lines of a plan; ``store_url`` is for the commands in them."""
+    lines = _wrapped(f"{report.experiment}: {_origin(report)}")
+    known: list[RolloutSize] = []
+    stepping = [plan for plan in report.algorithms if plan.shape is not None]
+    for plan in report.algorithms:
+        same = [other.algorithm for other in report.algorithms if other.rollout == plan.rollout]
+        lines += _rollout(plan, same) if plan.rollout not in known else []
+        known.append(plan.rollout)
+        lines += _step(plan, report)
+        lines += on_device(plan.on_device) if plan.on_device is not None else []
+        lines += _groups(plan) if plan in (stepping or report.algorithms[:1]) else []
+    faults = list(report.faults)
+    for plan in report.algorithms:
+        faults += [fault for fault in plan.faults if fault not in faults]
+    lines.append("")
+    if not faults:
+        return [*lines, "no fault found in the recorded rollouts"]
+    lines.append(f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'} found:")
+    return lines + [line for fault in faults for line in _fault(fault, store_url)]
+
+
+def _origin(report: RunPlan) -> str:
+    source = report.source
+    made = f"run {source.run}" if source.run else "a trial"
+    until = datetime.fromtimestamp(source.until, UTC).strftime("%Y-%m-%d %H:%M")
+    tasks = f"{source.tasks} task{'' if source.tasks == 1 else 's'}"
+    return f"{source.rollouts} rollouts of {tasks}, from {made} that ran until {until} UTC"
+
+
+def _rollout(plan: AlgorithmPlan, algorithms: Sequence[str]) -> list[str]:
+    whose = f"a rollout, as {' and '.join(algorithms)} would train on it" if plan.algorithm else "a rollout"
+    lines = ["", whose, _row("", ("mean", "median", "90 %", "most"))]
+    size = plan.rollout
+    lines += [_counted(name, spread) for name, spread in _sizes(size)]
+    lines += [_timed(name, spread) for name, spread in _times(size)]
+    reward = "no reward" if plan.reward is None else f"mean reward {plan.reward:.3g}"
+    return [*lines, f"  {plan.trained_share:.0%} can be trained on, {reward}"]
+
+
+def _sizes(size: RolloutSize) -> list[tuple[str, Spread]]:
+    tokens = [("prompt tokens", size.prompt_tokens), ("answer tokens", size.response_tokens)]
+    rows = [("rows", size.rows), ("row tokens", size.row_tokens), ("trained tokens", size.trained_tokens)]
+    return [("model calls", size.calls), *tokens, *(rows if size.rows.most else []), ("longest context", size.context)]
+
+
+def _times(size: RolloutSize) -> list[tuple[str, Spread]]:
+    tools = [("  in tools", size.tool_s)] if size.tool_s.most else []
+    return [("seconds", size.seconds), ("  in model calls", size.model_s), *tools, ("  in the rest", size.rest_s)]
+
+
+def _counted(name: str, spread: Spread) -> str:
+    return _row(name, (_number(spread.mean), _number(spread.median), _number(spread.p90), _number(spread.most)))
+
+
+def _timed(name: str, spread: Spread) -> str:
+    return _row(name, (_short(spread.mean), _short(spread.median), _short(spread.p90), _short(spread.most)))
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"  {name:<{_LABEL}}{''.join(f'{cell:>{_COLUMN}}' for cell in cells)}".rstrip()
+
+
+def _step(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
+    shape, step = plan.shape, plan.step
+    if shape is None or step is None:
+        why = (
+            f"a step of {plan.algorithm}: not known, for it collects no rollouts, or says by no method step_size and "
+            "by no parameters tasks_per_step and group_size how many"
+        )
+        return ["", *_wrapped(why if plan.algorithm else "no algorithm: nothing is trained, so there are no steps")]
+    lines = ["", f"a step of {plan.algorithm}: {shape.tasks} tasks x {shape.samples} = {shape.rollouts} rollouts"]
+    tokens = [("trained tokens", step.trained_tokens), ("row tokens", step.row_tokens), ("rows", step.rows)]
+    seen = [("prompt tokens", step.prompt_tokens), ("answer tokens", step.response_tokens)]
+    for name, spread in [*(tokens if step.rows.most else []), *seen]:
+        lines.append(f"  {name:<{_LABEL}}{_number(spread.mean):>{_COLUMN}}{_range(spread)}")
+    if plan.gradient_share is not None and step.rows.most:
+        tokens = plan.gradient_share * step.trained_tokens.mean
+        lines.insert(3, f"  {'with a gradient':<{_LABEL}}{_number(tokens):>{_COLUMN}}  in groups that are not silent")
+    collect = f"  {'rollouts take':<{_LABEL}}{seconds(step.collect_s.mean):>{_COLUMN}}"
+    lines.append(
+        f"{collect}  from {seconds(step.collect_s.p10)} to {seconds(step.collect_s.p90)}, {step.concurrency} at once"
+    )
+    if plan.update_s is not None:
+        basis = "as the run logged it" if plan.update_basis == "logged" else "measured here, on random rows"
+        lines.append(f"  {'updates take':<{_LABEL}}{seconds(plan.update_s):>{_COLUMN}}  {basis}")
+    whole = step.collect_s.mean + (plan.update_s or 0.0)
+    if shape.steps:
+        what = "" if plan.update_s is not None else ", without the updates"
+        lines.append(f"  {f'{shape.steps} steps take':<{_LABEL}}{seconds(whole * shape.steps):>{_COLUMN}}{what}")
+    return [*lines, *_slowest(plan), *_few_tasks(plan, report), *_caution(report)]
+
+
+def _slowest(plan: AlgorithmPlan) -> list[str]:
+    if not plan.parts:
+        return []
+    first, *others = (f"{part.name} {part.share:.0%}" for part in plan.parts if part.share >= 0.005)
+    return _wrapped(f"slowest: {', then '.join([first, *others])}", indent="  ")
+
+
+def _few_tasks(plan: AlgorithmPlan, report: RunPlan) -> list[str]:
+    if plan.uncertainty is None:
+        return []
+    sure = f"the tokens are sure to within {_percent(plan.uncertainty)}"
+    if plan.uncertainty < _SURE:
+        return _wrapped(f"{sure} (95 % interval over the tasks)", indent="  ")
+    return _wrapped(
+        f"{sure} only, for the tasks differ and {report.source.tasks} of them were run; --run with more --tasks or "
+        "--seconds makes them surer",
+        indent="  ",
+    )
+
+
+def _caution(report: RunPlan) -> list[str]:
+    planned, recorded = report.concurrency, report.recorded_at_once
+    if not planned or not recorded or 0.5 <= planned / recorded <= 2:
+        return []
+    return _wrapped(
+        f"the rollouts were recorded with {recorded:.1f} at once on average; with {planned} the model's server may "
+        "answer at another pace, which this forecast does not know",
+        indent="  ",
+    )
+
+
+def _groups(plan: AlgorithmPlan) -> list[str]:
+    if not plan.silent:
+        return []
+    lines = ["", "groups whose rollouts all get one reward teach nothing; to expect:"]
+    lines.append(_row("group size", [str(one.size) for one in plan.silent]))
+    lines.append(_row("silent groups", [f"{one.silent_share:.0%}{_mark(one)}" for one in plan.silent]))
+    if plan.shape is not None:
+        gradient = [_groups_text(one) for one in plan.silent]
+        lines.append(_row("with a gradient", gradient))
+        lines.append(f"  of the groups that {plan.shape.rollouts} rollouts make")
+    if any(one.basis == "model" for one in plan.silent):
+        lines += _wrapped(
+            "* by a model of how the tasks differ (beta-binomial), for no task was run so often; the others are "
+            "counted among the rollouts of each task, without bias",
+            indent="  ",
+        )
+    return lines + _advice(plan)
+
+
+def _advice(plan: AlgorithmPlan) -> list[str]:
+    if plan.shape is None:
+        return []
+    if plan.best_size is None:
+        return _wrapped("no group size gives a gradient: see the tasks and the reward first", indent="  ")
+    kept = f"the largest one that keeps {NEARLY:.0%} of the most groups with a gradient"
+    own = "as the file has it" if plan.best_size == plan.shape.samples else f"the file has {plan.shape.samples}"
+    return _wrapped(f"proposed for as many rollouts: group size {plan.best_size}, {kept}; {own}", indent="  ")
+
+
+def _groups_text(one: GroupSize) -> str:
+    return "" if one.groups is None else f"{one.groups:.1f}"
+
+
+def _mark(one: GroupSize) -> str:
+    return "*" if one.basis == "model" else ""
+
+
+def _fault(fault: Fault, store_url: str) -> list[str]:
+    is_kept = bool(fault.example) and not store_url.startswith(MEMORY)
+    shown = command("show", fault.example, store_url=store_url) if is_kept else ""
+    lines = [*_wrapped(f"{fault.evidence}  [{fault.rule}]", indent="  "), *_wrapped(fault.change, indent="    ")]
+    return [*lines, f"    {shown}"] if shown else lines  # whole, so that it can be pasted
+
+
+def _wrapped(text: str, *, indent: str = "") -> list[str]:
+    return wrap(visible(text), _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _range(spread: Spread) -> str:
+    return f"  from {_number(spread.p10)} to {_number(spread.p90)}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
+
+
+def _number(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.001 else "0"

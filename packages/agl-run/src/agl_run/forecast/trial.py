@@ -1,0 +1,80 @@
+"""Runs the trial that a plan is made from: tasks until the tokens of a step are known well enough, or time is up."""
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+
+from agl.schemas import Json
+from agl_inspect.forecast import uncertainty_of
+from agl_inspect.records import TRIAL
+from agl_inspect.text import visible
+from agl_run.display.progress import Progress
+from agl_run.forecast.recorded import Material, find_trial, read
+from agl_run.plan import Plan
+from agl_run.run.trial import Tasks, trial
+
+SURE = 0.05
+"""Half the 95 % interval of a step's tokens, as a share of them, at which a trial ends."""
+
+FIRST = 8
+"""Tasks of a trial before its first look at how sure it is."""
+
+_GROWTH = 4
+"""Times as many tasks as before that the next look adds at most: the spread of few tasks is itself unsure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSize:
+    """The size of a trial: tasks, or ``None`` to go on until it is sure; rollouts of each; seconds of going on."""
+
+    tasks: int | None = None
+    samples: int = 2
+    seconds: float = 35.0
+
+
+async def try_out(plan: Plan, size: TrialSize, *, progress: Progress) -> Material:
+    """Run the trial as the experiment ``NAME-dev`` and read it; raises :class:`RunError` where every rollout failed."""
+    known = plan.train or plan.val
+    draw = random.Random(plan.config.experiment.seed)  # any tasks, and the same ones again
+    order = draw.sample(known, k=len(known))
+    started = time.monotonic()
+    async with trial(plan, record_as=f"{plan.name}{TRIAL}", progress=progress) as driver:
+        tasks = Tasks(driver)
+        wanted, done = order[: size.tasks or FIRST], 0
+        while True:
+            _say(wanted, size, is_first=not done)
+            begun = time.monotonic()
+            await tasks.run(wanted, samples=size.samples, mode="train")
+            took, done = time.monotonic() - begun, done + len(wanted)
+            store = driver.session.store
+            material = await read(store, plan, *await find_trial(store, plan))
+            left = size.seconds - (time.monotonic() - started)
+            count = 0 if size.tasks else _further(material, done, tasks=len(known), most=left / took * len(wanted))
+            wanted = order[done : done + count]
+            if not wanted:
+                return material
+
+
+def _further(material: Material, done: int, *, tasks: int, most: float) -> int:
+    """Return how many tasks to add, of which ``most`` fit into the time."""
+    found = [uncertainty_of(observed, tasks=tasks) for observed in material.observed.values()]
+    unsure = max((each for each in found if each is not None), default=0.0)
+    if unsure <= SURE:
+        return 0
+    needed = math.ceil(done * min((unsure / SURE) ** 2, 1 + _GROWTH)) - done
+    return max(0, min(needed, math.floor(most)))
+
+
+def _say(tasks: Sequence[Json], size: TrialSize, *, is_first: bool) -> None:
+    count = len(tasks)
+    each = f"{count} tasks, {size.samples} times each"
+    text = (
+        f"running {count * size.samples} rollouts ({each}), which call the model; Ctrl-C ends them"
+        if is_first
+        else f"running {count * size.samples} more ({each}), for the tokens of a step are not sure yet"
+    )
+    click.echo(visible(text), err=True)

@@ -1,0 +1,162 @@
+"""Runs the replays and forks of a counterfactual credit: rollouts of a step again, with some answers replaced."""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from agl.contracts import (
+    FORK,
+    REPLAY,
+    REPLAY_VERSION,
+    AnyPlan,
+    CounterfactualCredit,
+    Credit,
+    ForkPlan,
+    ReplayPlan,
+    Store,
+)
+from agl.errors import AglError, CaptureError, ConfigError
+from agl.schemas import Episode, Json, Rollout, to_builtins, to_json
+from agl.stores import all_spans
+from agl_inspect.rollouts import answer_counts
+from agl_run.plan import Plan
+
+RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]
+"""Enqueues rollouts and returns their episodes in order."""
+
+
+def check_replays(plan: Plan, credit: Credit) -> None:
+    """Raise :class:`ConfigError` if the credit replays rollouts and the runner cannot."""
+    if isinstance(credit, CounterfactualCredit) and not can_replay(plan):
+        raise ConfigError(
+            f"the credit {type(credit).__name__} replays rollouts and answers the agents' model calls in their own "
+            f"process, which the {plan.config.runner.use!r} runner cannot do. Use the 'async' or the 'process' runner, "
+            "or a credit without replays, such as 'episode' or 'role'"
+        )
+
+
+def can_replay(plan: Plan) -> bool:
+    """Return true if the experiment's runner can answer an agent's model calls from a recording."""
+    return plan.manager.runner(plan.config.runner.use).can_replay
+
+
+class Replays:
+    """Runs the episodes of one step again; see :class:`agl_run.replay.ReplayFn`.
+
+    Args:
+        episodes: The episodes that may be replayed.
+        prefix: Start of the replays' ids.
+        run_all: Runs the replays.
+        store: The store that records them.
+
+    Attributes:
+        count: Replays so far, including those that a repeated step found in the store.
+        failed: Replays that did not succeed.
+        calls: Model calls that they paid for.
+    """
+
+    def __init__(self, episodes: Sequence[Episode], *, prefix: str, run_all: RunAll, store: Store) -> None:
+        self._recorded = {episode.rollout.rollout_id: episode.rollout for episode in episodes}
+        self._places = {call.span_id: place for one in episodes for place, call in enumerate(one.transitions)}
+        self._prefix = prefix
+        self._run_all = run_all
+        self._store = store
+        self.count = 0
+        self.failed = 0
+        self.calls = 0
+
+    async def __call__(self, plans: Sequence[AnyPlan]) -> list[Episode]:
+        """See :class:`agl_run.replay.ReplayFn`."""
+        rollouts = {plan: self._rollout(plan) for plan in plans}
+        episodes = dict(zip(rollouts, await self._run_all(list(rollouts.values())), strict=True))
+        for plan, episode in episodes.items():
+            if isinstance(plan, ReplayPlan):
+                await self._check_answered(plan, episode)
+        # A later fork may be given the answer that an earlier one drew.
+        self._recorded |= {episode.rollout.rollout_id: episode.rollout for episode in episodes.values()}
+        self.count += len(episodes)
+        self.calls += sum(
+            answer_counts(call.model_version for call in episode.transitions).live for episode in episodes.values()
+        )
+        self.failed += sum(episode.rollout.status != "succeeded" for episode in episodes.values())
+        return [episodes[plan] for plan in plans]
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics to log; empty if nothing was replayed."""
+        counts = {"replays": self.count, "replays_failed": self.failed, "replay_calls": self.calls}
+        return {name: float(count) for name, count in counts.items()} if self.count else {}
+
+    def _rollout(self, plan: AnyPlan) -> Rollout:
+        then, other = self._recorded.get(plan.rollout_id), _other(plan)
+        if then is None or (other and other not in self._recorded):
+            raise AglError(
+                f"the credit asked to replay {plan.rollout_id!r} (with answers of {other!r}), which this step did not "
+                "collect; this is a defect of the credit"
+            )
+        digest = hashlib.blake2b(to_json(plan), digest_size=8).hexdigest()
+        seed = self._seed(plan, then)
+        again = Rollout(
+            rollout_id=f"{self._prefix}{digest}",
+            task=then.task,
+            experiment=then.experiment,
+            group_id=then.group_id,
+            mode="test",
+            resources=then.resources,
+            retry=then.retry,
+            hidden=then.hidden,
+        )
+        if isinstance(plan, ForkPlan):
+            return as_fork(again, plan, of=then, metadata={**then.metadata, **seed})
+        return replace(again, metadata={**then.metadata, **seed, REPLAY: to_builtins(replace(plan, mode=then.mode))})
+
+    def _seed(self, plan: AnyPlan, then: Rollout) -> Mapping[str, int]:
+        """Return the seed of a replay's draws, which follows from its plan and the recorded rollouts' seeds.
+
+        With the seed of the recorded rollout alone, all samples of a plan would draw the same tokens.
+        """
+        if "seed" not in then.metadata:
+            return {}
+        other = _other(plan)
+        sibling = self._recorded[other].metadata.get("seed") if other else None
+        words = to_json([then.metadata["seed"], sibling, self._as_seed(plan)])
+        return {"seed": int.from_bytes(hashlib.blake2b(words, digest_size=6).digest())}
+
+    def _as_seed(self, plan: AnyPlan) -> AnyPlan | list[Json]:
+        """Return the parts of a plan that are the same in every run: all but the ids."""
+        if isinstance(plan, ReplayPlan):
+            return replace(plan, rollout_id="", sibling="")
+        return [FORK, self._places.get(plan.span_id, -1), plan.is_coupled, plan.sample]
+
+    async def _check_answered(self, plan: ReplayPlan, episode: Episode) -> None:
+        """Raise :class:`CaptureError` if a model answered for a replaced agent, which makes the replay worthless."""
+        live = _unanswered(plan, episode)
+        spans = await all_spans(self._store, episode.rollout.rollout_id) if live else []
+        for span in spans:
+            if span.span_id in live and span.call is not None and span.call.dialect != "embeddings":
+                raise CaptureError(
+                    f"a model answered for the agent {live[span.span_id]!r} in the replay "
+                    f"{episode.rollout.rollout_id}, which replaces that agent. Replays answer calls that leave through "
+                    "httpx or httpx2 in the agent's process, made "
+                    "while the agent's span is open. Use a client on httpx, such as openai's, or another credit"
+                )
+
+
+def as_fork(rollout: Rollout, plan: ForkPlan, *, of: Rollout, metadata: Mapping[str, Json]) -> Rollout:
+    """Return a rollout as a fork of another one; it is tried once, because what diverged would diverge again."""
+    retry = replace(rollout.retry, max_attempts=1)
+    return replace(rollout, retry=retry, metadata={**metadata, FORK: to_builtins(replace(plan, mode=of.mode))})
+
+
+def _other(plan: AnyPlan) -> str:
+    """Return the rollout whose answers a plan needs besides those of its own, ``""`` for none."""
+    return plan.answer_rollout if isinstance(plan, ForkPlan) else plan.sibling
+
+
+def _unanswered(plan: ReplayPlan, episode: Episode) -> dict[str, str]:
+    """Return the replaced agents whose calls the replay did not answer, by the call's span id."""
+    return {
+        call.span_id: call.agent
+        for call in episode.transitions
+        if call.agent in plan.replaced and not call.model_version.startswith(REPLAY_VERSION)
+    }

@@ -1,0 +1,98 @@
+"""Decides whether the gateway of a run shares the trainer's process, or has one of its own.
+
+In the trainer's process it costs nothing to start and needs no spool. Beyond a load, the trainer's own work delays its
+answers, and its answers delay the trainer, because one process runs Python in one thread at a time.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from agl.contracts import Gateway
+from agl.errors import ConfigError
+from agl_run.plan import Plan
+
+
+@runtime_checkable
+class SeparableGateway(Protocol):
+    """A gateway that can also run in a process of its own."""
+
+    def apart(self, store_url: str, *, plugins: Mapping[str, str]) -> Gateway:
+        """Return a gateway with the same settings that runs there; raises :class:`ConfigError` if it cannot.
+
+        Args:
+            store_url: The store, which that process opens by itself.
+            plugins: Environment that makes it load the same plugins.
+        """
+        ...
+
+
+@runtime_checkable
+class SizedFleet(Protocol):
+    """A fleet that knows how many attempts its workers run at once, at most."""
+
+    @property
+    def most_attempts(self) -> int:
+        """Attempts at once in all workers."""
+        ...
+
+
+def attempts_at_once(plan: Plan) -> int:
+    """Return how many attempts the experiment's own settings allow at once, in all workers that it starts.
+
+    0 where it starts none, and leaves all of them to ``agl worker``.
+    """
+    return plan.fleet.most_attempts if isinstance(plan.fleet, SizedFleet) else plan.config.runner.concurrency
+
+
+def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, str]:
+    """Return the gateway to start, and the line that says where it runs.
+
+    Args:
+        gateway: One that runs in this process.
+        plan: The experiment.
+        store_url: Its store; ``""`` for an object, which only this process has.
+
+    Raises:
+        ConfigError: ``[gateway] process`` is true, and it cannot have a process of its own.
+    """
+    config, load = plan.config.gateway, attempts_at_once(plan)
+    if config.process is False:
+        return gateway, "the gateway runs in this process, as [gateway] process = false says"
+    count = f"{load} attempt{'' if load == 1 else 's'} at once" if load else "workers elsewhere run the attempts"
+    if config.process == "auto" and 0 < load <= config.process_above:
+        return gateway, f"the gateway runs in this process: {count}, and it gets its own above {config.process_above}"
+    try:
+        separate = _apart(gateway, plan, store_url)
+    except ConfigError as error:
+        if config.process is True:
+            raise ConfigError(f"[gateway] process is true, and {error}") from error
+        return gateway, f"the gateway runs in this process, although it would get its own ({count}): {error}"
+    return separate, f"the gateway runs in a process of its own: {count}"
+
+
+def check_place(plan: Plan, *, store_url: str) -> None:
+    """Raise :class:`ConfigError` if the settings ask for a process that the gateway cannot have."""
+    config = plan.config.gateway
+    if config.process is not True or not plan.config.policy:
+        return
+    entry = plan.manager.gateway("gateway" if config.use == "auto" else config.use)
+    params: dict[str, Any] = gateway_params(plan)
+    placed(plan.manager.build(entry, **params), plan, store_url=store_url)
+
+
+_FILES = ("tls_cert", "tls_key", "audit_log")
+"""Parameters of a gateway that name files from the experiment's folder."""
+
+
+def gateway_params(plan: Plan) -> dict[str, Any]:
+    """Return the arguments of the gateway, with its files found from the experiment's folder."""
+    params = plan.config.gateway.params
+    return {**params, **{name: str(plan.folder / str(params[name])) for name in _FILES if name in params}}
+
+
+def _apart(gateway: Gateway, plan: Plan, store_url: str) -> Gateway:
+    if not isinstance(gateway, SeparableGateway):
+        raise ConfigError(f"the gateway {type(gateway).__name__} has no process of its own")
+    if not store_url:
+        raise ConfigError("the store is an object, which a second process cannot open; give its URL")
+    return gateway.apart(store_url, plugins=plan.manager.worker_env())

@@ -1,0 +1,112 @@
+"""The plan of an experiment: its agent, tasks, resources and plugins, ready to run."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agl import PluginManager
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import AlgorithmEntry, Store
+from agl.errors import AglError, ConfigError
+from agl.schemas import Json, Resource
+from agl_run.access.placeholder_key import PLACEHOLDER_KEY
+from agl_run.agents.agent import AgentSpec, LoadedAgent
+from agl_run.config.records import ExperimentConfig, RunnerConfig
+from agl_run.fleet import Fleet
+from agl_run.runners.setup import environment
+
+VALIDATION = "validate"
+"""Name of validation in rollout ids and metrics; no algorithm may have it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An experiment with everything that its configuration names.
+
+    Attributes:
+        config: The configuration.
+        folder: Base of relative paths.
+        manager: Finds components by name.
+        agent: The agent.
+        train: Training tasks.
+        val: Validation tasks.
+        resources: Initial resources that are not policies.
+        store: The store object that was passed, ``None`` to open the URL in the configuration.
+        workdir: Where checkpoints and metrics go.
+        rewards: Functions, instances and classes that were passed as rewards, by name.
+        fleet: Places workers and algorithms on other machines; ``None`` where the runner of the configuration runs
+            here. With it that runner is the one of each worker.
+    """
+
+    config: ExperimentConfig
+    folder: Path
+    manager: PluginManager
+    agent: AgentSpec
+    train: Sequence[Json]
+    val: Sequence[Json]
+    resources: Mapping[str, Resource]
+    store: Store | None
+    workdir: Path
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
+    fleet: Fleet | None = None
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self.config.experiment.name
+
+    def renamed(self, name: str) -> "Plan":
+        """Copy the plan under another name, with its own work directory, for a dry run.
+
+        The copy runs its attempts itself, because remote workers look for the original name.
+        """
+        concurrency = self.config.runner.concurrency or RunnerConfig().concurrency
+        section = msgspec.structs.replace(self.config.experiment, name=name)
+        runner = msgspec.structs.replace(self.config.runner, concurrency=concurrency)
+        config = msgspec.structs.replace(self.config, experiment=section, runner=runner)
+        return replace(self, config=config, workdir=self.workdir / name, fleet=None)
+
+    def entry(self, algorithm: AlgorithmConfig) -> AlgorithmEntry:
+        """Return the registered record of an algorithm."""
+        return self.manager.algorithm(algorithm.use)
+
+    def needs_token_ids(self) -> bool:
+        """Return true if any algorithm trains on tokens."""
+        return any(self.entry(algorithm).needs_token_ids for algorithm in self.config.algorithm)
+
+    def label(self, name: str) -> str:
+        """Return the label of the version that a resource starts from, ``""`` for the experiment's own value."""
+        given = self.config.policy.get(name) or self.config.resource.get(name)
+        return given.label if given is not None else ""
+
+    def trained_policies(self) -> set[str]:
+        """Return the policies whose weights an algorithm tunes."""
+        return {name for algorithm in self.config.algorithm for name in algorithm.tunes} & set(self.config.policy)
+
+
+def placeholder_keys() -> AbstractContextManager[None]:
+    """Set placeholders for API keys that are not set, for clients that a module makes when it is imported."""
+    missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
+    return environment(dict.fromkeys(missing, PLACEHOLDER_KEY))
+
+
+def load_agent(spec: AgentSpec) -> LoadedAgent:
+    """Import the agent, with placeholders for API keys that are not set; raises :class:`ConfigError`."""
+    try:
+        with placeholder_keys():
+            return spec.load()
+    except AglError:
+        raise
+    except Exception as error:  # an agent's class may raise anything when its instance is made
+        problem = f"{type(error).__name__}: {error}"
+        if "is not a callable object" in problem:
+            problem = "it is neither a function nor a class with a method rollout"
+        raise ConfigError(
+            f"the agent {spec.identity!r} cannot be used: {problem}; name a function, such as "
+            "def solve(task), or a class with a method rollout(task, resources, rollout) that is made without arguments"
+        ) from error

@@ -1,0 +1,372 @@
+"""Collects rollouts: enqueues them, waits for the change feed, reads the spans, builds the episodes."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import REPLAY, Collected, CounterfactualCredit, Credit, ForkPlan, Recording, RolloutQuery, Store
+from agl.errors import AglError, ConfigError, ConflictError, NotFoundError, RunError
+from agl.schemas import TERMINAL_ROLLOUT, Episode, Json, Mode, RetryPolicy, Rollout
+from agl_inspect.records import NAME, group_id_of, id_prefix, step_name
+from agl_inspect.rollouts import Observed, TrainingRecord, save_training
+from agl_run.display.run_view import Tally
+from agl_run.parts.counterfactual import Replays, as_fork
+from agl_run.plan import Plan
+from agl_run.run.episodes import (
+    check_trainable,
+    episode_of,
+    nothing_left,
+    read_episodes,
+    read_finished,
+    selection_of,
+    training_reward,
+    with_reward,
+)
+from agl_run.run.greedy import as_greedy
+from agl_run.run.session import Session
+from agl_run.watch.observers import Batch, Observer
+
+T = TypeVar("T")
+
+GRACE_S = 90.0
+"""Seconds that a worker may take to start an agent's process and to stop an agent after its time limit."""
+
+READ_BATCH = 64
+"""Finished rollouts that are read in one batch."""
+
+
+class Collector:
+    """Runs the agent on tasks for one algorithm, or for validation.
+
+    Args:
+        session: The running experiment.
+        run: Number of the fresh start.
+        caller: Name of the algorithm, or of another caller; part of the rollouts' ids.
+        algorithm: Selects the agents and the policy whose calls train; ``None`` selects all.
+        observers: Watch the rollouts.
+        tally: Counts the rollouts for a display.
+        progress: Called with (done, total, text).
+        credit: Prepares training episodes if it is a counterfactual one.
+        log: Called with (step, metrics) of the replays.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        run: int,
+        caller: str,
+        algorithm: AlgorithmConfig | None,
+        observers: Sequence[Observer],
+        tally: Tally,
+        progress: Callable[[int, int, str], None],
+        credit: Credit | None = None,
+        log: Callable[[int, Mapping[str, float]], Awaitable[None]] | None = None,
+    ) -> None:
+        plan = session.plan
+        self._session, self._plan, self._store, self._feed = session, plan, session.store, session.feed
+        self._run, self._caller, self._algorithm = run, caller, algorithm
+        self._observers, self._tally, self._progress = observers, tally, progress
+        self._credit = credit if isinstance(credit, CounterfactualCredit) else None
+        self._log = log
+        self._selection = selection_of(plan, algorithm)
+        self._tunes = algorithm.tunes if algorithm else ()
+        self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
+
+    async def __call__(
+        self,
+        tasks: Sequence[Json],
+        *,
+        step: int,
+        n: int = 1,
+        mode: Mode = "train",
+        resources: Mapping[str, str] | None = None,
+        key: str = "",
+        keeps_all: bool = False,
+        greedy: bool = False,
+    ) -> Collected:
+        """See :class:`agl.contracts.CollectFn`."""
+        trains = mode == "train" and not keeps_all
+        rollouts = await self._request(tasks, step=step, n=n, mode=mode, resources=resources, key=key)
+        if greedy:
+            _check_gateway(self._plan)
+            rollouts = [as_greedy(rollout, self._tunes) for rollout in rollouts]
+        observed, slots = Observed(), self._session.worker.slots
+        began, taken_before = slots.now()
+        episodes = await self.run(rollouts, observed=observed)
+        ended, taken_after = slots.now()
+        kept, dropped = await self._select(episodes, step=step) if trains or greedy else (episodes, {})
+        batch = Batch(
+            caller=self._caller,
+            algorithm=self._algorithm,
+            step=step,
+            mode=mode,
+            trains=trains,
+            episodes=episodes,
+            kept=kept,
+            observed=observed,
+            slot_s=slots.count * (ended - began),
+            taken_s=taken_after - taken_before,
+        )
+        for observer in self._observers:
+            observer.batch(batch)
+        if trains and not greedy:
+            kept = await self._prepare(episodes, kept, dropped, step=step, key=key)
+        return Collected(episodes=tuple(kept), dropped=dropped)
+
+    async def _request(
+        self, tasks: Sequence[Json], *, step: int, n: int, mode: Mode, resources: Mapping[str, str] | None, key: str
+    ) -> list[Rollout]:
+        """Make the rollouts of a request, pinned to the live versions or to those of a request that it repeats."""
+        if key and not NAME.fullmatch(key):
+            raise ConfigError(f"the key {key!r} may hold letters, digits, '_' and '-' only, because it is part of ids")
+        prefix = _prefix(step, key)
+        # The request of a step that was interrupted keeps its versions, though other algorithms have gone on since.
+        before = await self._pinned(f"{self._ids(mode)}{prefix}{0:05d}-{0:03d}")
+        pinned = {**self._session.live.versions(), **(before or {}), **(resources or {})}
+        return [
+            self._rollout(task, (step, f"{prefix}{position:05d}-{sample:03d}"), mode, pinned)
+            for position, task in enumerate(tasks)
+            for sample in range(n)
+        ]
+
+    async def _prepare(
+        self, episodes: Sequence[Episode], kept: Sequence[Episode], dropped: Mapping[str, int], *, step: int, key: str
+    ) -> Sequence[Episode]:
+        """Refuse a step that nothing can train on; let the credit run its replays, and log their metrics."""
+        if episodes and not kept:
+            raise RunError(nothing_left(episodes, dropped, store_url=self._session.store_url))
+        if self._needs_ids:
+            check_trainable(episodes)
+        if self._credit is None:
+            return kept
+        prefix = f"{self._plan.name}-{self._run}-{self._caller}-{REPLAY}-{_prefix(step, key)}"
+        replays = Replays(kept, prefix=prefix, run_all=self.run, store=self._store)
+        prepared = list(await self._credit.prepare(kept, step=step, replay=replays))
+        if replays.count and self._log is not None:
+            await self._log(step, replays.metrics())
+        return prepared
+
+    async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
+        """Read the episodes of finished rollouts that other algorithms collected; counts the dropped ones by reason."""
+        episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
+        batch = Batch(
+            caller=self._caller, algorithm=self._algorithm, episodes=episodes, trains=True, is_own=False, kept=()
+        )
+        for observer in self._observers:
+            observer.batch(batch)
+        return await self._select(episodes, step=0)
+
+    async def pinned_before(self, *, step: int, mode: Mode) -> dict[str, str] | None:
+        """Return the versions to which an earlier, equal request pinned its rollouts, ``None`` without one.
+
+        The live versions may have changed since; an existing rollout keeps its pinned versions.
+        """
+        return await self._pinned(f"{self._ids(mode)}{step_name(step)}-{0:05d}-{0:03d}")
+
+    async def collected_before(self, count: int, *, step: int, mode: Mode) -> tuple[Episode, ...]:
+        """Return the episodes of an earlier request with one rollout for each of ``count`` tasks.
+
+        Empty if its rollouts were removed.
+        """
+        ids = [f"{self._ids(mode)}{step_name(step)}-{position:05d}-{0:03d}" for position in range(count)]
+        try:
+            return tuple(await read_episodes(self._store, ids, selection=self._selection))
+        except NotFoundError:
+            return ()
+
+    async def _pinned(self, rollout_id: str) -> dict[str, str] | None:
+        """Return the versions to which a rollout is pinned, ``None`` if there is no such rollout."""
+        try:
+            found = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
+        except NotFoundError:
+            return None
+        return found[0].resources
+
+    def episode(self, recording: Recording) -> Episode:
+        """Build the episode of a finished rollout, with the rewards and calls that count here."""
+        return episode_of(recording, self._selection)
+
+    def side_by_side(
+        self, tasks: Sequence[Json], arms: Sequence[Mapping[str, str]], *, n: int, mode: Mode
+    ) -> list[Rollout]:
+        """Make ``n`` rollouts of each task for each of several sets of pinned versions, to be :meth:`run` together.
+
+        The arms take turns, and each begins as often as the others, so that a server that gets slower or worse
+        meanwhile does so for all of them. The samples of one number have the same seed in all arms.
+        """
+        live = self._session.live.versions()
+        pairs = [(task, position, sample) for position, task in enumerate(tasks) for sample in range(n)]
+        found: list[Rollout] = []
+        for number, (task, position, sample) in enumerate(pairs):
+            seed = self._seed(f"{mode}-{step_name(0)}-{position:05d}-{sample:03d}")
+            for arm in (*range(number % len(arms), len(arms)), *range(number % len(arms))):
+                place = 0, f"{step_name(0)}-{position:05d}-{sample:03d}-{arm:02d}"
+                rollout = self._rollout(task, place, mode, {**live, **arms[arm]})
+                found.append(msgspec.structs.replace(rollout, metadata={**rollout.metadata, "seed": seed}))
+        return found
+
+    def forks(self, recorded: Rollout, plan: ForkPlan, *, n: int) -> list[Rollout]:
+        """Make ``n`` rollouts that fork a recorded one by a plan, with draws of their own, to be :meth:`run`."""
+        found: list[Rollout] = []
+        for sample in range(n):
+            place = 0, f"{step_name(0)}-00000-{sample:03d}"
+            rollout = self._rollout(recorded.task, place, "test", self._session.live.versions())
+            rollout = msgspec.structs.replace(rollout, group_id=recorded.group_id)
+            fork = msgspec.structs.replace(plan, sample=sample)
+            found.append(as_fork(rollout, fork, of=recorded, metadata=rollout.metadata))
+        return found
+
+    def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:
+        section, runner = self._plan.config.experiment, self._plan.config.runner
+        step, position = place
+        return Rollout(
+            rollout_id=f"{self._ids(mode)}{position}",
+            task=task,
+            experiment=section.name,
+            group_id=group_id_of(task, section.group_key),
+            mode=mode,
+            resources=pinned,
+            retry=RetryPolicy(
+                max_attempts=runner.max_attempts,
+                max_losses=runner.max_losses,
+                timeout_s=runner.timeout_s,
+                grace_s=GRACE_S,
+                retry_on=runner.retry_on,
+            ),
+            hidden=section.hidden,
+            metadata={"algorithm": self._caller, "step": step, "seed": self._seed(f"{mode}-{position}")},
+        )
+
+    def _ids(self, mode: Any) -> str:
+        """Return the beginning of the ids of rollouts."""
+        return id_prefix(self._plan.config.experiment.name, self._run, self._caller, mode)
+
+    def _seed(self, place: str) -> int:
+        """Return the seed of a rollout's draws: the same in every run with the experiment's seed, under any name."""
+        words = f"{self._plan.config.experiment.seed}/{self._caller}/{place}"
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest())
+
+    async def run(self, rollouts: Sequence[Rollout], *, observed: Observed | None = None) -> list[Episode]:
+        """Enqueue rollouts, wait for all of them, and return their episodes in the given order.
+
+        ``observed`` looks at the recordings of all.
+        """
+        ids = [rollout.rollout_id for rollout in rollouts]
+        episodes: dict[str, Episode] = {}
+        with self._counted(ids), self._feed.watch(ids, on_change=self._count) as watched:
+            for rollout in await self._enqueue(rollouts):
+                if rollout.is_finished:
+                    watched.changed(rollout.rollout_id, rollout.status)
+            while taken := await self._unless_broken(watched.take(READ_BATCH)):
+                kept = {rollout_id: self._feed.kept(rollout_id) for rollout_id in taken}
+                found = await read_finished(self._store, taken, kept=kept)
+                for recording in found:
+                    for observer in self._observers:
+                        observer.rollout(self._caller, recording)
+                    if observed is not None:
+                        observed.add(recording)
+                    episodes[recording.rollout.rollout_id] = episode_of(recording, self._selection)
+        return [episodes[rollout_id] for rollout_id in ids]
+
+    async def _enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Enqueue rollouts; raises ConfigError if a step that was interrupted asked for others under their ids."""
+        try:
+            return await self._store.enqueue(rollouts)
+        except ConflictError as error:
+            for rollout in rollouts:
+                if differing := await self._differing(rollout):
+                    raise ConfigError(
+                        f"a step that was interrupted asked for the rollout {rollout.rollout_id} with other "
+                        f"{differing}, and the step goes on with the rollouts that it had. Change that back until the "
+                        "step is done, or start anew with --fresh"
+                    ) from error
+            raise
+
+    async def _differing(self, rollout: Rollout) -> str:
+        """Return the settings in which a rollout differs from the stored one of its id, ``""`` for none."""
+        try:
+            (stored,) = await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,)))
+        except NotFoundError:
+            return ""
+        if stored.task != rollout.task:
+            return "tasks"
+        names = {"hidden": "`hidden`", "group_id": "`group_key`", "resources": "versions of its resources"}
+        differing = [words for name, words in names.items() if getattr(stored, name) != getattr(rollout, name)]
+        return " and ".join(differing)
+
+    async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """Await ``waiting``; raises the worker's error if the worker fails first."""
+        failure, task = self._session.worker.failure, asyncio.create_task(waiting)
+        if failure is None:
+            raise AglError("the worker is not running")
+        try:
+            await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done() and not task.done():
+                failure.result()
+            return await task
+        finally:
+            task.cancel()
+
+    @contextmanager
+    def _counted(self, rollout_ids: Sequence[str]) -> Generator[None]:
+        """Count the rollouts of a request while it lasts, and show the joint progress of all running requests."""
+        self._tally.ask(rollout_ids)
+        self._progress(self._tally.done, self._tally.asked, "")
+        try:
+            yield
+        finally:
+            self._tally.drop(rollout_ids)
+
+    def _count(self, rollout_id: str, status: str) -> None:
+        self._tally.note(rollout_id, status)
+        if status in TERMINAL_ROLLOUT:
+            self._progress(self._tally.done, self._tally.asked, "")
+
+    async def _select(self, episodes: Sequence[Episode], *, step: int) -> tuple[list[Episode], dict[str, int]]:
+        """Return the episodes that are kept and the number of others by reason; stores the reasons for ``agl why``."""
+        kept: list[Episode] = []
+        dropped: dict[str, str] = {}
+        for episode in episodes:
+            reward, reason = training_reward(episode, self._plan.config.experiment)
+            if reward is None:
+                dropped[episode.rollout.rollout_id] = reason
+            else:
+                kept.append(with_reward(episode, reward))
+        if dropped and self._needs_ids:
+            await save_training(self._store, {name: self._left_out(why, step) for name, why in dropped.items()})
+        return kept, dict(Counter(dropped.values()))
+
+    def _left_out(self, reason: str, step: int) -> TrainingRecord:
+        name = self._plan.name
+        return TrainingRecord(experiment=name, run=self._run, algorithm=self._caller, step=step, note=reason)
+
+
+def _prefix(step: int, key: str) -> str:
+    return f"{step_name(step)}-{key}-" if key else f"{step_name(step)}-"
+
+
+async def cancel_unfinished(store: Store, experiment: str) -> None:
+    """Cancel the queued and running rollouts of a stopped run, so that a fresh start does not pay for them."""
+    after = ""
+    while True:
+        query = RolloutQuery(experiment=experiment, status=("queued", "running"), after=after)
+        page = await store.rollouts(query)
+        if not page:
+            return
+        after = page[-1].rollout_id
+        await store.cancel([rollout.rollout_id for rollout in page])
+
+
+def _check_gateway(plan: Plan) -> None:
+    if plan.config.gateway.use == "none":
+        raise ConfigError(
+            "the algorithm asks for greedy rollouts, and only the gateway gives their calls temperature 0; remove "
+            '[gateway] use = "none", or use an algorithm without them'
+        )

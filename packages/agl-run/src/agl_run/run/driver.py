@@ -1,0 +1,369 @@
+"""Drives a run: commits the steps of its algorithms, validates between them, and tells its observers."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import (
+    CallUse,
+    Credit,
+    ExperimentRecord,
+    Metric,
+    StepReport,
+)
+from agl.schemas import Episode, Json
+from agl_inspect.advice import AlertKind, Suggestion, keep_alert
+from agl_inspect.records import (
+    AlgorithmState,
+    Validations,
+    experiment_of,
+    failures_of,
+    files_of,
+    load_algorithm,
+    rewards_of,
+    save_progress,
+    saved_marks,
+)
+from agl_inspect.statistics import mean
+from agl_run.display.progress import Progress
+from agl_run.display.run_view import AlgorithmView, RunView
+from agl_run.parts.counterfactual import check_replays
+from agl_run.plan import VALIDATION
+from agl_run.run.collector import Collector
+from agl_run.run.recorded import SourceReader, Sources
+from agl_run.run.session import Session
+from agl_run.watch.agent_patterns import PatternReport
+from agl_run.watch.agreement import AgreementReport
+from agl_run.watch.failures import FailureReport
+from agl_run.watch.sampling import SamplingReport
+from agl_run.watch.steps import StepShares, StepWatch, TallyObserver
+
+if TYPE_CHECKING:
+    from agl_run.run.algorithm import DrivenAlgorithm
+    from agl_run.watch.observers import Observer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A moment of a run.
+
+    Attributes:
+        turn: Steps of all algorithms together until then.
+        versions: The versions that were live, by name.
+        states: The states of the algorithms, by name.
+    """
+
+    turn: int
+    versions: Mapping[str, str]
+    states: Mapping[str, AlgorithmState]
+
+
+class Driver:
+    """One run of an experiment's algorithms within a session.
+
+    Args:
+        session: The running experiment.
+        state: The experiment's state at the start.
+        progress: Shows the progress.
+        is_trial: Missed model calls are reported only, even if the settings say that they end the run.
+
+    Attributes:
+        observers: Everything that watches the run, in the order in which it is called.
+        failures: The observer that counts the rollouts that failed.
+        patterns: The observer of patterns that match no agent.
+        agreement: The observer of model calls that are missing from the records.
+        validations: The run's validations; load them first.
+        view: The numbers of the run that a display shows.
+        on_logged: Called when the store has new numbers.
+        on_alert: Called when the store has a new alert.
+    """
+
+    def __init__(
+        self, session: Session, state: ExperimentRecord, *, progress: Progress, is_trial: bool = False
+    ) -> None:
+        self.session = session
+        self.state = state
+        self.progress = progress
+        url, names = session.store_url, [config.name for config in session.plan.config.algorithm]
+        self.view = RunView(algorithms={name: AlgorithmView(name=name) for name in names})
+        self.failures, self.patterns = FailureReport(store_url=url), PatternReport(session.plan)
+        self.agreement = AgreementReport(session.plan.config.experiment, is_trial=is_trial, store_url=url)
+        self.observers: Sequence[Observer] = (
+            StepShares(session.worker.slots.count, is_judged=bool(session.plan.config.reward)),
+            TallyObserver(session.store, state),
+            SamplingReport(store_url=url),
+            self.failures,
+            self.patterns,
+            self.agreement,
+            self.view,
+            StepWatch(self._suggest),
+        )
+        self.validations = Validations(
+            session.store,
+            name=session.plan.name,
+            run=state.run,
+            tasks=self.validation_tasks,
+            train=session.plan.train,
+            agent=session.plan.agent.identity,
+            tuned=frozenset(name for algorithm in session.plan.config.algorithm for name in algorithm.tunes),
+        )
+        self._replays: dict[str, Mapping[str, float]] = {}
+        self._waiting: list[tuple[DrivenAlgorithm, StepReport]] = []
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._due: deque[Moment] = deque()
+        self.validated: Sequence[Episode] = ()
+        self.on_logged: Callable[[], None] = lambda: None
+        self.on_alert: Callable[[], None] = lambda: None
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self.session.plan.name
+
+    @property
+    def validation_tasks(self) -> Sequence[Json]:
+        """The tasks of a validation."""
+        plan = self.session.plan
+        return plan.val[: plan.config.experiment.validation_limit or None]
+
+    def credit(self, algorithm: AlgorithmConfig) -> Credit:
+        """Build an algorithm's credit assignment, its own or the experiment's.
+
+        Raises:
+            ConfigError: It replays rollouts, and the runner cannot.
+        """
+        plan = self.session.plan
+        config = algorithm.credit or plan.config.credit
+        credit: Credit = plan.manager.build(plan.manager.credit(config.use), **config.params)
+        check_replays(plan, credit)
+        return credit
+
+    def collector(self, name: str, algorithm: AlgorithmConfig | None, *, credit: Credit | None = None) -> Collector:
+        """Make a collector whose rollout ids contain ``name``."""
+        return Collector(
+            self.session,
+            run=self.state.run,
+            caller=name,
+            algorithm=algorithm,
+            observers=self.observers,
+            tally=self.view.tally(name),
+            progress=lambda done, total, text: self.progress.update(f"{name} rollouts", done, total, text),
+            credit=credit,
+            log=lambda step, values: self._note_replays(name, step, values),
+        )
+
+    async def _note_replays(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        """Show the counts of replays, and keep them for the step's report."""
+        self._replays[name] = values
+        failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
+        calls = f", {values['replay_calls']:.0f} model calls"
+        self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{calls}{failed}")
+
+    async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
+        """Return an algorithm's state, saved or waiting to be saved, or a new one before its first step."""
+        for turn, _ in reversed(self._waiting):
+            if turn.name == algorithm.name:
+                return turn.state
+        found = await load_algorithm(self.session.store, self.name, self.state.run, algorithm.name)
+        return found or AlgorithmState()
+
+    @property
+    def can_wait(self) -> bool:
+        """True if steps may wait to be saved: algorithms side by side are never all between two steps."""
+        config = self.session.plan.config
+        return config.schedule.mode != "concurrent" or len(config.algorithm) == 1
+
+    def waiting(self, turn: "DrivenAlgorithm | None" = None) -> int:
+        """Return the number of steps that wait to be saved, of all algorithms or of one."""
+        return sum(turn is None or turn is each for each, _ in self._waiting)
+
+    async def measure(
+        self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]] | None = None
+    ) -> dict[str, float]:
+        """Return the metrics of a step that its algorithm does not see: those of the observers, and of replays."""
+        found = dict(self._replays.pop(caller, {}))
+        for observer in self.observers:
+            found |= await observer.measure(caller, step=step, uses=uses or {})
+        return found
+
+    async def _suggest(self, algorithm: str, found: Suggestion) -> None:
+        """Show what keeps an algorithm from learning, and store it as an alert."""
+        self.progress.say(f"{algorithm}: {found.evidence}. To change that: {found.change}")
+        await self.alert("suggestion", found, key=algorithm)
+
+    async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> None:
+        """Log a step's metrics, save it with all that waits unless it may wait too, then call the plugins' observers.
+
+        The metrics come first: a step that is saved is not repeated, so a kill in between would lose them. Those of a
+        step that is repeated replace them.
+        """
+        async with self._lock:
+            number = self.state.turn + 1
+            await self._log(turn.name, report, turn=number)
+            self.state = msgspec.structs.replace(self.state, turn=number)
+            self._waiting.append((turn, report))
+            is_validated = self.is_validated(number)
+            if await turn.save(must=is_stopping or report.is_finished or is_validated):
+                await self._save_waiting(besides=turn)
+            if is_validated:
+                self._due.append(await self.now())
+        async with self._changed:
+            self._changed.notify_all()
+        self._notify(turn.name, report, turn=number)
+
+    async def now(self) -> Moment:
+        """Return the present moment."""
+        states = {algorithm.name: await self.load(algorithm) for algorithm in self.session.plan.config.algorithm}
+        return Moment(turn=self.state.turn, versions=dict(self.session.live.versions()), states=states)
+
+    def take_due(self) -> Moment | None:
+        """Remove and return the first moment of which a validation is due, ``None`` without one."""
+        return self._due.popleft() if self._due else None
+
+    def is_validated(self, turn: int) -> bool:
+        """Return true if a validation follows so many steps, whose versions must be on disk."""
+        every = self.session.plan.config.experiment.validate_every
+        return bool(turn and every and turn % every == 0 and self.validation_tasks)
+
+    async def save_waiting(self) -> bool:
+        """Save all steps that wait; returns false if an algorithm cannot, because its last step was interrupted."""
+        async with self._lock:
+            return not self._waiting or await self._save_waiting()
+
+    async def _save_waiting(self, *, besides: "DrivenAlgorithm | None" = None) -> bool:
+        """Save the algorithms whose steps wait, ``besides`` one that has just done so, then all steps at once."""
+        turns = dict.fromkeys(turn for turn, _ in self._waiting)
+        for turn in turns:
+            if turn is not besides and not await turn.save(must=True):
+                return False
+        live = [self.session.live.current(name) for turn in turns for name in turn.tunes]
+        self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
+        await save_progress(
+            self.session.store,
+            self.state,
+            algorithms={turn.name: turn.state for turn in turns},
+            trained={(turn.name, report.step): report.trained for turn, report in self._waiting if report.trained},
+            others=saved_marks(self.name, self.state.run, live),
+        )
+        self._waiting.clear()
+        return True
+
+    async def go_back(self, algorithms: Mapping[str, AlgorithmState], *, others: Mapping[str, bytes]) -> None:
+        """Save the live versions and the states of algorithms that went back to them, with ``others`` by key."""
+        async with self._lock:
+            self.state = msgspec.structs.replace(self.state, live=self.session.live.versions())
+            await save_progress(self.session.store, self.state, algorithms=algorithms, others=others)
+
+    async def changed(self) -> None:
+        """Return once any algorithm has finished a step."""
+        async with self._changed:
+            await self._changed.wait()
+
+    async def alert(self, kind: AlertKind, found: Suggestion, *, key: str) -> None:
+        """Keep what a rule found in the run, once for each key, and let plugins and sinks report it."""
+        if await keep_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
+            facts = msgspec.structs.asdict(found)
+            manager = self.session.plan.manager
+            manager.notify("agl_alert_raised", experiment=self.name, run=self.state.run, kind=kind, **facts)
+            self.on_alert()
+
+    def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> SourceReader:
+        """Make the reader of an algorithm's sources."""
+        plan = self.session.plan
+        sources = Sources(
+            experiment=plan.name,
+            run=self.state.run,
+            algorithms=tuple(source for source in algorithm.source if not experiment_of(source)),
+            experiments=tuple(filter(None, map(experiment_of, algorithm.source))),
+            tunes=algorithm.tunes,
+            waits=plan.config.schedule.mode == "concurrent",
+        )
+        return SourceReader(
+            sources,
+            store=self.session.store,
+            collector=collector,
+            state=self._state_of,
+            current=self.session.live.current,
+            changed=self.changed,
+        )
+
+    async def _state_of(self, name: str) -> AlgorithmState:
+        return await self.load(next(each for each in self.session.plan.config.algorithm if each.name == name))
+
+    async def _log(self, name: str, report: StepReport, *, turn: int) -> None:
+        """Log a step's metrics to the store; ``turn`` counts the steps of all algorithms."""
+        now, place = time.time(), self._place(name, turn)
+        metrics = [
+            Metric(step=report.step, name=key, value=value, time=now, **place) for key, value in report.metrics.items()
+        ]
+        if metrics:
+            await self.session.store.log_metrics(metrics)
+            self.on_logged()
+
+    def _notify(self, name: str, report: StepReport, *, turn: int) -> None:
+        """Call the observers of a step."""
+        plan = self.session.plan
+        plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **self._place(name, turn))
+
+    def _place(self, name: str, turn: int) -> dict[str, Any]:
+        return {"experiment": self.name, "run": self.state.run, "algorithm": name, "experiment_step": turn}
+
+    async def record(self, tasks: Sequence[Json]) -> None:
+        """Run every task once and show a summary, for an experiment without an algorithm."""
+        collected = await self.collector("record", None)(tasks, step=1, mode="test")
+        await self.measure("record", step=1)
+        rewards = [episode.reward for episode in collected.episodes if episode.reward is not None]
+        failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
+        mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+        self.progress.update("record rollouts", 0, 0)
+        self.progress.say(f"recorded {len(tasks)} rollouts, {failed} failed{mean}")
+
+    def view_validations(self) -> None:
+        """Show the newest validation and the best one."""
+        if found := self.validations.all():
+            best = self.validations.best
+            self.view.validation, self.view.best = (found[-1].turn, found[-1].mean), (best.turn, best.mean)
+
+    async def validate_first(self) -> float | None:
+        """Return the mean reward before the first step; ``None`` where it was not measured then."""
+        tasks, known = self.validation_tasks, self.validations.at(0)
+        if known is None:
+            return None if self.state.turn else await self.validate(await self.now())
+        self.validated = await self.collector(VALIDATION, None).collected_before(len(tasks), step=0, mode="val")
+        return known.mean
+
+    async def validate(self, moment: Moment) -> float | None:
+        """Return the mean reward of a moment's versions on the validation tasks, ``None`` without any.
+
+        A rollout that failed or has no reward counts 0.
+        """
+        tasks, step = self.validation_tasks, moment.turn
+        if not tasks:
+            return None
+        if (known := self.validations.at(step)) is not None:
+            return known.mean
+        collector, states = self.collector(VALIDATION, None), moment.states
+        versions = await collector.pinned_before(step=step, mode="val") or moment.versions
+        files = files_of([await self.session.store.resource(*version) for version in versions.items()], states)
+        self.validations.begin(files)
+        episodes = (await collector(tasks, step=step, mode="val", resources=versions)).episodes
+        if not step:
+            self.validated = episodes
+        reward, failed = mean(rewards_of(episodes)), failures_of(episodes)
+        report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
+        await self.measure(VALIDATION, step=step)
+        await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
+        await self.validations.add(turn=step, versions=versions, steps=files, episodes=episodes, states=states)
+        self._notify(VALIDATION, report, turn=step)
+        self.view_validations()
+        self.progress.update(f"{VALIDATION} rollouts", 0, 0)
+        note = f" ({failed} of {len(tasks)} failed)" if failed else ""
+        self.progress.say(f"validation reward after step {step}: {reward:.3f}{note}")
+        return reward

@@ -1,0 +1,108 @@
+"""Chooses the versions that are live when an experiment ends, from all that were validated.
+
+Where the last versions are not the best ones, and others are close to the best, the few best run on the validation
+tasks once more: the highest of many measurements flatters whatever it belongs to, and fresh rollouts do not. That costs
+rollouts which a budget does not know, so it happens only in experiments that validate between the steps; in others the
+last versions stay unless they are clearly worse than the first.
+"""
+
+from pathlib import Path
+
+from agl.contracts import Metric, Store
+from agl.schemas import Record, Weights
+from agl_inspect.records import Validation, is_below, rewards_of
+from agl_inspect.statistics import mean
+from agl_run.plan import VALIDATION
+from agl_run.run.driver import Driver
+
+_KEY = "final"
+"""Key of the rollouts that run at the end, part of their ids."""
+
+
+class Choice(Record, frozen=True, kw_only=True):
+    """The versions that are live at the end.
+
+    Attributes:
+        turn: Steps of all algorithms together before these versions were validated.
+        reward: Their mean reward, on fresh rollouts if these decided.
+        is_last: They are those of the last step.
+    """
+
+    turn: int
+    reward: float
+    is_last: bool
+
+
+async def choose(driver: Driver) -> Choice | None:
+    """Make the versions live with which the experiment ends; ``None`` without validations."""
+    last = driver.validations.at(driver.state.turn)
+    if last is None:
+        return None
+    chosen, reward = last, last.mean
+    if driver.session.plan.config.experiment.final == "best":
+        finalists = await _available(driver, last)
+        if len(finalists) > 1:
+            chosen, reward = await _measured(driver, finalists)
+        else:
+            chosen, reward = finalists[0], finalists[0].mean
+        await driver.session.go_back(chosen.versions)
+        await driver.validations.label(chosen, f"live at the end of experiment {driver.name}: {reward:.3f}")
+    return Choice(turn=chosen.turn, reward=reward, is_last=chosen.versions == last.versions)
+
+
+async def missing_files(store: Store, one: Validation) -> str:
+    """Return the reason why a validation's versions cannot be made live again, ``""`` if they can."""
+    for name, version in one.versions.items():
+        found = await store.resource(name, version)
+        if isinstance(found.resource, Weights) and found.algorithm:
+            path = Path(found.resource.uri)
+            if path.is_absolute() and not path.is_dir():
+                return f"the weights of {name}@{version} are no longer in {path}; raise `keep` of {found.algorithm}"
+    return ""
+
+
+async def _available(driver: Driver, last: Validation) -> list[Validation]:
+    """Return the validations whose versions may be live at the end, the best one first, at least one."""
+    best = driver.validations.best
+    if best.versions == last.versions:
+        return [last]
+    if not driver.session.plan.config.experiment.validate_every:
+        return [best if is_below(last, best, confidence=0.95) else last]
+    found: list[Validation] = []
+    for one in driver.validations.finalists():
+        missing = await missing_files(driver.session.store, one)
+        if missing:
+            driver.progress.say(f"the versions with validation reward {one.words} cannot be live again: {missing}")
+        else:
+            found.append(one)
+    return found or [last]
+
+
+async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Validation, float]:
+    """Run every finalist on the validation tasks again; returns the best one, of equals the better before."""
+    names = ", ".join(one.words for one in finalists)
+    driver.progress.say(f"validation rewards that are close to each other: {names}; fresh rollouts decide")
+    collector = driver.collector(VALIDATION, None)
+    found: list[tuple[float, float, Validation]] = []
+    for one in finalists:
+        await driver.session.go_back(one.versions)
+        collected = await collector(
+            driver.validation_tasks, step=one.turn, mode="val", resources=one.versions, key=_KEY
+        )
+        rewards = rewards_of(collected.episodes)
+        await driver.validations.score(one, rewards, is_fresh=True)
+        reward = Metric(
+            experiment=driver.name,
+            run=driver.state.run,
+            algorithm=VALIDATION,
+            step=one.turn,
+            experiment_step=one.turn,
+            name="final_reward",
+            value=mean(rewards),
+        )
+        await driver.session.store.log_metrics([reward])
+        found.append((mean(rewards), one.mean, one))
+        driver.progress.say(f"fresh rollouts of the versions {one.place}: {mean(rewards):.3f}")
+    reward, _, chosen = max(found, key=lambda item: item[:2])
+    driver.progress.update(f"{VALIDATION} rollouts", 0, 0)
+    return chosen, reward

@@ -1,0 +1,307 @@
+"""Runs a plan: the whole experiment with validation before and after, or a few tasks without training."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from agl.schemas import Episode, Json, Mode, Record
+from agl_inspect.records import TRIAL, AlgorithmState, after_step, error_of, experiment_of, last_versions, save_progress
+from agl_run.checks.unused import unused_credits
+from agl_run.config.records import ScheduleConfig
+from agl_run.config.retention import retain_after_run
+from agl_run.deliver.sinking import Sinks, SinkSource
+from agl_run.display.progress import Progress
+from agl_run.display.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
+from agl_run.display.summary import LiveSummary
+from agl_run.parts.build import build_rewards, check_algorithms
+from agl_run.parts.waiting import told
+from agl_run.plan import Plan
+from agl_run.run.algorithm import DrivenAlgorithm
+from agl_run.run.collapse import CollapseError, CollapseGuard
+from agl_run.run.driver import Driver, Moment
+from agl_run.run.finalists import Choice, choose
+from agl_run.run.resume import Beginning, begin
+from agl_run.run.schedule import run_schedule
+from agl_run.run.session import Session
+from agl_run.run.trial import run_tasks, trial
+
+_LOG = logging.getLogger("agl_run.run")
+
+
+class FitResult(Record, frozen=True, kw_only=True):
+    """The result of :meth:`Trainer.fit`.
+
+    Attributes:
+        experiment: The experiment's name.
+        before: Validation reward before the first step, ``None`` without validation tasks.
+        after: Validation reward of the versions that are live at the end, ``None`` without validation tasks; on fresh
+            rollouts where these chose the versions.
+        last: Validation reward after the last step, which is another than ``after`` if earlier versions are live.
+        kept_step: Steps of all algorithms together before those earlier versions; ``None`` if the last ones are live.
+        best: The highest validation reward, those before, after and between included; ``None`` without any.
+        best_step: Steps of all algorithms together that were taken before the best one; of equals, before the last.
+        steps: Steps of each algorithm, by its name.
+        resources: The live version of every resource, by name.
+        workdir: The folder of checkpoints and metrics.
+        seconds: Wall time of this process's part.
+        failed: Rollouts of this process's part that failed.
+        errors: Their most frequent errors with counts, ``""`` if none failed.
+    """
+
+    experiment: str
+    before: float | None = None
+    after: float | None = None
+    last: float | None = None
+    kept_step: int | None = None
+    best: float | None = None
+    best_step: int = 0
+    steps: dict[str, int] = {}
+    resources: dict[str, str] = {}
+    workdir: str = ""
+    seconds: float = 0.0
+    failed: int = 0
+    errors: str = ""
+
+    def __repr__(self) -> str:
+        return as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._table(), has_head=False)
+
+    def _other_rewards(self) -> list[tuple[float | None, str]]:
+        if self.kept_step is not None:
+            return [(self.last, f"after the last step; the versions {after_step(self.kept_step)} are live")]
+        return [] if self.best == self.after else [(self.best, f"best, {after_step(self.best_step)}")]
+
+    def _table(self) -> tuple[str, Rows]:
+        failed = (("failed", f"{self.failed} rollouts: {self.errors}"),) if self.failed else ()
+        rows = (
+            ("validation reward", reward_text(self.before, self.after, self._other_rewards())),
+            ("steps", pairs(self.steps)),
+            ("resources", pairs(self.resources)),
+            ("folder", self.workdir),
+            ("seconds", f"{self.seconds:.0f}"),
+            *failed,
+        )
+        return f"FitResult of {self.experiment!r}", rows
+
+
+class DevResult(Record, frozen=True, kw_only=True):
+    """The result of :meth:`Trainer.dev`.
+
+    Attributes:
+        episodes: One recorded episode for each task.
+    """
+
+    episodes: tuple[Episode, ...] = ()
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The error of each rollout that failed, by its id: the type and the first line of the message."""
+        failed = [episode for episode in self.episodes if episode.rollout.status != "succeeded"]
+        return {episode.rollout.rollout_id: error_of(episode.rollout, episode.attempt) for episode in failed}
+
+    def __repr__(self) -> str:
+        return as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._table(), has_head=True)
+
+    def _table(self) -> tuple[str, Rows]:
+        return f"DevResult with {len(self.episodes)} rollouts", episode_rows(self.episodes)
+
+
+async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:
+    """Run the experiment to its end.
+
+    Raises:
+        RunError: Every rollout failed, or every one on training tasks.
+    """
+    started = time.monotonic()
+    session = Session(plan)
+    try:
+        build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
+        with told(f"importing {_algorithms(plan)}", say=progress.say):
+            await check_algorithms(plan)
+        store = await session.open_store()
+        beginning = await begin(store, plan, resume=resume, fresh=fresh)
+        driver, turns = await _start(session, beginning, progress)
+        for text in unused_credits(plan):
+            _LOG.warning("%s", text)
+        source = SinkSource(plan=plan, store=session.store, store_url=session.store_url, run=driver.state.run)
+        async with Sinks(source, say=progress.say) as sinks:
+            driver.on_logged, driver.on_alert = sinks.wake, sinks.alert
+            result = await _fit(driver, turns)
+            sinks.summary = _summary(result)
+        await _retain(driver)
+        return msgspec.structs.replace(result, seconds=time.monotonic() - started)
+    finally:
+        progress.close()
+        await session.close()
+
+
+async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
+    """Run the experiment from its start or where it was stopped, and conclude the reports."""
+    before, choice = await _run(driver, turns)
+    for observer in driver.observers:
+        observer.end()
+    plan = driver.session.plan
+    found = {one.turn: one.mean for one in driver.validations.all()} | ({} if before is None else {0: before})
+    best, best_step = max(((mean, turn) for turn, mean in found.items()), default=(None, 0))
+    return FitResult(
+        experiment=plan.name,
+        before=before,
+        after=choice and choice.reward,
+        last=found.get(driver.state.turn),
+        kept_step=None if choice is None or choice.is_last else choice.turn,
+        best=best,
+        best_step=best_step,
+        steps={c.name: (await driver.load(c)).step for c in plan.config.algorithm},
+        resources=driver.session.live.versions(),
+        workdir=str(plan.workdir),
+        failed=driver.failures.counts.failed,
+        errors=driver.failures.counts.errors,
+    )
+
+
+def _summary(result: FitResult) -> dict[str, Json]:
+    """Return what sinks show of a result: rewards and steps as numbers, the live versions by name."""
+    rewards = {"before": result.before, "after": result.after, "best": result.best}
+    measured = {f"reward_{when}": value for when, value in rewards.items() if value is not None}
+    best = {} if result.best is None else {"best_step": result.best_step}
+    steps = {f"steps/{name}": count for name, count in result.steps.items()}
+    versions = {f"version/{name}": version for name, version in result.resources.items()}
+    return {**measured, **best, **steps, **versions, "failed_rollouts": result.failed}
+
+
+async def _retain(driver: Driver) -> None:
+    """Remove the old rollouts that the configuration names, once everything is saved."""
+    config = driver.session.plan.config
+    await retain_after_run(
+        driver.session.store,
+        config.retention,
+        name=driver.name,
+        run=driver.state.run,
+        sources={experiment_of(source) for algorithm in config.algorithm for source in algorithm.source} - {""},
+        say=driver.progress.say,
+    )
+
+
+def _algorithms(plan: Plan) -> str:
+    names = [config.name for config in plan.config.algorithm]
+    return f"the algorithm{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+async def dev_plan(
+    plan: Plan, *, progress: Progress, tasks: int, record_as: str = "", mode: Mode = "test"
+) -> DevResult:
+    """Run the agent on a few tasks, as the experiment ``record_as`` or ``NAME-dev``."""
+    async with trial(plan, record_as=record_as or f"{plan.name}{TRIAL}", progress=progress) as driver:
+        episodes = await run_tasks(driver, list(plan.train or plan.val)[:tasks], mode=mode)
+        return DevResult(episodes=tuple(episodes))
+
+
+async def _start(session: Session, beginning: Beginning, progress: Progress) -> tuple[Driver, list[DrivenAlgorithm]]:
+    """Start every part and let the algorithms check their needs; only then the experiment counts as started."""
+    try:
+        await session.start(beginning.state, say=progress.say)
+        driver = Driver(session, beginning.state, progress=progress)
+        await driver.validations.load()
+        driver.view_validations()
+        if isinstance(progress, LiveSummary):
+            progress.watch(driver.view)
+        turns = [
+            DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))
+            for config in session.plan.config.algorithm
+        ]
+        await _begin(turns, session.plan.config.schedule)
+    except BaseException:
+        await beginning.take_back(session.store)
+        raise
+    await beginning.mark_started(session.store)
+    return driver, turns
+
+
+async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float | None, Choice | None]:
+    """Validate, run the schedule, validate again, make the best versions live, and mark the experiment as finished."""
+    plan = driver.session.plan
+    before = await _validate_first(driver, turns)
+    if not plan.config.algorithm and plan.train:
+        await driver.record(plan.train)
+    stopped = await _take_steps(driver, turns)
+    if driver.state.turn:
+        await driver.validate(await driver.now())
+    last = driver.session.live.versions()
+    choice = await choose(driver)
+    finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
+    kept = last_versions(driver.name, driver.state.run, last)
+    await save_progress(driver.session.store, finished, algorithms=stopped, others=kept)
+    return before, choice
+
+
+async def _take_steps(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> dict[str, AlgorithmState]:
+    """Run the schedule and validate between its steps; returns the states of the algorithms that a collapse stopped."""
+    plan, guard = driver.session.plan, CollapseGuard(driver, turns)
+    await guard.load()
+    validating = asyncio.Lock()
+
+    async def validate(moment: Moment) -> None:
+        await driver.validate(moment)
+        await guard.check(moment.turn)
+
+    async def after_step() -> None:
+        async with validating:  # algorithms side by side wait for each other's validations
+            while moment := driver.take_due():
+                await validate(moment)
+
+    try:
+        if driver.is_validated(driver.state.turn):  # a run that was killed may have missed what follows its last step
+            await validate(await driver.now())
+        await run_schedule(turns, plan.config.schedule, after_step=after_step)
+    except CollapseError as error:
+        driver.progress.say(f"{error}; the run stops")
+        return {turn.name: turn.stopped(str(error)) for turn in turns if turn.steps and not turn.is_finished}
+    finally:
+        await _end(turns)
+    return {}
+
+
+async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:
+    """Let the algorithms check their needs before the first rollout costs anything."""
+    able = _able_to_begin(turns, schedule)
+    try:
+        for turn in turns:
+            if turn not in able and not turn.is_finished:
+                await turn.check()
+        for turn in able:
+            await turn.begin()
+    except BaseException:
+        await _end(turns)
+        raise
+
+
+async def _validate_first(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
+    try:
+        return await driver.validate_first()
+    except BaseException:
+        await _end(turns)
+        raise
+
+
+async def _end(turns: Sequence[DrivenAlgorithm]) -> None:
+    for turn in turns:
+        await turn.end()
+
+
+def _able_to_begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> list[DrivenAlgorithm]:
+    """Return the algorithms that can be set up now, because no earlier one changes their resources."""
+    waiting = [turn for turn in turns if not turn.is_finished]
+    if schedule.mode == "sequential":
+        return waiting[:1]
+    first = [turn for turn in waiting if turn.name in schedule.first]
+    changing = {name for turn in first for name in turn.tunes}
+    rest = [turn for turn in waiting if turn not in first and changing.isdisjoint(turn.tunes)]
+    return [*first[:1], *rest]

@@ -1,0 +1,151 @@
+"""Reads rollouts that other algorithms or experiments collected, for an algorithm that learns from them.
+
+Only whole steps are shared: a finished step is never repeated, so its rollouts are final, and another algorithm learns
+the same from them after a restart. Rollouts of another experiment come in the order in which they finished.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+from agl.contracts import Recorded, RolloutQuery, Store
+from agl.errors import ConfigError
+from agl.schemas import Record, ResourceVersion, Rollout
+from agl_inspect.records import PREFIX, AlgorithmState, FinishedRollouts, finished, id_prefix, step_name
+from agl_run.run.collector import Collector
+
+PAGE = 1000
+
+
+class Sources(Record, frozen=True, kw_only=True):
+    """The algorithms and experiments whose rollouts are read.
+
+    Attributes:
+        experiment: The experiment's name.
+        run: Number of the fresh start.
+        algorithms: Names of the algorithms that collect.
+        experiments: Names of other experiments whose rollouts are read.
+        tunes: Resources of the reading algorithm; their versions give the age of a rollout.
+        waits: Whether the sources continue while the reading algorithm waits.
+    """
+
+    experiment: str
+    run: int
+    algorithms: tuple[str, ...]
+    tunes: tuple[str, ...]
+    waits: bool
+    experiments: tuple[str, ...] = ()
+
+
+class SourceReader:
+    """Reads the sources' rollouts for one algorithm; see :class:`agl.contracts.RecordedFn`."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        *,
+        store: Store,
+        collector: Collector,
+        state: Callable[[str], Awaitable[AlgorithmState]],
+        current: Callable[[str], ResourceVersion],
+        changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Take functions: ``state`` returns that of a source, ``current`` a live version, ``changed`` after a step."""
+        self._sources = sources
+        self._store = store
+        self._collector = collector
+        self._state = state
+        self._current = current
+        self._changed = changed
+
+    async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
+        """See :class:`agl.contracts.RecordedFn`."""
+        if not (self._sources.algorithms or self._sources.experiments):
+            raise ConfigError('the algorithm has no source; name the algorithm to learn from: source = "grpo"')
+        known = dict(after or {})
+        states = await self._changed_states(known)
+        external = {PREFIX + name: await self._from_experiment(name, known) for name in self._sources.experiments}
+        rollouts = [
+            rollout
+            for algorithm, state in states.items()
+            async for rollout in self._rollouts(algorithm, after=known.get(algorithm, 0), last=state.step)
+        ]
+        rollouts += [rollout for part in external.values() for rollout in part.rollouts]
+        ages = await self._ages(max_age)
+        young = [rollout for rollout in rollouts if max_age is None or _is_young(rollout, ages)]
+        kept, left_out = await self._collector.read(young)
+        dropped = Counter(left_out) + Counter(stale=len(rollouts) - len(young))
+        is_over = all(state.is_finished for state in states.values()) and all(p.is_all for p in external.values())
+        return Recorded(
+            episodes=tuple(kept),
+            dropped=dict(dropped),
+            steps={
+                **{algorithm: state.step for algorithm, state in states.items()},
+                **{source: part.cursor for source, part in external.items()},
+            },
+            is_over=is_over,
+        )
+
+    async def _from_experiment(self, experiment: str, known: Mapping[str, int]) -> FinishedRollouts:
+        """Read the next rollouts of another experiment; raises :class:`ConfigError` if it has none at all."""
+        after = known.get(PREFIX + experiment, 0)
+        found = await finished(self._store, experiment, after=after)
+        if not after and not found.rollouts:
+            raise ConfigError(
+                f"the store has no finished training rollouts of the experiment {experiment!r} to learn from; "
+                "agl runs lists what it has, and [experiment] store names the store"
+            )
+        return found
+
+    async def _changed_states(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
+        """Wait until a source has a new step, or all are finished; returns the sources' states."""
+        while True:
+            changed = asyncio.ensure_future(self._changed())  # before reading, so that no step is missed
+            try:
+                states = {algorithm: await self._state(algorithm) for algorithm in self._sources.algorithms}
+                is_new = any(state.step > known.get(algorithm, 0) for algorithm, state in states.items())
+                if is_new or not self._sources.waits or all(state.is_finished for state in states.values()):
+                    return states
+                await changed
+            finally:
+                changed.cancel()
+
+    async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
+        """Read the finished rollouts of the steps above ``after`` up to ``last``; ids sort by step."""
+        prefix = id_prefix(self._sources.experiment, self._sources.run, algorithm, "train")
+        first = prefix + step_name(after + 1)
+        query = RolloutQuery(experiment=self._sources.experiment, mode="train", after=first, limit=PAGE)
+        while True:
+            page = await self._store.rollouts(query)
+            for rollout in page:
+                if not rollout.rollout_id.startswith(prefix) or _step(rollout) > last:
+                    return
+                if rollout.is_finished and rollout.metadata.get("algorithm") == algorithm:
+                    yield rollout
+            if len(page) < PAGE:
+                return
+            query = query.next(page[-1])
+
+    async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
+        """Return the versions of each tuned resource that are young enough, by its name."""
+        if max_age is None:
+            return {}
+        return {name: await self._lineage(name, max_age + 1) for name in self._sources.tunes}
+
+    async def _lineage(self, name: str, count: int) -> set[str]:
+        version = self._current(name)
+        found = {version.version}
+        while len(found) < count and version.parent:
+            version = await self._store.resource(name, version.parent)
+            found.add(version.version)
+        return found
+
+
+def _step(rollout: Rollout) -> int:
+    step = rollout.metadata.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _is_young(rollout: Rollout, ages: Mapping[str, set[str]]) -> bool:
+    pinned: Sequence[tuple[str, str | None]] = [(name, rollout.resources.get(name)) for name in ages]
+    return all(version is None or version in ages[name] for name, version in pinned)

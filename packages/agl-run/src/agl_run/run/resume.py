@@ -1,0 +1,184 @@
+"""Finds the state from which a run begins: a fresh one, the one at which it was stopped, or an extended one.
+
+A finished experiment continues if its file asks for more: for further steps of an algorithm, or for a new algorithm.
+Each algorithm decides if further steps are left, see :class:`~agl.contracts.ExtendableAlgorithm`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import ExperimentRecord, ExtendableAlgorithm, Store
+from agl.errors import ConfigError
+from agl_inspect.records import (
+    AlgorithmState,
+    load_algorithm,
+    load_experiment,
+    load_last_versions,
+    save_progress,
+    worker_name,
+)
+from agl_run.config.records import ScheduleConfig
+from agl_run.config.settings import refuse_other_kind
+from agl_run.plan import Plan
+from agl_run.run.collector import cancel_unfinished
+from agl_run.run.saving import remove_unreachable
+
+
+class NothingMoreError(ConfigError):
+    """The experiment is finished and cannot continue, so that nothing is left to do for who asks it to resume."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The start of a run, which counts as started once every part is built and checked.
+
+    Attributes:
+        state: The state from which the run begins.
+        previous: The experiment's record before, ``None`` if it never ran.
+        reopened: States of the finished algorithms that continue.
+    """
+
+    state: ExperimentRecord
+    previous: ExperimentRecord | None = None
+    reopened: Mapping[str, AlgorithmState] = field(default_factory=dict[str, AlgorithmState])
+
+    async def mark_started(self, store: Store) -> None:
+        """Save the state: from now on the experiment is one that ran before."""
+        await save_progress(store, self.state, algorithms=self.reopened)
+
+    async def take_back(self, store: Store) -> None:
+        """Restore the record of an experiment whose run was refused; a new one has none yet."""
+        if self.previous is not None:
+            await save_progress(store, self.previous)
+
+
+async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Beginning:
+    """Find the state from which a run begins; an experiment that ran before is running again from now on.
+
+    Raises:
+        ConfigError: The experiment ran before, and neither ``resume`` nor ``fresh`` is set or it cannot be continued.
+        NothingMoreError: It is to be resumed, and is finished.
+    """
+    name = plan.name
+    previous = await load_experiment(store, name)
+    reopened: dict[str, AlgorithmState] = {}
+    agent = plan.agent.identity
+    if previous is None or fresh:
+        state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, owner=worker_name(), agent=agent)
+        await cancel_unfinished(store, name)
+    elif is_of_another_agent(previous, plan):
+        raise ConfigError(
+            f"experiment {name!r} in this store runs the agent {previous.agent!r}, and this one is {agent!r}; give "
+            "this run another name (name = ... in [experiment], or Trainer(name=...)), or pass --fresh (fresh=True) to "
+            "give the name to this agent"
+        )
+    elif resume:
+        reopened = await _reopened(store, plan, previous)
+        await _remove_unreachable(store, plan, previous)
+        live = await load_last_versions(store, previous) if previous.status == "finished" else previous.live
+        state = msgspec.structs.replace(previous, status="running", live=live, owner=worker_name(), agent=agent)
+    elif previous.status == "finished":
+        raise ConfigError(
+            f"experiment {name!r} is finished; pass --fresh (fresh=True) to run it again from its start, or ask for "
+            "more steps in its file and pass --resume (resume=True) to continue it"
+        )
+    else:
+        raise ConfigError(
+            f"experiment {name!r} was started before and is not finished; pass --resume (resume=True) to continue it, "
+            "or --fresh (fresh=True) to start again"
+        )
+    if previous is not None:
+        await save_progress(store, state)  # a worker of this experiment must not take it for finished meanwhile
+    return Beginning(state=state, previous=previous, reopened=reopened)
+
+
+def is_of_another_agent(previous: ExperimentRecord, plan: Plan) -> bool:
+    """Return true if the experiment of this name ran another agent."""
+    return previous.agent not in ("", plan.agent.identity)
+
+
+async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dict[str, AlgorithmState]:
+    """Return the states of the finished algorithms that continue."""
+    configs = plan.config.algorithm
+    states = {
+        config.name: await load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
+        for config in configs
+    }
+    for config in configs:
+        refuse_other_kind(plan.name, config, states[config.name].settings)
+    going_on = {name for name, state in states.items() if not state.is_finished}
+    for _ in configs:  # until nothing changes: an algorithm continues if one that it learns from does
+        going_on |= {c.name for c in configs if c.name not in going_on and _has_more(plan, c, states, going_on)}
+    if previous.status == "finished" and not going_on:
+        raise _nothing_more(plan, states)
+    opened = [c for c in configs if c.name in going_on and (states[c.name].is_finished or not states[c.name].step)]
+    for config in opened:
+        _refuse_outdated_steps(config, configs, plan.config.schedule, states)
+    return {
+        config.name: msgspec.structs.replace(states[config.name], is_finished=False, stop_reason="")
+        for config in opened
+        if states[config.name].is_finished
+    }
+
+
+async def _remove_unreachable(store: Store, plan: Plan, previous: ExperimentRecord) -> None:
+    """Remove what was asked for by steps that were never saved and has not run."""
+    states = {
+        config.name: await load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
+        for config in plan.config.algorithm
+    }
+    await remove_unreachable(store, plan.name, states)
+
+
+def _has_more(plan: Plan, config: AlgorithmConfig, states: Mapping[str, AlgorithmState], going_on: set[str]) -> bool:
+    algorithm = plan.manager.build(plan.manager.algorithm(config.use), **config.params)
+    return isinstance(algorithm, ExtendableAlgorithm) and algorithm.has_more(
+        states[config.name].state,
+        tasks=len(plan.train),
+        sources_go_on=not going_on.isdisjoint(config.source),
+    )
+
+
+def _nothing_more(plan: Plan, states: Mapping[str, AlgorithmState]) -> NothingMoreError:
+    reasons = "; ".join(f"{name}: {state.stop_reason}" for name, state in states.items())
+    manager = plan.manager
+    fixed = [
+        config.name
+        for config in plan.config.algorithm
+        if not isinstance(manager.build(manager.algorithm(config.use), **config.params), ExtendableAlgorithm)
+    ]
+    never = f" {', '.join(fixed)} cannot be continued after the end." if fixed else ""
+    return NothingMoreError(
+        f"experiment {plan.name!r} is finished ({reasons or 'it has no algorithm'}) and its file asks for nothing "
+        "more. Give an algorithm more steps, in the file or with --set, and pass --resume again; or pass --fresh "
+        f"(fresh=True) to run it again from its start.{never}"
+    )
+
+
+def _refuse_outdated_steps(
+    config: AlgorithmConfig,
+    configs: Sequence[AlgorithmConfig],
+    schedule: ScheduleConfig,
+    states: Mapping[str, AlgorithmState],
+) -> None:
+    """Refuse further steps of an algorithm whose resources a later one in the schedule has tuned since."""
+    position = _position(config, configs, schedule)
+    for later in configs:
+        shared = set(config.tunes).intersection(later.tunes)
+        if _position(later, configs, schedule) > position and shared and states[later.name].step:
+            raise ConfigError(
+                f"algorithm {config.name!r} asks for further steps on {sorted(shared)}, and {later.name!r}, which "
+                f"comes after it, has trained that already. Give the steps to {later.name!r} and put "
+                f"{config.name!r} back as it was, or start again with --fresh"
+            )
+
+
+def _position(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
+    """Return an algorithm's position in the schedule; algorithms that take turns share one."""
+    first = [other.name for other in configs if other.name in schedule.first]
+    if config.name in first:
+        return first.index(config.name)
+    return len(first) + (configs.index(config) if schedule.mode == "sequential" else 0)

@@ -1,0 +1,418 @@
+"""A running experiment: store, gateway, policies, runner and worker, started in order and stopped in reverse."""
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
+
+import msgspec
+
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import (
+    POLICY_KEY_ENV,
+    Algorithm,
+    ExperimentRecord,
+    Gateway,
+    Policy,
+    RolloutQuery,
+    ServedModel,
+    Store,
+    Upstream,
+)
+from agl.errors import ConfigError, PolicyError, UnknownComponentError
+from agl.hints import did_you_mean
+from agl.schemas import LLM, Json, Resource, ResourceVersion
+from agl_inspect.records import labelled
+from agl_inspect.retention import Ownership
+from agl_inspect.stores import address_of, build_store, checked_store, located, without_password
+from agl_run.access.secret import signing_keys
+from agl_run.config.work_folder import own
+from agl_run.deliver.exporting import Exporting
+from agl_run.fleet import FleetSetup
+from agl_run.parts.build import build_exporters, no_token_ids
+from agl_run.parts.gateway import gateway_params, placed
+from agl_run.parts.models import policy_params
+from agl_run.parts.waiting import loading, told
+from agl_run.plan import Plan
+from agl_run.run.finish_feed import FinishFeed
+from agl_run.run.lock import ExperimentLock
+from agl_run.worker.address import advertised_url, local_url
+from agl_run.worker.announcement import Announcement, Serving, make_serving, withdraw
+from agl_run.worker.cluster_share import store_for_workers
+from agl_run.worker.current import LiveResources
+from agl_run.worker.loop_limit import crowded_loop
+from agl_run.worker.order import order_of, reclaim_lost
+from agl_run.worker.setup import WorkerContext, make_tracers, worker_setup
+from agl_run.worker.unclaimed import WorkerWatch
+from agl_run.worker.worker import Worker
+
+_LOG = logging.getLogger("agl_run.run")
+
+
+class Session:
+    """The running parts of an experiment: call ``open_store``, then ``start``, and at the end ``close``.
+
+    Attributes:
+        store: The opened store.
+        live: The live resources.
+        feed: Wakes waiters when rollouts finish.
+        policies: The running policies by name.
+        worker: The worker; its ``failure`` completes when it fails.
+    """
+
+    store: Store
+    live: LiveResources
+    feed: FinishFeed
+    worker: Worker
+    _ownership: Ownership
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.policies: dict[str, Policy] = {}
+        self._served: dict[str, ServedModel] = {}
+        self._gateway: Gateway | None = None
+        self._gateway_url = ""
+        self._advertised_url = ""
+        self._announcement: Announcement | None = None
+        self._say: Callable[[str], None] | None = None
+        self._stack = AsyncExitStack()
+
+    async def open_store(self) -> Store:
+        """Lock the experiment and open its store; must be the first call.
+
+        Raises:
+            ConfigError: Another process runs the experiment, here or on another machine.
+        """
+        lock = ExperimentLock(self.plan.workdir)
+        lock.acquire()
+        self._stack.callback(lock.release)
+        own(self.plan.workdir, self.plan.name)
+        store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
+        if self.plan.store is None:
+            self._stack.push_async_callback(store.close)
+        ownership = Ownership(store, self.plan.name, workdir=self.plan.workdir)
+        self._ownership = await self._stack.enter_async_context(ownership)
+        self.store = ownership.store
+        return self.store
+
+    @property
+    def store_url(self) -> str:
+        """The store's address without passwords; ``""`` where it does not say."""
+        given = self.plan.store
+        return without_password(store_url_of(self.plan)) if given is None else address_of(given)
+
+    async def start(self, state: ExperimentRecord, *, say: Callable[[str], None] | None = None) -> None:
+        """Start the other parts: the policies at their live versions, the gateway and the worker.
+
+        Args:
+            state: The experiment's state.
+            say: Called with a line while a model loads, and when rollouts wait for a worker that nobody started.
+        """
+        self._say = say
+        await self._reserve()
+        await withdraw(self.store, self.plan.name)
+        await self._start_exporters()
+        await reclaim_lost(self.store, self.plan.name)
+        await self._start_policies()
+        upstreams = self._upstreams()
+        await self._start_gateway(upstreams)
+        llms = self._agent_llms()
+        self.live = LiveResources(self.store, llms)
+        await self._make_live(state)
+        self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
+        context = self._worker_context(upstreams)
+        tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
+        setup = replace(worker_setup(self.plan, context, tracers), keep=self.feed.keep)
+        self.worker = await self._stack.enter_async_context(Worker(setup))
+        self._ownership.on_loss = self.worker.fail
+        announcement = Announcement(self.store, self.plan.name, self._serving(state, context, llms))
+        self._announcement = await self._stack.enter_async_context(announcement)
+        if self.plan.fleet is not None:
+            self._stack.push_async_callback(self.plan.fleet.recall)
+            await self.plan.fleet.deploy(self._fleet_setup())
+        elif say is not None:
+            await self._watch_load(context.concurrency, say)
+
+    async def _watch_load(self, concurrency: int, say: Callable[[str], None]) -> None:
+        """Say that this process holds too many rollouts, or that it holds none and no worker does."""
+        if not concurrency:
+            await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
+        for text in crowded_loop(self.plan.config.runner.use, concurrency, key="runner.concurrency"):
+            say(text)
+
+    async def close(self) -> None:
+        """Stop everything in reverse order."""
+        await self._stack.aclose()
+
+    def endpoint(self, name: str) -> LLM:
+        """Return a policy's own endpoint, not the gateway's; raises :class:`ConfigError` that lists the policies."""
+        if name not in self._served:
+            hint = did_you_mean(name, self._served, otherwise=f"there are {sorted(self._served)}")
+            raise ConfigError(f"there is no policy {name!r}; {hint}")
+        return self._served[name].llm
+
+    async def publish(self, version: ResourceVersion) -> ResourceVersion:
+        """Store a version and make it live; its policy serves it before this returns."""
+        version = await self.live.publish(version)
+        policy = self.policies.get(version.name)
+        if policy is not None:
+            await self._load(version.name, policy, version)
+        self.live.set(version)
+        if self._announcement is not None:
+            await self._announcement.update(self.live.versions())
+        return version
+
+    async def go_back(self, versions: Mapping[str, str]) -> None:
+        """Make earlier versions live; their policies serve them before this returns."""
+        for name, version in versions.items():
+            if self.live.current(name).version != version:
+                found = await self.store.resource(name, version)
+                if name in self.policies:
+                    await self._load(name, self.policies[name], found)
+                self.live.set(found)
+        if self._announcement is not None:
+            await self._announcement.update(self.live.versions())
+
+    async def _load(self, name: str, policy: Policy, version: ResourceVersion) -> None:
+        if self._gateway is None:
+            served = await policy.load(version)
+            _require_name(name, served, agents_ask_for=self._served[name].model)
+        else:
+            served = await _load_between_calls(self._gateway, name, policy, version)
+        self._served[name] = served
+
+    def algorithm(self, config: AlgorithmConfig) -> Algorithm:
+        """Build an algorithm; one with resources runs its steps in the fleet's cluster."""
+        plan = self.plan
+        if plan.fleet is not None and config.resources is not None:
+            return plan.fleet.algorithm(config, self._fleet_setup())
+        return plan.manager.build(plan.entry(config), **config.params)
+
+    async def _reserve(self) -> None:
+        """Reserve what algorithms ask of a cluster, before anything takes its place there."""
+        fleet = self.plan.fleet
+        if fleet is not None:
+            self._stack.push_async_callback(fleet.stop)
+            placed = [algorithm for algorithm in self.plan.config.algorithm if algorithm.resources is not None]
+            with told("connecting to the cluster", say=self._say):
+                await fleet.reserve(placed)
+
+    def _fleet_setup(self) -> FleetSetup:
+        url = store_for_workers("" if self.plan.store else store_url_of(self.plan), self._advertised_url)
+        query = RolloutQuery(experiment=self.plan.name, status=("queued", "running"))
+        return FleetSetup(
+            order=order_of(self.plan, store_url=url, secret=signing_keys()()),
+            open_rollouts=lambda: self.store.count_rollouts(query),
+            fail=self.worker.fail,
+            say=self._say or _LOG.info,
+        )
+
+    async def _start_exporters(self) -> None:
+        """Send what finishes from now on to the exporters, first to last; they are stopped after the worker."""
+        for name, exporter in build_exporters(self.plan):
+            exporting = Exporting(self.store, exporter, experiment=self.plan.name, name=name, say=self._say)
+            await self._stack.enter_async_context(exporting)
+
+    async def _start_policies(self) -> None:
+        manager, trained = self.plan.manager, self.plan.trained_policies()
+        for name, config in self.plan.config.policy.items():
+            params = await asyncio.to_thread(policy_params, self.plan, name)
+            policy: Policy = manager.build(manager.policy(config.use), name=name, **params)
+            self.policies[name] = policy
+            if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
+                raise ConfigError(no_token_ids(name, config.use))
+        for name, policy in self.policies.items():
+            self._stack.push_async_callback(policy.stop)
+            config = self.plan.config.policy[name]
+            with told(loading(name, config.use, config.params, folder=self.plan.folder), say=self._say):
+                self._served[name] = await policy.start()
+
+    def _upstreams(self) -> list[Upstream]:
+        trained, configs = self.plan.trained_policies(), self.plan.config.policy
+        return [
+            Upstream(
+                name=name,
+                base_url=served.base_urls[0],
+                model=served.model,
+                aliases=configs[name].aliases,
+                agents=configs[name].agents,
+                api_key_env=served.api_key_env,
+                is_trained=name in trained,
+                model_version=served.version,
+                replicas=served.base_urls[1:],
+                sampling=configs[name].sampling if name in trained else "",
+            )
+            for name, served in self._served.items()
+        ]
+
+    async def _start_gateway(self, upstreams: list[Upstream]) -> None:
+        config, manager = self.plan.config.gateway, self.plan.manager
+        if config.use == "none" or not upstreams:
+            _require_no_replicas(upstreams)
+            _require_no_refusals(upstreams)
+            return
+        try:
+            entry = manager.gateway("gateway" if config.use == "auto" else config.use)
+        except UnknownComponentError:
+            needs_gateway = self.plan.agent.is_program or any(
+                up.agents or up.replicas or up.sampling == "refuse" for up in upstreams
+            )
+            if config.use != "auto" or needs_gateway:
+                raise
+            _LOG.info("agl-gateway is not installed; model calls are recorded in the agent's process")
+            return
+        own: Gateway = manager.build(entry, **gateway_params(self.plan))
+        gateway, where = placed(own, self.plan, store_url="" if self.plan.store else store_url_of(self.plan))
+        (self._say or _LOG.info)(where)
+        self._stack.push_async_callback(gateway.stop)
+        url = await gateway.start(store=self.store, upstreams=upstreams, secret=signing_keys())
+        self._advertised_url = advertised_url(url, config.advertise)
+        # a certificate carries the name that others use
+        own_url = self._advertised_url if url.startswith("https:") else local_url(url)
+        self._gateway, self._gateway_url = gateway, own_url
+
+    def _agent_llms(self) -> dict[str, LLM]:
+        """Return the policies as agents call them; behind a gateway, those that share a model use their own names."""
+        llms = {name: served.llm for name, served in self._served.items()}
+        if not self._gateway_url:
+            return {name: _with_key(llm) for name, llm in llms.items()}
+        count = Counter(llm.model for llm in llms.values())
+        return {
+            name: msgspec.structs.replace(
+                llm,
+                endpoint=f"{self._gateway_url}/v1",
+                model=llm.model if llm.model and count[llm.model] == 1 else name,
+                api_key_env="",
+            )
+            for name, llm in llms.items()
+        }
+
+    async def _make_live(self, state: ExperimentRecord) -> None:
+        await self.live.restore(state.live)
+        for name in state.live:
+            if name in self.policies:
+                version = self.live.current(name)
+                with told(f"policy {name!r}: loading version {version.version}", say=self._say):
+                    await self._load(name, self.policies[name], version)
+        initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
+        version = f"{self.plan.name}-{state.run}-initial"
+        for name, resource in initial.items():
+            if name in state.live:
+                if state.owner and name in self.plan.resources:  # a trial, which no process owns, says it itself
+                    await self._say_if_changed(name, resource, first=version)
+            elif not await self._start_from_label(name):
+                origin: dict[str, Json] = {"experiment": self.plan.name}
+                first = ResourceVersion(
+                    name=name, version=version, resource=resource, created_at=time.time(), metadata=origin
+                )
+                self.live.set(await self.live.publish(first))
+
+    async def _say_if_changed(self, name: str, resource: Resource, *, first: str) -> None:
+        """Say that the file has another value of a resource than when the run began.
+
+        The run keeps its version: it may have trained with it, rollouts and validations are pinned to it, and going
+        back to the best versions would bring it back.
+        """
+        version = self.live.current(name)
+        if version.resource == resource:
+            return
+        began = [one.resource for one in await self.store.resources(name) if one.version.partition(".")[0] == first]
+        if began and resource not in began:  # one that began at a label has no first version of its own
+            (self._say or _LOG.info)(
+                f"{name}: the run goes on with the version {version.version}, and not with what the experiment's file "
+                "says, which has changed since the run began; to use the file's, start again with --fresh (fresh=True) "
+                "or give the experiment another name"
+            )
+
+    async def _start_from_label(self, name: str) -> bool:
+        """Make the version live that the resource's label points at; returns false if there is none."""
+        label = self.plan.label(name)
+        version = await labelled(self.store, name, label) if label else None
+        if version is None:
+            return False
+        if name in self.policies:
+            await self._load(name, self.policies[name], version)
+        self.live.set(version)
+        return True
+
+    def _worker_context(self, upstreams: list[Upstream]) -> WorkerContext:
+        return WorkerContext(
+            store=self.store,
+            secret=signing_keys(),
+            resources=self.live.for_rollout,
+            gateway_url=self._gateway_url,
+            gateway=self._gateway,
+            upstreams=upstreams,
+            requires_calls=bool(self.plan.config.algorithm) and self.plan.needs_token_ids(),
+            concurrency=0 if self.plan.fleet is not None else self.plan.config.runner.concurrency,
+        )
+
+    def _serving(self, state: ExperimentRecord, context: WorkerContext, llms: Mapping[str, LLM]) -> Serving:
+        return make_serving(
+            self.plan,
+            run=state.run,
+            gateway_url=self._advertised_url,
+            upstreams=context.upstreams,
+            endpoints=llms,
+            live=self.live.versions(),
+            requires_calls=context.requires_calls,
+        )
+
+
+def _with_key(llm: LLM) -> LLM:
+    """Return the LLM with its key where the policy runs in this process: only this process knows it."""
+    is_own = llm.api_key_env == POLICY_KEY_ENV
+    return msgspec.structs.replace(llm, api_key=os.environ.get(POLICY_KEY_ENV, "")) if is_own else llm
+
+
+async def _load_between_calls(gateway: Gateway, name: str, policy: Policy, version: ResourceVersion) -> ServedModel:
+    """Load new weights while the gateway holds the policy's calls back."""
+    await gateway.pause(name)
+    try:
+        served = await policy.load(version)
+    except BaseException:
+        await gateway.resume(name, model_version=f"unverified-{version.version}")
+        raise
+    await gateway.resume(name, model_version=served.version, model=served.model)
+    return served
+
+
+def _require_no_replicas(upstreams: list[Upstream]) -> None:
+    spread = [upstream.name for upstream in upstreams if upstream.replicas]
+    if spread:
+        raise ConfigError(
+            f"the policies {spread} have several servers, and only the gateway spreads calls over them; remove "
+            '[gateway] use = "none", or give each policy one server'
+        )
+
+
+def _require_no_refusals(upstreams: list[Upstream]) -> None:
+    refusing = [upstream.name for upstream in upstreams if upstream.sampling == "refuse"]
+    if refusing:
+        raise ConfigError(
+            f'policy.{refusing[0]}.sampling is "refuse", and only the gateway can refuse calls; remove [gateway] use = '
+            '"none", or set sampling to "override" or "keep"'
+        )
+
+
+def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> None:
+    """Refuse weights that are served under a name that agents do not use."""
+    if served.model != agents_ask_for:
+        raise PolicyError(
+            f"policy {name!r} serves its new weights as {served.model!r} and agents ask for {agents_ask_for!r}; only "
+            'the gateway can send their calls there: install agl-gateway, and do not set [gateway] use = "none"'
+        )
+
+
+def open_store(plan: Plan) -> Store:
+    """Open the store of an experiment."""
+    return build_store(plan.manager, store_url_of(plan))
+
+
+def store_url_of(plan: Plan) -> str:
+    """Return the URL of the experiment's store; a relative SQLite path is taken from the experiment's folder."""
+    return located(plan.config.experiment.store, plan.folder)

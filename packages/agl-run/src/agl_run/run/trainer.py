@@ -1,0 +1,362 @@
+"""The trainer behind ``agl run`` and ``agl.Trainer(...).fit(...)``, for scripts, notebooks and async programs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agl import PluginManager
+from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, component
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl.hints import did_you_mean
+from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, Resource
+from agl_run.agents.agent import Agent
+from agl_run.checks.checks import make_plan
+from agl_run.config.records import (
+    ASYNC,
+    ExperimentConfig,
+    ExperimentSection,
+    GatewayConfig,
+    PolicyConfig,
+    ResourceConfig,
+    RetentionConfig,
+    RunnerConfig,
+    ScheduleConfig,
+    checked,
+    listed,
+    policy,
+)
+from agl_run.config.tables import Tasks
+from agl_run.display.progress import Progress, default_progress, run_progress
+from agl_run.parts.rewards import given_rewards, name_of
+from agl_run.plan import Plan
+from agl_run.run.arguments import check_arguments
+from agl_run.run.blocking import require_blocking, run_beside, run_blocking
+from agl_run.run.fit import DevResult, FitResult, dev_plan, fit_plan
+from agl_run.run.session import store_url_of
+from agl_run.watch.failures import warn_of_failures
+
+GivenReward = str | ComponentConfig | Callable[..., Any]
+"""A reward by name, as a component, or the function, instance or class itself."""
+
+
+class Trainer:
+    """Runs an agent on tasks and lets algorithms learn from it.
+
+    Every argument is a section of an experiment file, as the record of that section, or as a string if a name is
+    enough.
+
+    Args:
+        algorithm: One algorithm or several: ``agl.GRPO(tunes="main_llm")`` or a registered name.
+        n_runners: Attempts at once; the same as the runner's ``concurrency``.
+        adapter: ``{"agent_match": "write|rewrite"}``: the agents whose calls train, unless the algorithm names them.
+        initial_resources: Resources by name; an ``LLM`` becomes a policy that runs elsewhere.
+        policies: Model servers by resource name: ``{"main_llm": agl_run.policy("torch", model=...)}``.
+        store: URL or store object.
+        name: The experiment's name.
+        runner: ``async``, ``process``, or with its settings ``agl_run.runner("process", timeout_s=60)``.
+        credit: ``episode``, or with its parameters ``agl.algorithms.component("turn", gamma=0.9)``.
+        rewards: Reward emitters: functions of the rollout and its spans, classes whose instances are such functions,
+            names, or components.
+        tracers: Names of tracers, such as ``("langchain",)``, which record the agent or node behind each call.
+        schedule: ``sequential``, ``alternate`` or ``concurrent``, or a ``ScheduleConfig``, whose ``every``
+            sets the steps in a turn, and ``first`` the algorithms that run to their end before the others.
+        gateway: ``auto``, ``none``, or a ``GatewayConfig``.
+        exporters: Destinations of finished rollouts, or of the run's numbers: names, such as ``"tensorboard"``, or
+            components, such as ``agl.algorithms.component("otlp", endpoint="http://127.0.0.1:6006")``.
+        retention: Old rollouts that ``fit`` removes once it has ended, such as ``RetentionConfig(older_than="30d")``.
+        disabled_plugins: Names of plugins or distributions to leave out; ignored if ``plugins`` is given.
+        progress: Shows the progress; by default in a terminal a summary of the run, elsewhere lines.
+        plugins: The plugin manager; by default one with the installed plugins.
+        folder: Base of relative paths.
+        settings: Any further key of the ``[experiment]`` section, such as ``seed`` or ``hidden``.
+
+    Raises:
+        ConfigError: An argument is unknown or has the wrong type. ``fit`` and ``dev`` report what is missing, before
+            the first rollout.
+    """
+
+    def __init__(  # noqa: PLR0913  # keyword-only; each is a section of the experiment file
+        self,
+        *,
+        algorithm: str | AlgorithmConfig | Sequence[str | AlgorithmConfig] = (),
+        n_runners: int | None = None,
+        adapter: Mapping[str, str] | None = None,
+        initial_resources: Mapping[str, Resource | ResourceConfig] | None = None,
+        policies: Mapping[str, str | PolicyConfig] | None = None,
+        store: str | Store = "sqlite:///runs/agl.db",
+        name: str = "experiment",
+        runner: str | RunnerConfig = ASYNC,
+        credit: str | ComponentConfig = "episode",
+        rewards: GivenReward | Sequence[GivenReward] = (),
+        tracers: str | Sequence[str] = (),
+        schedule: str | ScheduleConfig = "sequential",
+        gateway: str | GatewayConfig = "auto",
+        exporters: str | ComponentConfig | Sequence[str | ComponentConfig] = (),
+        retention: RetentionConfig = RetentionConfig(),  # noqa: B008  # frozen
+        disabled_plugins: str | Sequence[str] = (),
+        progress: Progress | None = None,
+        plugins: PluginManager | None = None,
+        folder: str | Path = ".",
+        **settings: Any,
+    ) -> None:
+        check_arguments(locals())
+        resources = dict(initial_resources or {})
+        served = {key: _served(value) for key, value in resources.items() if isinstance(value, LLM)}
+        self._config = checked(
+            ExperimentConfig(
+                experiment=_section(settings, name=name, store=store if isinstance(store, str) else "memory://"),
+                runner=_runner(runner, n_runners),
+                policy={**served, **{key: _policy(value) for key, value in (policies or {}).items()}},
+                resource={key: _resource(key, value) for key, value in resources.items() if key not in served},
+                algorithm=tuple(_algorithm(item, adapter or {}) for item in _several(algorithm)),
+                schedule=ScheduleConfig(mode=schedule) if isinstance(schedule, str) else schedule,  # pyright: ignore[reportArgumentType]  # checked() says which modes there are
+                credit=_component(credit),
+                reward=tuple(_reward(item) for item in _several(rewards)),
+                gateway=GatewayConfig(use=gateway) if isinstance(gateway, str) else gateway,
+                exporter=tuple(_component(item) for item in _several(exporters)),
+                retention=retention,
+                tracers=listed(tracers),
+                plugins={"disabled": listed(disabled_plugins)} if disabled_plugins else {},
+            )
+        )
+        self._store = None if isinstance(store, str) else store
+        self._rewards = given_rewards(_several(rewards))
+        self._manager = plugins
+        self._progress = progress
+        self._folder = Path(folder)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: ExperimentConfig,
+        *,
+        folder: str | Path = ".",
+        plugins: PluginManager | None = None,
+        progress: Progress | None = None,
+    ) -> "Trainer":
+        """Make the trainer that an experiment file describes.
+
+        Args:
+            config: The experiment, as :func:`load_config` reads it.
+            folder: The file's folder.
+            plugins: The plugin manager; by default one with the installed plugins that the experiment does not disable.
+            progress: Shows the progress; by default in a terminal a summary of the run, elsewhere lines.
+        """
+        return cls(
+            algorithm=config.algorithm,
+            initial_resources=config.resource,
+            policies=config.policy,
+            runner=config.runner,
+            credit=config.credit,
+            rewards=config.reward,
+            tracers=config.tracers,
+            schedule=config.schedule,
+            gateway=config.gateway,
+            exporters=config.exporter,
+            retention=config.retention,
+            disabled_plugins=config.plugins.get("disabled", ()),
+            progress=progress,
+            plugins=plugins,
+            folder=folder,
+            **msgspec.structs.asdict(config.experiment),
+        )
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """The experiment as its file would describe it."""
+        return self._config
+
+    def plan(
+        self, agent: Agent | None = None, train_dataset: Tasks | None = None, val_dataset: Tasks | None = None
+    ) -> Plan:
+        """Run every check that starts nothing; see :meth:`fit` for the arguments."""
+        disabled = self._config.plugins.get("disabled", ())
+        return make_plan(
+            self._config,
+            folder=self._folder,
+            manager=self._manager or PluginManager.from_environment(disabled=disabled),
+            agent=agent,
+            train=train_dataset,
+            val=val_dataset,
+            store=self._store,
+            rewards=self._rewards,
+        )
+
+    def fit(
+        self,
+        agent: Agent | None = None,
+        train_dataset: Tasks | None = None,
+        val_dataset: Tasks | None = None,
+        *,
+        resume: bool = False,
+        fresh: bool = False,
+    ) -> FitResult:
+        """Run the experiment to its end; blocks, in a script and in a notebook.
+
+        Args:
+            agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
+            train_dataset: Tasks, a data frame with a row for each, or the path of a JSON-lines, CSV or Parquet file.
+            val_dataset: Likewise.
+            resume: Continue a stopped experiment, or a finished one that was given more steps.
+            fresh: Start an experiment that ran before from its beginning.
+
+        Raises:
+            RunError: Every rollout failed, or every one on training tasks; names the most frequent errors.
+            ConfigError: The experiment cannot run, or the event loop of an async program runs here; use
+                :meth:`fit_async` there.
+        """
+        require_blocking("fit")
+        plan = self.plan(agent, train_dataset, val_dataset)
+        return run_blocking(
+            lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
+        )
+
+    async def fit_async(
+        self,
+        agent: Agent | None = None,
+        train_dataset: Tasks | None = None,
+        val_dataset: Tasks | None = None,
+        *,
+        resume: bool = False,
+        fresh: bool = False,
+    ) -> FitResult:
+        """Run the experiment like :meth:`fit`, beside the event loop of an async program.
+
+        The agent runs on another loop in another thread. Cancelling this abandons the step in flight and stops
+        the experiment, which can be resumed.
+        """
+        plan = self.plan(agent, train_dataset, val_dataset)
+        return await run_beside(
+            lambda: fit_plan(plan, progress=self._progress or run_progress(), resume=resume, fresh=fresh)
+        )
+
+    def dev(
+        self,
+        agent: Agent | None = None,
+        train_dataset: Tasks | None = None,
+        *,
+        tasks: int = 3,
+        record_as: str = "",
+        mode: Mode = "test",
+    ) -> DevResult:
+        """Run the agent on a few tasks without training; blocks, in a script and in a notebook.
+
+        Returns the calls, rewards and rows of each rollout, the error of each that failed, and the reason why a call is
+        in no row; logs a warning with the errors. The rollouts belong to an experiment of their own, so that a trainer
+        may run at the same time.
+
+        Args:
+            agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
+            train_dataset: Tasks, a data frame with a row for each, or the path of a JSON-lines, CSV or Parquet file.
+            tasks: Number of tasks to run.
+            record_as: Name of the rollouts' experiment; by default ``NAME-dev``.
+            mode: Mode of the rollouts, which decides the method of a ``LitAgent`` that runs them.
+
+        Raises:
+            ConfigError: The experiment cannot run, or the event loop of an async program runs here; use
+                :meth:`dev_async` there.
+        """
+        require_blocking("dev")
+        plan = self.plan(agent, train_dataset)
+        result = run_blocking(
+            lambda: dev_plan(
+                plan, progress=self._progress or default_progress(), tasks=tasks, record_as=record_as, mode=mode
+            )
+        )
+        warn_of_failures(result.episodes, store_url=store_url_of(plan))
+        return result
+
+    async def dev_async(
+        self,
+        agent: Agent | None = None,
+        train_dataset: Tasks | None = None,
+        *,
+        tasks: int = 3,
+        record_as: str = "",
+        mode: Mode = "test",
+    ) -> DevResult:
+        """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
+        plan = self.plan(agent, train_dataset)
+        result = await run_beside(
+            lambda: dev_plan(
+                plan, progress=self._progress or default_progress(), tasks=tasks, record_as=record_as, mode=mode
+            )
+        )
+        warn_of_failures(result.episodes, store_url=store_url_of(plan))
+        return result
+
+
+def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSection:
+    known = ExperimentSection.__struct_fields__
+    for key in settings:
+        if key not in known:
+            arguments = [*known, *(Trainer.__init__.__kwdefaults__ or ())]
+            hint = did_you_mean(key, arguments, otherwise=f"settings of an experiment are {', '.join(known)}")
+            hint = f"n_workers is n_runners: write n_runners={settings[key]!r}" if key == "n_workers" else hint
+            raise ConfigError(f"Trainer got the unknown argument {key!r}; {hint}")
+    fields: dict[str, Any] = {"agent": "", **settings, "name": name, "store": store}
+    return ExperimentSection(**fields)
+
+
+def _served(llm: LLM) -> PolicyConfig:
+    return policy(
+        "openai",
+        base_url=llm.endpoint,
+        model=llm.model,
+        api_key_env=llm.api_key_env,
+        sampling_parameters=llm.sampling_parameters,
+    )
+
+
+def _policy(given: str | PolicyConfig) -> PolicyConfig:
+    return PolicyConfig(use=given) if isinstance(given, str) else given
+
+
+def _resource(name: str, given: Resource | ResourceConfig) -> ResourceConfig:
+    if isinstance(given, PromptTemplate | JsonResource):
+        return ResourceConfig.of(given)
+    if isinstance(given, ResourceConfig):
+        return given
+    raise ConfigError(
+        f"the resource {name!r} is {given!r}; write agl.PromptTemplate(template=...) for a prompt, and "
+        f"agl.schemas.JsonResource(value=...) for another value. Weights belong to a policy: "
+        f'policies={{{name!r}: agl_run.policy("torch", model=...)}}'
+    )
+
+
+def _runner(given: str | RunnerConfig, n_runners: int | None) -> RunnerConfig:
+    found = RunnerConfig(use=given) if isinstance(given, str) else given
+    return found if n_runners is None else msgspec.structs.replace(found, concurrency=n_runners)
+
+
+def _algorithm(given: str | AlgorithmConfig, adapter: Mapping[str, str]) -> AlgorithmConfig:
+    unknown = sorted(set(adapter) - {"agent_match"})
+    if unknown:
+        raise ConfigError(f"adapter has unknown keys {unknown}; it takes agent_match, a regular expression")
+    config = algorithm(given) if isinstance(given, str) else given
+    if not isinstance(config, AlgorithmConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # agl.GRPO without a call is a common slip
+        raise ConfigError(f"algorithm is {given!r}; call it, as in agl.GRPO(...), or write its name")
+    return msgspec.structs.replace(config, agents=config.agents or adapter.get("agent_match", ""))
+
+
+def _component(given: str | ComponentConfig) -> ComponentConfig:
+    return component(given) if isinstance(given, str) else given
+
+
+def _reward(given: GivenReward) -> ComponentConfig:
+    if callable(given):
+        return component(name_of(given))
+    if isinstance(given, str | ComponentConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # a number is a common slip
+        return _component(given)
+    raise ConfigError(
+        f"rewards has {given!r}; give a function of the rollout and its spans, a class whose instances are such "
+        "functions, a registered name, or agl.algorithms.component(...)"
+    )
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    """Return one item or several as a list."""
+    return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # the caller's types say it

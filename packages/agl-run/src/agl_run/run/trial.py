@@ -1,0 +1,87 @@
+"""Opens an experiment for a trial: under a name of its own, from the versions that the experiment has reached.
+
+A trial has its own lock and its own record, so that a trainer of the experiment may run at the same time, and it saves
+no state of the experiment.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from agl.contracts import ExperimentRecord, Store
+from agl.schemas import Episode, Json, Mode
+from agl_inspect.records import load_experiment
+from agl_run.display.progress import Progress
+from agl_run.plan import Plan
+from agl_run.run.collector import cancel_unfinished
+from agl_run.run.driver import Driver
+from agl_run.run.resume import is_of_another_agent
+from agl_run.run.session import Session
+
+
+async def reached(store: Store, plan: Plan) -> ExperimentRecord | None:
+    """Return the record of the experiment, ``None`` if it never ran or ran another agent."""
+    found = await load_experiment(store, plan.name)
+    return None if found is None or is_of_another_agent(found, plan) else found
+
+
+@asynccontextmanager
+async def trial(
+    plan: Plan, *, record_as: str, progress: Progress, live: Mapping[str, str] | None = None
+) -> AsyncGenerator[Driver]:
+    """Start the experiment's parts as the experiment ``record_as``; closes them and ``progress`` at the end.
+
+    Rollouts that a killed trial of this name left in the queue are cancelled; those of an experiment that can be
+    resumed never are.
+
+    Args:
+        plan: The experiment.
+        record_as: Name of the rollouts' experiment.
+        progress: Shows the progress, and says which resources differ from the experiment's file.
+        live: Versions by resource, which take the place of those that the experiment has reached.
+    """
+    session = Session(plan.renamed(record_as))
+    try:
+        store = await session.open_store()
+        if await load_experiment(store, record_as) is None:
+            await cancel_unfinished(store, record_as)
+        previous = await reached(store, plan)
+        versions = {**(previous.live if previous else {}), **(live or {})}
+        state = ExperimentRecord(name=record_as, run=previous.run if previous else 1, live=versions)
+        await session.start(state, say=progress.say)
+        for key, resource in plan.resources.items():
+            if key not in (live or {}) and session.live.current(key).resource != resource:
+                progress.say(_other_text(key, session.live.current(key).version))
+        yield Driver(session, state, progress=progress, is_trial=True)
+    finally:
+        progress.close()
+        await session.close()
+
+
+class Tasks:
+    """Runs the agent on tasks, as the experiment's first algorithm reads them; all of them are one trial."""
+
+    def __init__(self, driver: Driver) -> None:
+        algorithms = driver.session.plan.config.algorithm
+        self._driver, self._rounds = driver, 0
+        self._collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", algorithms[0] if algorithms else None)
+
+    async def run(self, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
+        """Run tasks, ``samples`` times each; again for further ones."""
+        collected = await self._collect(tasks, step=self._rounds, n=samples, mode=mode, keeps_all=True)
+        self._rounds += 1
+        self._driver.patterns.end()
+        return collected.episodes
+
+
+async def run_tasks(driver: Driver, tasks: Sequence[Json], *, samples: int = 1, mode: Mode) -> Sequence[Episode]:
+    """Run the agent on tasks, ``samples`` times each, as the experiment's first algorithm reads them."""
+    return await Tasks(driver).run(tasks, samples=samples, mode=mode)
+
+
+def _other_text(name: str, version: str) -> str:
+    return (
+        f"{name}: the trial uses the version {version}, which the experiment has reached or a label points at, and not "
+        "what the experiment's file says, which differs; to try the file's, give the experiment another name: "
+        "--set experiment.name=NAME"
+    )

@@ -1,0 +1,264 @@
+"""Records one run of a program without an experiment, for ``agl exec``."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agl import PluginManager, semconv
+from agl.contracts import Gateway, Store, Upstream
+from agl.episodes import Agreement, find_disagreement
+from agl.errors import RunError, StoreError, UnknownComponentError
+from agl.schemas import (
+    AttemptStatus,
+    Claim,
+    ErrorInfo,
+    Outcome,
+    Record,
+    RetryPolicy,
+    Rollout,
+    Span,
+    new_rollout_id,
+    new_span_id,
+    new_trace_id,
+)
+from agl.stores import all_spans
+from agl_inspect.records import worker_name
+from agl_inspect.stores import build_store
+from agl_run.access.secret import signing_keys
+from agl_run.access.tokens import AttemptTokens, issue_token
+from agl_run.runners.folders import own_folder, remove_abandoned
+from agl_run.runners.kept import KeptProcess
+from agl_run.runners.setup import client_environment
+from agl_run.runners.spool import Spool
+
+_LOG = logging.getLogger("agl_run.run")
+
+LEASE_S = 60.0
+
+
+class RecordedRun(Record, frozen=True, kw_only=True):
+    """The recording of a program.
+
+    Attributes:
+        rollout_id: The rollout's id.
+        calls: Number of recorded model calls.
+        agreement: The model calls that only the program's framework, or only the recording, saw.
+        exit_code: The program's exit status; 124 beyond its time limit, 128 plus the number of a signal.
+        stopped_by: Name of the signal to this process that ended the program, ``""`` if it ended otherwise.
+    """
+
+    rollout_id: str
+    calls: int
+    agreement: Agreement
+    exit_code: int
+    stopped_by: str = ""
+
+
+class StopRequest:
+    """Turns SIGINT, SIGTERM and SIGHUP into the cancellation of the current task, and remembers the signal.
+
+    Attributes:
+        number: The first signal that arrived.
+    """
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    def listen(self) -> None:
+        """Begin to listen; where signals cannot be handled, as on Windows, asyncio's own Ctrl-C remains."""
+        self._task = asyncio.current_task()
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            for number in _STOPPING:
+                asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
+
+    def end(self) -> None:
+        """Give the signals back; the next one ends this process."""
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            for number in _STOPPING:
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+    def is_answered(self) -> bool:
+        """Return whether a cancellation of the current task was this request's, and take it back then."""
+        if self.number is None or self._task is None:
+            return False
+        self._task.uncancel()
+        return True
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self.number is None and self._task is not None:
+            self.number = number
+            self._task.cancel()
+
+
+_STOPPING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+async def record_command(
+    command: Sequence[str],
+    *,
+    manager: PluginManager,
+    store_url: str,
+    upstream: str = "",
+    timeout_s: float | None = None,
+    request: StopRequest | None = None,
+) -> RecordedRun:
+    """Run a program once, pass its output through, and record its model calls.
+
+    A signal to stop ends the program with all its descendants; its record up to then is kept.
+
+    Raises:
+        RunError: The program cannot be started; no rollout is kept then.
+        asyncio.CancelledError: A signal arrived before the program started; no rollout is kept then.
+    """
+    _require_program(command[0])
+    request = request or StopRequest()
+    request.listen()
+    async with AsyncExitStack() as stack:
+        store = build_store(manager, store_url)
+        stack.push_async_callback(store.close)
+        claim = await _claim(store, command, timeout_s)
+        remove_abandoned()
+        folder = stack.enter_context(own_folder())
+        root = _root(claim)
+        spool = Spool(folder / "spool", root)
+        try:
+            gateway, environment = await _capture(stack, manager, store, claim, upstream, spool)
+            process = await _start(command, {**os.environ, **environment})
+        except BaseException:
+            await _discard(store, claim.rollout.rollout_id)
+            raise
+        renewing = asyncio.create_task(_renew(store, claim.attempt.attempt_id))
+        stack.callback(renewing.cancel)
+        status, code, error = await _end_of(process, timeout_s, request)
+        request.end()
+        if gateway is not None:
+            await gateway.settle(claim.attempt.attempt_id)
+        closed = msgspec.structs.replace(root, end_ns=time.time_ns(), status="ok" if code == 0 else "error")
+        outcome = Outcome(
+            attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=(closed, *spool.read())
+        )
+        await store.finish([outcome])
+        spans = await all_spans(store, claim.rollout.rollout_id)
+        return RecordedRun(
+            rollout_id=claim.rollout.rollout_id,
+            calls=sum(span.call is not None for span in spans),
+            agreement=find_disagreement(spans, attempt_id=claim.attempt.attempt_id),
+            exit_code=code,
+            stopped_by="" if request.number is None else request.number.name,
+        )
+
+
+def _require_program(name: str) -> None:
+    """Refuse a program that cannot be found, before anything is recorded."""
+    if shutil.which(name) is None:
+        found = "it may not be executed (chmod +x)" if Path(name).is_file() else "no such program was found"
+        raise RunError(f"cannot start {name!r}: {found}; the command goes after --, as in a shell")
+
+
+async def _discard(store: Store, rollout_id: str) -> None:
+    """Remove a rollout whose program never ran."""
+    await store.cancel([rollout_id])
+    await store.delete([rollout_id])
+
+
+async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) -> Claim:
+    rollout_id = new_rollout_id()
+    experiment = f"exec-{rollout_id}"
+    await store.enqueue(
+        [
+            Rollout(
+                rollout_id=rollout_id,
+                task={"command": list(command)},
+                experiment=experiment,
+                mode="test",
+                retry=RetryPolicy(timeout_s=timeout_s, grace_s=LEASE_S, max_losses=0),  # this process decides
+                created_at=time.time(),
+            )
+        ]
+    )
+    return (await store.claim(worker=worker_name(), experiment=experiment, lease_s=LEASE_S))[0]
+
+
+async def _renew(store: Store, attempt_id: str) -> None:
+    while True:
+        await asyncio.sleep(LEASE_S / 3)
+        try:
+            await store.renew([attempt_id], lease_s=LEASE_S)
+        except StoreError as error:  # the next try comes before the lease lapses
+            _LOG.warning("the store could not record that the program still runs: %s", error)
+
+
+def _root(claim: Claim) -> Span:
+    return Span(
+        rollout_id=claim.rollout.rollout_id,
+        attempt_id=claim.attempt.attempt_id,
+        span_id=new_span_id(),
+        trace_id=new_trace_id(),
+        name=semconv.ROOT_SPAN_NAME,
+        start_ns=time.time_ns(),
+    )
+
+
+async def _capture(
+    stack: AsyncExitStack, manager: PluginManager, store: Store, claim: Claim, upstream: str, spool: Spool
+) -> tuple[Gateway | None, dict[str, str]]:
+    """Make the program record itself, and start a gateway if one is installed and an upstream is given.
+
+    The gateway records every program that reads the environment. A Python program records its calls to other URLs
+    itself.
+    """
+    try:
+        entry = manager.gateway("gateway") if upstream else None
+    except UnknownComponentError:
+        entry = None
+    if entry is None:
+        return None, spool.environment()
+    gateway: Gateway = manager.build(entry)
+    stack.push_async_callback(gateway.stop)
+    secret = signing_keys()
+    key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else ""
+    target = Upstream(name="upstream", base_url=upstream, aliases=("*",), api_key_env=key)
+    url = await gateway.start(store=store, upstreams=[target], secret=secret)
+    token = issue_token(AttemptTokens(secret), claim.rollout, claim.attempt)
+    return gateway, {**spool.environment(gateway_url=url, token=token), **client_environment(f"{url}/v1", token)}
+
+
+async def _start(command: Sequence[str], environment: dict[str, str]) -> KeptProcess:
+    try:
+        return await KeptProcess.start(command, environment=environment, stops_rest=False, has_session=False)
+    except OSError as error:
+        raise RunError(f"cannot start {command[0]!r}: {error}") from error
+
+
+async def _end_of(
+    process: KeptProcess, timeout_s: float | None, request: StopRequest
+) -> tuple[AttemptStatus, int, ErrorInfo | None]:
+    """Wait for the program's end, or end it."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            code = await process.wait()
+    except TimeoutError:
+        print(f"agl: stopped after {timeout_s:g} s", file=sys.stderr)
+        return "timeout", 124, ErrorInfo(type="TimeoutError", message="exit status 124")
+    except asyncio.CancelledError:
+        if not request.is_answered() or request.number is None:
+            raise
+        text = f"stopped by {request.number.name}"
+        return "failed", 128 + request.number, ErrorInfo(type="Interrupted", message=text)
+    finally:
+        await process.stop()
+    code = code if code >= 0 else 128 - code
+    if code == 0:
+        return "succeeded", 0, None
+    return "failed", code, ErrorInfo(type="ProcessExit", message=f"exit status {code}")

@@ -1,7 +1,0 @@
-"""``sqlite:///``: the default store, one durable file."""
-
-from agl_run.sqlite._names import experiments, rollout_ids
-from agl_run.sqlite._schema import path_of
-from agl_run.sqlite._store import SQLiteStore
-
-__all__ = ["SQLiteStore", "experiments", "path_of", "rollout_ids"]

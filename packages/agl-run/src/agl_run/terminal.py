@@ -1,0 +1,162 @@
+"""Shared parts of commands that take an experiment file: reads it, overrides keys, makes the trainer."""
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+
+from agl import PluginManager
+from agl.algorithms import AlgorithmConfig, ComponentConfig
+from agl.errors import ConfigError
+from agl.hints import did_you_mean
+from agl_inspect.stores import located
+from agl_inspect.terminal import resolve_url
+from agl_run.config.file import load_config, load_data, parse_config
+from agl_run.config.records import ExperimentConfig
+from agl_run.display.progress import Progress
+from agl_run.run.trainer import Trainer
+from agl_run.worker.cluster_share import on_ray
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_KEYS = {"algorithm": AlgorithmConfig.__struct_fields__, "reward": ComponentConfig.__struct_fields__}
+"""The sections that are lists of tables, with the keys of each table."""
+
+
+def experiment_argument(function: F) -> F:
+    """Add the experiment file and ``--set`` to a command."""
+    function = click.option(
+        "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key, such as experiment.seed=3."
+    )(function)
+    return click.argument("file", type=click.Path(path_type=Path))(function)
+
+
+ray_option = click.option(
+    "--ray",
+    "ray_address",
+    metavar="auto|ADDRESS",
+    help="Run the agents on a Ray cluster: this machine's or a new one here, or the one at HOST:PORT.",
+)
+"""``--ray``, which puts the workers of an experiment on a Ray cluster."""
+
+
+def make_trainer(
+    file: Path,
+    settings: tuple[str, ...],
+    *,
+    manager: PluginManager,
+    progress: Progress | None = None,
+    ray_address: str | None = None,
+) -> Trainer:
+    """Make the trainer that the file describes; raises :class:`ConfigError`."""
+    config, plugins = read_experiment(file, settings, manager=manager)
+    if ray_address is not None:
+        config = on_ray(config, ray_address)
+    return Trainer.from_config(config, folder=file.absolute().parent, plugins=plugins, progress=progress)
+
+
+def read_experiment(
+    file: Path, settings: tuple[str, ...], *, manager: PluginManager
+) -> tuple[ExperimentConfig, PluginManager]:
+    """Read the file with ``--set`` applied, and load its plugins; raises :class:`ConfigError`."""
+    config = load_config(file)
+    if settings:
+        data = load_data(file)
+        for setting in settings:
+            _override(data, setting)
+        config = parse_config(data, source=f"{file} with --set")
+    disabled = config.plugins.get("disabled", ())
+    plugins = PluginManager.from_environment(disabled, environ=manager.worker_env()) if disabled else manager
+    return config, plugins
+
+
+def store_of(config: ExperimentConfig, file: Path) -> str:
+    """Return the URL of the experiment's own store; a relative SQLite file is taken from the folder of ``file``.
+
+    Raises:
+        ConfigError: There is no such SQLite file.
+    """
+    return resolve_url(located(config.experiment.store, file.absolute().parent))
+
+
+def _override(data: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not all(part.strip() for part in key.split(".")):
+        raise ConfigError(f"--set {setting!r} is not of the form KEY=VALUE, such as experiment.seed=3")
+    *tables, last = key.strip().split(".")
+    table: Any = data
+    for position, name in enumerate(tables):
+        table = _enter(table, name, _Place(setting=setting, path=".".join(tables[:position])))
+    _table_with(table, last, _Place(setting=setting, path=".".join(tables)))[last] = _value(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """The part of an experiment that a setting has reached, for messages."""
+
+    setting: str
+    path: str
+
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(f"--set {self.setting!r}: {problem}")
+
+
+def _enter(table: Any, name: str, place: _Place) -> Any:
+    """Return what ``name`` is called in a table, or in a list of tables; makes an absent table."""
+    if isinstance(table, list) and name not in _KEYS.get(place.path, ()):
+        return _entry(_tables(cast("list[Any]", table), place), name, place)
+    return _table_with(table, name, place).setdefault(name, [] if not place.path and name in _KEYS else {})
+
+
+def _table_with(table: Any, key: str, place: _Place) -> dict[str, Any]:
+    """Return the table that ``key`` is set in: the given one, or the only one of a list."""
+    if isinstance(table, dict):
+        return cast("dict[str, Any]", table)
+    if not isinstance(table, list):
+        raise place.error(f"{place.path!r} is {table!r}, which has no keys; write --set {place.path}=VALUE")
+    items = _tables(cast("list[Any]", table), place)
+    if key not in _KEYS.get(place.path, ()):
+        raise place.error(
+            f"{place.path!r} is a list of tables, and {key!r} is no key of one, as in {place.path}.0.use=NAME; an "
+            f"argument of it goes under params, as in {place.path}.params.{key}=VALUE"
+        )
+    if not items:
+        items.append({})
+    if len(items) > 1:
+        raise place.error(
+            f"there are {len(items)} entries in {place.path!r}; say which: "
+            + " or ".join(f"{place.path}.{position}.{key}" for position in range(len(items)))
+        )
+    return items[0]
+
+
+def _tables(items: list[Any], place: _Place) -> list[dict[str, Any]]:
+    if not all(isinstance(item, dict) for item in items):
+        raise place.error(f"{place.path!r} is a list of values; set it as a whole: --set '{place.path}=[...]'")
+    return items
+
+
+def _entry(items: list[dict[str, Any]], name: str, place: _Place) -> dict[str, Any]:
+    """Return the entry of a list by its name, by its ``use``, or by its position from 0."""
+    named = [item for item in items if (item.get("name") or item.get("use")) == name]
+    found = named or [item for item in items if item.get("use") == name]
+    if name.isdecimal() and int(name) < len(items):
+        found = [items[int(name)]]
+    if len(found) == 1:
+        return found[0]
+    what = "there is no" if not found else f"there are {len(found)} entries called"
+    there = [str(item.get("name") or item.get("use")) for item in items]
+    choice = f"use a name, or the position from 0 (it holds: {', '.join(there) or 'nothing'})"
+    raise place.error(
+        f"{what} {name!r} in that list; {did_you_mean(name, there, otherwise=choice) if not found else choice}"
+    )
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

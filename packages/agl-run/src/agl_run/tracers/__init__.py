@@ -1,0 +1,1 @@
+"""Tracers that are always on."""

@@ -1,0 +1,169 @@
+"""Counts the model calls of rollouts that leave through HTTP clients whose calls nothing records.
+
+urllib, urllib3, requests and botocore send through ``http.client``; aiohttp has sockets of its own. A POST to a
+model's route that is answered with success becomes a span that names the library and the host, and by which
+:func:`agl.episodes.find_disagreement` knows of a call without a record. Requests are never changed. Nothing of them
+is read but method and URL, and of these only the host is kept. Left out are calls to the run's own gateway, which
+records them, and failed ones, which may be tried again. Calls to a server of a policy lack in the rollout's record;
+calls to another, such as the model behind a tool, are only told of. A call that is refused for its key (401) becomes a
+failed span, by which the attempt's error says how a client gets a key that counts.
+"""
+
+import inspect
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from types import FrameType, ModuleType
+from typing import Any, ClassVar
+
+from agl import semconv
+from agl.tracing import ActiveAttempt, Undo, current, open_span, patch
+from agl_run.access.placeholder_key import PLACEHOLDER_KEY, REFUSED
+from agl_run.tracers.module_tracer import ModuleTracer
+
+_ROUTES = re.compile(
+    r"/completions$"
+    r"|/(?:v\d\w*|openai)/responses$"
+    r"|/v\d\w*/(?:messages|chat)$"  # Anthropic, Cohere
+    r"|/api/(?:chat|generate)$"  # Ollama
+    r"|:(?:generateContent|streamGenerateContent|rawPredict|streamRawPredict)$"  # Gemini, Vertex AI
+    r"|/model/[^/]+/(?:converse|invoke)(?:-stream|-with-response-stream)?$"  # Bedrock
+)
+"""Routes at which models generate. Chat services have some that end in ``/messages``, so the version is required."""
+
+_LIBRARIES = frozenset({"aiobotocore", "aiohttp", "botocore", "requests", "urllib", "urllib3"})
+_BETWEEN = frozenset({"agl_run", "http"})
+UNAUTHORIZED = 401
+_WATCHED_ELSEWHERE = frozenset({"httpx", "httpx2"})
+
+
+def _wrap_http_client(module: ModuleType) -> list[Undo]:
+    kind = module.HTTPConnection
+    return [patch(kind, "putrequest", _putrequest), patch(kind, "getresponse", _getresponse)]
+
+
+def _wrap_aiohttp(module: ModuleType) -> list[Undo]:
+    return [patch(module.ClientSession, "_request", _request)]
+
+
+def _putrequest(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def putrequest(self: Any, method: str, url: str, *args: Any, **options: Any) -> None:
+        self._agl_posted = (url, time.time_ns()) if method == "POST" else None
+        original(self, method, url, *args, **options)
+
+    return putrequest
+
+
+def _getresponse(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def getresponse(self: Any, *args: Any, **options: Any) -> Any:
+        response = original(self, *args, **options)
+        posted: tuple[str, int] | None = getattr(self, "_agl_posted", None)
+        self._agl_posted = None
+        if posted is not None and _is_told(response.status, posted[0]):
+            _tell(response.status, _url_of(self, posted[0]), library="http.client", start_ns=posted[1])
+        return response
+
+    return getresponse
+
+
+def _request(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    async def request(*args: Any, **options: Any) -> Any:
+        start_ns = time.time_ns()
+        response = await original(*args, **options)
+        if response.method == "POST" and _is_told(response.status, response.url.path):
+            _tell(response.status, str(response.url), library="aiohttp", start_ns=start_ns)
+        return response
+
+    return request
+
+
+def _is_model_route(target: str) -> bool:
+    """Return true if a POST to ``target``, a URL or its path, asks a model to generate."""
+    return _ROUTES.search(target.partition("?")[0].rstrip("/")) is not None
+
+
+def _is_told(status: int, target: str) -> bool:
+    """Return true if an answer means that a call was made, or refused for its key."""
+    return status == UNAUTHORIZED or (status < 300 and _is_model_route(target))
+
+
+def _tell(status: int, url: str, *, library: str, start_ns: int) -> None:
+    """Record an answered model call to ``url`` as one that has no record, if a rollout made it; or a refused one."""
+    attempt = current()
+    if attempt is None:
+        return
+    is_refused = status == UNAUTHORIZED
+    kind = _refused_kind(url, attempt) if is_refused else _unrecorded_kind(url, attempt)
+    library = _library_above(library) if kind else ""
+    if library:
+        about: dict[str, Any] = {"client": library, "server": url, "attributes": {semconv.UNRECORDED: kind}}
+        span = open_span(start_ns=start_ns, is_current=False, unless_called=True, **about)
+        span.close("the key was refused" if is_refused else None)
+
+
+def _unrecorded_kind(url: str, attempt: ActiveAttempt) -> str:
+    if _is_below(url, attempt.gateway_url):
+        return ""
+    return "policy" if _is_served(url, attempt) else "foreign"
+
+
+def _refused_kind(url: str, attempt: ActiveAttempt) -> str:
+    """Return ``refused`` if the key cannot be one that the run gave to the attempt."""
+    if _is_below(url, attempt.gateway_url):
+        return REFUSED
+    has_no_key = os.environ.get("OPENAI_API_KEY") == PLACEHOLDER_KEY
+    return REFUSED if has_no_key and _is_served(url, attempt) else ""
+
+
+def _is_served(url: str, attempt: ActiveAttempt) -> bool:
+    return any(_is_below(url, one) for up in attempt.upstreams for one in (up.base_url, *up.replicas))
+
+
+def _is_below(url: str, root: str) -> bool:
+    return bool(root) and f"{url}/".lower().startswith(f"{root.rstrip('/')}/".lower())
+
+
+def _url_of(connection: Any, target: str) -> str:
+    """Return the URL of a request; ``target`` is its path, or the whole URL where that goes to a proxy."""
+    if not target.startswith("/"):
+        return target
+    tunnel = connection._tunnel_host
+    host, port = (tunnel, connection._tunnel_port) if tunnel else (connection.host, connection.port)
+    netloc = f"[{host}]" if ":" in host else host
+    if port != connection.default_port:
+        netloc += f":{port}"
+    return f"{'https' if connection.default_port == 443 else 'http'}://{netloc}{target}"
+
+
+def _library_above(name: str) -> str:
+    """Return the outermost HTTP library that is calling, by default ``name``; ``""`` within httpx, which records."""
+    is_inside = True
+    for module in _modules_above():
+        if module in _WATCHED_ELSEWHERE:
+            return ""
+        is_inside = is_inside and module in _LIBRARIES | _BETWEEN
+        if is_inside and module in _LIBRARIES:
+            name = module
+    return name
+
+
+def _modules_above() -> Iterator[str]:
+    """Yield the top-level modules of the calling frames, innermost first."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        frame = frame.f_back
+
+
+class UnrecordedCalls(ModuleTracer):
+    """Counts model calls that nothing records; see the module."""
+
+    changes: ClassVar[Mapping[str, Callable[[ModuleType], Sequence[Undo]]]] = {
+        "http.client": _wrap_http_client,
+        "aiohttp": _wrap_aiohttp,
+    }

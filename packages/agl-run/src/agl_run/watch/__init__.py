@@ -1,0 +1,1 @@
+"""Watches over rollouts and steps: failures, disagreement, sampling, patterns without agents."""

@@ -1,0 +1,197 @@
+"""Reports ``agents`` and ``roles`` patterns, of policies, algorithms and credits, that match no recorded agent.
+
+A pattern that matches nothing is reported after the first rollouts; a name within one, such as ``author`` in
+``write|author``, only at the end of the run, because its agent may be needed late.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from agl.algorithms import AlgorithmConfig
+from agl.errors import ConfigError
+from agl.schemas import Episode, Transition
+from agl_run.plan import Plan
+from agl_run.watch.observers import Batch, Observer
+
+_LOG = logging.getLogger("agl_run.run")
+
+SHOWN = 30
+"""Most names of agents in a message."""
+
+_Matches = Callable[[str, str], object]
+"""Matches a pattern with a name, as the user of the pattern does."""
+
+
+class PatternReport(Observer):
+    """The names of all patterns that have matched no agent in a run, with the names of the agents that were seen."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._checks: dict[str, AgentPatternCheck] = {}
+        self._unmatched: dict[str, set[str]] = {}
+        self._seen: set[str] = set()
+        self._warned: set[str] = set()
+
+    def batch(self, batch: Batch) -> None:
+        """Check the patterns that concern the caller; see :meth:`AgentPatternCheck.check`."""
+        if batch.mode != "val" and batch.caller not in self._checks:
+            self._checks[batch.caller] = AgentPatternCheck(self._plan, batch.algorithm, report=self)
+        if batch.mode != "val":
+            self._checks[batch.caller].check(batch.episodes, trains=batch.trains and batch.is_own)
+
+    def see(self, calls: Sequence[Transition]) -> None:
+        """Take the names of the agents behind calls."""
+        self._seen |= _names(calls)
+
+    def add(self, setting: str, pattern: str, names: set[str], *, matches: _Matches) -> bool:
+        """Match a pattern with the names that it may match; returns true if any name in it has matched one by now."""
+        parts = set(_parts(pattern))
+        left = self._unmatched.get(setting, parts)
+        self._unmatched[setting] = {part for part in left if not any(matches(part, name) for name in names)}
+        return self._unmatched[setting] != parts
+
+    def warn(self, setting: str, text: str) -> None:
+        """Log a warning about a setting, once in a run."""
+        if setting not in self._warned:
+            self._warned.add(setting)
+            _LOG.warning("%s", text)
+
+    def end(self) -> None:
+        """Log a warning for each pattern with names that matched nothing, unless it was reported before."""
+        for setting, parts in self._unmatched.items():
+            if parts:
+                named = ", ".join(map(repr, sorted(parts)))
+                self.warn(setting, f"{setting}: {named} matched no agent, node or role in this run; {seen(self._seen)}")
+
+
+class AgentPatternCheck:
+    """Checks the patterns that concern the rollouts of one algorithm.
+
+    Args:
+        plan: The experiment, whose policies have ``agents`` patterns.
+        algorithm: The algorithm that collects, if any. An unmatched pattern is an error if it leaves this algorithm
+            without training data, and else a warning, because the agent may not have been needed yet.
+        report: Takes what was found.
+    """
+
+    def __init__(self, plan: Plan, algorithm: AlgorithmConfig | None, *, report: PatternReport) -> None:
+        self._policies = {name: policy.agents for name, policy in plan.config.policy.items() if policy.agents}
+        self._algorithm = algorithm
+        self._roles = [] if algorithm is None else _roles(algorithm, plan)
+        self._report = report
+        self._is_first = True
+
+    def check(self, episodes: Sequence[Episode], *, trains: bool) -> None:
+        """Check a batch.
+
+        Args:
+            episodes: The batch; one without model calls says nothing.
+            trains: True if an algorithm trains on the calls, so that it needs some.
+
+        Raises:
+            ConfigError: An algorithm has nothing to train on; lists the names that were seen.
+        """
+        calls = [call for episode in episodes for call in episode.transitions]
+        if not calls:
+            return
+        self._report.see(calls)
+        for policy, pattern in self._policies.items():
+            self._check_policy(policy, pattern, calls, trains=trains)
+        if self._algorithm is not None and self._algorithm.agents:
+            self._check_algorithm(self._algorithm, calls, trains=trains)
+        for role in self._roles:
+            self._check_role(role, calls)
+        self._is_first = False
+
+    def _check_policy(self, policy: str, pattern: str, calls: Sequence[Transition], *, trains: bool) -> None:
+        setting = f"[policy.{policy}] agents = {pattern!r}"
+        own = [call for call in calls if call.policy == policy]
+        is_matched = self._report.add(setting, pattern, _names(own), matches=re.fullmatch)
+        if is_matched or not self._is_first:
+            return
+        text = f"{setting} matched none of the agents, nodes and roles of the first rollouts; {seen(_names(calls))}"
+        if trains and self._algorithm is not None and policy in self._algorithm.tunes:
+            raise ConfigError(text)
+        self._report.warn(setting, text)
+
+    def _check_algorithm(self, algorithm: AlgorithmConfig, calls: Sequence[Transition], *, trains: bool) -> None:
+        setting = f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r}"
+        is_matched = self._report.add(setting, algorithm.agents, _names(calls), matches=re.search)
+        if not self._is_first:
+            return
+        if trains and all(call.reject == "not_selected" for call in calls):
+            raise ConfigError(f"{setting} selected none of the calls of its policy; {seen(_names(calls))}")
+        if not is_matched:
+            self._report.warn(setting, f"{setting} matched no agent, node or role; {seen(_names(calls))}")
+
+    def _check_role(self, role: "_Role", calls: Sequence[Transition]) -> None:
+        names = {call.agent for call in calls if call.agent} if role.is_agents_alone else _names(calls)
+        is_matched = self._report.add(role.setting, role.pattern, names, matches=role.matches)
+        if self._is_first and not is_matched:
+            self._report.warn(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Role:
+    """A pattern in ``roles``, and how its user matches it: a credit with the whole names of agents alone."""
+
+    setting: str
+    pattern: str
+    matches: _Matches
+    is_agents_alone: bool
+
+
+def _roles(algorithm: AlgorithmConfig, plan: Plan) -> list[_Role]:
+    """Return the patterns of an algorithm on prompts, ``roles`` by resource, and of the credit for weights."""
+    found: list[_Role] = []
+    for name, pattern in _table(algorithm.params.get("roles")).items():
+        setting = f"algorithm {algorithm.name!r}: roles.{name} = {pattern!r}"
+        found.append(_Role(setting=setting, pattern=str(pattern), matches=re.search, is_agents_alone=False))
+    if plan.trained_policies().intersection(algorithm.tunes):
+        credit = algorithm.credit or plan.config.credit
+        owner = f"credit of the algorithm {algorithm.name!r}" if algorithm.credit else "[credit]"
+        for pattern in _table(credit.params.get("roles")):
+            setting = f"{owner}: the role {pattern!r}"
+            found.append(_Role(setting=setting, pattern=pattern, matches=re.fullmatch, is_agents_alone=True))
+    return [role for role in found if _is_expression(role.pattern)]
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _is_expression(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False  # its user refuses it
+    return True
+
+
+def _names(calls: Sequence[Transition]) -> set[str]:
+    return {name for call in calls for name in call.path}
+
+
+def _parts(pattern: str) -> list[str]:
+    """Return the names between the bars of a pattern; the whole pattern if a part is no expression by itself."""
+    parts = pattern.split("|")
+    try:
+        for part in parts:
+            re.compile(part)
+    except re.error:
+        return [pattern]
+    return parts
+
+
+def seen(names: set[str]) -> str:
+    """Return the names of the agents that were seen, with the next step."""
+    if not names:
+        return (
+            "no call came from a named agent. Install the tracer of the agent's framework and list it under tracers, "
+            'or name the agents in the code: with agl.operation("write"):'
+        )
+    shown = ", ".join(map(repr, sorted(names)[:SHOWN]))
+    return f"these were seen: {shown}{' and more' if len(names) > SHOWN else ''}. Correct the pattern"

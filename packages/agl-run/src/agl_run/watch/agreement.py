@@ -1,0 +1,152 @@
+"""Checks collected episodes for model calls that are missing from their records.
+
+Every command that collects rollouts passes here, so that none of them is silent.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from agl.episodes import Verdict
+from agl.errors import RunError
+from agl.schemas import Episode, LooseCall
+from agl_inspect.stores import proposal
+from agl_run.config.records import ExperimentSection
+from agl_run.watch.observers import Batch, Observer
+
+_LOG = logging.getLogger("agl_run.run")
+
+UNSEEN = "unseen calls"
+UNATTRIBUTED = "unattributed calls"
+"""The reasons for which rollouts are dropped."""
+
+_NO_CALLS = "no calls"
+
+ATTRIBUTE = "Install the tracer of the framework that makes them, or name them in the code: with agl.operation(...)"
+"""The next step after unattributed calls."""
+
+_REMEDIES = {
+    UNSEEN: "Point these clients at the gateway, with the base URL and key of the resource, or let them call through "
+    'httpx; if they need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
+    UNATTRIBUTED: ATTRIBUTE,
+}
+
+_FATE = {"drop": "training leaves such rollouts out", "error": "such a rollout ends a run", "accept": ""}
+
+
+def settings_by_kind(section: ExperimentSection) -> dict[str, Verdict | Literal["error"]]:
+    """Return ``unseen_calls`` and ``unattributed_calls`` by the kind of calls that they are about."""
+    return {UNSEEN: section.unseen_calls, UNATTRIBUTED: section.unattributed_calls}
+
+
+def refusal(episode: Episode, section: ExperimentSection) -> str:
+    """Return the reason why a rollout is left out of training, ``""`` if there is none."""
+    settings = settings_by_kind(section)
+    return next((kind for kind, setting in settings.items() if setting != "accept" and _counts(episode, kind)), "")
+
+
+class AgreementReport(Observer):
+    """Reports model calls that are missing from the records, each kind once in a run.
+
+    Args:
+        section: Has the two settings.
+        is_trial: Report only, whatever the settings are.
+        store_url: Where the rollouts are stored, for the commands in the reports.
+    """
+
+    def __init__(self, section: ExperimentSection, *, is_trial: bool = False, store_url: str = "") -> None:
+        self._store_url = store_url
+        self._settings = settings_by_kind(section)
+        self._is_trial = is_trial
+        self._reported: set[tuple[str, bool]] = set()
+
+    def batch(self, batch: Batch) -> None:
+        """Log a warning about the calls that are missing from a batch, as :meth:`report` does."""
+        self.report(batch.episodes, trains=batch.trains)
+
+    def report(self, episodes: Sequence[Episode], *, trains: bool) -> None:
+        """Log a warning about the calls that are missing from a batch.
+
+        Args:
+            episodes: The batch.
+            trains: True if an algorithm trains on them, false if they are only recorded or validated.
+
+        Raises:
+            RunError: The setting for a kind that was found is ``error``.
+        """
+        for kind in self._settings:
+            concerned = [episode for episode in episodes if _found(episode, kind)]
+            if concerned and not (kind == UNSEEN and self._settings[kind] == "accept"):
+                self._report(kind, concerned, of=len(episodes), trains=trains)
+        silent = [episode for episode in episodes if _has_no_call(episode)]
+        if silent and self._is_new(_NO_CALLS, trains=False):
+            _LOG.warning(
+                "%d of %d rollouts made no recorded model call. If their agent calls a model, let its client call over "
+                "HTTP with httpx, as the openai and anthropic clients do, or give it the base URL and key of the "
+                "resource.%s",
+                len(silent),
+                len(episodes),
+                self._see("show", silent[0]),
+            )
+
+    def _report(self, kind: str, concerned: Sequence[Episode], *, of: int, trains: bool) -> None:
+        setting = self._settings[kind]
+        text = f"{len(concerned)} of {of} rollouts have {describe(concerned, kind)}"
+        if setting == "error" and not self._is_trial:
+            raise RunError(text)
+        if self._is_new(kind, trains=trains):
+            if not any(_counts(episode, kind) for episode in concerned):
+                setting = "accept"
+            fate = _fate_in_training(setting) if trains else _fate(kind, setting)
+            _LOG.warning("%s; %s.%s", text, fate, self._see("why", concerned[0]))
+
+    def _see(self, name: str, episode: Episode) -> str:
+        return proposal("See", name, episode.rollout.rollout_id, store_url=self._store_url)
+
+    def _is_new(self, kind: str, *, trains: bool) -> bool:
+        """Return true the first time."""
+        is_new = (kind, trains) not in self._reported
+        self._reported.add((kind, trains))
+        return is_new
+
+
+def describe(episodes: Sequence[Episode], kind: str) -> str:
+    """Name the clients that made such calls, and the next step within an experiment."""
+    text = describe_calls([call for episode in episodes for call in _found(episode, kind)], kind)
+    return f"{text}. {_REMEDIES[kind]}"
+
+
+def describe_calls(calls: Sequence[LooseCall], kind: str) -> str:
+    """Name the clients that made such calls."""
+    clients = Counter(call.client for call in calls)
+    named = ", ".join(f"{client} ({count})" for client, count in clients.most_common(5))
+    found = {
+        UNSEEN: "model calls that were not recorded",
+        UNATTRIBUTED: "recorded model calls outside of the framework's spans",
+    }
+    return f"{len(calls)} {found[kind]}, made by {named}"
+
+
+def _found(episode: Episode, kind: str) -> tuple[LooseCall, ...]:
+    return episode.unseen if kind == UNSEEN else episode.unattributed
+
+
+def _counts(episode: Episode, kind: str) -> bool:
+    """Return true if calls to a policy's server are concerned, or calls of which the server is not known."""
+    return any(not call.is_foreign for call in _found(episode, kind))
+
+
+def _has_no_call(episode: Episode) -> bool:
+    """Return true if a rollout succeeded with neither a recorded call nor one that was only seen."""
+    return episode.rollout.status == "succeeded" and not (episode.transitions or episode.unseen)
+
+
+def _fate_in_training(setting: str) -> str:
+    return "they are left out of training" if setting == "drop" else "they train with the calls that were recorded"
+
+
+def _fate(kind: str, setting: str) -> str:
+    """Return the meaning of such calls for rollouts that no algorithm trains on."""
+    lacks = "their records are incomplete" if kind == UNSEEN else "no agent is recorded for these calls"
+    return " and ".join(filter(None, (lacks, _FATE[setting])))

@@ -1,0 +1,1 @@
+"""Workers: the claim loop, remote workers, and how they find the run."""

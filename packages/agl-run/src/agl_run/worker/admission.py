@@ -1,0 +1,138 @@
+"""Admits a worker on another machine: makes its plan, and finds the problems that keep it from joining."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import agl
+from agl import PluginManager
+from agl.errors import ConfigError, GatewayLostError
+from agl.schemas import to_json
+from agl_inspect.records import place
+from agl_run.config.harnesses import agent_of, with_runner
+from agl_run.config.records import ExperimentConfig
+from agl_run.config.work_folder import work_folder
+from agl_run.parts.rewards import check_known
+from agl_run.plan import Plan, load_agent
+from agl_run.worker.address import is_loopback
+from agl_run.worker.announcement import Serving, settings_of
+from agl_run.worker.cluster_share import with_fleet
+from agl_run.worker.remote_gateway import RemoteGateway
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinProblem:
+    """The reason why a worker cannot join.
+
+    Attributes:
+        kind: ``settings`` when the two sides differ, ``gateway`` when the gateway cannot be used from here.
+        text: The finding and the next step.
+    """
+
+    kind: Literal["settings", "gateway"]
+    text: str
+
+
+def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManager) -> Plan:
+    """Make a plan for running attempts only; tasks, algorithms and policies are not needed on a worker's machine.
+
+    Raises:
+        ConfigError: The agent cannot be loaded.
+        PluginError: The runner, a tracer or a reward is not installed.
+    """
+    section = config.experiment
+    agent = agent_of(section, folder, manager)
+    config = with_runner(with_fleet(config, manager)[0], agent)
+    plan = Plan(
+        config=config,
+        folder=folder,
+        manager=manager,
+        agent=agent,
+        train=(),
+        val=(),
+        resources={},
+        store=None,
+        workdir=work_folder(folder, section),
+    )
+    manager.runner(config.runner.use)
+    for name in config.tracers:
+        manager.tracer(name)
+    if plan.agent.command and config.runner.use == "async":
+        raise ConfigError('the agent is a command; set [runner] use = "command"')
+    if plan.agent.is_imported:
+        load_agent(plan.agent)
+    check_known(plan)
+    return plan
+
+
+def differences(serving: Serving, plan: Plan) -> JoinProblem | None:
+    """Compare the running experiment's settings and release with those of this machine."""
+    if serving.release != agl.__version__:
+        return _differs(serving, f"runs with agl-core {serving.release} and this is {agl.__version__}: install that")
+    mine = settings_of(plan)
+    for key, theirs in serving.settings.items():
+        if key in mine and to_json(mine[key]) != to_json(theirs):
+            what = f"{key} is {_shown(theirs)} there and {_shown(mine[key])} here"
+            return _differs(serving, f"has other settings: {what}; use the same experiment file")
+    return None
+
+
+async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
+    """Check that this machine reaches the experiment's gateway; ``is_given`` if its address is an option's."""
+    where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
+    if is_loopback(gateway.url) and serving.place != place() and not is_given:
+        return JoinProblem(
+            kind="gateway",
+            text=f"{where} listens on its own machine only, and this is another one. There, set [gateway] params = "
+            '{ host = "0.0.0.0", port = 4748 }, and advertise = "HOST" if HOST is not the address that its network '
+            "interface has; or give the address at which this machine reaches it with --gateway",
+        )
+    try:
+        problem = await gateway.look()
+    except GatewayLostError as error:
+        return JoinProblem(kind="gateway", text=str(error))
+    if not problem:
+        return None
+    if gateway.is_refused:
+        return JoinProblem(kind="gateway", text=f"{where} {problem}")
+    return JoinProblem(
+        kind="gateway",
+        text=f"{where} {problem}. Check that the port is open from here, and [gateway] advertise there, which says "
+        "what other machines call it; or give its address with --gateway",
+    )
+
+
+def unreachable_policies(serving: Serving) -> dict[str, str]:
+    """Return the policies that only the experiment's machine reaches directly, with the remedy."""
+    if serving.place == place():
+        return {}
+    return {
+        upstream.name: f"a reward calls the policy {upstream.name!r} directly, which serves at {upstream.base_url} on "
+        f"{serving.host!r}, where only that machine reaches it; let it listen on an address of the network, or give "
+        "the reward a model of its own"
+        for upstream in serving.upstreams
+        if is_loopback(upstream.base_url)
+    }
+
+
+def check_direct_calls(serving: Serving) -> JoinProblem | None:
+    """Check that agents can reach the models from here, if there is no gateway."""
+    lost = unreachable_policies(serving)
+    if serving.gateway_url or not lost:
+        return None
+    first = next(upstream for upstream in serving.upstreams if upstream.name in lost)
+    return JoinProblem(
+        kind="settings",
+        text=f"the experiment on {serving.host!r} has no gateway, and its policy {first.name!r} serves at "
+        f'{first.base_url}, where only that machine reaches it; remove [gateway] use = "none" there, or let the policy '
+        "listen on an address of the network",
+    )
+
+
+def _differs(serving: Serving, what: str) -> JoinProblem:
+    return JoinProblem(kind="settings", text=f"the experiment on {serving.host!r} {what}")
+
+
+def _shown(value: Any) -> str:
+    text = to_json(value).decode()
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,0 +1,83 @@
+"""Finds the fleet of an experiment, and sends its workers to the store that other machines reach."""
+
+import msgspec
+
+from agl import PluginManager
+from agl.errors import ConfigError
+from agl_inspect.stores import SQLITE
+from agl_run.config.records import ASYNC, ExperimentConfig, RunnerConfig
+from agl_run.fleet import Fleet
+
+RAY = "ray"
+"""The runner that ``--ray`` chooses."""
+
+_OURS = ("placement", "concurrency")
+
+
+def with_fleet(config: ExperimentConfig, manager: PluginManager) -> tuple[ExperimentConfig, Fleet | None]:
+    """Return the configuration with the runner of each worker, and the fleet; ``None`` for a runner that runs here.
+
+    Raises:
+        ConfigError: A parameter of the fleet is wrong, or something has ``resources`` and there is no fleet.
+        PluginError: The runner is not installed.
+    """
+    runner = config.runner
+    entry = manager.runner(runner.use)
+    if not isinstance(manager.resolve(entry), Fleet):
+        _refuse_placements(config)
+        return config, None
+    for name in _OURS:
+        if name in runner.params:
+            raise ConfigError(f"runner.params has {name!r}, which the runner {runner.use!r} is given anyway; remove it")
+    fleet: Fleet = manager.build(entry, placement=runner.resources, concurrency=runner.concurrency, **runner.params)
+    use, params = fleet.attempts()
+    if isinstance(manager.resolve(manager.runner(use)), Fleet):
+        raise ConfigError(f"each worker of the runner {runner.use!r} would run {use!r}, which places workers itself")
+    inner = msgspec.structs.replace(runner, use=use, params=params, resources=None)
+    return msgspec.structs.replace(config, runner=inner), fleet
+
+
+def _refuse_placements(config: ExperimentConfig) -> None:
+    placed = [f"algorithm {algorithm.name!r}" for algorithm in config.algorithm if algorithm.resources is not None]
+    if config.runner.resources is not None:
+        placed.append("[runner]")
+    if placed:
+        raise ConfigError(
+            f"{placed[0]} has resources, and the runner {config.runner.use!r} runs everything in this process or on "
+            'this machine; set [runner] use = "ray", or remove the table resources'
+        )
+
+
+def on_ray(config: ExperimentConfig, address: str) -> ExperimentConfig:
+    """Return the configuration with its workers on a Ray cluster; a runner that it names is that of each worker."""
+    runner = config.runner
+    params = {**runner.params, "address": address}
+    if runner.use != RAY:
+        own = {"runner": runner.use} if runner.use != ASYNC else {}
+        params = {"address": address, **own, **({"runner_params": runner.params} if runner.params else {})}
+    concurrency = runner.concurrency or RunnerConfig().concurrency
+    changed = msgspec.structs.replace(runner, use=RAY, params=params, concurrency=concurrency)
+    return msgspec.structs.replace(config, runner=changed)
+
+
+def store_for_workers(url: str, gateway_url: str) -> str:
+    """Return the store as other processes reach it.
+
+    Args:
+        url: The experiment's store; ``""`` for an object.
+        gateway_url: The gateway as other machines reach it, which also serves the store; ``""`` for none.
+
+    Raises:
+        ConfigError: Only this process can open the store.
+    """
+    if url and not url.startswith((SQLITE, "memory:")):
+        return url
+    if gateway_url:
+        return gateway_url
+    if url.startswith(SQLITE):
+        return url
+    raise ConfigError(
+        f"the experiment's store is {url or 'an object'}, which only this process can open, and no gateway serves it; "
+        "name a store by URL that workers reach, such as sqlite:///runs.db on this machine or postgresql://..., or "
+        'remove [gateway] use = "none"'
+    )

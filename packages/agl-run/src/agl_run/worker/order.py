@@ -1,0 +1,156 @@
+"""A worker that a fleet starts: the order that it is given, and the loop of ``agl worker`` that carries it out."""
+
+import os
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from agl import PluginManager
+from agl.contracts import RolloutQuery, Store
+from agl.errors import ConfigError
+from agl.schemas import ErrorInfo, Outcome
+from agl.stores import read_recordings, without_credentials
+from agl_inspect.records import worker_is_dead
+from agl_inspect.stores import build_store
+from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV
+from agl_run.access.tokens import AttemptTokens
+from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
+from agl_run.config.records import ExperimentConfig
+from agl_run.plan import Plan
+from agl_run.worker.admission import make_worker_plan
+from agl_run.worker.heap import settle_heap
+from agl_run.worker.remote import RemoteWorker, Tell
+
+WORKER_DAYS = 30.0
+"""Lifetime in days of the token of a worker that a fleet starts, which nobody renews."""
+
+_KEYS = (SECRET_ENV, SECRET_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV)
+"""Variables that an order sets or removes: those of the machine are not the experiment's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOrder:
+    """Everything that a process on another machine needs to run attempts of an experiment; can be pickled.
+
+    Attributes:
+        config: The experiment; its runner is the one of the worker.
+        folder: Base of relative paths, equal on all machines.
+        store_url: The store as the worker reaches it.
+        secret: Keys of attempt tokens, one a line; the first signs. ``""`` where a token takes their place.
+        token: The worker's token, for a store that a gateway serves.
+        plugins: Environment that makes the worker load the same plugins.
+    """
+
+    config: ExperimentConfig
+    folder: str
+    store_url: str
+    secret: str = field(repr=False)
+    plugins: dict[str, str]
+    token: str = field(default="", repr=False)
+
+    def for_worker(self) -> "WorkerOrder":
+        """Return the order without the keys, and with a token that reaches this experiment only.
+
+        The order stays as it is for a store that workers open themselves, which asks for no token, and for one whose
+        URL has a token.
+        """
+        if (
+            not self.store_url.startswith(("http://", "https://"))
+            or without_credentials(self.store_url) != self.store_url
+        ):
+            return self
+        expires_at = time.time() + WORKER_DAYS * 86_400
+        name = self.config.experiment.name
+        token = AttemptTokens(lambda: self.secret.encode()).issue_for_worker(name, expires_at=expires_at)
+        return replace(self, secret="", token=token)
+
+    def open_store(self) -> tuple[PluginManager, Store]:
+        """Take over the order's environment, and open the store; the caller closes it."""
+        for name in _KEYS:
+            os.environ.pop(name, None)
+        os.environ.update(
+            {**self.plugins, **({WORKER_TOKEN_ENV: self.token} if self.token else {SECRET_ENV: self.secret})}
+        )
+        manager = PluginManager.from_environment()
+        return manager, build_store(manager, self.store_url)
+
+
+class OrderedWorker:
+    """Runs attempts in this process, as ``agl worker`` does, until the experiment is finished.
+
+    The process is its own: it changes how Python collects garbage there.
+
+    Args:
+        order: The experiment.
+        tell: Reports events: ``tell(event, text, **values)``.
+        reclaims: Whether to end the attempts of earlier processes of this machine that died, before their leases lapse.
+    """
+
+    def __init__(self, order: WorkerOrder, *, tell: Tell, reclaims: bool = False) -> None:
+        self._order = order
+        self._tell = tell
+        self._reclaims = reclaims
+        self._worker: RemoteWorker | None = None
+
+    @property
+    def held(self) -> int:
+        """The number of attempts that it holds."""
+        return self._worker.held if self._worker is not None else 0
+
+    async def run(self) -> dict[str, int]:
+        """Run attempts; returns the number of finished rollouts by status. Cancelling it gives attempts back.
+
+        Raises:
+            ConfigError: The experiment runs, and this machine cannot join it.
+            PluginError: This machine lacks a component.
+        """
+        manager, store = self._order.open_store()
+        try:
+            plan = make_worker_plan(self._order.config, folder=Path(self._order.folder), manager=manager)
+            settle_heap()
+            if self._reclaims:
+                await reclaim_lost(store, plan.name)
+            at_once = plan.config.runner.concurrency
+            self._worker = RemoteWorker(plan, store, tell=self._tell, concurrency=at_once)
+            return (await self._worker.run()).finished
+        finally:
+            await store.close()
+
+
+def order_of(plan: Plan, *, store_url: str, secret: bytes) -> WorkerOrder:
+    """Make the order for workers elsewhere; raises :class:`ConfigError` for an agent that they cannot import."""
+    agent = plan.agent
+    algorithms = tuple(msgspec.structs.replace(algorithm, resources=None) for algorithm in plan.config.algorithm)
+    config = msgspec.structs.replace(plan.config, algorithm=algorithms)
+    if agent.is_imported:
+        if not agent.path:
+            raise ConfigError(
+                "workers in other processes import the agent, so it must be importable: move it to a module and pass "
+                "'module:attribute'; functions of the main script or within functions are not"
+            )
+        section = msgspec.structs.replace(config.experiment, agent=agent.path)
+        config = msgspec.structs.replace(config, experiment=section)
+    return WorkerOrder(
+        config=config,
+        folder=str(plan.folder.absolute()),
+        store_url=store_url,
+        secret=secret.decode(),
+        plugins=plan.manager.worker_env(),
+    )
+
+
+async def reclaim_lost(store: Store, experiment: str) -> None:
+    """End attempts whose worker died on this machine, without waiting for their leases to lapse."""
+    query = RolloutQuery(experiment=experiment, status=("running",))
+    lost = [
+        attempt
+        async for recording in read_recordings(store, query, spans="none")
+        for attempt in recording.attempts
+        if attempt.status == "running" and worker_is_dead(attempt.worker)
+    ]
+    for attempt in lost:
+        message = f"worker {attempt.worker!r} ended while it ran attempt {attempt.attempt_id}"
+        error = ErrorInfo(type="agl.WorkerDied", message=message)
+        await store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost", error=error)])

@@ -1,0 +1,273 @@
+"""A remote worker: joins the running experiment in its store, and follows it through stops and restarts.
+
+While the experiment runs, this is a :class:`~agl_run.worker.worker.Worker` like the experiment's own, with a remote
+gateway. When the experiment stops, or restarts at another address, the worker gives its running attempts back and
+waits. Stores have no wake-up for presence, so it is read every two seconds; rollouts arrive by wake-up.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from agl.contracts import Presence, Store
+from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
+from agl.schemas import Rollout
+from agl_inspect.records import load_experiment, worker_name
+from agl_run.access.secret import signing_keys
+from agl_run.access.tokens import AdminKey
+from agl_run.access.worker_token import worker_key
+from agl_run.plan import Plan
+from agl_run.worker.admission import JoinProblem, check_direct_calls, differences, try_gateway, unreachable_policies
+from agl_run.worker.announcement import BEAT_S, Serving, load_serving
+from agl_run.worker.current import PinnedResources
+from agl_run.worker.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
+from agl_run.worker.setup import WorkerContext, ca_of, make_tracers, worker_setup
+from agl_run.worker.worker import Worker, WorkerSetup
+
+_LOG = logging.getLogger("agl_run.run")
+
+LOOK_S = 2.0
+"""Seconds between two reads of the experiment's record."""
+
+SUMMARY_S = 10.0
+"""Seconds between two summaries of the finished rollouts."""
+
+Tell = Callable[..., None]
+"""``tell(event, text, **values)`` reports an event to a person or a program; returns at once."""
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts of the rollouts that this worker finished, by status."""
+
+    finished: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def total(self) -> int:
+        """The number of finished rollouts of any status."""
+        return sum(self.finished.values())
+
+    def text(self) -> str:
+        """Return the counts in words."""
+        parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
+        return f"{self.total} rollouts finished" + (f" ({parts})" if parts else "")
+
+
+class RemoteWorker:
+    """Runs an experiment's attempts in this process until the experiment is finished.
+
+    Args:
+        plan: The plan of this worker; see :func:`~agl_run.worker.admission.make_worker_plan`.
+        store: The experiment's store; stays open.
+        tell: Reports events.
+        gateway_url: The gateway as this machine reaches it; by default the advertised address.
+        concurrency: Attempts at once, at least 1.
+        stays: Whether to wait for the next run when the experiment is finished.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        *,
+        tell: Tell,
+        concurrency: int,
+        gateway_url: str = "",
+        stays: bool = False,
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._tell = tell
+        self._concurrency = concurrency
+        self._gateway_url = gateway_url.rstrip("/").removesuffix("/v1")
+        self._stays = stays
+        self._name = worker_name()
+        self._has_joined = False
+        self._is_over = False
+        self._said = ""
+        self._worker: Worker | None = None
+        self.tally = Tally()
+
+    @property
+    def held(self) -> int:
+        """The number of attempts that it holds."""
+        return self._worker.held if self._worker is not None else 0
+
+    async def run(self) -> Tally:
+        """Run attempts until the experiment is finished; returns the counts of finished rollouts.
+
+        Raises:
+            ConfigError: The experiment runs and this machine cannot join it; names the reason and the next step.
+        """
+        while not self._is_over:
+            found = await self._wait()
+            if found is not None:
+                await self._take_part(*found)
+        text = f"experiment {self._plan.name!r} is finished; {self.tally.text()} here"
+        self._tell("finished", text, finished=dict(self.tally.finished))
+        return self.tally
+
+    async def _wait(self) -> tuple[Serving, RemoteGateway | None] | None:
+        """Wait until the experiment can be joined; returns its record and gateway, ``None`` if it is finished."""
+        seen: tuple[str, int] | None = None
+        while True:
+            try:
+                serving = await load_serving(self._store, self._plan.name)
+                if serving is None and await self._check_finished():
+                    return None
+            except TokenError as error:
+                raise ConfigError(str(error)) from error
+            except StoreError as error:
+                self._say_once("waiting", f"the store does not answer; waiting: {error}")
+                await asyncio.sleep(LOOK_S)
+                continue
+            if serving is None:
+                self._say_once("waiting", f"experiment {self._plan.name!r} does not run; waiting for it to start")
+            else:
+                gateway = self._gateway_of(serving)
+                problem = await self._join_problem(serving, gateway)
+                if problem is None:
+                    return serving, gateway
+                if seen is None or seen[0] != serving.session:
+                    seen = (serving.session, serving.beat)
+                self._refuse(serving, problem, runs=seen[1] != serving.beat)
+            await asyncio.sleep(LOOK_S)
+
+    async def _check_finished(self) -> bool:
+        """Return true if the experiment is finished and the worker does not wait for its next run."""
+        state = await load_experiment(self._store, self._plan.name)
+        self._is_over = state is not None and state.status == "finished" and not self._stays
+        return self._is_over
+
+    def _gateway_of(self, serving: Serving) -> RemoteGateway | None:
+        url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
+        if not url:
+            return None
+        return RemoteGateway(url, key=worker_key() or AdminKey(signing_keys()), ca=ca_of(self._plan))
+
+    async def _join_problem(self, serving: Serving, gateway: RemoteGateway | None) -> JoinProblem | None:
+        found = differences(serving, self._plan) or check_direct_calls(serving)
+        if found is None and gateway is not None:
+            found = await try_gateway(serving, gateway, is_given=bool(self._gateway_url))
+        return found
+
+    def _refuse(self, serving: Serving, problem: JoinProblem, *, runs: bool) -> None:
+        """Raise a problem if the experiment certainly runs: a killed one leaves its record, but its beat stops."""
+        if runs and (problem.kind == "settings" or not self._has_joined):
+            raise ConfigError(problem.text)
+        self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
+
+    def _say_once(self, event: str, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._tell(event, text, experiment=self._plan.name)
+
+    async def _take_part(self, serving: Serving, gateway: RemoteGateway | None) -> None:
+        """Run attempts until this start of the experiment ends, then give the running ones back."""
+        member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
+        self._said = ""
+        with ExitStack() as stack:
+            try:
+                await self._store.announce(member)
+                async with Worker(self._setup(serving, gateway, stack)) as worker:
+                    self._worker = worker
+                    self._announce(serving, gateway)
+                    self._has_joined = True
+                    await self._until_over(serving, gateway, worker, member)
+            except StoreError as error:
+                self._tell("lost", f"the store does not answer: {error}")
+                await asyncio.sleep(LOOK_S)
+            finally:
+                await self._sign_off()
+
+    async def _sign_off(self) -> None:
+        try:
+            await self._store.withdraw(self._plan.name, [self._name])
+        except StoreError as error:
+            _LOG.debug("the worker could not sign off: %s", error)
+
+    def _announce(self, serving: Serving, gateway: RemoteGateway | None) -> None:
+        calls = f"model calls go to {gateway.url}" if gateway is not None else "model calls are recorded here"
+        self._tell(
+            "joined",
+            f"joined experiment {self._plan.name!r} (run {serving.run}) on {serving.host!r}; {calls}; "
+            f"runner {self._plan.config.runner.use}, {self._concurrency} at once",
+            experiment=self._plan.name,
+            run=serving.run,
+            worker=self._name,
+        )
+
+    def _setup(self, serving: Serving, gateway: RemoteGateway | None, stack: ExitStack) -> WorkerSetup:
+        url = gateway.url if gateway is not None else ""
+        endpoints = {
+            name: msgspec.structs.replace(llm, endpoint=f"{url}/v1") if url else llm
+            for name, llm in serving.endpoints.items()
+        }
+        context = WorkerContext(
+            store=self._store,
+            secret=None if worker_key() else signing_keys(),
+            resources=PinnedResources(self._store, endpoints, live=self._live).for_rollout,
+            gateway_url=url,
+            gateway=gateway,
+            upstreams=serving.upstreams,
+            requires_calls=serving.requires_calls,
+            concurrency=self._concurrency,
+            unreachable=unreachable_policies(serving),
+        )
+        setup = worker_setup(self._plan, context, make_tracers(self._plan, stack))
+        runner = setup.runner if gateway is None else GuardedRunner(setup.runner, gateway)
+        return replace(setup, runner=runner, finished=self._count)
+
+    def _count(self, rollout: Rollout) -> None:
+        self.tally.finished[rollout.status] = self.tally.finished.get(rollout.status, 0) + 1
+
+    async def _live(self) -> Mapping[str, str]:
+        serving = await load_serving(self._store, self._plan.name)
+        return serving.live if serving is not None else {}
+
+    async def _until_over(
+        self, serving: Serving, gateway: RemoteGateway | None, worker: Worker, member: Presence
+    ) -> None:
+        if worker.failure is None:
+            raise RuntimeError("the worker is not running")
+        lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
+        summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
+        beat_at = time.monotonic() + BEAT_S
+        try:
+            while not (reason := await self._end_reason(serving, gateway)):
+                if time.monotonic() >= beat_at:
+                    beat_at = time.monotonic() + BEAT_S
+                    member = msgspec.structs.replace(member, beat=member.beat + 1)
+                    await self._store.announce(member)
+                await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if worker.failure.done():
+                    worker.failure.result()
+                if time.monotonic() >= summary_at and self.tally.total != shown:
+                    summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
+                    self._tell("progress", self.tally.text(), finished=dict(self.tally.finished))
+        finally:
+            lost.cancel()
+        if not self._is_over:
+            self._tell("left", reason)
+
+    async def _end_reason(self, serving: Serving, gateway: RemoteGateway | None) -> str:
+        """Return the reason why this start of the experiment ended, ``""`` while it runs."""
+        current = await load_serving(self._store, self._plan.name)
+        if current is None:
+            is_finished = await self._check_finished()
+            return f"experiment {self._plan.name!r} " + ("is finished" if is_finished else "ended or was stopped")
+        if current.session != serving.session:
+            return f"experiment {self._plan.name!r} was started again"
+        if gateway is None:
+            return ""
+        try:
+            problem = await gateway.look()
+        except GatewayLostError as error:
+            return str(error)
+        is_gone = gateway.lost.is_set() or gateway.silence_s() > PATIENCE_S
+        return f"the gateway {gateway.url} {problem or 'went away'}" if is_gone else ""

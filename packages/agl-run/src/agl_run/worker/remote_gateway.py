@@ -1,0 +1,220 @@
+"""A worker's client for the gateway of an experiment on another machine.
+
+Checks that the gateway can be reached and is still the same one, and waits until it has written an attempt's calls.
+Speaks HTTP with the standard library, one request at a time, without a proxy.
+"""
+
+import asyncio
+import http.client
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from agl.contracts import Runner
+from agl.errors import CaptureError, GatewayLostError
+from agl.schemas import Claim, Outcome
+from agl_run.access.trust import client_context, refusal_of
+from agl_run.access.worker_token import WORKER_TOKEN_ENV, WorkerKey
+from agl_run.runners.lasting import LastingRunner
+
+TIMEOUT_S = 10.0
+"""Seconds that one request may take."""
+
+PATIENCE_S = 30.0
+"""Seconds without an answer after which a gateway counts as gone; equals a worker's lease."""
+
+RETRY_S = 1.0
+FRESH_S = 2.0
+"""Seconds for which an answer proves that the gateway runs."""
+
+
+class RemoteGateway:
+    """One start of a gateway, by its base URL without ``/v1``; used in one event loop.
+
+    Args:
+        url: The address as this machine reaches it.
+        key: Returns the token to send: an :class:`~agl_run.access.tokens.AdminKey`, or a worker's.
+        ca: File with the authorities of its certificate; see :func:`~agl_run.access.trust.client_context`.
+        patience_s: Seconds without an answer after which the gateway counts as gone.
+
+    Attributes:
+        is_refused: True if it answered last that it does not accept this machine's tokens.
+        lost: Set once the gateway is gone, or another one answers in its place.
+    """
+
+    def __init__(
+        self, url: str, *, key: Callable[[], str], ca: Path | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
+        self.url = url
+        self._ca = ca
+        self._context = client_context(ca) if url.startswith("https:") else None
+        self.lost = asyncio.Event()
+        self.is_refused = False
+        self._patience_s = patience_s
+        self._key = key
+        self._id = ""
+        self._start = ""
+        self._answered_at = float("-inf")
+        self._failed_at = float("-inf")
+
+    async def look(self) -> str:
+        """Ask the gateway for its id; returns ``""``, or a problem in words that follow its address.
+
+        Raises:
+            GatewayLostError: Another gateway answers than before.
+        """
+        status, answer = await self._ask("GET", "/identity")
+        if status == 200:
+            self._recognise(answer)
+            return ""
+        self._failed_at = time.monotonic()
+        self.is_refused = status == 401
+        if self.is_refused and isinstance(self._key, WorkerKey):
+            return f"refuses the token in {WORKER_TOKEN_ENV} or in its file: {answer}"
+        if self.is_refused:
+            return (
+                "refuses this machine's tokens: it signs with another secret. Set AGL_SECRET to the same value where "
+                "`agl run` runs and here"
+            )
+        return f"does not answer as a gateway of this release does ({answer})"
+
+    def silence_s(self) -> float:
+        """Return the seconds since the last answer."""
+        return time.monotonic() - self._answered_at
+
+    def failed_since(self, moment: float) -> bool:
+        """Return true if a request failed after ``moment``, a time of :func:`time.monotonic`."""
+        return self._failed_at >= moment
+
+    async def ready(self) -> None:
+        """Return once the gateway answers; raises :class:`GatewayLostError` if it is gone or stays silent."""
+        if self.lost.is_set():
+            raise self._gone("is gone")
+        if self.silence_s() < FRESH_S:
+            return
+        deadline = time.monotonic() + self._patience_s
+        while problem := await self.look():
+            if time.monotonic() > deadline:
+                raise self._gone(problem)
+            await asyncio.sleep(RETRY_S)
+
+    async def settle(self, attempt_id: str) -> None:
+        """Return once every answered call of the attempt is in the store.
+
+        A gateway that waits for its store says so, and then this waits with it.
+
+        Raises:
+            GatewayLostError: It stays silent for ``patience_s`` seconds, or another gateway answers.
+            CaptureError: The store refused some of the calls.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            status, answer = await self._ask("POST", "/settle", {"attempt_id": attempt_id})
+            if status == 200:
+                return self._recognise(answer)
+            if status == 409:
+                raise CaptureError(answer)
+            if status == 202:
+                self._recognise(answer)
+                deadline = time.monotonic() + self._patience_s
+                continue
+            self._failed_at = time.monotonic()
+            if self._failed_at > deadline:
+                raise self._gone(f"went away while attempt {attempt_id!r} ran ({answer})")
+            await asyncio.sleep(RETRY_S)
+
+    def _recognise(self, answer: str) -> None:
+        """Compare an answer's ids with the first one's: a gateway that kept all calls starts again under its own id."""
+        gateway_id, _, start = answer.partition(" ")
+        self._id, self._start = self._id or gateway_id, self._start or start
+        if gateway_id != self._id:
+            raise self._gone("was started again; calls of running attempts may be lost")
+        if start != self._start:
+            self._start = start
+            self._failed_at = time.monotonic()  # it has cut off the calls in flight, whose agents may have failed
+        self._answered_at = time.monotonic()
+
+    def _gone(self, what: str) -> GatewayLostError:
+        self.lost.set()
+        return GatewayLostError(f"the gateway {self.url} {what}")
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """Return the status, with the gateway's id and start or the problem; status 0 if there was no answer."""
+        try:
+            status, answer = await asyncio.to_thread(self._request, method, path, body)
+        except (OSError, http.client.HTTPException) as error:
+            return 0, refusal_of(error, self._ca) or f"{type(error).__name__}: {error}"
+        try:
+            data: Any = msgspec.json.decode(answer)
+            is_fine = status in (200, 202)
+            text = f"{data['gateway']} {data.get('start', '')}" if is_fine else data["error"]["message"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return -1, f"HTTP {status} with {answer[:80]!r}"
+        return status, str(text)
+
+    def _request(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        parts = urlsplit(self.url)
+        host, port, context = parts.hostname or "", parts.port, self._context
+        connection = (
+            http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
+            if context
+            else http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+        )
+        headers = {"authorization": f"Bearer {self._key()}", "content-type": "application/json"}
+        try:
+            connection.request(
+                method,
+                parts.path.rstrip("/") + path,
+                body=None if body is None else msgspec.json.encode(body),
+                headers=headers,
+            )
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+        finally:
+            connection.close()
+
+
+class GuardedRunner:
+    """A runner whose attempts wait for the gateway, and are given back if the gateway may have made them fail.
+
+    A failure while the gateway did not answer is not the agent's.
+    """
+
+    def __init__(self, runner: Runner, gateway: RemoteGateway) -> None:
+        self._runner = runner
+        self._gateway = gateway
+
+    async def start(self) -> None:
+        """Start the runner."""
+        await self._runner.start()
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt; raises :class:`GatewayLostError` for one that must be repeated.
+
+        Never returns if the gateway is gone for good: the worker is about to stop, and would only claim the rollout
+        again.
+        """
+        try:
+            await self._gateway.ready()
+        except GatewayLostError:
+            await asyncio.Event().wait()
+        started = time.monotonic()
+        outcome = await self._runner.execute(claim)
+        if outcome.status == "failed":
+            await self._gateway.settle(claim.attempt.attempt_id)
+            if self._gateway.failed_since(started):
+                raise GatewayLostError(f"the gateway {self._gateway.url} did not answer while the attempt ran")
+        return outcome
+
+    async def release(self, claim: Claim, outcome: Outcome | None) -> None:
+        """Remove what the runner left of an attempt."""
+        if isinstance(self._runner, LastingRunner):
+            await self._runner.release(claim, outcome)
+
+    async def stop(self) -> None:
+        """Stop the runner."""
+        await self._runner.stop()

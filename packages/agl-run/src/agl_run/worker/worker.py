@@ -1,0 +1,346 @@
+"""The worker: claims rollouts, hands them to a runner, keeps their leases, and writes their outcomes.
+
+One worker serves one runner. It leaves the course of an attempt to the runner.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from agl.contracts import RewardEmitter, Runner, Store
+from agl.episodes import find_disagreement
+from agl.errors import FencedError, GatewayLostError, NoModelCallsError, NotFoundError, StoreError
+from agl.schemas import Claim, Outcome, Rollout, Span, decode, encode, new_trace_id
+from agl.stores import all_spans
+from agl.tracing import make_reward_span
+from agl_inspect.records import worker_name
+from agl_run.runners.judging import judged
+from agl_run.runners.lasting import LastingRunner, LostError
+from agl_run.runners.repeats import RepeatedWarnings
+from agl_run.runners.result import describe_error
+from agl_run.runners.setup import SettlingGateway
+from agl_run.runners.storable import UNFIT, storable_outcome
+from agl_run.worker.slots import Slots
+
+_LOG = logging.getLogger("agl_run.runners")
+
+LEASE_S = 30.0
+"""Seconds after which an attempt of a silent worker counts as lost; leases are renewed three times as often."""
+
+CLAIM_WAIT_S = 20.0
+"""Longest wait of one claim in the store, in seconds; arriving work ends it early."""
+
+GIVE_BACK_S = 5.0
+"""Longest wait of a stopping worker for the answer to its last claim, in seconds."""
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSetup:
+    """The parts of a worker and its settings.
+
+    Attributes:
+        store: Source of rollouts and target of outcomes.
+        runner: Executes attempts; started and stopped by the worker.
+        experiment: Only this experiment's rollouts are claimed, ``None`` for all.
+        concurrency: Attempts at once; 0 leaves them all to remote workers.
+        rewards: Reward emitters by name, run after the agent, hidden task fields included.
+        gateway: Settles an attempt's calls before the attempt ends, so that they are in the store.
+        requires_calls: Whether a successful attempt without any model call is a failure.
+        finished: Called with every rollout that reached its final status here.
+        keep: Called with the ids of a rollout and its attempt, and the attempt's spans, if they were read to judge it;
+            a waiter for the rollout can then skip that read.
+    """
+
+    store: Store
+    runner: Runner
+    experiment: str | None = None
+    concurrency: int = 8
+    rewards: Sequence[tuple[str, RewardEmitter]] = ()
+    gateway: SettlingGateway | None = None
+    requires_calls: bool = False
+    finished: Callable[[Rollout], None] = _ignore
+    keep: Callable[[str, str, list[Span]], None] = _ignore
+
+
+class Worker:
+    """Runs attempts until it is stopped: ``async with Worker(setup):``.
+
+    Attributes:
+        slots: The agents that run.
+        failure: Completes with the error for which the worker gave up; ``None`` before the start.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._name = worker_name()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.slots = Slots(setup.concurrency)
+        self._is_careful = False
+        self._free = asyncio.Event()
+        self._warnings = RepeatedWarnings()
+        self._loops: list[asyncio.Task[None]] = []
+        self.failure: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> "Worker":
+        """Start the runner and begin to claim."""
+        await self._setup.runner.start()
+        self.failure = asyncio.get_running_loop().create_future()
+        self._loops = [self._spawn(self._claim_loop), self._spawn(self._renew_loop)]
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Stop claiming, give running attempts back to the queue, and stop the runner."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        running = list(self._running.items())
+        for _, task in running:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        await self._setup.runner.stop()
+        self._warnings.conclude()
+        if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
+            self.failure.exception()  # retrieved, so that asyncio does not log it again
+
+    @property
+    def held(self) -> int:
+        """The number of attempts that it holds."""
+        return len(self._running)
+
+    def _spawn(self, work: Callable[[], Awaitable[None]]) -> "asyncio.Task[None]":
+        async def guarded() -> None:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001  # raised for the waiters of rollouts
+                self.fail(error)
+
+        return asyncio.create_task(guarded())
+
+    def fail(self, error: BaseException) -> None:
+        """Complete ``failure`` with an error, for the waiters of rollouts; only the first one counts."""
+        if self.failure is not None and not self.failure.done():
+            self.failure.set_exception(error)
+
+    async def _claim_loop(self) -> None:
+        while True:
+            claims = await self._claim(limit=await self._wait_for_capacity())
+            was_careful, self._is_careful = self._is_careful, any(_is_suspect(claim.rollout) for claim in claims)
+            for claim in claims:
+                self._launch(claim, is_declined=_is_suspect(claim.rollout) and not was_careful)
+
+    async def _claim(self, *, limit: int) -> list[Claim]:
+        """Wait for rollouts; a stop gives back what the store had already handed out, though its answer is lost."""
+        claim = partial(
+            self._setup.store.claim,
+            worker=self._name,
+            lease_s=LEASE_S,
+            experiment=self._setup.experiment,
+            claim_id=new_trace_id(),
+        )
+        try:
+            return await claim(limit=limit, wait_s=CLAIM_WAIT_S)
+        except asyncio.CancelledError:
+            with suppress(StoreError, TimeoutError):  # the leases lapse
+                async with asyncio.timeout(GIVE_BACK_S):
+                    for taken in await claim(limit=1):
+                        await self._give_back(taken)
+            raise
+
+    async def _wait_for_capacity(self) -> int:
+        """Return the number of attempts that may start; after a suspect that is one, once nothing else runs."""
+        while self._is_careful and self._running:
+            await asyncio.wait(list(self._running.values()))
+        while not self._is_careful and self.slots.free <= 0:
+            self._free.clear()
+            await self._free.wait()
+        return 1 if self._is_careful else self.slots.free
+
+    def _launch(self, claim: Claim, *, is_declined: bool) -> None:
+        key = claim.attempt.attempt_id
+        if not is_declined:
+            self.slots.take()
+        task = asyncio.create_task(self._decline(claim) if is_declined else self._run(claim))
+        self._running[key] = task
+        task.add_done_callback(lambda ended: self._ended(key, ended))
+
+    async def _decline(self, claim: Claim) -> None:
+        """Give back a suspect, to claim it again when nothing else runs."""
+        try:
+            await self._give_back(claim)
+        except asyncio.CancelledError:
+            await self._give_back(claim)
+            raise
+
+    def _ended(self, key: str, task: "asyncio.Task[None]") -> None:
+        """Forget an attempt; an outcome that the store refused makes the worker fail at once."""
+        self._running.pop(key, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)
+
+    async def _renew_loop(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            held = list(self._running)
+            if not held:
+                continue
+            kept = set(await self._renew(held))
+            for attempt_id in held:
+                task = self._running.get(attempt_id)
+                if attempt_id not in kept and task is not None:
+                    _LOG.info("attempt %s was taken from this worker; stopping it", attempt_id)
+                    task.cancel()
+
+    async def _renew(self, held: Sequence[str]) -> list[str]:
+        """Renew leases and return those that are held on; an attempt that was removed costs no other its lease."""
+        try:
+            return await self._setup.store.renew(held, lease_s=LEASE_S)
+        except NotFoundError:
+            if len(held) == 1:
+                return []
+        return [kept for own in await asyncio.gather(*(self._renew([each]) for each in held)) for kept in own]
+
+    async def _run(self, claim: Claim) -> None:
+        try:
+            outcome = await self._outcome(claim)
+        except asyncio.CancelledError:
+            await self._release(claim, None)
+            await self._give_back(claim)
+            raise
+        except (GatewayLostError, LostError) as error:
+            _LOG.info("attempt %s is given back: %s", claim.attempt.attempt_id, error)
+            await self._release(claim, None)
+            await self._give_back(claim, error)
+            return
+        await self._release(claim, outcome)
+        await self._finish(outcome)
+
+    async def _outcome(self, claim: Claim) -> Outcome:
+        """Run an attempt and judge it; raises only what gives it back."""
+        setup = self._setup
+        outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
+        try:
+            outcome = await self._execute(claim)
+            if setup.gateway is not None:
+                await setup.gateway.settle(claim.attempt.attempt_id)
+            return await self._judge(claim.rollout, outcome)
+        except (GatewayLostError, LostError):
+            raise
+        except Exception as error:  # noqa: BLE001  # the attempt boundary: what breaks here harms one attempt only
+            self._warnings.add(claim.attempt.attempt_id, error)
+            return msgspec.structs.replace(outcome, status="failed", error=describe_error(error))
+
+    async def _release(self, claim: Claim, outcome: Outcome | None) -> None:
+        """Let the runner remove what it left for the rewards; a failure of that harms no attempt."""
+        if not isinstance(self._setup.runner, LastingRunner):
+            return
+        try:
+            await self._setup.runner.release(claim, outcome)
+        except Exception as error:  # noqa: BLE001  # the attempt boundary: its outcome is decided already
+            self._warnings.add(claim.attempt.attempt_id, error)
+
+    async def _execute(self, claim: Claim) -> Outcome:
+        """Run the agent; another may start when it ends, before this one's outcome is written."""
+        try:
+            return await self._setup.runner.execute(claim)
+        finally:
+            self.slots.leave()
+            self._free.set()
+
+    async def _finish(self, outcome: Outcome) -> None:
+        try:
+            rollouts = await self._write(outcome)
+        except (FencedError, NotFoundError) as error:
+            _LOG.info("the outcome of attempt %s is dropped: %s", outcome.attempt_id, error)
+            return
+        for rollout in rollouts:
+            if rollout.is_finished:
+                self._setup.finished(rollout)
+
+    async def _write(self, outcome: Outcome) -> list[Rollout]:
+        """Write an outcome; one with contents that the store refuses is written as a failure without them."""
+        try:
+            return await self._setup.store.finish([outcome])
+        except (FencedError, NotFoundError):
+            raise
+        except (StoreError, *UNFIT) as error:
+            fitting = storable_outcome(outcome, error)
+            if fitting is None:
+                raise
+            self._warnings.add(outcome.attempt_id, error)
+        return await self._setup.store.finish([fitting])
+
+    async def _give_back(self, claim: Claim, error: Exception | None = None) -> None:
+        described = None if error is None else describe_error(error)
+        try:
+            await self._setup.store.finish(
+                [Outcome(attempt_id=claim.attempt.attempt_id, status="lost", error=described)]
+            )
+        except StoreError as error:
+            _LOG.debug("attempt %s was not given back: %s", claim.attempt.attempt_id, error)
+
+    async def _judge(self, rollout: Rollout, outcome: Outcome) -> Outcome:
+        """Add the reward emitters' spans; a success without model calls becomes a failure if calls are required."""
+        setup = self._setup
+        if outcome.status != "succeeded" or not (setup.rewards or setup.requires_calls):
+            return outcome
+        recorded = await all_spans(setup.store, rollout.rollout_id, outcome.attempt_id)
+        spans = [*recorded, *outcome.spans]
+        if setup.requires_calls and not any(span.call is not None for span in spans):
+            error = describe_error(NoModelCallsError(_no_calls(spans, outcome.attempt_id)))
+            return msgspec.structs.replace(outcome, status="failed", error=error)
+        rewards = [
+            make_reward_span(rollout.rollout_id, outcome.attempt_id, reward)
+            for name, emitter in setup.rewards
+            for reward in await judged(name, emitter, rollout, spans)
+        ]
+        outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
+        setup.keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
+        return outcome
+
+
+def _is_suspect(rollout: Rollout) -> bool:
+    """Return true if the rollout has lost so many workers that it runs alone, and no other shares its worker's fate."""
+    return rollout.losses > 0 and 2 * rollout.losses >= rollout.retry.max_losses
+
+
+def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
+    """Return all spans of an attempt as the store will return them: the stored ones, then those of the outcome."""
+    spans = list(recorded)
+    known = {span.span_id for span in recorded}
+    for span in added:
+        if span.span_id not in known:
+            known.add(span.span_id)
+            sequence = max(span.sequence, spans[-1].sequence + 1 if spans else 1)
+            spans.append(decode(encode(msgspec.structs.replace(span, sequence=sequence, is_late=False)), Span))
+    return spans
+
+
+_NO_CALLS = (
+    "the agent finished and no model call was seen. Expected at least one call to a configured policy. Check that the "
+    "agent's client uses the model name of a [policy.*] section or OPENAI_BASE_URL, and that it calls the model "
+    "through httpx (the openai and anthropic clients do). Other clients, and programs that the agent starts, need "
+    "base_url and api_key of the agent's argument llm; with a gateway, the environment of the 'process' and 'command' "
+    "runners has both"
+)
+
+
+def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
+    """Explain why no call is recorded; names the clients of calls that were seen."""
+    clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
+    if not clients:
+        return _NO_CALLS
+    return (
+        f"the agent finished and none of its model calls was recorded: they are by {', '.join(clients)}. Point these "
+        "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "
+        "through httpx"
+    )

@@ -1,0 +1,1 @@
+"""agl_sinks: shows runs of agl in other systems."""

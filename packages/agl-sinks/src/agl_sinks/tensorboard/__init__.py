@@ -1,0 +1,1 @@
+"""Runs as event files of TensorBoard."""

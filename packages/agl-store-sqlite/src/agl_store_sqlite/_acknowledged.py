@@ -1,0 +1,91 @@
+"""Notices at opening that SQLite dropped acknowledged changes, by a record beside the file.
+
+SQLite drops everything behind the first damaged part of its write-ahead log, and a missing log altogether, without an
+error. The record is the newest cursor of the change feed whose commit was acknowledged. It is written after every
+commit and never synced, so it may lag behind the store after a power cut and is never ahead of it.
+"""
+
+import logging
+import os
+import sqlite3
+from pathlib import Path
+
+_LOG = logging.getLogger("agl_store_sqlite")
+
+_NO_NEWLINES = getattr(os, "O_BINARY", 0)  # of Windows
+
+
+class AcknowledgedCursor:
+    """The record of one store file; used by one thread at a time. Make it before the file is opened.
+
+    Args:
+        path: The store's file; the record is beside it, with ``-acknowledged`` behind its name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._store = path
+        self._path = path.with_name(f"{path.name}-acknowledged")
+        self._file: int | None = None
+        self._has_warned = False
+        # Read before the store: other processes may go on to write both.
+        self._is_new = not path.exists()
+        self._read = 0 if self._is_new else self._load()
+
+    def _load(self) -> int:
+        try:
+            return int(self._path.read_bytes())
+        except (OSError, ValueError):
+            return 0
+
+    def compare(self, connection: sqlite3.Connection) -> None:
+        """Log a warning if the opened file ends before the record, and open the record for writing."""
+        found = last_cursor(connection)
+        if found < self._read:
+            _LOG.warning(
+                "the store %s lost changes that it had acknowledged: up to %d are missing, those after cursor %d up to "
+                "%d. SQLite drops what stands behind a damaged part of %s-wal, and all of it if that file is missing "
+                "or of another time. Check the disk, and put both files back together from a copy if there is one; "
+                "otherwise continue the experiments with --resume, which runs again what is missing",
+                self._store,
+                self._read - found,
+                found,
+                self._read,
+                self._store.name,
+            )
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | _NO_NEWLINES, 0o666)
+            if self._is_new:
+                self.note(0)  # the record may be of a store that was removed
+        except OSError as error:
+            self._warn(error)
+
+    def note(self, cursor: int) -> None:
+        """Record a cursor whose commit took place; logs a warning the first time that the disk refuses it."""
+        if self._file is None:
+            return
+        try:
+            os.lseek(self._file, 0, os.SEEK_SET)
+            os.write(self._file, b"%020d" % cursor)
+        except OSError as error:  # the commit stands, and its caller has to learn of it
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "lost changes of the store %s would go unnoticed: %s cannot be written: %s",
+                self._store,
+                self._path,
+                error.strerror or error,
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def last_cursor(connection: sqlite3.Connection) -> int:
+    """Return the newest cursor of the change feed, 0 in an empty store."""
+    return connection.execute("SELECT coalesce(max(cursor), 0) FROM changes").fetchone()[0]

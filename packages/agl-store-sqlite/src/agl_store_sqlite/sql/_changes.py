@@ -1,0 +1,89 @@
+"""The rows that a transaction of a server's store loads when it begins, and the changes that it writes when it ends."""
+
+import math
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from agl.contracts import Statistics
+from agl.schemas import Attempt, ResourceVersion, Rollout, decode
+from agl_store_sqlite.sql._rows import Row, read_rollout
+
+SpanRow: TypeAlias = tuple[int, int, str, bytes]
+AttemptRow: TypeAlias = tuple[str, str, float, bytes]
+MetricKey: TypeAlias = tuple[str, int, str, int, str]
+MetricRow: TypeAlias = tuple[int | None, float, float]
+FeedRow: TypeAlias = tuple[int | None, str, str, str | None]
+
+
+@dataclass(kw_only=True)
+class LoadedRows:
+    """The rows that a transaction read at its start, and holds or compares when it ends.
+
+    Attributes:
+        now: The server's clock, in Unix seconds; leases and time limits follow it.
+        next_deadline: Time at which the next running attempt lapses; infinity if none runs.
+        seqs: Numbers of the rollouts, by id.
+        last: The last sequence of each attempt to append to, by the attempt's number.
+        kept: Spans to append that are stored already, by the attempt's number and the span's id.
+        queues: The oldest queued rollouts of each requested experiment.
+        numbers: Fresh numbers for rollouts to add, which no other transaction uses.
+    """
+
+    now: float = 0.0
+    next_deadline: float = math.inf
+    rollouts: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    seqs: dict[str, int] = field(default_factory=dict[str, int])
+    attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
+    last: dict[int, int] = field(default_factory=dict[int, int])
+    kept: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    queues: dict[str | None, list[str]] = field(default_factory=dict[str | None, list[str]])
+    numbers: list[int] = field(default_factory=list[int])
+    versions: dict[tuple[str, str], ResourceVersion] = field(default_factory=dict[tuple[str, str], ResourceVersion])
+    documents: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+
+    def put_rollout(self, row: Row) -> str:
+        """Keep the latest read of a rollout; returns its id."""
+        rollout = read_rollout(row)
+        self.rollouts[rollout.rollout_id] = rollout
+        self.seqs[rollout.rollout_id] = row[0]
+        return rollout.rollout_id
+
+    def put_attempt(self, data: bytes) -> None:
+        """Keep an attempt."""
+        attempt = decode(data, Attempt)
+        self.attempts[attempt.attempt_id] = attempt
+
+
+@dataclass(kw_only=True)
+class Changes:
+    """The changes that a transaction writes.
+
+    Attributes:
+        added: New rollouts with their numbers.
+        rollouts: Changed rollouts, by number.
+        attempts: Changed attempts, by number; ``None`` removes one.
+        documents: Changed documents, by key; ``None`` removes one.
+        feed: New entries of the change feed, in order.
+        shares: What rollouts add to statistics, or take out.
+        removed: Numbers of rollouts to remove with their attempts, spans and changes.
+        has_queued: Whether a rollout was queued, so that waiting claims must look.
+        soonest: The earliest deadline that was set; infinity if none was.
+    """
+
+    added: list[tuple[int, Rollout]] = field(default_factory=list[tuple[int, Rollout]])
+    rollouts: dict[int, Rollout] = field(default_factory=dict[int, Rollout])
+    attempts: dict[int, AttemptRow | None] = field(default_factory=dict[int, AttemptRow | None])
+    spans: list[SpanRow] = field(default_factory=list[SpanRow])
+    versions: list[tuple[str, str, bytes]] = field(default_factory=list[tuple[str, str, bytes]])
+    documents: dict[bytes, bytes | None] = field(default_factory=dict[bytes, bytes | None])
+    metrics: dict[MetricKey, MetricRow] = field(default_factory=dict[MetricKey, MetricRow])
+    feed: list[FeedRow] = field(default_factory=list[FeedRow])
+    removed: list[int] = field(default_factory=list[int])
+    shares: list[Statistics] = field(default_factory=list[Statistics])
+    has_queued: bool = False
+    soonest: float = math.inf
+
+    @property
+    def is_heard(self) -> bool:
+        """Return true if waiting callers need a message about these changes."""
+        return bool(self.feed) or self.has_queued or self.soonest < math.inf

@@ -1,0 +1,266 @@
+"""Numbers spans and packs them into bytes: ids stay packed, and the prompts of a conversation share their prefix.
+
+A model call keeps its prompt ids and its request as (sequence of an earlier call of the attempt, shared byte length,
+suffix). The bytes that a later call can share are the earlier prompt followed by the earlier response, and the
+earlier request text: the keys that grow or stay the same over a conversation, the growing one last, so that the next
+turn's text extends it. The other keys of the request, such as a seed, are kept with each call.
+
+A chain of bases has links of two kinds, turn to turn and key call to key call (every ``KEY_EVERY`` turns), so a single
+span is read over at most ``KEY_EVERY`` plus N / ``KEY_EVERY`` links, and a whole attempt in linear time.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from msgspec.structs import force_setattr, replace
+
+from agl.errors import StoreError
+from agl.schemas import Json, ModelCall, Span, decode, encode, to_json
+from agl.stores import placed
+from agl_store_sqlite.sql._sharing import Marks
+
+MIN_DEFLATED = 512
+SHARED_KEYS = ("functions", "tools", "system", "instructions", "prompt", "input", "messages")
+"""Request keys that form the shared text, in its order."""
+
+_PLAIN = b"\x00"
+_CALL = b"\x01"
+
+
+class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A span with a model call, as stored.
+
+    Attributes:
+        span: Without its call.
+        call: Without prompt ids, response ids and response; its request has only the keys that are never shared.
+        ids: The prompt ids after the first ``shared_ids`` bytes and the response ids: the two low bytes of each,
+            plane by plane.
+        response_len: Bytes of response ids.
+        text: The request text after the first ``shared_text`` bytes, the response JSON, and the two high planes of
+            ``ids``, which deflate well.
+        request_end: Where in the inflated text the response begins; ``response_end`` where it ends.
+        base: Sequence of the call that holds the shared bytes; 0 for none.
+    """
+
+    span: Span
+    call: ModelCall
+    ids: bytes
+    response_len: int
+    text: bytes
+    request_end: int
+    response_end: int
+    is_deflated: bool
+    base: int = 0
+    shared_ids: int = 0
+    shared_text: int = 0
+
+
+class _Whole(msgspec.Struct, frozen=True, gc=False):
+    """The inflated bytes of a call that later ones share."""
+
+    prompt: bytes
+    response: bytes
+    text: bytes
+
+
+class Packer:
+    """Turns spans into bytes; one per store, used under the store's lock or by its writer thread."""
+
+    def __init__(self) -> None:
+        self._marks = Marks()
+
+    def pack(self, span: Span, *, attempt: object, sequence: int) -> bytes:
+        """Pack the span into bytes to keep at ``sequence`` of ``attempt``."""
+        try:
+            call = span.call
+            return _PLAIN + encode(span) if call is None else self._pack_call(span, call, attempt, sequence)
+        except (TypeError, ValueError, OverflowError) as error:
+            self.clear()
+            raise StoreError(
+                f"span {span.span_id!r} ({span.name!r}) of attempt {span.attempt_id!r} cannot be stored: {error}; "
+                "attributes, request and response must be JSON"
+            ) from error
+
+    def _pack_call(self, span: Span, call: ModelCall, attempt: object, sequence: int) -> bytes:
+        encode((call.request, call.response))  # refuses integers beyond 64 bits, which the JSON below would take
+        text, rest = _split(call.request)
+        prompt, reply = call.prompt_ids, call.response_ids
+        share = self._marks.add(attempt, sequence, prompt=prompt, response=reply, text=text)
+        suffix = text[share.text :] if share else text
+        response = b"" if call.response is None else to_json(call.response)
+        low, high = _squeeze((prompt[share.ids :] if share else prompt) + reply)
+        body = b"".join((suffix, response, high))
+        deflated = zlib.compress(body, 1) if len(suffix) + len(response) >= MIN_DEFLATED else body
+        packed = _Packed(
+            span=replace(span, call=None),
+            call=replace(call, prompt_ids=b"", response_ids=b"", request=rest, response=None),
+            ids=low,
+            response_len=len(reply),
+            text=min(body, deflated, key=len),
+            request_end=len(suffix),
+            response_end=len(suffix) + len(response),
+            is_deflated=len(deflated) < len(body),
+            base=share.base.sequence if share else 0,
+            shared_ids=share.ids if share else 0,
+            shared_text=share.text if share else 0,
+        )
+        return _CALL + encode(packed)
+
+    def forget(self, attempt: object) -> None:
+        """Drop the marks of an attempt that ended, or whose last span was not kept."""
+        self._marks.forget(attempt)
+
+    def clear(self) -> None:
+        """Drop all marks, because the last packed spans may not have been kept."""
+        self._marks.clear()
+
+
+@dataclass(kw_only=True)
+class AttemptSpans:
+    """The spans of an attempt that a store has already.
+
+    Attributes:
+        key: The store's key of the attempt, such as its number.
+        last: Highest stored sequence.
+        is_late: Whether the attempt is decided.
+        has: Returns true if the span with that id is stored.
+    """
+
+    key: Any
+    last: int
+    is_late: bool
+    has: Callable[[str], bool]
+
+
+def place_spans(
+    spans: Sequence[Span], packer: Packer, find: Callable[[Span], AttemptSpans]
+) -> tuple[list[tuple[Any, int, str, bytes]], list[Span]]:
+    """Make rows of the spans that are not stored yet: attempt's key, sequence, span id, and the packed span.
+
+    Returns them with these spans as they are stored.
+
+    Packs all spans before the caller stores the first, so that a span that cannot be packed leaves no trace.
+    """
+    rows: dict[tuple[Any, str], tuple[Any, int, str, bytes]] = {}
+    known: dict[tuple[str, str], AttemptSpans] = {}
+    new: list[Span] = []
+    try:
+        for span in spans:
+            where = span.rollout_id, span.attempt_id
+            held = known.get(where) or known.setdefault(where, find(span))
+            if (held.key, span.span_id) in rows or held.has(span.span_id):
+                continue
+            kept = placed(span, last=held.last, is_late=held.is_late)
+            held.last = kept.sequence
+            packed = packer.pack(kept, attempt=held.key, sequence=held.last)
+            rows[held.key, span.span_id] = held.key, held.last, span.span_id, packed
+            new.append(kept)
+    except StoreError:
+        packer.clear()  # its marks may refer to spans that are not stored
+        raise
+    return list(rows.values()), new
+
+
+class Unpacker:
+    """Turns bytes of one attempt back into spans.
+
+    Args:
+        fetch: Returns the stored bytes at a sequence of the attempt, for a base that was not unpacked before.
+    """
+
+    def __init__(self, fetch: Callable[[int], bytes]) -> None:
+        self._fetch = fetch
+        self._known: dict[int, _Whole] = {}
+
+    def unpack(self, data: bytes, *, sequence: int) -> Span:
+        """Unpack the span that was stored at ``sequence``."""
+        is_plain = data[:1] == _PLAIN
+        span = decode(memoryview(data)[1:], Span) if is_plain else self._join(_open(data), sequence)
+        force_setattr(span, "sequence", sequence)
+        return span
+
+    def _join(self, packed: _Packed, sequence: int) -> Span:
+        whole = self._resolve(sequence, packed)
+        call = packed.call
+        force_setattr(call, "prompt_ids", whole.prompt)
+        force_setattr(call, "response_ids", whole.response)
+        force_setattr(call, "request", _merge(whole.text, call.request))
+        force_setattr(call, "response", _parse(packed.text[packed.request_end : packed.response_end]))
+        force_setattr(packed.span, "call", call)
+        return packed.span
+
+    def _resolve(self, sequence: int, packed: _Packed) -> _Whole:
+        chain = [(sequence, packed)]
+        while (base := chain[-1][1].base) and base not in self._known:
+            if base >= chain[-1][0]:
+                raise StoreError(
+                    f"the store is damaged: the call at sequence {chain[-1][0]} of span {packed.span.span_id!r} refers "
+                    f"to one at {base}; delete rollout {packed.span.rollout_id!r} and run it again"
+                )
+            chain.append((base, _open(self._fetch(base))))
+        for at, link in reversed(chain):
+            self._known[at] = _restore(link, self._known.get(link.base))
+        return self._known[sequence]
+
+
+def _restore(packed: _Packed, base: _Whole | None) -> _Whole:
+    text = packed.text[: packed.request_end]
+    ids = _widen(packed.ids, packed.text[packed.response_end :])
+    split = len(ids) - packed.response_len
+    prompt, response = ids[:split], ids[split:]
+    if base is not None:
+        prompt = _head(base.prompt, base.response, packed.shared_ids) + prompt
+        text = base.text[: packed.shared_text] + text
+    return _Whole(prompt, response, text)
+
+
+def _head(first: bytes, second: bytes, length: int) -> bytes:
+    """Return the first ``length`` bytes of ``first + second``."""
+    return first[:length] + second[: max(0, length - len(first))]
+
+
+def _squeeze(ids: bytes) -> tuple[bytes, bytes]:
+    """Split packed int32 ids into their two low and two high byte planes; odd lengths stay whole."""
+    if len(ids) % 4:
+        return ids, b""
+    return ids[0::4] + ids[1::4], ids[2::4] + ids[3::4]
+
+
+def _widen(low: bytes, high: bytes) -> bytes:
+    """Join byte planes; the inverse of :func:`_squeeze`."""
+    if not high:
+        return low
+    count = len(low) // 2
+    ids = bytearray(4 * count)
+    ids[0::4], ids[1::4] = low[:count], low[count:]
+    ids[2::4], ids[3::4] = high[:count], high[count:]
+    return bytes(ids)
+
+
+def _split(request: Json) -> tuple[bytes, Json]:
+    """Split a request into the text that later requests may share, and the rest."""
+    if not isinstance(request, dict):
+        return b"", request
+    body = cast("dict[str, Any]", request)
+    shared = {key: body[key] for key in SHARED_KEYS if key in body}
+    return to_json(shared), {key: value for key, value in body.items() if key not in shared}
+
+
+def _merge(text: bytes, rest: Json) -> Json:
+    """Join the parts of a request; the inverse of :func:`_split`."""
+    return rest | msgspec.json.decode(text) if text else rest
+
+
+def _parse(text: bytes) -> Json:
+    return msgspec.json.decode(text) if text else None
+
+
+def _open(data: bytes) -> _Packed:
+    """Inflate the text of a stored call."""
+    packed = decode(memoryview(data)[1:], _Packed)
+    if packed.is_deflated:
+        force_setattr(packed, "text", zlib.decompress(packed.text))
+    return packed

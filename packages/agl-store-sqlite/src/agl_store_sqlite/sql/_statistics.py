@@ -1,0 +1,104 @@
+"""Statistics as rows of an SQL table, which one statement adds to, so that no writer has to read them first."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from agl.contracts import Moments, Statistics
+from agl.schemas import Attempt, Rollout, Span, Tally
+from agl.stores import counted, place_of, share_of
+from agl_store_sqlite.sql._rows import Row
+
+_KEY = ("experiment", "algorithm", "step", "mode")
+_SUMS = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
+
+STATISTICS = ", ".join((*_KEY, *_SUMS, "rewards", "mean", "squares"))
+"""The columns of the table ``statistics``; a step of -1 stands for none."""
+
+_ALL = "(s.rewards + excluded.rewards)"
+_APART = "(excluded.mean - s.mean)"
+
+
+def merging(greatest: str) -> str:
+    """Return the end of an ``INSERT INTO statistics AS s`` that adds to rows that are there.
+
+    It merges means and squares as :meth:`agl.contracts.Moments.plus` does. ``greatest`` is the database's function for
+    the larger one of two numbers.
+    """
+    squares = f"s.squares + excluded.squares + {_APART} * {_APART} * s.rewards * excluded.rewards / {_ALL}"
+    sums = ", ".join(f"{name} = s.{name} + excluded.{name}" for name in (*_SUMS, "rewards"))
+    return (
+        f"ON CONFLICT ({', '.join(_KEY)}) DO UPDATE SET {sums}, "
+        f"mean = CASE {_ALL} WHEN 0 THEN 0.0 ELSE s.mean + {_APART} * excluded.rewards / {_ALL} END, "
+        f"squares = CASE {_ALL} WHEN 0 THEN 0.0 ELSE {greatest}(0.0, {squares}) END"
+    )
+
+
+def joined(shares: Iterable[Statistics]) -> list[Statistics]:
+    """Add up the shares of each step and mode, in order of experiment, algorithm, step and mode."""
+    found: dict[tuple[str, str, int, str], Statistics] = {}
+    for share in shares:
+        place = place_of(share)
+        found[place] = found[place].plus(share) if place in found else share
+    return [found[place] for place in sorted(found)]
+
+
+def additions(shares: Iterable[Statistics]) -> list[list[Statistics]]:
+    """Return what a transaction adds to statistics: those of rollouts that come, and then of those that go.
+
+    Each list has one for a step and mode, in their order. A count passes zero, and loses its mean, only at the end.
+    """
+    given = list(shares)
+    coming = joined(share for share in given if share.rollouts > 0)
+    going = joined(share.negative for share in given if share.rollouts < 0)
+    return [coming, [share.negative for share in going]]
+
+
+def statistics_row(share: Statistics) -> Row:
+    """Return the values of :data:`STATISTICS`."""
+    reward = share.reward
+    return *place_of(share), *(getattr(share, name) for name in _SUMS), reward.count, reward.mean, reward.squares
+
+
+def read_statistics(rows: Iterable[Row]) -> list[Statistics]:
+    """Read rows of :data:`STATISTICS`, in order of their keys; those that no rollout is left in are skipped."""
+    found = [_read(*row) for row in sorted(rows, key=lambda row: row[: len(_KEY)])]
+    return [each for each in found if each.rollouts]
+
+
+def _read(experiment: str, algorithm: str, step: int, mode: Any, *numbers: Any) -> Statistics:
+    *sums, count, mean, squares = numbers
+    return Statistics(
+        experiment=experiment,
+        algorithm=algorithm,
+        step=None if step < 0 else step,
+        mode=mode,
+        reward=Moments(count=count, mean=mean, squares=squares),
+        **dict(zip(_SUMS, sums, strict=True)),
+    )
+
+
+def recount(
+    rollouts: Sequence[Rollout],
+    attempts_of: Callable[[str], Sequence[Attempt]],
+    spans_of: Callable[[str, str], Sequence[Span]],
+) -> tuple[list[Attempt], list[Statistics]]:
+    """Return the running or deciding attempts of rollouts with their tallies, and the shares of finished rollouts.
+
+    For stores whose layout is older than tallies.
+
+    Args:
+        rollouts: Some of the store's rollouts.
+        attempts_of: Returns the attempts of a rollout by its id.
+        spans_of: Returns all spans of an attempt by the ids of its rollout and its own.
+    """
+    found: list[Attempt] = []
+    shares: list[Statistics] = []
+    for rollout in rollouts:
+        own = [each for each in attempts_of(rollout.rollout_id) if each.attempt_id == rollout.attempt_id]
+        tallied = [counted(replace(each, tally=Tally()), spans_of(rollout.rollout_id, each.attempt_id)) for each in own]
+        found += tallied
+        if rollout.is_finished:
+            shares.append(share_of(rollout, tallied[0] if tallied else None))
+    return found, joined(shares)

@@ -1,3 +1,0 @@
-"""Experiments of agl in TensorBoard."""
-
-__all__: list[str] = []

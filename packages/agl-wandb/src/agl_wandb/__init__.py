@@ -1,3 +1,0 @@
-"""Experiments of agl in Weights & Biases."""
-
-__all__: list[str] = []
