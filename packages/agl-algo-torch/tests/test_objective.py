@@ -121,7 +121,7 @@ def test_masked_importance_drops_tokens_and_counts_them() -> None:
     made = objective("gpg", correction=Correction(cap=0.8, mode="mask"))
     _, logged = gradient(made, WHOLE[:2], budget=64)
     masked = sum(
-        float(o - b) > math.log(0.8)
+        not math.log(0.5) <= float(o - b) <= math.log(0.8)
         for row in WHOLE[:2]
         for o, b in zip(row.old[row.mask], row.behaviour[row.mask], strict=True)
     )

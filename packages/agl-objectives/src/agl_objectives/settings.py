@@ -237,7 +237,8 @@ class Correction(Settings, frozen=True, kw_only=True):
     Attributes:
         cap: Largest weight; 0 turns the weights off.
         level: `token`, or `sequence` or `geometric`, which take one weight over a whole rollout.
-        mode: `truncate` lowers larger weights to the cap; `mask` drops their tokens.
+        mode: `truncate` lowers larger weights to the cap; `mask` drops their tokens, and those of weights below 0.5, as
+            IcePop does.
         is_normalised: Whether weights are divided by their mean over rollouts.
     """
 

@@ -188,7 +188,7 @@ class Supplied:
         await self._tuned.go_back(state, rate=rate)
 
     def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of so many tasks a step draws, and how many times it runs each, for `agl check --forecast`."""
+        """Return how many tasks a step draws of so many, and how often it runs each, for `agl check --forecast`."""
         return self._supply.size(tasks)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from agl_objectives.aggregation import Aggregation
 
 
+MASK_FLOOR = 0.5
+"""Weight below which `mask` drops a token, the alpha of IcePop (Ling team 2025, arXiv 2510.18855)."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Tally:
     """Numbers of an update's micro-batches, to log: sums over tokens, and peaks.
@@ -88,7 +92,8 @@ class PolicyObjective:
         self._loss, self._entry = found.call, found.entry
         self._settings = settings
         self._aggregation: Aggregation = settings.aggregation or found.entry.aggregation
-        self._importance = Importance(**msgspec.structs.asdict(correction))
+        floor = MASK_FLOOR if correction.mode == "mask" else 0.0
+        self._importance = Importance(**msgspec.structs.asdict(correction), floor=floor)
         if settings.constant_tokens != Objective().constant_tokens and self._aggregation != "constant":
             raise ConfigError(
                 f"{algorithm} got constant_tokens = {settings.constant_tokens}, by which only the aggregation "

@@ -280,7 +280,7 @@ def _blind_critic(steps: _Steps) -> _Finding | None:
         return None
     return (
         f"the critic explains {share:.0%} of the returns: less than their mean would",
-        "a higher critic_lr, critic_warmup = 10, or grpo, which needs no critic",
+        "a higher critic.lr, critic.warmup = 10, or grpo, which needs no critic",
     )
 
 
