@@ -94,7 +94,12 @@ context_length = 2048
 [[algorithm]]
 use = "sft"
 tunes = "llm"
-params = {{ data = "dialogues.jsonl", updates = 300, updates_per_step = 300, batch_size = 4, optim.lr = 4e-3, compute.threads = 1 }}
+params.data = "dialogues.jsonl"
+params.updates = 300
+params.updates_per_step = 300
+params.batch_size = 4
+params.optim = {{ lr = 4e-3 }}
+params.compute = {{ threads = 1 }}
 
 [[algorithm]]
 use = "grpo"

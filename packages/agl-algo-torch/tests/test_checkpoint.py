@@ -205,7 +205,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_dir: Path) -> None:
 
 
 def test_updates_without_a_finite_gradient_are_skipped_and_counted_until_there_are_too_many(model_dir: Path) -> None:
-    settings = LearnerSettings(optim=replace(OPTIM, max_nonfinite=2), compute=Compute(device="cpu", threads=1))
+    settings = LearnerSettings(
+        optim=replace(OPTIM, max_nonfinite=2), total=10, compute=Compute(device="cpu", threads=1)
+    )
     learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
     weight = next(learner.loaded.model.parameters())
 

@@ -18,8 +18,7 @@ from agl.errors import ConfigError
 from agl.schemas import CallCredit, Weights, unpack_ids
 from agl_algo_torch.data.preparation import prepare
 from agl_algo_torch.grpo import GRPO
-from agl_objectives.advantages import baseline_of
-from agl_objectives.groups import GREEDY, NO_BASELINE
+from agl_objectives.groups import GREEDY, NO_BASELINE, baseline_of
 from agl_objectives.registry import find_estimator
 from agl_run import Quiet, policy
 from agl_store_sqlite._store import SQLiteStore

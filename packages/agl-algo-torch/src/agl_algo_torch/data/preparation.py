@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from agl.errors import ConfigError
 from agl_algo_torch.learner.batch import RowSample, from_row
-from agl_objectives.advantages import call_advantages, trained_tokens
+from agl_objectives.advantages import call_advantages
 from agl_objectives.answers import SoftOverlong, without_truncated
+from agl_objectives.groups import trained_tokens
 from agl_objectives.registry import find_estimator
+from agl_objectives.reports import mean_and_deviation
 from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
     from agl.contracts import CallUse, Credit
     from agl.schemas import Episode
-    from agl_objectives.advantages import Baseline
     from agl_objectives.contract import Estimator
+    from agl_objectives.groups import Baseline
     from agl_objectives.registry import FoundEstimator
-
 
 ESTIMATOR = "grpo"
 """The estimator of algorithms that learn from rewards beside something else, unless another one is asked for."""
@@ -135,13 +134,13 @@ def live_rows(episode: Episode, *, advantage: float = 1.0, has_temperature: bool
 
 def _metrics(groups: Sequence[Sequence[Episode]], *, rows: int, loud: set[str]) -> dict[str, float]:
     # A missing reward is left out of the mean, not taken for 0.
-    rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
+    mean, deviation = mean_and_deviation([e.reward for group in groups for e in group if e.reward is not None])
     # A group is silent when no rollout of it has an advantage: all right, all wrong, or nothing to train.
     silent = sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group))
     calls = [call for group in groups for e in group for call in e.transitions if not call.reject]
     return {
-        "reward": float(rewards.mean()) if len(rewards) else 0.0,
-        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,  # over the batch, divided by n - 1
+        "reward": mean,
+        "reward_std": deviation,
         "groups": float(len(groups)),
         "groups_silent": float(silent),
         "rollouts": float(sum(len(group) for group in groups)),
