@@ -150,7 +150,7 @@ def test_gradient_is_that_of_the_mean_distance_over_all_held_tokens(model_dir: P
         async with bench:
             grpo = made(GRPO, anchor_coef=0.7, threads=1, device="cpu")
             await grpo.setup(bench.context())
-            learner = await grpo._tuned.learner(updates=0)
+            learner = await grpo._tuned.learner()
             model = learner.loaded.model
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -97,7 +97,7 @@ def first_update(
         async with bench:
             algorithm: Any = bench.scenario.make()
             await algorithm.setup(bench.context())
-            learner = await algorithm._tuned.learner(updates=0)
+            learner = await algorithm._tuned.learner()
 
             def keep(report: dict[str, float]) -> dict[str, float]:
                 named = learner.loaded.model.named_parameters()

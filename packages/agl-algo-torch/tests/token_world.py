@@ -168,7 +168,7 @@ def check_gradient(
     async def body() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         async with bench:
             await algorithm.setup(bench.context())
-            learner = await algorithm._tuned.learner(updates=0)
+            learner = await algorithm._tuned.learner()
             rows = {e.rollout.rollout_id: live_rows(e) for e in group}
             references = {name: reference * (1 + index) for index, name in enumerate(rows)}
             model = learner.loaded.model

@@ -114,7 +114,6 @@ class Distill(OnPolicy):
                 f"distill got refill = {sampling.refill} without reward_coef: every group learns from the teacher, so "
                 "there is none to replace. Remove refill, or give reward_coef."
             )
-        needed_by("distill", "reward_coef", reward_coef, estimator=estimator)
         self._teacher_name, self._reward_coef = teacher, reward_coef
         self._steps, self._updates_per_step, self._epochs = steps, updates_per_step, epochs
         updates = updates_per_step * epochs
@@ -122,6 +121,7 @@ class Distill(OnPolicy):
             "distill", Objective(**msgspec.structs.asdict(objective)), correction=correction, updates=updates
         )
         self._estimator = estimator_of_samples("distill", estimator)
+        needed_by("distill", "reward_coef", reward_coef, estimator=estimator)
         self._unused = UnusedEstimator(estimator)
         self._groups = GroupSampler(
             "distill",

@@ -165,12 +165,12 @@ class SDPO(OnPolicy):
                 "sdpo with grpo_coef compares the rollouts of a group, but group_size is 1. Give at least 2, or "
                 "grpo_coef = 0."
             )
-        needed_by("sdpo", "grpo_coef", grpo_coef, estimator=estimator)
         self._steps, self._teacher, self._grpo_coef = steps, teacher, grpo_coef
         self._divergence: Divergence = divergence
         self._top_k = top_k
         self._aggregation: MeanAggregation = aggregation
         self._estimator = estimator_of_samples("sdpo", estimator)
+        needed_by("sdpo", "grpo_coef", grpo_coef, estimator=estimator)
         self._unused = UnusedEstimator(estimator)
         self._groups = GroupSampler(
             "sdpo",
