@@ -3,12 +3,8 @@
 import gzip
 import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
-from typing import Any
 from urllib.parse import unquote
 
 from google.protobuf.message import DecodeError
@@ -17,10 +13,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-import agl
 from agl.errors import ConfigError, ExportError
 from agl.stores import shown_url, web_parts
-from agl_sinks.otlp.background import in_background
+from agl_sinks.sending import in_background, post
 
 PATH = "/v1/traces"
 DEFAULT = "http://localhost:4318"
@@ -40,7 +35,6 @@ _VALUE = re.compile(r"[\t -~\x80-\xff]*")
 """The characters that the value of a header may have."""
 
 _PROTOBUF = "application/x-protobuf"
-_MAX_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,56 +86,17 @@ class Backend:
             )
 
     def _post(self, body: bytes) -> ExportTraceServiceResponse:
-        headers = {
-            "Content-Type": _PROTOBUF,
-            "Content-Encoding": "gzip",
-            "User-Agent": f"agl-sinks/{agl.__version__}",
-            **self.headers,
-        }
-        request = urllib.request.Request(self.url, data=body, headers=headers)
-        try:
-            with _OPENER.open(request, timeout=self.timeout_s) as answer:
-                return _parsed(answer.headers.get_content_type(), answer.read(_MAX_ANSWER))
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refused(error) from None
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise ExportError(
-                f"{self.shown} does not answer ({type(reason).__name__}: {reason}); start it, or correct the endpoint",
-                is_passing=True,
-            ) from None
-
-    def _refused(self, error: urllib.error.HTTPError) -> ExportError:
-        text = " ".join(_beginning(error).decode("utf-8", "replace").split())[:200]
-        advice = _ADVICE.get(error.code, "")
-        if 300 <= error.code < 400:
-            advice = f"it sends elsewhere; name that URL as the endpoint: {error.headers.get('Location', '')}"
-        parts = [f"{self.shown} answered {error.code} {error.reason}{f': {text}' if text else ''}", advice]
-        wait = error.headers.get("Retry-After", "")
-        return ExportError(
-            "; ".join(filter(None, parts)),
-            is_passing=error.code in _PASSING,
-            retry_after_s=float(wait) if wait.isdecimal() else 0.0,
+        headers = {"Content-Type": _PROTOBUF, "Content-Encoding": "gzip", **self.headers}
+        answer = post(
+            self.url,
+            body,
+            shown=self.shown,
+            headers=headers,
+            timeout_s=self.timeout_s,
+            passing=_PASSING,
+            advice=_ADVICE,
         )
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Turns redirects into errors: urllib would follow them without the body, and call that a success."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """Follow nothing."""
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
-
-
-def _beginning(error: urllib.error.HTTPError) -> bytes:
-    """Return the beginning of a refusal's text; nothing where it breaks off, as the status says enough."""
-    try:
-        return error.read(2000)
-    except (OSError, HTTPException):
-        return b""
+        return _parsed(answer.headers.get("Content-Type", "").partition(";")[0], answer.content)
 
 
 def _url(endpoint: str) -> str:

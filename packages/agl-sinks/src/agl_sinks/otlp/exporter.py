@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from agl.contracts import Recording
 from agl_sinks.otlp.backend import Backend
-from agl_sinks.otlp.background import in_background
 from agl_sinks.otlp.requests import requests_of
+from agl_sinks.sending import in_background
 
 
 class OtlpExporter:
