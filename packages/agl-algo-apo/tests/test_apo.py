@@ -92,7 +92,7 @@ def test_budget_in_calls_tokens_and_money_is_never_exceeded(optimize: Optimize) 
     assert calls.state["spent"]["calls"] <= 9
     tokens = optimize(budget={"tokens": 9000}, script=ScriptedOptimizer(), folder="tokens")
     assert tokens.state["spent"]["tokens"] <= 9000
-    money = optimize(budget={"money": 0.15}, prices=prices, folder="money")
+    money = optimize(budget={"money": 0.15, "prices": prices}, folder="money")
     assert money.state["spent"]["money"] <= 0.15
     for run in (calls, tokens, money):
         assert run.stop_reason.startswith("budget:")
@@ -119,7 +119,7 @@ def test_broken_templates_cost_no_rollout_and_end_the_search(optimize: Optimize)
 
 
 def test_lost_invariant_is_rejected_and_the_kept_one_survives(optimize: Optimize) -> None:
-    run = optimize(budget=250, invariants={"clerk_prompt": ["Complete the order."]})
+    run = optimize(budget=250, texts={"invariants": {"clerk_prompt": ["Complete the order."]}})
     assert "Complete the order." in run.best["clerk_prompt"]
 
 
@@ -178,7 +178,7 @@ def test_patience_ends_the_search(optimize: Optimize) -> None:
 @pytest.mark.parametrize("selector", ["best", "pareto", "beam", "ucb"])
 def test_every_selector_finds_something(optimize: Optimize, selector: str) -> None:
     world = easy(1)
-    run = optimize(world, budget=200, selector=selector)
+    run = optimize(world, budget=200, parents={"selector": selector})
     assert world.gap_closed(run.best) > 0.3
 
 
@@ -271,7 +271,7 @@ def test_agents_own_failures_are_scored_and_shown_to_the_critic(optimize: Optimi
         if rollout.task["order"].endswith("3"):
             raise ValueError("the order has no end")
 
-    run = optimize(budget=150, fault=fault, failure_reward=-0.5)
+    run = optimize(budget=150, fault=fault, scoring={"failure": -0.5})
     rows = [row[4] for row in run.state["scores"] if row[4].get("status") == "failed"]
     assert rows
     assert {-0.5} == {row["reward"] for row in rows}
@@ -328,7 +328,7 @@ def test_tool_descriptions_are_tuned_and_keep_their_structure(optimize: Optimize
         ({"budget": {"calls": 2}}, "calls of the optimiser's model and needs at least 3"),
         ({"budget": {}}, "has no budget"),
         ({"budget": {"tokens": 3000}}, "one question to the optimiser's model takes up to 1.. tokens"),
-        ({"budget": {"money": 0.05}, "prices": {"rollout": 0.001}}, "needs at least 0.082, for 82 rollouts"),
+        ({"budget": {"money": 0.05, "prices": {"rollout": 0.001}}}, "needs at least 0.082, for 82 rollouts"),
         ({"budget": {"money": 1.0}}, "no prices"),
         ({"optimizer": {"base_url": "http://127.0.0.1:9/v1", "model": "x"}}, "does not answer"),
         ({"optimizer": {"base_url": "nowhere", "model": "x"}}, "is no URL"),
@@ -336,10 +336,10 @@ def test_tool_descriptions_are_tuned_and_keep_their_structure(optimize: Optimize
         ({"optimizer": "nobody"}, "there is no policy 'nobody'"),
         ({"requests": {"poem": "a.txt"}}, "the kinds of request are"),
         ({"requests": {"edit": "missing.txt"}}, "cannot read requests.edit"),
-        ({"invariants": {"clerk_prompt": ["Sing."]}}, "breaks a rule itself"),
-        ({"invariants": {"nobody": ["Sing."]}}, "this algorithm tunes"),
+        ({"texts": {"invariants": {"clerk_prompt": ["Sing."]}}}, "breaks a rule itself"),
+        ({"texts": {"invariants": {"nobody": ["Sing."]}}}, "this algorithm tunes"),
         ({"branch_factor": 0}, "each must be at least 1"),
-        ({"selector": "best-of"}, "selector"),
+        ({"parents": {"selector": "best-of"}}, "selector"),
     ],
 )
 def test_bad_parameters_are_refused_before_anything_is_paid(

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.errors import ConfigError
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices, Spent
 from agl_algo_apo.search.settings import SearchSettings, spending_plan
 
@@ -29,7 +29,7 @@ ORDERS = st.lists(
     kept=st.integers(0, 20),
 )
 def test_no_order_of_spending_exceeds_a_limit(orders: Any, kept: int, **limits: Any) -> None:
-    budget = Budget(BudgetLimits(**limits), prices=Prices(input=1.0, output=5.0, rollout=0.001), kept=kept)
+    budget = Budget(BudgetLimits(**limits, prices=Prices(input=1.0, output=5.0, rollout=0.001)), kept=kept)
     started = 0
     for kind, first, second, share in orders:
         try:
@@ -70,7 +70,7 @@ def test_refused_reservation_costs_nothing_and_an_unused_part_comes_back() -> No
 
 
 def test_cancelled_call_gives_back_all_that_was_reserved() -> None:
-    budget = Budget(BudgetLimits(calls=1, tokens=900, money=0.01), prices=Prices(input=1.0, output=5.0))
+    budget = Budget(BudgetLimits(calls=1, tokens=900, money=0.01, prices=Prices(input=1.0, output=5.0)))
     budget.cancel_call(budget.take_call(max_input=500, max_output=400))
     assert Spent() == budget.spent
     budget.take_call(max_input=500, max_output=400)
@@ -86,8 +86,8 @@ def test_saved_budget_continues() -> None:
 
 @pytest.mark.parametrize("limits", [{"rollouts": -1}, {"money": -0.5}])
 def test_negative_limit_is_refused(limits: Any) -> None:
-    with pytest.raises(ConfigError, match="at least 0"):
-        Budget(BudgetLimits(**limits), prices=Prices(rollout=1.0))
+    with pytest.raises(msgspec.ValidationError, match=">= 0"):
+        msgspec.convert({**limits, "prices": {"rollout": 1.0}}, BudgetLimits)
 
 
 @pytest.mark.parametrize("preset", ["light", "medium", "heavy"])

@@ -15,12 +15,13 @@ from agl_inspect.terminal.program import cli
 OPTIMIZER = {"base_url": "http://127.0.0.1:9/v1", "model": "m"}
 SHARED: dict[str, list[Any]] = {
     "patience": [0],
-    "failure_reward": [1.0, 2.0],
-    "perfect_score": [-1.0, 0.0],
-    "reserve": [-0.1, 1.0],
-    "test": [-0.1, 1.0],
-    "max_chars": [-1],
-    "prices": [{"input": -1.0}, {"rollout": -0.1}],
+    "scoring.failure": [1.0, 2.0],
+    "scoring.perfect": [-1.0, 0.0],
+    "scoring.reserve": [-0.1, 1.0],
+    "scoring.test": [-0.1, 1.0],
+    "texts.max_chars": [-1],
+    "budget.prices": [{"input": -1.0}, {"rollout": -0.1}],
+    "budget.rollouts": [-1],
     "publish": ["improvements"],
     "optimizer": [
         {**OPTIMIZER, "max_tokens": 0},
@@ -34,11 +35,11 @@ RACED: dict[str, list[Any]] = {"beam_rounds": [-1], "val_batch_size": [0]}
 OWN: dict[str, dict[str, list[Any]]] = {
     "apo": {
         **RACED,
-        "beam_width": [0],
+        "parents.beam_width": [0],
         "branch_factor": [0],
         "gradient_batch_size": [0],
-        "selector": ["mixd"],
-        "p_best": [-0.1, 1.1],
+        "parents.selector": ["mixd"],
+        "parents.p_best": [-0.1, 1.1],
         "delete_every": [-1],
     },
     "gepa": {"reflection_minibatch_size": [0], "phases": [0]},
@@ -61,16 +62,17 @@ def manager() -> PluginManager:
 def test_value_that_makes_no_sense_is_refused_with_the_parameters_name(
     manager: PluginManager, algorithm: str, name: str, value: Any
 ) -> None:
+    table, _, key = name.partition(".")
     with pytest.raises(AglError) as caught:
-        manager.build(manager.algorithm(algorithm), **{"optimizer": OPTIMIZER, name: value})
+        manager.build(manager.algorithm(algorithm), **{"optimizer": OPTIMIZER, table: {key: value} if key else value})
     message = str(caught.value)
-    assert {"reflection_minibatch_size": "minibatch"}.get(name, name) in message
+    assert {"reflection_minibatch_size": "minibatch"}.get(name, key or table) in message
     assert 1 == len(message.splitlines())
 
 
 def test_misspelt_choice_is_answered_with_the_closest_and_with_all(manager: PluginManager) -> None:
-    with pytest.raises(AglError, match="did you mean 'mixed'\\? Its choices are: mixed, best, pareto, beam, ucb"):
-        manager.build(manager.algorithm("apo"), optimizer=OPTIMIZER, selector="mixd")
+    with pytest.raises(AglError, match="did you mean 'improvement'\\? Its choices are: improvement, end"):
+        manager.build(manager.algorithm("apo"), optimizer=OPTIMIZER, publish="improvment")
 
 
 def check(folder: Path, algorithm: str, **params: Any) -> Any:

@@ -194,7 +194,7 @@ def test_demonstration_that_holds_a_validation_task_is_refused(said: str, answer
 
 def test_demonstrations_teach_what_no_feedback_says(optimize: Optimize) -> None:
     world = demonstrable(2)
-    without, run = (optimize(world, budget=700, demonstrations=n, folder=f"run{n}", seed=2) for n in (0, 4))
+    without, run = (optimize(world, budget=700, demonstrations={"most": n}, folder=f"run{n}", seed=2) for n in (0, 4))
     assert world.gap_closed(without.best) < 0.6
     assert world.gap_closed(run.best) > 0.95
     assert not [row for row in without.lineage if row.get("demonstrations") or HEADING in row["texts"]["clerk_prompt"]]
@@ -225,7 +225,7 @@ def test_editor_neither_sees_nor_loses_demonstrations(optimize: Optimize) -> Non
             asked.append(request.last_text)
             return super().respond(request)
 
-    run = optimize(demonstrable(2), budget=500, demonstrations=4, script=Listener(), seed=2)
+    run = optimize(demonstrable(2), budget=500, demonstrations={"most": 4}, script=Listener(), seed=2)
     known = {row["id"]: row for row in run.lineage}
     heirs = [row for row in run.lineage if row.get("operator") in ("edit", "merge") and row.get("demonstrations")]
     assert heirs
@@ -236,7 +236,7 @@ def test_editor_neither_sees_nor_loses_demonstrations(optimize: Optimize) -> Non
 
 
 def test_characters_of_demonstrations_are_bounded_and_none_is_cut(optimize: Optimize) -> None:
-    run = optimize(demonstrable(3), budget=300, demonstrations=9, demonstration_chars=300, seed=3)
+    run = optimize(demonstrable(3), budget=300, demonstrations={"most": 9, "max_chars": 300}, seed=3)
     drawn = [row["demonstrations"]["clerk_prompt"] for row in run.lineage if row.get("demonstrations")]
     assert drawn
     for shown in drawn:
@@ -247,7 +247,7 @@ def test_characters_of_demonstrations_are_bounded_and_none_is_cut(optimize: Opti
 def test_demonstrations_of_training_tasks_that_repeat_validation_tasks_cost_no_rollout(optimize: Optimize) -> None:
     world = demonstrable(1)
     leaked: list[Any] = [{**task, "expected": dict.fromkeys(task["expected"], "EUR")} for task in world.val]
-    run = optimize(world, train=leaked, budget=300, demonstrations=2)
+    run = optimize(world, train=leaked, budget=300, demonstrations={"most": 2})
     drawn = [row for row in run.lineage if row.get("operator") == "demonstrate"]
     assert drawn
     assert {"rejected"} == {row["status"] for row in drawn}
@@ -257,4 +257,4 @@ def test_demonstrations_of_training_tasks_that_repeat_validation_tasks_cost_no_r
 
 def test_negative_number_of_demonstrations_is_refused(optimize: Optimize) -> None:
     with pytest.raises(ConfigError, match=r"'demonstrations': -1.*each must be at least 0"):
-        optimize(easy(1), demonstrations=-1)
+        optimize(easy(1), demonstrations={"most": -1})

@@ -13,7 +13,7 @@ gepa = pytest.importorskip("gepa", reason="needs gepa")
 
 from agl_algo_apo.measurement.scores import Measured  # noqa: E402
 from agl_algo_apo.proposals.evidence import EvidenceRun  # noqa: E402
-from agl_algo_apo.proposals.gepa_adapter import MAX_IDLE, GepaAdapter, PhaseCancelledError, TaskPlace, Texts  # noqa: E402
+from agl_algo_apo.proposals.gepa_adapter import MAX_IDLE, GepaAdapter, PhaseCancelledError, TaskPlace, TextByName  # noqa: E402
 from agl_algo_apo.proposals.optimizer import OptimizerDownError  # noqa: E402
 from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, BudgetLimits  # noqa: E402
 
@@ -31,10 +31,10 @@ class WorldHost:
         self._world = world
         self._optimizer = optimizer or ScriptedOptimizer()
 
-    async def refusal(self, texts: Texts) -> str:
+    async def refusal(self, texts: TextByName) -> str:
         return "" if "{order}" in texts["clerk_prompt"] else "lost the placeholder"
 
-    async def measure(self, texts: Texts, places: Sequence[TaskPlace]) -> None:
+    async def measure(self, texts: TextByName, places: Sequence[TaskPlace]) -> None:
         prompt = texts["clerk_prompt"]
         new = [place for place in places if (prompt, place) not in self.scores]
         self.budget.take_rollouts(len(new))
@@ -46,10 +46,10 @@ class WorldHost:
             reward, feedback = judge(self._world, task, answer, is_short=False, seed=str(place))
             self.scores[(prompt, place)] = Measured(reward=reward, rollout=str(place), feedback=feedback)
 
-    def known(self, texts: Texts, place: TaskPlace) -> Measured | None:
+    def known(self, texts: TextByName, place: TaskPlace) -> Measured | None:
         return self.scores.get((texts["clerk_prompt"], place))
 
-    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[EvidenceRun]:
+    async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:
         return [EvidenceRun(task=item.rollout, measured=item, lines=("made: an answer",)) for item in measured]
 
     async def ask(self, request: str, number: int) -> str:

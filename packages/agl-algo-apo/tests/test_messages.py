@@ -182,7 +182,7 @@ def test_question_of_a_demonstration_is_what_filled_the_last_user_message() -> N
 
 def test_demonstrations_in_messages_teach_what_no_feedback_says(optimize: Optimize) -> None:
     world, store = demonstrable(2), MemoryStore("memory://")
-    settings: dict[str, Any] = {"budget": 700, "demonstrations": 4, "seed": 2}
+    settings: dict[str, Any] = {"budget": 700, "demonstrations": {"most": 4}, "seed": 2}
     run = optimize(world, resources={"clerk_prompt": CLERK}, store=store, **settings)
     live = asyncio.run(store.resource("clerk_prompt", run.fit.resources["clerk_prompt"])).resource
     roles = [message["role"] for message in live.value]

@@ -147,7 +147,7 @@ def test_endpoint_that_does_not_answer_is_down(tmp_path: Path, step: Step, reque
 
 def failed(base_url: str, folder: Path, **settings: Any) -> Spent:
     """Return what the budget has spent after a question that got no answer."""
-    budget = Budget(BudgetLimits(), prices=Prices(input=1.0, output=1.0))
+    budget = Budget(BudgetLimits(prices=Prices(input=1.0, output=1.0)))
 
     async def work() -> None:
         given = OptimizerSettings(base_url=base_url, model="m", max_tokens=50, retry_s=0.01, wait_s=0.1, **settings)

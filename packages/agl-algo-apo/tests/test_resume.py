@@ -109,7 +109,11 @@ def what_was_left(folder: Path, use: str) -> tuple[Any, Any, int, int]:
 
 @pytest.mark.parametrize(
     ("use", "params"),
-    [("apo", {"demonstrations": 3}), ("apo", {"demonstrations": 3, "has_messages": True}), ("random", {})],
+    [
+        ("apo", {"demonstrations": {"most": 3}}),
+        ("apo", {"demonstrations": {"most": 3}, "has_messages": True}),
+        ("random", {}),
+    ],
 )
 def test_killed_run_ends_as_an_unbroken_one_and_pays_nothing_twice(
     tmp_path: Path, use: str, params: dict[str, Any]

@@ -62,14 +62,14 @@ def test_rewards_above_the_perfect_score_are_refused_with_the_scale_to_set(optim
         pytest.importorskip("gepa", reason="needs gepa")
     world = easy(1)
     with pytest.raises(
-        ConfigError, match=r"got the reward [0-9.]+, and perfect_score is 1: .* perfect_score = 100, or"
+        ConfigError, match=r"got the reward [0-9.]+, and scoring.perfect is 1: .* scoring.perfect = 100, or"
     ):
         optimize(world, use=use, budget=200, settings={"rewards": (percent(world),)})
 
 
 def test_rewards_on_a_scale_of_100_are_tuned_like_those_on_one_of_1(optimize: Optimize) -> None:
     world = easy(1)
-    run = optimize(world, budget=300, perfect_score=100, settings={"rewards": (percent(world),)})
+    run = optimize(world, budget=300, scoring={"perfect": 100}, settings={"rewards": (percent(world),)})
     score = run.result["score"]
     assert world.gap_closed(run.best) > 0.8
     assert abs(score["mean"] - 100 * world.expected(run.best)) < 15
@@ -134,7 +134,7 @@ def test_every_repeat_on_a_test_task_counts_and_stays_when_the_search_goes_on() 
 
 
 def test_score_on_test_tasks_is_made_of_all_rollouts_that_were_paid_for(optimize: Optimize) -> None:
-    run = optimize(budget=250, reserve=0.2)
+    run = optimize(budget=250, scoring={"reserve": 0.2})
     rewards: dict[int, list[float]] = {}
     for owner, split, task, _, measured in run.state["scores"]:
         if (owner, split) == (run.result["winner"], "test"):

@@ -40,7 +40,7 @@ def test_every_candidate_is_listed_with_its_gates_and_all_of_its_costs(
 ) -> None:
     if use == "gepa":
         pytest.importorskip("gepa", reason="needs gepa")
-    run, agl = searched(noisy(3), use=use, budget=budget, prices=PRICES)
+    run, agl = searched(noisy(3), use=use, budget={"rollouts": budget, "prices": PRICES})
     listed = json.loads(agl("resources", "list", "clerk_prompt", "--why", "--json").stdout)
     assert [row["id"] for row in run.lineage] == [candidate["id"] for candidate in listed]
     spent = run.result["spent"]
@@ -114,7 +114,7 @@ def test_refused_candidate_is_shown_with_the_rule_that_it_breaks_and_no_rollout(
 
 
 def test_demonstrations_are_listed_and_shown_with_their_rollouts_and_gates(searched: Callable[..., Any]) -> None:
-    run, agl = searched(demonstrable(2), budget=300, demonstrations=3, seed=2)
+    run, agl = searched(demonstrable(2), budget=300, demonstrations={"most": 3}, seed=2)
     drawn = next(row for row in run.lineage if row.get("operator") == "demonstrate" and row["status"] == "pool")
     table = agl("resources", "list", "clerk_prompt", "--why").stdout.splitlines()
     cells = next([cell for cell in line.split("  ") if cell.strip()] for line in table if line.startswith(drawn["id"]))

@@ -155,7 +155,7 @@ def test_entropies_are_those_of_transformers(model_dir: Path) -> None:
     blank = torch.zeros(4)
     row = RowSample(rollout="a", group=0, ids=ids, mask=blank == 0, advantages=blank, behaviour=blank, temperature=0.5)
     settings, _ = read_settings(config())
-    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1, threads=1)
+    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1)
     _, entropies = worker.scores([row, replace(row, ids=ids[:4], mask=row.mask[:2])])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(ids[None]).logits[0]
@@ -217,7 +217,7 @@ def test_a_step_whose_silent_rows_have_a_gradient_all_the_same_trains(
 def test_groups_without_a_difference_are_replaced_in_rounds(model_dir: Path, tmp_path: Path) -> None:
     number = count()
     world = World(lambda _: float(max(0, next(number) - 4) % 2))  # the first group of four is silent
-    metrics, _ = train(tmp_path, model_dir, world, refill=3, **{"trainer.total_training_steps": 1})
+    metrics, _ = train(tmp_path, model_dir, world, **{"sampling.refill": 3, "trainer.total_training_steps": 1})
     shown = ("groups", "groups_silent", "groups_dropped", "rollouts", "rollouts_extra", "rows")
     assert (3.0, 1.0, 1.0, 12.0, 4.0, 8.0) == tuple(metrics[0][name] for name in shown)
 

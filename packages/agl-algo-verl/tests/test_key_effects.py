@@ -141,11 +141,10 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "loss_params": ({"clip_high": 0.1}, {"loss": "cispo"}),
     "estimator": ("opo", {}),
     "estimator_params": ({"eps": 0.5}, {"estimator": "grpo"}),
-    "refill": (1, {}),
-    "curriculum": ("frontier", {}),
-    "curriculum_uniform": (1.0, {"curriculum": "unsolved"}),
-    "replay": (0.5, IS),
-    "replay_max_staleness": (1, {**IS, "replay": 0.43}),
+    "sampling.refill": (1, {}),
+    "sampling.curriculum": ("frontier", {}),
+    "replay.share": (0.5, IS),
+    "replay.max_staleness": (1, {**IS, "replay.share": 0.43}),
     "anchor_coef": (0.5, {}),
 }
 """A value of each key that differs from its default, and the keys that it needs beside it."""
@@ -332,7 +331,7 @@ def test_every_typed_key_is_walked() -> None:
 
 
 def test_two_runs_with_the_same_keys_leave_the_same(play: Any) -> None:
-    for keys in ({}, GAE, {**IS, "replay": 0.5}):
+    for keys in ({}, GAE, {**IS, "replay.share": 0.5}):
         assert play(keys) == play(keys)
 
 
@@ -350,7 +349,7 @@ def test_keys_without_what_they_need_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["horizon", "target_kl"])
 def test_keys_of_an_adaptive_weight_are_refused_where_it_is_fixed(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"kl_ctrl\.{name} with algorithm\.kl_ctrl\.type = \"fixed\""):
+    with pytest.raises(ConfigError, match=rf"kl_ctrl\.{name} = 10: with algorithm\.kl_ctrl\.type = \"fixed\""):
         read_settings(config(**REWARD_KL, **{f"algorithm.kl_ctrl.{name}": 10}))
 
 

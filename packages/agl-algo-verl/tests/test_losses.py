@@ -153,7 +153,7 @@ def by_verl(
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
     """The same by VERL's engine, and the metrics; nothing is updated. `held` are rows of the anchor."""
     settings, _ = read_settings(config(**keys))
-    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1, threads=1)
+    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1)
     engine = worker._worker.engine
     found: dict[str, torch.Tensor] = {}
 
@@ -419,7 +419,7 @@ def test_reward_rises_with_losses_that_compare_tokens_of_several_rows(
 def test_an_update_that_is_left_out_moves_the_schedule_alone(policy: Any, other: Any, model_dir: Path) -> None:
     keys = {"actor.optim.lr": 1e-2, "actor.optim.weight_decay": 0.1}
     settings = read_settings(config(**keys))[0]
-    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=4, threads=1)
+    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=4)
     rows = update_of(policy, other, seed=3).verl
 
     def moved_by(update: Callable[[], Any]) -> float:

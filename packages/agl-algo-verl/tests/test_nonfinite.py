@@ -97,7 +97,7 @@ def test_a_critic_that_is_not_finite_is_left_out_as_well(model_dir: Path, tmp_pa
 
 
 def test_a_limit_below_0_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_nonfinite = -1; give 0"):
+    with pytest.raises(ConfigError, match=r"max_nonfinite = -1: Expected"):
         VERL(**config(), max_nonfinite=-1)
 
 

@@ -28,7 +28,7 @@ from agl_algo_verl.algorithm import make
 from agl_algo_verl.serving.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
 from agl_inspect.records.state import trained_rollouts
-from agl_run.run.collector import EpisodeSelection, read_episodes
+from agl_run.run.episodes import EpisodeSelection, read_episodes
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
@@ -225,7 +225,7 @@ def train(
     asks_ahead = "trainer.v1.trainer_mode" in keys
     keys |= {"trainer.total_training_steps": steps} | ({"rollout.name": "agl_hf"} if engine == "ray" else {})
     scenario = AlgorithmScenario(
-        make=lambda: make(engine=engine, threads=1, mask_truncated=True, **config(**keys)),
+        make=lambda: make(engine=engine, threads=1, **config(**{"sampling.mask_truncated": True}, **keys)),
         play=world.play_slowly if asks_ahead else world.play_from_start if samples_from_start else world.play,
         agents="writer",
         tunes=("llm",),
@@ -416,7 +416,7 @@ def test_rollouts_that_are_trained_once_more_weigh_on_ray_what_they_weigh_in_one
     model_dir: Path, tmp_path: Path
 ) -> None:
     keys = {
-        "replay": 0.5,
+        "replay.share": 0.5,
         "algorithm.rollout_correction.rollout_is": "token",
         "algorithm.rollout_correction.rollout_is_threshold": 1.01,
         "actor.use_kl_loss": True,

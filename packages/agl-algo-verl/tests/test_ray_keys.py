@@ -21,10 +21,9 @@ from agl_algo_verl.losses.loss_worker import loss_of
 from agl_algo_verl.ray.configuration import LIBRARIES, compose
 from agl_algo_verl.ray.trainer import RayVERL
 from agl_algo_verl.runtime import check_attention
-from agl_algo_verl.settings.keys import leaves, verl_keys
-from agl_algo_verl.settings.ray import HERE, RaySettings, check_machine, classify, read_ray_settings
-from agl_algo_verl.settings.ray_refused import ALLOWED, DECIDED, FOR_GPU_SERVERS, REASONS, SAME_STRATEGY
-from agl_algo_verl.settings.settings import VerlSettings
+from agl_algo_verl.settings.keys import classify, key_tables, leaves, names_of, verl_keys
+from agl_algo_verl.settings.ray import RaySettings, check_machine, read_ray_settings
+from agl_algo_verl.settings.settings import OWN, VerlSettings
 
 from .test_settings import GUIDE
 from .world import config as small
@@ -62,7 +61,7 @@ def composed(**keys: Any) -> dict[str, Any]:
         ({"actor.checkpoint.strict": False}, "only VERL's Megatron engine"),
         ({"rollout.router_config_path": "r.yaml"}, "agl passes the agents' calls on"),
         ({"rollout.nnodes": 2}, "share the devices of trainer.nnodes"),
-        ({"critic.cliprange_value": 0.1}, "has no critic"),
+        ({"critic.cliprange_value": 0.1}, '"gae" has a critic'),
         (
             {"algorithm.adv_estimator": "gae", "model.lora_rank": 4, "actor.use_kl_loss": True},
             "the critic, which has none",
@@ -86,9 +85,8 @@ def test_every_wrong_key_is_in_one_message() -> None:
 
 def test_keys_that_others_decide_are_told() -> None:
     read = read_ray_settings(config(**{"trainer.logger": ["console"], "actor.use_dynamic_bsz": True}))
-    assert ["actor_rollout_ref.actor.use_dynamic_bsz holds anyway", "trainer.logger is decided by"] == sorted(
-        note.split(" the ")[0] for note in read.notes
-    )
+    assert ["trainer.logger is decided by"] == [note.split(" the ")[0] for note in read.notes]
+    assert "actor_rollout_ref.actor.use_dynamic_bsz" not in read.given
 
 
 def test_keys_of_servers_on_gpus_are_told_where_there_is_none() -> None:
@@ -101,9 +99,12 @@ def test_keys_of_servers_on_gpus_are_told_where_there_is_none() -> None:
 def test_the_tables_name_keys_that_verl_has() -> None:
     known = verl_keys()
     known = known | verl_keys("megatron")
-    tables = (*REASONS["fsdp2"], *REASONS["megatron"], *DECIDED, *ALLOWED, *HERE, *SAME_STRATEGY, *FOR_GPU_SERVERS)
-    absent = {name for name in tables if name not in known}
-    assert absent <= {"reward_model", "custom_reward_function"}, absent
+    tables = key_tables()
+    entries = [*tables["decided"], *tables["refused"], *tables["rules"], tables["for_gpu_servers"]]
+    typed = {".".join(path) for path, _ in leaves(msgspec.to_builtins(VerlSettings()))} | set(OWN)
+    named = {name for entry in entries for name in names_of(entry)} | set(tables["values"])
+    absent = {name for name in named if name not in known | typed and not name.startswith("reward.reward_kwargs")}
+    assert {"agentlightning"} == absent
 
 
 LOSS_KEYS = {"loss": "cispo", "loss_params": {"clip_high": 0.1}, "estimator": "opo"}
@@ -172,11 +173,11 @@ READ_ELSEWHERE = ("ray_kwargs.", "global_profiler.global_tool_config.", "data.fi
 """Keys that Ray's start, profilers and agl's own rows take."""
 
 
-def passed_on(strategy: str = "fsdp2") -> set[str]:
+def passed_on(strategy: Any = "fsdp2") -> set[str]:
     """The keys of VERL's configuration without keys below them that go to VERL as a person wrote them."""
     known = verl_keys(strategy)
     lowest = {name for name in known if not any(other.startswith(f"{name}.") for other in known)}
-    return {name for name in lowest if ("", "") == classify(name, object(), strategy=strategy)}
+    return {name for name in lowest if "used" == classify(name, object(), engine=strategy, shape=VerlSettings)[0]}
 
 
 def words_in_verl() -> set[str]:
@@ -234,7 +235,7 @@ def test_a_guides_configuration_is_taken_and_passed_on() -> None:
     from verl.utils.config import validate_config
 
     read = read_ray_settings(GUIDE)
-    assert 15 == len(read.notes)
+    assert 12 == len(read.notes)
     assert ("vllm", 32) == (read.rollout, read.settings.data.train_batch_size)
     whole = compose(read, model="m", folder=Path("f"), steps=3, tasks=32, checkpoint=None, threads=0)
     served = whole.actor_rollout_ref.rollout

@@ -95,7 +95,7 @@ actor_rollout_ref.rollout.name = "agl_hf"
 actor_rollout_ref.rollout.n = 4
 actor_rollout_ref.actor.optim.lr = 1e-3
 trainer.total_training_steps = {steps}
-save_every = {save_every}
+saving.save_every = {save_every}
 """
 
 

@@ -45,7 +45,7 @@ def test_steps_on_ray_wait_to_be_saved_and_an_earlier_one_continues_with_a_small
 ) -> None:
     world, start = World(), Weights(uri=str(model_dir))
     scenario = AlgorithmScenario(
-        make=lambda: make(engine="ray", threads=1, keep=1, save_every=2, **config(**KEYS)),
+        make=lambda: make(engine="ray", threads=1, saving={"keep": 1, "save_every": 2}, **config(**KEYS)),
         # A version that is not saved has no files, and this world reads them, so it plays with those of the start.
         play=lambda order: world.play(replace(order, resources={"llm": start})),
         tunes=("llm",),

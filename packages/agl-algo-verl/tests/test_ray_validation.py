@@ -15,8 +15,9 @@ from agl.errors import ConfigError
 from agl_algo_verl.algorithm import make
 from agl_algo_verl.ray.configuration import compose
 from agl_algo_verl.ray.validation import check_composed
-from agl_algo_verl.settings.keys import leaves
-from agl_algo_verl.settings.ray import check_machine, classify, read_ray_settings
+from agl_algo_verl.settings.keys import classify, leaves
+from agl_algo_verl.settings.ray import check_machine, read_ray_settings
+from agl_algo_verl.settings.settings import VerlSettings
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_ray_keys import config, passed_on
@@ -141,8 +142,10 @@ def test_a_correction_that_cannot_be_made_is_refused(keys: dict[str, Any], messa
     ],
 )
 def test_keys_of_the_reward_loop_are_refused_with_what_to_use(name: str, why: str) -> None:
-    problem, _ = classify(name, "anything")
-    assert problem.startswith(f"{name}: VERL's reward loop scores nothing here, for rows bring their rewards; ")
+    _, problem = classify(name, "anything", engine="fsdp2", shape=VerlSettings)
+    assert problem.startswith(
+        f"{name} = 'anything': VERL's reward loop scores nothing here, for rows bring their rewards; "
+    )
     assert why in problem
 
 

@@ -37,7 +37,7 @@ class GreedyWorld(World):
 class TestConformance(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario(model_dir, GreedyWorld(0.25), estimator="remax", curriculum="frontier")
+        return scenario(model_dir, GreedyWorld(0.25), estimator="remax", **{"sampling.curriculum": "frontier"})
 
 
 def first_step(model_dir: Path, folder: Path, greedy: float | None, **keys: Any) -> tuple[StepReport, AlgorithmBench]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agl.contracts import StepReport
     from agl_testing.conformance import AlgorithmScenario
 
-REPLAY: dict[str, Any] = {"replay": 0.5, "algorithm.rollout_correction.rollout_is": "token"}
+REPLAY: dict[str, Any] = {"replay.share": 0.5, "algorithm.rollout_correction.rollout_is": "token"}
 
 
 class TestConformance(AlgorithmConformance):
@@ -83,7 +83,9 @@ def test_the_bound_reaches_the_loss_and_a_critic_learns_from_new_rollouts_alone(
         "algorithm.rollout_correction.rollout_is": "token",
     }
     without, replayed = (
-        reports_of(tmp_path / f"critic{share}", model_dir, steps=3, **critic, **({"replay": share} if share else {}))
+        reports_of(
+            tmp_path / f"critic{share}", model_dir, steps=3, **critic, **({"replay.share": share} if share else {})
+        )
         for share in (0.0, 0.5)
     )
     assert [0.0, 0.0] == [report.metrics["rollouts_replayed"] for report in replayed[:2]]
@@ -107,7 +109,7 @@ def row(rollout: str, *, group: int = 0, advantage: float = 1.0) -> RowSample:
 
 def test_saved_rows_come_back_and_are_dealt_out_over_the_tasks_of_a_step(tmp_path: Path) -> None:
     settings = read_settings(config(**REPLAY))[0]
-    one, two = (VerlReplay(settings, workdir=tmp_path, keep=2) for _ in range(2))
+    one, two = (VerlReplay(settings, workdir=tmp_path) for _ in range(2))
     own = PreparedStep(samples=[row("x"), row("y", group=1)], rollouts=[("x", 0), ("y", 1)], metrics={})
     one.take(own, version="v1")
     rows = [row("a"), row("a", advantage=-2.0), row("b"), row("silent", advantage=0.0)]
@@ -129,13 +131,13 @@ def test_saved_rows_come_back_and_are_dealt_out_over_the_tasks_of_a_step(tmp_pat
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"replay": 0.5}, r'rollout_correction\.rollout_is = "token"'),
-        ({"replay": 1.0}, "replay = 1, which leaves no room"),
-        ({"replay_max_staleness": 2}, "replay_max_staleness without replay"),
+        ({"replay.share": 0.5}, r'rollout_correction\.rollout_is = "token"'),
+        ({"replay.share": 1.0}, "replay = 1, which leaves no room"),
+        ({"replay.max_staleness": 2}, "replay_max_staleness without replay"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_settings(config(**keys))
-    with pytest.raises(ConfigError, match=r'replay with algorithm\.adv_estimator = "gae"'):
+    with pytest.raises(ConfigError, match=r"replay\.share = .*critic on Ray"):
         read_ray_settings(config(**REPLAY, **{"algorithm.adv_estimator": "gae", "rollout.name": "agl_hf"}))

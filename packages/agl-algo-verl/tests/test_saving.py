@@ -21,6 +21,7 @@ from agl.algorithms import algorithm  # noqa: E402
 from agl.errors import ConfigError  # noqa: E402
 from agl_algo_verl.algorithm import make  # noqa: E402
 from agl_algo_verl.local.learner import VerlLearner  # noqa: E402
+from agl_algo_verl.settings.own import Saving  # noqa: E402
 from agl_run import Quiet, policy  # noqa: E402
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ class Small:
     def trainer(self, **settings: Any) -> agl.Trainer:
         return agl.Trainer(
             name="small",
-            algorithm=algorithm("verl", tunes="llm", threads=1, **({"save_every": 2} | self.config | settings)),
+            algorithm=algorithm(
+                "verl", tunes="llm", threads=1, **({"saving": {"save_every": 2}} | self.config | settings)
+            ),
             policies={"llm": policy("torch", model=str(self.model), threads=1)},
             store=f"sqlite:///{self.folder}/runs.db",
             n_runners=1,  # the same batches, and so the same rounding, in every run
@@ -118,7 +121,7 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
             shutil.copytree(small.folder, tmp_path / "left")
 
     small.on_call = keep
-    small.fit(keep=1)
+    small.fit(saving={"keep": 1, "save_every": 2})
     undisturbed = small.outcome()
     assert small.largest("logprob_gap") < 1e-5  # what the policy takes from memory is what was trained
     assert dict.fromkeys(range(1, STEPS + 1), ROLLOUTS) == Counter(undisturbed["ledger"].values())
@@ -128,7 +131,7 @@ def test_what_a_kill_between_two_saves_leaves_ends_like_an_undisturbed_run(
     assert (["000002"], weights) == (small.steps("state"), small.steps("weights"))
 
     small.calls = 100  # nothing is kept any more
-    small.fit(resume=True, keep=1)
+    small.fit(resume=True, saving={"keep": 1, "save_every": 2})
 
     assert small.calls - 100 < ROLLOUTS, "the rollouts that had finished are found again"
     assert undisturbed == small.outcome()
@@ -138,7 +141,7 @@ def test_run_that_collects_ahead_and_is_stopped_in_an_update_ends_the_step_and_s
     make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = Small(tmp_path / "small", make_model())
-    ahead = {"save_every": 100, "trainer": CONFIG["trainer"] | {"v1": {"trainer_mode": "colocate_async"}}}
+    ahead = {"saving": {"save_every": 100}, "trainer": CONFIG["trainer"] | {"v1": {"trainer_mode": "colocate_async"}}}
     is_updating, is_cancelled = threading.Event(), threading.Event()
     plain, updates = VerlLearner.train, [0]
 
@@ -169,5 +172,5 @@ def test_run_that_collects_ahead_and_is_stopped_in_an_update_ends_the_step_and_s
 
 def test_interval_that_is_none_is_refused_on_ray() -> None:
     with pytest.raises(ConfigError, match=r"verl got save_every = 'often'. Give a number of steps"):
-        make(engine="ray", save_every="often", **RAY)
-    make(engine="ray", save_every="10m", **RAY)
+        make(engine="ray", saving=Saving(save_every="often"), **RAY)
+    make(engine="ray", saving=Saving(save_every="10m"), **RAY)

@@ -16,9 +16,8 @@ from agl.errors import ConfigError
 from agl_algo_verl.local.trainer import VERL, advice
 from agl_algo_verl.local.worker import check_device
 from agl_algo_verl.losses.choice import chosen_estimator, chosen_loss
-from agl_algo_verl.settings.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
+from agl_algo_verl.settings.keys import key_tables, table, verl_keys
 from agl_algo_verl.settings.ray import read_ray_settings
-from agl_algo_verl.settings.refused_values import ESTIMATORS, LOSSES
 from agl_algo_verl.settings.settings import OWN, Estimator, Loss, VerlSettings, read_settings
 
 from .world import config
@@ -104,16 +103,18 @@ def test_a_plain_dict_and_keywords_name_the_same_algorithm() -> None:
 
 
 def test_the_tables_name_keys_that_verl_has() -> None:
-    named = {*DECIDED_ELSEWHERE, *FIXED}
-    assert set() == {name for name in named if name not in verl_keys()}
+    named = {*table("decided", "inproc"), *table("refused", "inproc")}
+    assert {"agentlightning"} == {name for name in named if name not in verl_keys()}
 
 
 def test_every_name_that_verl_registers_is_taken_or_refused_with_a_remedy() -> None:
     from verl.trainer.ppo import core_algos
 
+    refused = key_tables()["values"]
     estimators = {str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY} - {"agl"}
-    assert estimators == {*get_args(Estimator), *ESTIMATORS}
-    assert set(core_algos.POLICY_LOSS_REGISTRY) == {*get_args(Loss), *LOSSES}
+    assert estimators == {*get_args(Estimator), *refused["algorithm.adv_estimator"]}
+    losses = {*get_args(Loss), *refused["actor_rollout_ref.actor.policy_loss.loss_mode"]}
+    assert set(core_algos.POLICY_LOSS_REGISTRY) == losses
 
 
 NEEDED: dict[str, dict[str, Any]] = {"dro": {"actor.policy_loss.dro_beta": 0.1}}
@@ -162,7 +163,7 @@ def test_the_settings_are_keys_that_verl_has() -> None:
 
     # The engines take `mixed_precision`, and the reward manager `dapo` its arguments; neither is in VERL's file.
     elsewhere = (".mixed_precision.", "reward.reward_kwargs.")
-    named = [name for name in paths(VerlSettings) if name not in OWN]
+    named = [name for name in paths(VerlSettings) if name.split(".")[0] not in OWN]
     absent = [name for name in named if name not in verl_keys() and not any(e in name for e in elsewhere)]
     assert [] == absent
     source = importlib.metadata.distribution("verl").locate_file("verl/experimental/reward_loop/reward_manager/dapo.py")
@@ -198,28 +199,28 @@ def test_the_keys_of_the_example_without_a_gpu_are_taken() -> None:
         ),
         ({"rollout.nn": 4}, r"rollout\.nn: VERL has no such key; did you mean"),
         ({"data.train_batch_size": "16"}, r"Expected `int`, got `str`.*train_batch_size"),
-        ({"data.train_batch_size": 0}, r"train_batch_size.*at least 1"),
+        ({"data.train_batch_size": 0}, r"train_batch_size = 0: Expected `int` >= 1"),
         (
             {"actor.use_kl_loss": True, "actor.loss_agg_mode": "seq-mean-token-mean"},
-            r"use_kl_loss with.*not its rollouts",
+            r"use_kl_loss = True: .*not its rollouts",
         ),
-        ({"actor.kl_loss_coef": 0.1}, r"ignore actor_rollout_ref\.actor\.kl_loss_coef, because no KL penalty"),
-        ({"algorithm.kl_ctrl": {"type": "adaptive"}}, r"ignore algorithm\.kl_ctrl, because no KL penalty"),
+        ({"actor.kl_loss_coef": 0.1}, r"actor_rollout_ref\.actor\.kl_loss_coef = 0\.1: no KL penalty"),
+        ({"algorithm.kl_ctrl": {"type": "adaptive"}}, r"algorithm\.kl_ctrl\.type = 'adaptive': no KL penalty"),
         (
             {"algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "reinforce_plus_plus"},
             r"return per token.*use_kl_loss = true",
         ),
-        ({"model.lora_rank": -1}, r"lora_rank is -1"),
-        ({"model.lora_alpha": 8}, r"ignore actor_rollout_ref\.model\.lora_alpha without"),
+        ({"model.lora_rank": -1}, r"lora_rank = -1: Expected `int` >= 0"),
+        ({"model.lora_alpha": 8}, r"actor_rollout_ref\.model\.lora_alpha = 8: .* without"),
         ({"model.lora_adapter_path": "adapter"}, r"merge the adapter into its base model first"),
         ({"actor.grad_clip": 0.5}, r"optim\.clip_grad"),
         ({"actor.strategy": "fsdp"}, r"strategy = 'fsdp'.*FSDP2"),
         ({"actor.shuffle": True}, r"actor\.shuffle: VERL has this key.*ignore"),
         ({"trainer.n_gpus_per_node": 8}, r"one process with one device"),
-        ({"trainer.critic_warmup": 5}, r"trainer\.critic_warmup would be ignored"),
-        ({"algorithm.lam": 0.9}, r"algorithm\.lam would be ignored"),
-        ({"critic.optim.lr": 1e-5}, r"critic would be ignored.*\"gae\""),
-        ({"algorithm.adv_estimator": "gae", "algorithm.gamma": 2.0}, r"gamma = 2\.0.*between 0 and 1"),
+        ({"trainer.critic_warmup": 5}, r"trainer\.critic_warmup = 5: .*has a critic"),
+        ({"algorithm.lam": 0.9}, r"algorithm\.lam = 0\.9: .*discounts"),
+        ({"critic.optim.lr": 1e-5}, r"critic\.optim\.lr = 1e-05: .*\"gae\" has a critic"),
+        ({"algorithm.adv_estimator": "gae", "algorithm.gamma": 2.0}, r"gamma = 2\.0: Expected `float` <= 1"),
         ({"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 3}, r"multiple of critic\.ppo_mini"),
         ({"algorithm.adv_estimator": "gae", "critic.use_dynamic_bsz": True}, r"micro-batches of rows"),
         (
@@ -227,39 +228,39 @@ def test_the_keys_of_the_example_without_a_gpu_are_taken() -> None:
             r"adv_estimator = 'remax' compares with a greedy rollout.*'colocate_async'.*or rloo",
         ),
         ({"estimator": "remax", "algorithm.use_kl_in_reward": True}, r"use_kl_in_reward with estimator = 'remax'"),
-        ({"estimator": "remax", "refill": 2}, r"refill = 2, which replaces groups.*greedy"),
+        ({"estimator": "remax", "sampling.refill": 2}, r"refill = 2, which replaces groups.*greedy"),
         (
             {"actor.policy_loss.loss_mode": "bypass_mode"},
             r"loss_mode = 'bypass_mode': .*bypass_mode = true does for every loss",
         ),
-        ({"estimator": "rloo", "algorithm.adv_estimator": "grpo"}, r"'rloo' and algorithm\.adv_estimator are given"),
-        ({"estimator_params": {"eps": 1.0}}, r"estimator_params = .*without estimator"),
+        ({"estimator": "rloo", "algorithm.adv_estimator": "grpo"}, r"adv_estimator = 'grpo': two estimators are given"),
+        ({"estimator_params": {"eps": 1.0}}, r"estimator_params.* = 1\.0: .*without an estimator"),
         ({"actor.kl_loss_type": "kl"}, r"kl_loss_type = 'kl': .*gradient is 0 on average; use low_var_kl"),
         ({"algorithm.adv_estimator": "best"}, r"Invalid enum value 'best'.*algorithm\.adv_estimator"),
         ({"algorithm.filter_groups.enable": True}, r"filter_groups\.enable = True: .*refill = ROUNDS"),
-        ({"refill": -1}, r"refill = -1; give the most rounds"),
-        ({"refill": 1, "rollout.n": 1, "estimator": "reinforce++"}, r"groups of 1 rollout"),
-        ({"refill": 1, "estimator": "reinforce++"}, r"refill = 1.*over the whole batch"),
-        ({"refill": 1, "algorithm.adv_estimator": "reinforce_plus_plus"}, r"refill = 1.*over the whole batch"),
-        ({"curriculum": "easy"}, r"Invalid enum value 'easy'.*curriculum"),
+        ({"sampling.refill": -1}, r"refill = -1; give the most rounds"),
+        ({"sampling.refill": 1, "rollout.n": 1, "estimator": "reinforce++"}, r"groups of 1 rollout"),
+        ({"sampling.refill": 1, "estimator": "reinforce++"}, r"refill = 1.*over the whole batch"),
+        ({"sampling.refill": 1, "algorithm.adv_estimator": "reinforce_plus_plus"}, r"refill = 1.*over the whole batch"),
+        ({"sampling.curriculum": "easy"}, r"Invalid enum value 'easy'.*curriculum"),
         (
-            {"curriculum": "frontier", "refill": 2, "trainer.v1.trainer_mode": "colocate_async"},
-            r"refill and curriculum with trainer\.v1\.trainer_mode = 'colocate_async'.*rewards of this one",
+            {"sampling.curriculum": "frontier", "sampling.refill": 2, "trainer.v1.trainer_mode": "colocate_async"},
+            r"sampling\.curriculum = 'frontier', sampling\.refill = 2: .*rewards of this one",
         ),
         ({"trainer.v1.trainer_mode": "separate_async"}, r"separate_async'.*use colocate_async"),
-        ({"trainer.v1.sampler.max_off_policy_threshold": 2}, r"ignore trainer\.v1\.sampler with"),
+        ({"trainer.v1.sampler.max_off_policy_threshold": 2}, r"sampler\.max_off_policy_threshold = 2: with"),
         (
             {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.sampler.max_off_policy_threshold": 1},
             r"max_off_policy_threshold = 1: a group.*threshold above it",
         ),
         ({"rollout.n": 1}, r"compares the rollouts of a task"),
         ({"actor.ppo_mini_batch_size": 64}, r"not a multiple"),
-        ({"actor.use_dynamic_bsz": False}, r"needs ppo_micro_batch_size_per_gpu"),
-        ({"actor.use_dynamic_bsz": True, "actor.ppo_micro_batch_size_per_gpu": 2}, r"would ignore"),
+        ({"actor.use_dynamic_bsz": False}, r"use_dynamic_bsz = False: it needs ppo_micro_batch_size_per_gpu"),
+        ({"actor.use_dynamic_bsz": True, "actor.ppo_micro_batch_size_per_gpu": 2}, r"_gpu = 2: .*would ignore"),
         ({"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, r"without loss_scale_factor"),
         ({"actor.loss_scale_factor": 4}, r"ignores loss_scale_factor"),
         ({"actor.entropy_coeff": 0.1, "actor.loss_agg_mode": "seq-mean-token-mean"}, r"not its rollouts"),
-        ({"algorithm.adv_estimator": "rloo", "algorithm.norm_adv_by_std_in_grpo": False}, r"ignored with"),
+        ({"algorithm.adv_estimator": "rloo", "algorithm.norm_adv_by_std_in_grpo": False}, r"only grpo reads it"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -271,13 +272,13 @@ def test_settings_that_cannot_work_are_refused(keys: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"engine": "ray"}, "engine = 'ray'.*'inproc'"),
-        ({"keep": 0}, "keep = 0"),
-        ({"reward": {"num_workers": 2}}, r"reward\.num_workers: rewards are the experiment's"),
+        ({"saving": {"keep": 0}}, "saving.keep = 0"),
+        ({"threads": -1}, "threads = -1"),
+        ({"reward": {"num_workers": 2}}, r"reward\.num_workers = 2: rewards are the experiment's"),
         ({"extra": 1}, "extra: VERL has no such key"),
-        ({"agentlightning": {"port": 9999}}, r"agentlightning\.port: this is Agent Lightning's own"),
+        ({"agentlightning": {"port": 9999}}, r"agentlightning\.port = 9999: this is Agent Lightning's own"),
     ],
-    ids=["engine", "keep", "reward", "unknown", "agentlightning"],
+    ids=["keep", "threads", "reward", "unknown", "agentlightning"],
 )
 def test_parameters_beside_verls_keys_are_checked(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -73,8 +73,8 @@ def test_masks_punishments_and_shares_are_those_of_the_torch_algorithms(
     loud = {sample.rollout for sample in expected.samples if not sample.is_silent}
     episodes = [episode for group in groups for episode in group]
     shares = answers.rollout_shares(episodes, dropped=dropped, loud=loud)
-    read, _ = read_settings(config(**(PUNISHED if punishes else {})))
-    found = prepare(groups, credit=EpisodeCredit(), settings=read, mask_truncated=masks, dropped=dropped)
+    read, _ = read_settings(config(**{"sampling.mask_truncated": masks}, **(PUNISHED if punishes else {})))
+    found = prepare(groups, credit=EpisodeCredit(), settings=read, dropped=dropped)
     assert [sample.trained_tokens for sample in expected.samples] == [s.trained_tokens for s in found.samples]
     for theirs, own in zip(expected.samples, found.samples, strict=True):
         both = theirs.advantages[theirs.mask.bool()].tolist(), own.advantages[own.mask].tolist()
@@ -115,7 +115,7 @@ def test_step_reports_the_shares_of_cut_dropped_and_silent_rollouts(
     model_dir: Path, tmp_path: Path, estimator: str, silent: float, masks: bool
 ) -> None:
     keys: dict[str, Any] = {"trainer.total_training_steps": 1, "algorithm.adv_estimator": estimator}
-    ((metrics,), _) = train(tmp_path, model_dir, Cutting(rows=2), mask_truncated=masks, **keys)
+    ((metrics,), _) = train(tmp_path, model_dir, Cutting(rows=2), **{"sampling.mask_truncated": masks}, **keys)
     assert 16 - 2 * masks == metrics["rows"]
     shares = {name: value for name, value in metrics.items() if name.endswith("_share")}
     assert {"truncated_share": 0.25, "dropped_share": 0.0, "silent_share": silent} == shares
@@ -140,7 +140,7 @@ BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({f"{BUFFER}.len": 0}, r"len = 0, penalty_factor = 1.0 and max_resp_len = 100\. Give the most tokens"),
+        ({f"{BUFFER}.len": 0}, r"len = 0 and max_resp_len = 100\. Give the most tokens"),
         ({f"{BUFFER}.len": 101}, "len = 101"),
         ({f"{BUFFER}.penalty_factor": -1.0}, "penalty_factor = -1.0"),
         ({f"{BUFFER}.log": True}, "is not logged"),

@@ -159,12 +159,10 @@ def config(**keys: Any) -> dict[str, Any]:
     return nested
 
 
-def scenario(
-    model_dir: Path, world: World | None = None, *, mask_truncated: bool = False, entropy: bool = True, **keys: Any
-) -> AlgorithmScenario:
+def scenario(model_dir: Path, world: World | None = None, **keys: Any) -> AlgorithmScenario:
     """The algorithm with a small configuration in a world."""
     return AlgorithmScenario(
-        make=lambda: VERL(threads=1, mask_truncated=mask_truncated, entropy=entropy, **config(**keys)),
+        make=lambda: VERL(threads=1, **config(**keys)),
         play=(world or World()).play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},

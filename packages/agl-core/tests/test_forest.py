@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl.episodes import Forest, ForestOptions, build_episode, build_forest
+from agl.episodes import Forest, build_episode, build_forest
 from agl.episodes._prefix import NONE, common_prefix, link
 from agl.errors import CaptureError
 from agl.schemas import ModelCall, Row, Span, pack_floats, pack_ids, unpack_ids
@@ -134,7 +134,7 @@ def test_forest_drift_is_counted_with_position_and_both_sides() -> None:
         call_span(2, prompt=(1, 2, 10, 11, 12, 3), response=(13, 14)),
         call_span(3, prompt=(1, 2, 10, 11, 12, 3, 13, 99, 4), response=(15,)),
     ]
-    forest = build_forest(spans, options=ForestOptions(decode=lambda ids: "-".join(map(str, ids))))
+    forest = build_forest(spans, decode=lambda ids: "-".join(map(str, ids)))
     assert [2] == list(forest.drift)
     drift = forest.drift[2]
     assert "differs from token 7 on" in drift
@@ -150,16 +150,15 @@ def test_forest_drift_before_the_answer_counts_within_the_slack() -> None:
         call_span(2, prompt=(*prompt, 9, 10, 11, 5), response=(12,)),
     ]
     assert 1 == len(build_forest(spans).drift)
-    assert 0 == len(build_forest(spans, options=ForestOptions(drift_slack=0)).drift)
 
 
 LONG = tuple(range(100, 120))
 
 
-def drift_of(*calls: tuple[Ids, Ids], slack: int = 4) -> list[str]:
+def drift_of(*calls: tuple[Ids, Ids]) -> list[str]:
     """The drift of each call, shortened to the position, the call that it continues, and both sides."""
     spans = [call_span(i + 1, prompt=prompt, response=response) for i, (prompt, response) in enumerate(calls)]
-    forest = build_forest(spans, options=ForestOptions(drift_slack=slack))
+    forest = build_forest(spans)
     pattern = (
         r"drift: the prompt repeats (\d+) tokens of a conversation and differs from token \1 on, at the answer of "
     )
@@ -168,16 +167,16 @@ def drift_of(*calls: tuple[Ids, Ids], slack: int = 4) -> list[str]:
 
 def test_forest_drift_in_what_a_fork_shares_with_its_origin_is_the_origins() -> None:
     first = (LONG, (10, 11, 12))
-    second = ((*LONG, 10, 11, 12, 3), (4,))
-    fork = ((*LONG, 10, 11, 12, 5), (6,))
+    second = ((*LONG, 10, 11, 12, 3, 3, 3, 3), (4,))
+    fork = ((*LONG, 10, 11, 12, 5, 5, 5, 5), (6,))
     drifted = ((*LONG, 10, 99, 7), (8,))
-    expected = ["21 call c1: recorded ids [11, 12, 5, 6], sent ids [99, 7]"]
-    assert expected == drift_of(first, second, fork, drifted, slack=0)
+    expected = ["21 call c1: recorded ids [11, 12, 5, 5, 5, 5, 6], sent ids [99, 7]"]
+    assert expected == drift_of(first, second, fork, drifted)
 
 
 def test_forest_drift_in_a_forks_own_answer_is_the_forks() -> None:
     calls = [(LONG, (10, 11)), ((*LONG, 10, 11, 3), (4,)), ((*LONG, 10, 11, 5), (6, 7)), ((*LONG, 10, 11, 5, 6, 9), ())]
-    assert ["24 call c3: recorded ids [7], sent ids [9]"] == drift_of(*calls, slack=0)
+    assert ["24 call c3: recorded ids [7], sent ids [9]"] == drift_of(*calls)
 
 
 def test_forest_drift_before_what_a_new_conversation_shares_with_nobody_is_none() -> None:

@@ -141,7 +141,6 @@ REFUSED = {
     "@hookimpl\nasync def agl_rewards(): ...": "agl_rewards is async",
     "def agl_rewards(): ...": "agl_rewards is not marked",
     "@hookimpl\ndef agl_step_finished(reprot): ...": "reprot",
-    "@hookimpl\ndef agl_step_finished(*, report): ...": "by keyword only",
     "@hookimpl(wrapper=True)\ndef agl_rewards(): yield": "is a wrapper",
     "@hookimpl\ndef agl_rewards(): return 3": "returned int; yield RewardEntry",
     "@hookimpl\ndef agl_rewards(): yield 'contains'": "yielded a str; yield agl.contracts.RewardEntry",
@@ -208,25 +207,11 @@ def test_command_line_names_every_broken_plugin(install_plugin, monkeypatch, nam
     assert "Traceback" not in done.stderr
 
 
-def test_interrupt_during_the_import_of_a_plugin_names_it(install_plugin, caplog):
-    install_plugin("agl-odd", "raise KeyboardInterrupt\n", entry="odd")
-    with pytest.raises(KeyboardInterrupt):
-        PluginManager.from_environment()
-    for part in ("'odd' (agl-odd 1.0) was interrupted", "if nobody pressed Ctrl-C", "AGL_DISABLED_PLUGINS=odd"):
-        assert part in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("statement", "raised", "expected"),
-    [
-        ("raise SystemExit(3)", BrokenPluginError, "raised SystemExit: 3"),
-        ("raise KeyboardInterrupt", KeyboardInterrupt, "'quits:make' of the plugin 'lazy' (agl-lazy 1.0) was interr"),
-    ],
-)
-def test_component_whose_module_quits_is_named(install_plugin, site, caplog, statement, raised, expected):
-    (site / "quits.py").write_text(statement)
+def test_component_whose_module_quits_is_named(install_plugin, site):
+    (site / "quits.py").write_text("raise SystemExit(3)")
     install_plugin("agl-lazy", REWARD.format(name="lazy").replace("math:sqrt", "quits:make"), entry="lazy")
     manager = PluginManager.from_environment()
-    with pytest.raises(raised) as caught:
+    with pytest.raises(
+        BrokenPluginError, match=r"'quits:make' of the plugin 'lazy' \(agl-lazy 1.0\) raised SystemExit: 3"
+    ):
         manager.build(manager.reward("lazy"))
-    assert expected in caplog.text + str(caught.value)

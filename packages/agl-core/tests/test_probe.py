@@ -3,7 +3,7 @@
 import pytest
 
 from agl.errors import ConfigError
-from agl.schemas._probe import PROBE_FILE, WeightsProbe, read_probe, write_probe
+from agl.schemas import PROBE_FILE, WeightsProbe, read_probe, write_probe
 
 
 def test_a_probe_is_read_back_as_it_was_written(tmp_path):

@@ -14,7 +14,8 @@ from agl.episodes import Enclosing
 from agl.errors import InvalidIdError, InvalidQueryError, StoreError
 from agl.schemas import JsonResource, ResourceVersion, Reward, Rollout, Span, SpanEvent
 from agl.stores import MemoryStore
-from agl.stores import _rules as rules
+from agl.stores import _queries as queries
+from agl.stores import _values as values
 from tests.cases import agent_span, call_span, plain_span, reward_span
 
 
@@ -40,19 +41,19 @@ def queued(rollout_id: str = "a", **fields: object) -> Rollout:
 def test_id_that_no_store_takes_is_named(record: object, shown: str) -> None:
     for records in ([record], [queued(), [queued("b"), (record,)]]):
         with pytest.raises(InvalidIdError) as caught:
-            rules.check_ids(records)
+            values.check_ids(records)
         assert str(caught.value).startswith(shown)
         assert " characters; an id or a name has 1 to 256, without slashes" in str(caught.value)
 
 
 def test_ids_of_up_to_256_characters_and_empty_names_of_owners_are_taken() -> None:
-    rules.check_ids(["", "/", 1, None, [queued("a" * 256), queued("ä b.1"), queued(experiment="")]])
-    rules.check_ids([Presence(experiment="e", member="", session=""), Presence(experiment="", session="s")])
+    values.check_ids(["", "/", 1, None, [queued("a" * 256), queued("ä b.1"), queued(experiment="")]])
+    values.check_ids([Presence(experiment="e", member="", session=""), Presence(experiment="", session="s")])
 
 
 @pytest.mark.parametrize(("text", "expected"), [("a", True), ("grpo.1", True), ("", False), ("a/b", False)])
 def test_text_may_be_a_name(text: str, expected: bool) -> None:
-    assert expected is rules.is_name(text)
+    assert expected is values.is_name(text)
 
 
 MOST = 2**63 - 1
@@ -60,24 +61,24 @@ MOST = 2**63 - 1
 
 @pytest.mark.parametrize("limit", [0, 1, MOST])
 def test_pages_that_a_store_can_count_to_are_taken(limit: int) -> None:
-    rules.check_page({"limit": limit, "after": limit}, RolloutQuery(limit=limit), SpanQuery(limit=limit, after=limit))
-    rules.check_page({"after": None, "query": RolloutQuery(limit=limit, after="a")}, "a")
+    queries.check_page({"limit": limit, "after": limit}, RolloutQuery(limit=limit), SpanQuery(limit=limit, after=limit))
+    queries.check_page({"after": None, "query": RolloutQuery(limit=limit, after="a")}, "a")
 
 
 @pytest.mark.parametrize("number", [-1, MOST + 1])
 def test_page_that_no_store_can_count_to_is_refused(number: int) -> None:
-    queries: list[RolloutQuery | SpanQuery] = [RolloutQuery(limit=number), SpanQuery(limit=number)]
-    for query in queries:
+    limited: list[RolloutQuery | SpanQuery] = [RolloutQuery(limit=number), SpanQuery(limit=number)]
+    for query in limited:
         for arguments in ({"query": query}, {"limit": 1, "spans": query}):
             with pytest.raises(StoreError, match=rf"^limit = {number}; choose between 0 and {MOST}$"):
-                rules.check_page(arguments)
+                queries.check_page(arguments)
         with pytest.raises(StoreError, match=rf"^limit = {number};"):
-            rules.check_page({}, "a", query)
+            queries.check_page({}, "a", query)
     with pytest.raises(StoreError, match=rf"^after = {number};"):
-        rules.check_page({}, SpanQuery(after=number))
+        queries.check_page({}, SpanQuery(after=number))
     for name in ("limit", "after"):
         with pytest.raises(StoreError, match=rf"^{name} = {number};"):
-            rules.check_page({name: number})
+            queries.check_page({name: number})
 
 
 ALL = [
@@ -102,10 +103,10 @@ ALL = [
 def test_page_behind_a_value_of_another_type_is_refused(sort: Any, value: str | float, fits: bool) -> None:
     query = RolloutQuery(sort=sort, after="a", after_value=value)
     if fits:
-        rules.check_page({}, query)
+        queries.check_page({}, query)
         return
     with pytest.raises(InvalidQueryError, match=rf"after_value = .* is no {sort} of a rollout; .*RolloutQuery.next"):
-        rules.check_page({"query": query})
+        queries.check_page({"query": query})
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_page_behind_a_value_of_another_type_is_refused(sort: Any, value: str | 
     ],
 )
 def test_query_selects_in_its_order(query: RolloutQuery, expected: str) -> None:
-    assert list(expected) == [rollout.rollout_id for rollout in rules.select(ALL[::-1], query)]
+    assert list(expected) == [rollout.rollout_id for rollout in queries.select(ALL[::-1], query)]
 
 
 TIMED = [
@@ -151,7 +152,7 @@ TIMED = [
     ],
 )
 def test_page_behind_a_rollout_goes_on_by_the_field_that_sorts(query: RolloutQuery, expected: str) -> None:
-    assert list(expected) == [rollout.rollout_id for rollout in rules.select(TIMED, query)]
+    assert list(expected) == [rollout.rollout_id for rollout in queries.select(TIMED, query)]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_page_behind_a_rollout_goes_on_by_the_field_that_sorts(query: RolloutQue
 def test_text_is_looked_for_in_ids_and_tasks(text: str, expected: list[str]) -> None:
     tasks = {"red-1": "blue", "x": {"q": "redder"}, "y": ["green"]}
     rollouts = [Rollout(rollout_id=name, task=task) for name, task in tasks.items()]
-    assert expected == [rollout.rollout_id for rollout in rules.select(rollouts, RolloutQuery(contains=text))]
+    assert expected == [rollout.rollout_id for rollout in queries.select(rollouts, RolloutQuery(contains=text))]
 
 
 TEAM = [
@@ -202,13 +203,13 @@ TEAM = [
     ],
 )
 def test_spans_are_chosen_by_name_kind_and_agent(query: SpanQuery, expected: list[str]) -> None:
-    around = Enclosing([rules.bare(span) for span in TEAM])
-    assert expected == [span.span_id for span in TEAM if rules.is_chosen(span, query, around)]
+    around = Enclosing([queries.bare(span) for span in TEAM])
+    assert expected == [span.span_id for span in TEAM if queries.is_chosen(span, query, around)]
 
 
 def test_kind_is_the_last_word_of_the_operation() -> None:
     span = plain_span("s", attributes={semconv.OPERATION: "invoke_inner_agent"})
-    assert rules.is_chosen(span, SpanQuery(kind="agent"), Enclosing([]))
+    assert queries.is_chosen(span, SpanQuery(kind="agent"), Enclosing([]))
 
 
 def test_bare_span_has_the_names_of_actors_alone() -> None:
@@ -218,7 +219,7 @@ def test_bare_span_has_the_names_of_actors_alone() -> None:
         events=(SpanEvent(name="e", time_ns=1),),
         reward=Reward(value=1.0),
     )
-    assert replace(full, attributes=names, events=(), call=None, reward=None) == rules.bare(full)
+    assert replace(full, attributes=names, events=(), call=None, reward=None) == queries.bare(full)
 
 
 ACTORS = [
@@ -246,7 +247,7 @@ def span_in_tree(number: int, parent: int, what: str, attributes: dict[str, obje
 )
 def test_bare_spans_name_the_same_actors_around_others(tree: list[tuple[int, str, dict[str, object]]]) -> None:
     spans = [span_in_tree(number, *each) for number, each in enumerate(tree)]
-    whole, bare = Enclosing(spans), Enclosing([rules.bare(span) for span in spans])
+    whole, bare = Enclosing(spans), Enclosing([queries.bare(span) for span in spans])
     assert [whole.who(span) for span in spans] == [bare.who(span) for span in spans]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from agl import semconv
 from agl.episodes import Enclosing, Reject, is_answered
-from agl.episodes._rejects import Selection, find_rejects
+from agl.episodes._rejects import find_rejects
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Span
 from tests.cases import agent_span, call_span, plain_span
@@ -13,12 +13,14 @@ UNFIT: dict[str, object] = {"ids_missing": "none", "inputs": ("sha256:1",), "is_
 """Everything that speaks against a call at once."""
 
 
-def found(*spans: Span, attempt_id: str | None = "r.1", **selection: str | None) -> dict[str, Reject]:
+def found(
+    *spans: Span, attempt_id: str | None = "r.1", agent_match: str | None = None, policy: str | None = None
+) -> dict[str, Reject]:
     """The rejects of the calls among spans, by the calls' ids."""
     enclosing = Enclosing(spans)
     calls = [span for span in spans if span.call is not None]
     who = {span.span_id: enclosing.who(span) for span in calls}
-    rejects = find_rejects(calls, attempt_id=attempt_id, selection=Selection(**selection), who=who)
+    rejects = find_rejects(calls, attempt_id=attempt_id, agent_match=agent_match, policy=policy, who=who)
     return {calls[index].span_id: reject for index, reject in rejects.items()}
 
 
@@ -40,7 +42,8 @@ def test_span_without_a_call_is_passed_over() -> None:
     rejects = find_rejects(
         [agent_span("a"), call_span(1, response=())],
         attempt_id="r.1",
-        selection=Selection(),
+        agent_match=None,
+        policy=None,
         who={"c1": Enclosing([]).who(call_span(1))},
     )
     assert {1: Reject(reason="empty_response", detail="the model sampled no token")} == rejects
@@ -141,8 +144,7 @@ def test_helper_call_trains_where_it_is_selected_by_that_name_alone() -> None:
 
 def test_agent_match_that_is_no_expression_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"agent_match = '\(' is not a regular expression: .*; escape special"):
-        Selection(agent_match="(").pattern()
-    assert Selection().pattern() is None
+        found(call_span(1), agent_match="(")
 
 
 def test_last_complete_exchange_of_a_request_is_the_one_that_trains() -> None:

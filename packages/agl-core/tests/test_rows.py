@@ -1,28 +1,7 @@
-import pytest
-
-from agl.episodes import attach, build_episode
+from agl.episodes import build_episode
 from agl.episodes._rows import make_rows
-from agl.errors import ConfigError
-from agl.schemas import CallCredit, Episode, Segment, unpack_floats, unpack_ids
+from agl.schemas import Segment, unpack_floats, unpack_ids
 from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span
-
-
-def episode_of_two_turns() -> Episode:
-    spans = [call_span(1, prompt=(1, 2), response=(3,)), call_span(2, prompt=(1, 2, 3, 4), response=(5, 6))]
-    return build_episode(ROLLOUT, ATTEMPT, spans)
-
-
-def test_attach_puts_each_calls_value_on_its_tokens() -> None:
-    credits = [CallCredit(span_id="c1", value=0.5, baseline="g"), CallCredit(span_id="c2", value=-1.0, baseline="g")]
-    (row,) = attach(episode_of_two_turns(), credits)
-    assert [0.0, 0.0, 0.5, 0.0, -1.0, -1.0] == unpack_floats(row.advantages)
-
-
-def test_attach_leaves_every_other_token_at_zero() -> None:
-    spans = [call_span(1, prompt=(1,), response=tuple(range(5))), call_span(2, prompt=(1, *range(5), 7, 8))]
-    credits = [CallCredit(span_id=f"c{n}", value=float(n), baseline="g") for n in (1, 2)]
-    (row,) = attach(build_episode(ROLLOUT, ATTEMPT, spans), credits)
-    assert [0.0, *[1.0] * 5, 0.0, 0.0, 2.0] == unpack_floats(row.advantages)
 
 
 def test_rows_are_described_by_their_last_call_and_their_segments() -> None:
@@ -48,9 +27,3 @@ def test_rejected_calls_are_in_no_row() -> None:
     transitions = build_episode(ROLLOUT, ATTEMPT, [call_span(1, is_complete=False), call_span(2)]).transitions
     (row,) = make_rows(transitions, group_id="g")
     assert ["c2"] == [segment.span_id for segment in row.segments]
-
-
-def test_attach_refuses_a_call_without_credit() -> None:
-    expected = "no value for call c2 of rollout r; it must return one CallCredit for every call that is not rejected$"
-    with pytest.raises(ConfigError, match=expected):
-        attach(episode_of_two_turns(), [CallCredit(span_id="c1", value=0.5, baseline="g")])

@@ -18,8 +18,8 @@ import yaml
 from agl import PluginManager
 from agl_deploy.chart import chart_files
 from agl_deploy.compose import compose_files
-from agl_deploy.images import compose_parts
 from agl_deploy.needs import Needs, OnRay, read_needs
+from agl_deploy.parts import parts_of
 from agl_deploy.rayjob import rayjob_files
 from agl_deploy.serving import serving_files
 from agl_deploy.writing import write
@@ -200,7 +200,7 @@ def test_values_that_cannot_work_are_refused_by_the_schema(chart: Any, name: str
 
 def test_pods_run_the_commands_of_the_compose_file(chart: Any, needs: Needs) -> None:
     hosts = {"answers-gateway": "gateway", "answers-trainer": "trainer", "answers-postgres": "postgres"}
-    parts = compose_parts(needs)
+    parts = parts_of(needs)
     for name, words in commands(manifests(chart, {})).items():
         found = [re.sub("|".join(hosts), lambda match: hosts[match[0]], word) for word in words]
         for extra in (["--allow-host", "gateway.agents.svc"], ["--stay"]):
@@ -222,7 +222,7 @@ def test_pods_have_the_secrets_of_their_part_and_no_rights(chart: Any, needs: Ne
         assert ["ALL"] == container["securityContext"]["capabilities"]["drop"]
         named = [each["name"] for each in container["env"]]
         if one["kind"] != "StatefulSet":
-            assert list(compose_parts(needs)[container["name"]].secrets) == named
+            assert list(parts_of(needs)[container["name"]].secrets) == named
         for each in container["env"]:
             assert "valueFrom" in each or each["name"] in ("POSTGRES_USER", "POSTGRES_DB", "PGDATA")
     assert "Secret" not in {one["kind"] for one in found}

@@ -131,7 +131,7 @@ def test_second_run_changes_nothing_and_an_edited_file_is_kept(project: Path) ->
 def test_output_outside_of_the_experiments_folder_is_refused(project: Path, output: str) -> None:
     done = deploy("docker", "experiment.toml", "--output", output, folder=project)
     assert 1 == done.returncode
-    assert "is no folder inside of" in done.stderr
+    assert "is not a folder within" in done.stderr
 
 
 def test_output_that_is_a_link_out_of_the_experiments_folder_is_refused(tmp_path: Path, project: Path) -> None:
@@ -140,7 +140,7 @@ def test_output_that_is_a_link_out_of_the_experiments_folder_is_refused(tmp_path
     (project / "deploy").symlink_to(elsewhere)
     done = deploy("docker", "experiment.toml", folder=project)
     assert 1 == done.returncode
-    assert "is no folder inside of" in done.stderr
+    assert "is not a folder within" in done.stderr
     assert [] == list(elsewhere.iterdir())
 
 

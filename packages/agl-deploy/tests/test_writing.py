@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agl.errors import ConfigError
-from agl_deploy.names import LONGEST, deployed_name
+from agl_deploy.needs import LONGEST, deployed_name
 from agl_deploy.writing import DIGESTS, states, write
 
 

@@ -264,7 +264,7 @@ OWNER = """
 import asyncio, os, sys, time
 from agl.contracts import Upstream
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 async def main(url, backend, spool):
     gateway = EmbeddedGateway(spool=spool).apart(url, plugins={})

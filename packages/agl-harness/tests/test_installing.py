@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from agl.errors import ConfigError, RunError
 from agl_harness import Harness, load_table
 from agl_harness.command import harness as command
-from agl_harness.installing import FOLDER_ENV, install, locate, place, require, version_of
+from agl_harness.installation import FOLDER_ENV, install, locate, place, require, version_of
 
 
 @pytest.fixture(autouse=True)

@@ -166,15 +166,15 @@ def test_runs_filters_and_limits(store_of):
     assert [] == json.loads(invoke("runs", "--mode", "val", "--json").output)
 
 
-@pytest.mark.parametrize("command", ["runs", "export"])
-def test_experiment_that_is_not_recorded_is_refused_with_a_choice(store_of, command: str):
+@pytest.mark.parametrize("command", [("runs",), ("data", "export")])
+def test_experiment_that_is_not_recorded_is_refused_with_a_choice(store_of, command: tuple[str, ...]):
     store_of(fill, 1)
     missing = "no rollout of an experiment 'clac' is recorded; "
-    assert f"{missing}agl runs lists what is recorded" in invoke(command, "--experiment", "clac").output
+    assert f"{missing}agl runs lists what is recorded" in invoke(*command, "--experiment", "clac").output
     store_of(save_progress, ExperimentRecord(name="calc", status="running"))
-    result = invoke(command, "--experiment", "clac")
+    result = invoke(*command, "--experiment", "clac")
     assert (1, True) == (result.exit_code, f"{missing}did you mean 'calc'?" in result.output)
-    assert "'else' is recorded; choose from: calc" in invoke(command, "--experiment", "else").output
+    assert "'else' is recorded; choose from: calc" in invoke(*command, "--experiment", "else").output
 
 
 def test_runs_are_sorted_and_searched(store_of):

@@ -109,8 +109,8 @@ def test_picture_shows_every_curve(store: str, tmp_path: Path) -> None:
     ],
 )
 def test_absent_metric_is_answered_with_those_that_exist(store: str, words: list[str], expected: str) -> None:
-    for command in ("metrics", "plot"):
-        result = agl(command, "--store", store, *words)
+    for command in (("metrics",), ("metrics", "--plot")):
+        result = agl(*command, "--store", store, *words)
         assert (1, f"Error: {expected}\n") == (result.exit_code, result.output)
 
 

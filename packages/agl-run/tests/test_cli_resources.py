@@ -393,12 +393,12 @@ def test_score_that_was_measured_later_is_shown_in_place_of_the_versions_own(
 
 
 def test_export_writes_a_prompt_as_text_json_and_python(run: Callable[..., Result], tmp_path: Path) -> None:
-    assert command(run, tmp_path, "export", "prompt", "--format", "text").stdout == "Be exact.\nAnswer {q}\n"
-    parsed = json.loads(command(run, tmp_path, "export", "prompt@v1", "--format", "json").stdout)
+    assert command(run, tmp_path, "data", "export", "prompt", "--format", "text").stdout == "Be exact.\nAnswer {q}\n"
+    parsed = json.loads(command(run, tmp_path, "data", "export", "prompt@v1", "--format", "json").stdout)
     assert ("v1", "Be brief.\nAnswer {q}") == (parsed["version"], parsed["resource"]["template"])
     namespace: dict[str, Any] = {}
-    exec(command(run, tmp_path, "export", "prompt@v2", "tools", "--format", "python").stdout, namespace)
+    exec(command(run, tmp_path, "data", "export", "prompt@v2", "tools", "--format", "python").stdout, namespace)
     assert "Be exact.\nAnswer {q}" == namespace["PROMPT"]
     assert {"calc": "adds"} == namespace["TOOLS"]["value"]
-    nameless = command(run, tmp_path, "export", "--format", "text")
+    nameless = command(run, tmp_path, "data", "export", "--format", "text")
     assert (1, True) == (nameless.exit_code, "name one, such as" in nameless.output)

@@ -153,7 +153,7 @@ GROUPS = (("x", "a", 0.0), ("x", "aaa", 1.0), ("y", "aa", 0.5), ("y", "aaa", 0.5
 
 
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli, ["reward", "experiment.toml", *args], catch_exceptions=False)
+    return CliRunner().invoke(cli, ["replay", "--score", "experiment.toml", *args], catch_exceptions=False)
 
 
 def data_of(*args: str) -> Any:

@@ -80,5 +80,5 @@ def test_store_without_workers_says_so(use: Callable[..., None]) -> None:
         await store.save_state({}, experiment=ExperimentRecord(name="sql"))
 
     use(nothing)
-    output = CliRunner().invoke(cli, ("workers",), catch_exceptions=False).output
+    output = CliRunner().invoke(cli, ("runs", "workers"), catch_exceptions=False).output
     assert "no process takes part in an experiment of this store\n" == output

@@ -64,7 +64,7 @@ def test_shell_hears_of_no_error(folder):
 
 @pytest.mark.parametrize(
     "words",
-    [("show",), ("why",), ("replay",), ("export",), ("data", "export", "calc-0"), ("runs", "rm")],
+    [("show",), ("why",), ("replay",), ("data", "export"), ("data", "export", "calc-0"), ("runs", "rm")],
     ids=" ".join,
 )
 def test_ids_are_completed(words, folder):
@@ -78,7 +78,13 @@ def test_beginning_of_latest_is_completed(folder):
 
 @pytest.mark.parametrize(
     "words",
-    [("runs", "--experiment"), ("runs", "gc", "--experiment"), ("sql", "--experiment"), ("metrics",), ("plot",)],
+    [
+        ("runs", "--experiment"),
+        ("runs", "gc", "--experiment"),
+        ("sql", "--experiment"),
+        ("metrics",),
+        ("data", "copy", "--experiment"),
+    ],
     ids=" ".join,
 )
 def test_experiments_are_completed(words, folder):

@@ -5,7 +5,6 @@ import struct
 
 from agl import semconv
 from agl.contracts import CallUse
-from agl.episodes._forest import ForestOptions
 from agl.episodes._scores import ScoreOptions
 from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.schemas import Attempt, Reward
@@ -77,7 +76,7 @@ def test_explain_of_no_calls_says_what_was_expected_and_what_to_check() -> None:
 
 def test_explain_shows_drift_as_text() -> None:
     spans = [call_span(1, prompt=(1, 2), response=(3, 4)), call_span(2, prompt=(1, 2, 3, 9), response=(5,))]
-    options = EpisodeOptions(forest=ForestOptions(decode=lambda ids: "".join(chr(96 + i) for i in ids)))
+    options = EpisodeOptions(decode=lambda ids: "".join(chr(96 + i) for i in ids))
     text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans, options=options), spans))
     assert "recorded ids [4] 'd', sent ids [9] 'i'" in text
 

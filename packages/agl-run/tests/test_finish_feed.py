@@ -6,7 +6,7 @@ import pytest
 
 from agl.errors import StoreError
 from agl.stores import MemoryStore
-from agl_run.run.collector import FinishFeed
+from agl_run.run.finish_feed import FinishFeed
 
 
 def test_who_asks_after_the_store_broke_gets_its_error() -> None:

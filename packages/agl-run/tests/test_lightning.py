@@ -299,7 +299,7 @@ def test_apo_asks_the_models_that_it_names_at_the_address_of_its_client() -> Non
         params["optimizer"]["model"],
         params["critic"]["model"],
     )
-    assert (6, "medium", "beam") == (params["beam_rounds"], params["budget"], params["selector"])
+    assert (6, "medium", "beam") == (params["beam_rounds"], params["budget"], params["parents"]["selector"])
 
 
 @pytest.mark.parametrize(("name", "engine", "use"), [("vllm", "ray", "verl"), ("hf", "inproc", "torch")])

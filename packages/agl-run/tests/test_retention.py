@@ -246,8 +246,8 @@ def test_removals_at_once_leave_the_newest(opener: Callable[[], Store]) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from agl.contracts import RolloutQuery
-from agl_run import SQLiteStore
-from agl_run.config import retention
+from agl_store_sqlite import SQLiteStore
+from agl_inspect.retention import removal as retention
 
 class Killed(SQLiteStore):
     async def delete(self, rollout_ids):

@@ -71,7 +71,7 @@ def test_fresh_start_cancels_what_the_stopped_run_left_queued(tmp_path: Path) ->
 
     async def before() -> None:
         await store.enqueue([Rollout(rollout_id="old", task="old", experiment="e")])
-        await saved.save(store, ExperimentRecord(name="e", run=1))
+        await saved.save_progress(store, ExperimentRecord(name="e", run=1))
 
     asyncio.run(before())
     trainer = Trainer(name="e", store=store, folder=tmp_path, progress=Quiet())

@@ -1,4 +1,4 @@
-"""Places without a rollout and rewards that break are measured with a step, and told apart from the agent's errors."""
+"""Slots without an agent and rewards that break are measured with a step, apart from the agent's own errors."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,9 @@ from agl_inspect.records.rollouts import broke_in_reward
 from agl_run import Quiet, Trainer
 from agl_run.runners.judging import judged
 from agl_run.runners.result import describe_error
-from agl_run.watch.step_shares import StepShares
-from agl_run.worker.slots import Places
+from agl_run.watch.observers import Batch
+from agl_run.watch.steps import StepShares
+from agl_run.worker.slots import Slots
 from tests.cases import ATTEMPT, ROLLOUT
 
 
@@ -35,46 +36,48 @@ def episode(error: ErrorInfo | None = None) -> Episode:
     return Episode(rollout=ROLLOUT, attempt=replace(ATTEMPT, error=error), transitions=(), rows=(), reward=None)
 
 
-def test_share_of_idle_places_counts_the_time_of_collecting_only() -> None:
+def measured(shares: StepShares) -> Mapping[str, float]:
+    return asyncio.run(shares.measure("grpo", step=1, uses={}))
+
+
+def test_slots_add_up_the_time_that_agents_run() -> None:
     clock = Clock()
-    places = Places(4, clock=clock)
-    shares = StepShares(places, is_judged=False)
-    places.take()
-    clock.now = 100.0  # while nobody collects
-    places.leave()
-    with shares.collecting("grpo"):
-        places.take()
-        places.take()
-        clock.now += 6
-        places.leave()
-        clock.now += 2
-        places.leave()
-        clock.now += 2
-    assert {"places": 4.0, "places_idle_share": pytest.approx(1 - 14 / 40)} == shares.take("grpo")
-    assert {} == shares.take("grpo")
+    slots = Slots(4, clock=clock)
+    slots.take()
+    slots.take()
+    clock.now += 6
+    slots.leave()
+    clock.now += 2
+    slots.leave()
+    clock.now += 2
+    assert (10.0, 14.0) == slots.now()
+
+
+def test_share_of_idle_slots_counts_the_time_of_collecting_only() -> None:
+    shares = StepShares(4, is_judged=False)
+    shares.batch(Batch(caller="grpo", episodes=[], slot_s=40.0, taken_s=14.0))
+    assert {"places": 4.0, "places_idle_share": pytest.approx(1 - 14 / 40)} == measured(shares)
+    assert {} == measured(shares)
 
 
 def test_steps_that_found_their_rollouts_finished_have_no_share() -> None:
-    shares = StepShares(Places(4), is_judged=True)
-    with shares.collecting("grpo"):
-        pass
-    assert {} == shares.take("grpo")
+    shares = StepShares(4, is_judged=True)
+    shares.batch(Batch(caller="grpo", episodes=[]))
+    assert {} == measured(shares)
 
 
 def test_only_broken_rewards_count_as_evaluator_errors() -> None:
-    shares = StepShares(Places(1), is_judged=True)
+    shares = StepShares(1, is_judged=True)
     own, judge = describe_error(ValueError("no answer")), describe_error(RewardError("the reward 'judge' raised"))
-    shares.add("grpo", [episode(), episode(own), episode(judge), episode()])
-    assert {"evaluator_failed_share": 0.25} == shares.take("grpo")
+    shares.batch(Batch(caller="grpo", episodes=[episode(), episode(own), episode(judge), episode()]))
+    assert {"evaluator_failed_share": 0.25} == measured(shares)
     assert not broke_in_reward(None)
-    assert "agl_run.RewardError" == judge.type
-    assert RewardError is agl_run.RewardError
 
 
 def test_experiments_without_rewards_have_no_share_of_their_errors() -> None:
-    shares = StepShares(Places(1), is_judged=False)
-    shares.add("grpo", [episode()])
-    assert {} == shares.take("grpo")
+    shares = StepShares(1, is_judged=False)
+    shares.batch(Batch(caller="grpo", episodes=[episode()]))
+    assert {} == measured(shares)
 
 
 @pytest.mark.parametrize(

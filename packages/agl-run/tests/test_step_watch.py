@@ -1,18 +1,24 @@
-"""Steps that teach nothing are told, once for each reason."""
+"""Steps that teach nothing are reported, once for each reason."""
+
+import asyncio
 
 from agl.contracts import StepReport
+from agl_inspect.advice import Suggestion
 from agl_inspect.records.step_lines import step_line
-from agl_run.watch.step_watch import StepWatch
+from agl_run.watch.steps import StepWatch
 
 
 def told(*shares: float | None, reward: float = 0.0, **others: float) -> list[str]:
     said: list[str] = []
-    watch = StepWatch("grpo")
+    watch = StepWatch(lambda algorithm, found: note(said, found))
     for step, share in enumerate(shares, start=1):
         metrics = {} if share is None else {"silent_share": share, "reward": reward}
-        found = watch.add(StepReport(step=step, metrics={**metrics, **others}))
-        said += [f"{one.evidence}. To change that: {one.change}" for one in found]
+        asyncio.run(watch.step(StepReport(step=step, metrics={**metrics, **others}), algorithm="grpo"))
     return said
+
+
+async def note(said: list[str], found: Suggestion) -> None:
+    said.append(f"{found.evidence}. To change that: {found.change}")
 
 
 def test_three_silent_steps_are_told_once_with_what_to_change() -> None:
@@ -37,10 +43,10 @@ def test_algorithms_that_report_nothing_are_not_told() -> None:
 
 
 def test_long_run_is_watched_in_little_memory() -> None:
-    watch = StepWatch("grpo")
+    watch = StepWatch(lambda algorithm, found: note([], found))
     for step in range(1, 1001):
-        watch.add(StepReport(step=step, metrics={"reward": 0.001 * step}))
-    assert 60 == len(watch._steps)
+        asyncio.run(watch.step(StepReport(step=step, metrics={"reward": 0.001 * step}), algorithm="grpo"))
+    assert 60 == len(watch._steps["grpo"])
 
 
 def line(metrics: dict[str, float], *, has_published: bool = True) -> str:

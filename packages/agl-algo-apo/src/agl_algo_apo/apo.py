@@ -46,9 +46,21 @@ from agl_algo_apo.proposals.optimizer import OptimizerSettings
 from agl_algo_apo.proposals.parents import select_parent
 from agl_algo_apo.proposals.requests import merge_texts
 from agl_algo_apo.proposals.shared_failures import live_failures, read_failures
-from agl_algo_apo.search.budget import BudgetLimits, Prices, Spent
+from agl_algo_apo.search.budget import BudgetLimits, Spent
 from agl_algo_apo.search.search import PromptSearch
-from agl_algo_apo.search.settings import Preset, Publish, SearchSettings, Selector
+from agl_algo_apo.search.settings import (
+    EXAMPLES,
+    PARENTS,
+    SCORING,
+    TEXTS,
+    Examples,
+    Parents,
+    Preset,
+    Publish,
+    Scoring,
+    SearchSettings,
+    Texts,
+)
 from agl_algo_apo.search.tools import Origin
 from agl_algo_apo.texts.lineage import PromptCandidate
 
@@ -67,31 +79,19 @@ class APO(PromptSearch):
             that speaks OpenAI's chat completions, or the name of a policy that the experiment serves.
         critic: Another model for the critiques; without one the optimiser writes critique and text in one answer.
         budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy`` for 10, 25 or 60 proposals; or
-            ``{rollouts=..., calls=..., tokens=..., money=...}``. It is never exceeded; the trainer's validations before
-            the first step and at the end are part of it, those of `validate_every` are not.
-        prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
-        beam_width: Number of candidates among which the selector ``beam`` takes turns.
-        branch_factor: Children per step.
+            ``{rollouts=..., calls=..., tokens=..., money=..., prices=...}``. It is never exceeded; the trainer's
+            validations before the first step and at the end are part of it, those of `validate_every` are not.
+        branch_factor: Children per step, K.
         beam_rounds: Most steps; 0 for no limit but the budget.
         gradient_batch_size: Training tasks per step.
         val_batch_size: Validation tasks in the first slice of a race; each further slice is twice as long.
-        selector: How parents are chosen: ``mixed``, ``best``, ``pareto``, ``beam``, ``ucb``.
-        p_best: How often ``mixed`` takes the best one.
+        parents: How parents are chosen: ``selector``, ``p_best``, ``beam_width``.
         patience: Steps without an improvement that end the search.
         delete_every: Steps after which changes that have not earned their place are taken out; 0 for never.
-        demonstrations: Most recorded good runs of training tasks that a prompt shows as examples; 0 for none.
-        demonstration_chars: Most characters of all of them in one prompt; longer runs are left out, never cut.
-        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
-        failure_reward: The reward of a rollout in which the agent failed or ran out of time.
-        reserve: Share of the rollouts that is held back for the final measurement.
-        test: Share of the validation tasks that take no part in the search and give the reported score; none do where
-            these are fewer than 8.
+        demonstrations: Recorded good runs that a prompt shows as examples: ``most``, 0 for none, and ``max_chars``.
+        scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
-        invariants: By resource, texts that must stay in it.
-        filled: Placeholders that the agent fills with something else than a key of the task.
-        max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
-        roles: By resource, a regular expression over the names of the agents that read it; by default the calls
-            whose messages hold the text are its.
+        texts: The rules of texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
         requests: Own files for the requests ``improve``, ``critique`` and ``edit``, ``merge``.
     """
 
@@ -101,54 +101,35 @@ class APO(PromptSearch):
         optimizer: str | OptimizerSettings,
         critic: str | OptimizerSettings | None = None,
         budget: int | Preset | BudgetLimits = "light",
-        prices: Prices | None = None,
-        beam_width: int = 4,
         branch_factor: int = 3,
         beam_rounds: int = 0,
         gradient_batch_size: int = 8,
         val_batch_size: int = 8,
-        selector: Selector = "mixed",
-        p_best: float = 0.5,
+        parents: Parents = PARENTS,
         patience: int = 10,
         delete_every: int = 6,
-        demonstrations: int = 0,
-        demonstration_chars: int = 4000,
-        perfect_score: float = 1.0,
-        failure_reward: float = 0.0,
-        reserve: float = 0.1,
-        test: float = 0.25,
+        demonstrations: Examples = EXAMPLES,
+        scoring: Scoring = SCORING,
         publish: Publish = "improvement",
-        invariants: dict[str, tuple[str, ...]] | None = None,
-        filled: tuple[str, ...] = (),
-        max_chars: int = 0,
-        roles: dict[str, str] | None = None,
+        texts: Texts = TEXTS,
         requests: dict[str, str] | None = None,
     ) -> None:
-        settings = SearchSettings(
+        settings = SearchSettings.checked(
+            "apo",
             optimizer=optimizer,
             critic=critic,
             budget=budget,
-            prices=prices or Prices(),
-            beam_width=beam_width,
             branch_factor=branch_factor,
             beam_rounds=beam_rounds,
             gradient_batch_size=gradient_batch_size,
             val_batch_size=val_batch_size,
-            selector=selector,
-            p_best=p_best,
+            parents=parents,
             patience=patience,
             delete_every=delete_every,
             demonstrations=demonstrations,
-            demonstration_chars=demonstration_chars,
-            perfect_score=perfect_score,
-            failure_reward=failure_reward,
-            reserve=reserve,
-            test=test,
+            scoring=scoring,
             publish=publish,
-            invariants=invariants or {},
-            filled=tuple(filled),
-            max_chars=max_chars,
-            roles=roles or {},
+            texts=texts,
             requests=requests or {},
         )
         # Two questions per proposal where another model is to answer the first, or a request of a person asks it.
@@ -164,7 +145,7 @@ class APO(PromptSearch):
         if self._pruner.is_due(step):
             await self._pruner.prune(step)
             return
-        await read_failures(self.context, self.progress, perfect_score=self.settings.perfect_score)
+        await read_failures(self.context, self.progress, perfect_score=self.settings.scoring.perfect)
         parent = self._parent(step)  # 1
         failures = await self._failures(parent, step)  # 2
         if not failures:
@@ -242,7 +223,7 @@ class APO(PromptSearch):
         known = scores.rewards(parent.id, "train")
         used = Counter(self.progress.used.get(parent.id, []))  # how often each task was shown
         # Failures that were paid before and shown to no critic come free; new tasks are run only to fill the batch.
-        unseen = [task for task, reward in known.items() if reward < self.settings.perfect_score and not used[task]]
+        unseen = [task for task, reward in known.items() if reward < self.settings.scoring.perfect and not used[task]]
         rest = [task for task in range(len(self.context.train)) if task not in known]
         self.random(step, "minibatch").shuffle(rest)
         # First the tasks that failed for another algorithm with these texts; the sort is stable, so the rest stays
@@ -251,7 +232,7 @@ class APO(PromptSearch):
         fresh = rest[: max(0, size - len(unseen))]
         await self.evaluator.measure([MeasureJob(parent, "train", tuple(fresh))], step=step, purpose="batch")
         known = scores.rewards(parent.id, "train")
-        failing = [task for task, reward in known.items() if reward < self.settings.perfect_score]
+        failing = [task for task, reward in known.items() if reward < self.settings.scoring.perfect]
         failing.sort(key=lambda task: (used[task], known[task], task))
         return failing[:size]
 

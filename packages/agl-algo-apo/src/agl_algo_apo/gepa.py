@@ -31,12 +31,12 @@ from agl_algo_apo.measurement.evaluation import MeasureJob
 from agl_algo_apo.measurement.scores import Measured, Split
 from agl_algo_apo.proposals.answers import before_text
 from agl_algo_apo.proposals.evidence import EvidenceRun, read_run
-from agl_algo_apo.proposals.gepa_adapter import GepaAdapter, Stopped, TaskPlace, Texts
+from agl_algo_apo.proposals.gepa_adapter import GepaAdapter, Stopped, TaskPlace, TextByName
 from agl_algo_apo.proposals.optimizer import OptimizerSettings
 from agl_algo_apo.search import artifacts
-from agl_algo_apo.search.budget import BudgetExhaustedError, BudgetLimits, Prices, Spent
+from agl_algo_apo.search.budget import BudgetExhaustedError, BudgetLimits, Spent
 from agl_algo_apo.search.search import MAX_BARREN, PromptSearch
-from agl_algo_apo.search.settings import Preset, Publish, SearchSettings
+from agl_algo_apo.search.settings import SCORING, TEXTS, Preset, Publish, Scoring, SearchSettings, Texts
 from agl_algo_apo.search.tools import Origin
 from agl_algo_apo.texts.lineage import PromptCandidate, candidate_id, resource_of
 
@@ -49,67 +49,46 @@ class GEPA(PromptSearch):
     Args:
         optimizer: The model that reflects: ``{base_url=..., model=..., api_key_env=...}``, or a policy's name.
         budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy``; or ``{rollouts=..., calls=..., tokens=...,
-            money=...}``. It is never exceeded; the trainer's validations before the first step and at the end are part
-            of it, those of `validate_every` are not.
-        prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
+            money=..., prices=...}``. It is never exceeded; the trainer's validations before the first step and at the
+            end are part of it, those of `validate_every` are not.
         reflection_minibatch_size: Training tasks per proposal.
         phases: Number of runs of the library, each from the best texts so far and with an equal share of the budget
             that is left. In a schedule that alternates, other algorithms take their turns in between.
         use_merge: Merge candidates that are good at different tasks.
         patience: Phases without an improvement that end the search.
-        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
-        failure_reward: The reward of a rollout in which the agent failed or ran out of time.
-        reserve: Share of the rollouts that is held back for the final measurement.
-        test: Share of the validation tasks that take no part in the search and give the reported score; none do where
-            these are fewer than 8.
+        scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
         publish: Make the best texts live after every ``improvement`` of a phase, or only at the ``end``.
-        invariants: By resource, texts that must stay in it.
-        filled: Placeholders that the agent fills with something else than a key of the task.
-        max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
-        roles: By resource, a regular expression over the names of the agents that read it.
+        texts: The rules of texts: ``invariants``, ``filled``, ``max_chars``, ``roles``.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+    def __init__(
         self,
         *,
         optimizer: str | OptimizerSettings,
         budget: int | Preset | BudgetLimits = "light",
-        prices: Prices | None = None,
         reflection_minibatch_size: int = 3,
         phases: int = 1,
         use_merge: bool = False,
         patience: int = 3,
-        perfect_score: float = 1.0,
-        failure_reward: float = 0.0,
-        reserve: float = 0.1,
-        test: float = 0.25,
+        scoring: Scoring = SCORING,
         publish: Publish = "improvement",
-        invariants: dict[str, tuple[str, ...]] | None = None,
-        filled: tuple[str, ...] = (),
-        max_chars: int = 0,
-        roles: dict[str, str] | None = None,
+        texts: Texts = TEXTS,
     ) -> None:
         low = {"phases": phases, "reflection_minibatch_size": reflection_minibatch_size}
         if min(low.values()) < 1:
             raise ConfigError(f"gepa got {low}; each must be at least 1")
-        settings = SearchSettings(
+        settings = SearchSettings.checked(
+            "gepa",
             optimizer=optimizer,
             budget=budget,
-            prices=prices or Prices(),
             branch_factor=1,
             beam_rounds=phases,
             gradient_batch_size=reflection_minibatch_size,
             val_batch_size=1,
             patience=patience,
-            perfect_score=perfect_score,
-            failure_reward=failure_reward,
-            reserve=reserve,
-            test=test,
+            scoring=scoring,
             publish=publish,
-            invariants=invariants or {},
-            filled=tuple(filled),
-            max_chars=max_chars,
-            roles=roles or {},
+            texts=texts,
         )
         super().__init__(settings, algorithm="gepa", calls=1)
         self._use_merge = use_merge
@@ -139,7 +118,7 @@ class GEPA(PromptSearch):
             adapter=adapter,
             reflection_lm=adapter.reflect,
             reflection_minibatch_size=size,
-            perfect_score=self.settings.perfect_score,
+            perfect_score=self.settings.scoring.perfect,
             use_merge=self._use_merge,
             # The library stops between iterations only; within one, the budget stops the adapter.
             stop_callbacks=[adapter.should_stop],
@@ -183,7 +162,7 @@ class _Phase:
                 self._note_minibatch(candidate, has_passed=False)
                 lineage.put(candidate.replace(status="beaten", reason="not better than its parent on its minibatch"))
 
-    async def refusal(self, texts: Texts) -> str:
+    async def refusal(self, texts: TextByName) -> str:
         """Return the reason why these texts may not be tried, ``""`` if they may."""
         search = self._search
         key = candidate_id(texts)
@@ -198,7 +177,7 @@ class _Phase:
         self.detail = candidate.reason
         return candidate.reason
 
-    async def measure(self, texts: Texts, places: Sequence[TaskPlace]) -> None:
+    async def measure(self, texts: TextByName, places: Sequence[TaskPlace]) -> None:
         """Run what is not known yet; texts that were measured on all validation tasks join the pool."""
         search = self._search
         candidate = search.lineage[candidate_id(texts)]
@@ -209,16 +188,16 @@ class _Phase:
         if len(places) == len(search.order) and places[0][0] == "val":
             self._enter(candidate)
 
-    def known(self, texts: Texts, place: TaskPlace) -> Measured | None:
+    def known(self, texts: TextByName, place: TaskPlace) -> Measured | None:
         """Return the outcome of these texts on a task, ``None`` if it is not known."""
         return self._search.evaluator.scores.get(candidate_id(texts), *place)
 
-    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[EvidenceRun]:
+    async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:
         """Return rollouts as evidence about one component."""
         search = self._search
         self._parent = candidate_id(texts)
         resource = resource_of(texts[name], search.context.current(name).resource)
-        agents = search.settings.roles.get(name, "")
+        agents = search.settings.texts.roles.get(name, "")
         runs = [await read_run(search.context, item, name=name, resource=resource, agents=agents) for item in measured]
         self._origin = Origin(
             shown=tuple(task_text(run.task) for run in runs), evidence=tuple(item.rollout for item in measured)
@@ -240,7 +219,7 @@ class _Phase:
         """Return why to stop: a perfect score, or no room for a proposal in the budget or this phase's share of it."""
         search = self._search
         rewards = search.evaluator.scores.rewards(search.best.id, "val").values()
-        if len(rewards) == len(search.order) and min(rewards) >= search.settings.perfect_score:
+        if len(rewards) == len(search.order) and min(rewards) >= search.settings.scoring.perfect:
             return "perfect"
         left = search.budget.rollouts_left()
         # A proposal takes a minibatch, and all validation tasks where it is accepted; the parent's part is known.

@@ -8,9 +8,9 @@ So what another optimiser gains over this one at the same budget is what its evi
 from typing import TYPE_CHECKING
 
 from agl_algo_apo.proposals.optimizer import OptimizerSettings
-from agl_algo_apo.search.budget import BudgetLimits, Prices
+from agl_algo_apo.search.budget import BudgetLimits
 from agl_algo_apo.search.search import PromptSearch
-from agl_algo_apo.search.settings import Preset, Publish, SearchSettings
+from agl_algo_apo.search.settings import SCORING, TEXTS, Preset, Publish, Scoring, SearchSettings, Texts
 from agl_algo_apo.search.tools import Origin
 
 if TYPE_CHECKING:
@@ -26,57 +26,39 @@ class RandomSearch(PromptSearch):
     Args:
         optimizer: The model that rewrites; as for `apo`, like all that follow.
         budget: Rollouts, a preset, or limits.
-        prices: Prices for a budget in money.
         beam_rounds: Most steps; 0 for no limit but the budget.
         val_batch_size: Validation tasks in the first slice of a race.
         patience: Steps without an improvement that end the search.
-        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
-        failure_reward: The reward of a rollout in which the agent failed or ran out of time.
-        reserve: Share of the rollouts that is held back for the final measurement.
-        test: Share of the validation tasks that take no part in the search and give the reported score; none do where
-            these are fewer than 8.
+        scoring: The scale of rewards and the final measurement: ``perfect``, ``failure``, ``reserve``, ``test``.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
-        invariants: By resource, texts that must stay in it.
-        filled: Placeholders that the agent fills with something else than a key of the task.
-        max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
+        texts: The rules of texts: ``invariants``, ``filled``, ``max_chars``.
         requests: A file of your own for the request ``rewrite``.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+    def __init__(
         self,
         *,
         optimizer: str | OptimizerSettings,
         budget: int | Preset | BudgetLimits = "light",
-        prices: Prices | None = None,
         beam_rounds: int = 0,
         val_batch_size: int = 8,
         patience: int = 20,
-        perfect_score: float = 1.0,
-        failure_reward: float = 0.0,
-        reserve: float = 0.1,
-        test: float = 0.25,
+        scoring: Scoring = SCORING,
         publish: Publish = "improvement",
-        invariants: dict[str, tuple[str, ...]] | None = None,
-        filled: tuple[str, ...] = (),
-        max_chars: int = 0,
+        texts: Texts = TEXTS,
         requests: dict[str, str] | None = None,
     ) -> None:
-        settings = SearchSettings(
+        settings = SearchSettings.checked(
+            "random",
             optimizer=optimizer,
             budget=budget,
-            prices=prices or Prices(),
             branch_factor=1,
             beam_rounds=beam_rounds,
             val_batch_size=val_batch_size,
             patience=patience,
-            perfect_score=perfect_score,
-            failure_reward=failure_reward,
-            reserve=reserve,
-            test=test,
+            scoring=scoring,
             publish=publish,
-            invariants=invariants or {},
-            filled=tuple(filled),
-            max_chars=max_chars,
+            texts=texts,
             requests=requests or {},
         )
         super().__init__(settings, algorithm="random", calls=1)

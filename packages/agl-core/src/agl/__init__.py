@@ -33,8 +33,14 @@ if TYPE_CHECKING:
     from agl.errors import AglError, ConfigError
     from agl.schemas import LLM, Episode, PromptTemplate, Reward, Rollout, Span
     from agl.tracing import current
-    from agl.tracing._emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
-    from agl.tracing._operation import operation
+    from agl.tracing._emitters import (
+        emit_exception,
+        emit_message,
+        emit_object,
+        emit_observation,
+        emit_reward,
+        operation,
+    )
     from agl_run import Trainer
 
 __version__ = "0.1.0"
@@ -83,7 +89,7 @@ __all__ = [
 ]
 
 _ENTRIES = ("AlgorithmEntry", "CommandEntry", "CreditEntry", "PolicyEntry", "RewardEntry", "StoreEntry", "TracerEntry")
-_EMITTERS = ("emit_exception", "emit_message", "emit_object", "emit_observation", "emit_reward")
+_EMITTERS = ("emit_exception", "emit_message", "emit_object", "emit_observation", "emit_reward", "operation")
 
 _get = lazy_names(
     __name__,
@@ -98,7 +104,6 @@ _get = lazy_names(
         "agl.schemas": ("Episode", "LLM", "PromptTemplate", "Reward", "Rollout", "Span"),
         "agl.tracing": ("current",),
         "agl.tracing._emitters": _EMITTERS,
-        "agl.tracing._operation": ("operation",),
         "agl_run": ("Trainer",),
     },
 )

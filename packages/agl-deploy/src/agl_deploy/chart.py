@@ -1,4 +1,4 @@
-"""The Helm chart of an experiment, with its values, their schema, rules for Prometheus and a dashboard."""
+"""Writes the Helm chart of an experiment, with its values, their schema, rules for Prometheus and a dashboard."""
 
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -20,15 +20,8 @@ def chart_files(needs: Needs, *, gpus: int) -> dict[str, str]:
         needs: What the experiment needs.
         gpus: GPUs of the trainer; 0 for the image for CPUs.
     """
-    values = {
-        "name": needs.name,
-        "experiment": needs.experiment,
-        "file": needs.file.name,
-        "store": needs.store,
-        "variables": needs.variables,
-        "gpus": gpus,
-        "version": version("agl-core"),
-    }
+    own = {"file": needs.file.name, "gpus": gpus, "version": version("agl-core")}
+    values = {**{key: getattr(needs, key) for key in ("name", "experiment", "store", "variables")}, **own}
     return {
         path: fill(path, **values) if path.rpartition("/")[2] in _FILLED else template(path)
         for path in _paths(files("agl_deploy") / "templates" / FOLDER, FOLDER)

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -23,29 +23,11 @@ from agl_deploy.writing import State, states, write
 from agl_inspect.terminal import pass_manager
 from agl_inspect.text import visible
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_KINDS = ("compose", "kubernetes")
-
+_WORDS: dict[State, str] = {"new": "written", "changed": "replaced", "edited": "replaced", "same": "as it was"}
 _PLAIN = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*", re.ASCII)
 
-
-def _options(function: F) -> F:
-    """Add what every kind of files takes."""
-    for option in reversed(
-        [
-            click.argument("file", metavar="EXPERIMENT", type=click.Path(path_type=Path)),
-            click.option(
-                "--output",
-                type=click.Path(path_type=Path, file_okay=False),
-                help="Folder to write to, inside the experiment's; by default deploy beside EXPERIMENT.",
-            ),
-            click.option("--force", is_flag=True, help="Replace files that were edited."),
-            click.option("--dry-run", "is_dry", is_flag=True, help="Print the files, and write nothing."),
-        ]
-    ):
-        function = option(function)
-    return function
+Made = tuple[dict[str, str], list[str]]
+"""The files of a kind by path, and the steps that deploy them."""
 
 
 @click.group()
@@ -56,134 +38,132 @@ def deploy() -> None:
     """
 
 
-@deploy.command()
-@_options
-@pass_manager
-def docker(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool) -> None:
+def _kind(*own: Callable[[Any], Any]) -> Callable[[Callable[..., Made]], click.Command]:
+    """Make a command of a function that returns files and steps; ``own`` are its options besides the common ones."""
+    common = (
+        click.argument("file", metavar="EXPERIMENT", type=click.Path(path_type=Path)),
+        click.option(
+            "--output",
+            type=click.Path(path_type=Path, file_okay=False),
+            help="Folder to write to, within that of EXPERIMENT.  [deploy]",
+        ),
+        click.option("--force", is_flag=True, help="Replace files that were edited."),
+        click.option("--dry-run", "is_dry", is_flag=True, help="Print the files, and write nothing."),
+    )
+
+    def command(make: Callable[..., Made]) -> click.Command:
+        def run(
+            manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, **options: Any
+        ) -> None:
+            needs, folder, under = _read(manager, file, output)
+            files, steps = make(needs, under, **options)
+            _put(folder, files, force=force, is_dry=is_dry)
+            _print_steps(needs, steps, is_dry=is_dry)
+
+        found = pass_manager(run)
+        for option in reversed([*common, *own]):
+            found = option(found)
+        return deploy.command(make.__name__, help=make.__doc__)(found)
+
+    return command
+
+
+def _gpus(of: str, *, at_least: int = 0) -> Callable[[Any], Any]:
+    kind = click.IntRange(min=at_least)
+    return click.option("--gpus", type=kind, default=at_least, show_default=True, help=f"GPUs of the {of}.")
+
+
+@_kind()
+def docker(needs: Needs, under: str) -> Made:
     """Write a Dockerfile with pinned requirements.
 
     Its targets are the gateway, worker, trainer and console of EXPERIMENT; what is pinned is what is installed here.
     """
-    needs, folder, under = _read(manager, file, output)
-    _put(folder, image_files(needs, under), force=force, is_dry=is_dry)
     build = ["docker", "build", "--file", f"{under}/Dockerfile", "--target", "gateway", "--tag"]
-    steps = [*_steps_of_wheels(needs, under), shlex.join([*build, f"{needs.name}-gateway:local", "."])]
-    _tell(needs, steps, is_dry=is_dry)
+    return image_files(needs, under), [*_wheels(needs, under), shlex.join([*build, f"{needs.name}-gateway:local", "."])]
 
 
-@deploy.command()
-@_options
-@click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the trainer.")
-@pass_manager
-def compose(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
+@_kind(_gpus("trainer"))
+def compose(needs: Needs, under: str, *, gpus: int) -> Made:
     """Write a compose file for one machine.
 
     It runs PostgreSQL, gateway, trainer, two workers and console of EXPERIMENT. What docker writes comes with it.
     """
-    needs, folder, under = _read(manager, file, output)
+    up = shlex.join(["docker", "compose", "--file", f"{under}/compose.yaml", "up", "--build"])
     files = image_files(needs, under) | compose_files(needs, under, gpus=gpus)
-    _put(folder, files, force=force, is_dry=is_dry)
-    steps = _steps_of_wheels(needs, under)
-    steps += [
-        f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
-        shlex.join(["docker", "compose", "--file", f"{under}/compose.yaml", "up", "--build"]),
-    ]
-    _tell(needs, steps, is_dry=is_dry)
+    return files, [*_wheels(needs, under), _secrets(needs, under), up]
 
 
-@deploy.command()
-@_options
-@click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the trainer.")
-@pass_manager
-def helm(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
+@_kind(_gpus("trainer"))
+def helm(needs: Needs, under: str, *, gpus: int) -> Made:
     """Write a Helm chart for Kubernetes.
 
     It runs what compose runs, with autoscaling, network policies, alerts and a dashboard. What docker writes comes with
     it.
     """
-    needs, folder, under = _read(manager, file, output)
-    files = image_files(needs, under) | chart_files(needs, gpus=gpus) | {"env.example": env_example(needs, under)}
-    _put(folder, files, force=force, is_dry=is_dry)
-    trainer = "trainer-cuda" if gpus else "trainer-cpu"
-    steps = _steps_of_wheels(needs, under)
-    steps += [
-        f"build and push gateway, worker, {trainer} and console, and name the registry in {under}/{FOLDER}/values.yaml",
-        f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
-        f"kubectl create secret generic {needs.name} --from-env-file {under}/.env",
-        f"helm upgrade --install {needs.name} {under}/{FOLDER}",
-    ]
-    _tell(needs, steps, is_dry=is_dry)
+    images = f"gateway, worker, {_trainer(gpus)} and console, and name the registry in {under}/{FOLDER}/values.yaml"
+    install = f"helm upgrade --install {needs.name} {under}/{FOLDER}"
+    return _on_kubernetes(needs, under, chart_files(needs, gpus=gpus), images, install)
 
 
-@deploy.command()
-@_options
-@click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the head.")
-@pass_manager
-def ray(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
+@_kind(_gpus("head"))
+def ray(needs: Needs, under: str, *, gpus: int) -> Made:
     """Write a RayJob for Kubernetes with KubeRay.
 
     It runs EXPERIMENT on a Ray cluster of its own. What docker writes comes with it.
     """
-    needs, folder, under = _read(manager, file, output)
-    files = (
-        rayjob_files(needs, under, gpus=gpus) | image_files(needs, under) | {"env.example": env_example(needs, under)}
-    )
-    _put(folder, files, force=force, is_dry=is_dry)
-    steps = _steps_of_wheels(needs, under)
-    steps += [
-        f"build and push trainer-{'cuda' if gpus else 'cpu'}, and name its registry in {under}/rayjob.yaml",
-        f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says",
-        f"kubectl create secret generic {needs.name} --from-env-file {under}/.env",
-        f"kubectl apply --filename {under}/rayjob.yaml",
-    ]
-    _tell(needs, steps, is_dry=is_dry)
+    images = f"{_trainer(gpus)}, and name its registry in {under}/rayjob.yaml"
+    install = f"kubectl apply --filename {under}/rayjob.yaml"
+    return _on_kubernetes(needs, under, rayjob_files(needs, under, gpus=gpus), images, install)
 
 
-@deploy.command()
-@_options
-@click.option("--gpus", type=click.IntRange(min=0), default=0, show_default=True, help="GPUs of the machine.")
-@pass_manager
-def skypilot(manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, gpus: int) -> None:
+@_kind(_gpus("machine"))
+def skypilot(needs: Needs, under: str, *, gpus: int) -> Made:
     """Write a SkyPilot file for one machine of a cloud.
 
     The machine runs EXPERIMENT as agl run does, with its agents and, unless its file names a database, its store.
     """
-    needs, folder, under = _read(manager, file, output)
-    _put(folder, skypilot_files(needs, under, gpus=gpus), force=force, is_dry=is_dry)
-    steps = _steps_of_wheels(needs, under)
-    steps += [
-        f"give the secrets of {under}/sky.yaml values in {under}/.env",
-        f"sky launch --cluster {needs.name} --secret-file {under}/.env {under}/sky.yaml",
-    ]
-    _tell(needs, steps, is_dry=is_dry)
+    launch = f"sky launch --cluster {needs.name} --secret-file {under}/.env {under}/sky.yaml"
+    secrets = f"give the secrets of {under}/sky.yaml values in {under}/.env"
+    return skypilot_files(needs, under, gpus=gpus), [*_wheels(needs, under), secrets, launch]
 
 
-@deploy.command()
-@_options
-@click.argument("label", metavar="NAME@LABEL")
-@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs of the server.")
-@pass_manager
-def model(
-    manager: PluginManager, file: Path, output: Path | None, force: bool, is_dry: bool, label: str, gpus: int
-) -> None:
+@_kind(click.argument("label", metavar="NAME@LABEL"), _gpus("server", at_least=1))
+def model(needs: Needs, under: str, *, label: str, gpus: int) -> Made:
     """Write what serves a labelled version with vLLM.
 
-    NAME is a policy of EXPERIMENT. The files stand beside a deployment; moving the label promotes and rolls back.
+    NAME is a policy of EXPERIMENT. The files belong to a deployment; moving the label promotes and rolls back.
     """
-    needs, folder, under = _read(manager, file, output)
     files = serving_files(needs, label, under, gpus=gpus)
-    _put(folder, files, force=force, is_dry=is_dry)
-    compose, kubernetes = (next(path for path in files if path.endswith(f".{kind}.yaml")) for kind in _KINDS)
+    compose, kubernetes = (next(path for path in files if path.endswith(f".{end}.yaml")) for end in _ENDS)
     name = compose.removeprefix("model-").removesuffix(".compose.yaml")
     both = ["--file", f"{under}/compose.yaml", "--file", f"{under}/{compose}"]
-    _tell(
-        needs,
-        [
-            shlex.join(["docker", "compose", *both, "up", "--detach", "--force-recreate", f"{name}-weights", name]),
-            f"or, on Kubernetes: kubectl apply --filename {under}/{kubernetes}",
-        ],
-        is_dry=is_dry,
-    )
+    up = shlex.join(["docker", "compose", *both, "up", "--detach", "--force-recreate", f"{name}-weights", name])
+    return files, [up, f"or, on Kubernetes: kubectl apply --filename {under}/{kubernetes}"]
+
+
+_ENDS = ("compose", "kubernetes")
+
+
+def _trainer(gpus: int) -> str:
+    return "trainer-cuda" if gpus else "trainer-cpu"
+
+
+def _on_kubernetes(needs: Needs, under: str, files: dict[str, str], images: str, install: str) -> Made:
+    """Return files with the images and an example of the secrets, and the steps up to ``install``."""
+    secret = f"kubectl create secret generic {needs.name} --from-env-file {under}/.env"
+    steps = [*_wheels(needs, under), f"build and push {images}", _secrets(needs, under), secret, install]
+    return files | image_files(needs, under) | {"env.example": env_example(needs, under)}, steps
+
+
+def _wheels(needs: Needs, under: str) -> list[str]:
+    """Return the command that builds wheels, where some are needed."""
+    wheels = wheel_command(needs, under)
+    return [shlex.join(wheels)] if wheels else []
+
+
+def _secrets(needs: Needs, under: str) -> str:
+    return f"give {', '.join(secrets_of(needs))} values in {under}/.env, as {under}/env.example says"
 
 
 def _read(manager: PluginManager, file: Path, output: Path | None) -> tuple[Needs, Path, str]:
@@ -194,7 +174,7 @@ def _read(manager: PluginManager, file: Path, output: Path | None) -> tuple[Need
     under = Path(os.path.relpath(folder, base)).as_posix()
     if not (_PLAIN.fullmatch(under) and folder.resolve().is_relative_to(base.resolve())):
         raise ConfigError(
-            f"--output {str(folder)!r} is no folder inside of {str(base)!r}, or has other characters than letters, "
+            f"--output {str(folder)!r} is not a folder within {str(base)!r}, or has other characters than letters, "
             "digits, '.', '_' and '-'; images are built from the experiment's folder, so choose one there"
         )
     return needs, folder, under
@@ -206,27 +186,14 @@ def _put(folder: Path, files: dict[str, str], *, force: bool, is_dry: bool) -> N
         for path, state in states(folder, files).items():
             click.echo(f"==> {visible(str(folder / path))} ({state}) <==\n{files[path]}")
         return
-    for state, paths in _by_state(write(folder, files, force=force)).items():
-        click.echo(f"{state}: {', '.join(paths)}")
+    found = write(folder, files, force=force)
+    for word in dict.fromkeys(_WORDS[state] for state in found.values()):
+        click.echo(f"{word}: {', '.join(path for path, state in found.items() if _WORDS[state] == word)}")
     click.echo(f"in {visible(str(folder))}")
 
 
-def _by_state(found: dict[str, State]) -> dict[str, list[str]]:
-    words: dict[State, str] = {"new": "written", "changed": "replaced", "edited": "replaced", "same": "as it was"}
-    result: dict[str, list[str]] = {}
-    for path, state in found.items():
-        result.setdefault(words[state], []).append(path)
-    return result
-
-
-def _steps_of_wheels(needs: Needs, under: str) -> list[str]:
-    """Return the command that builds wheels, where some are needed."""
-    wheels = wheel_command(needs, under)
-    return [shlex.join(wheels)] if wheels else []
-
-
-def _tell(needs: Needs, steps: list[str], *, is_dry: bool) -> None:
-    """Print warnings and the next steps; beside files that are printed, to standard error."""
+def _print_steps(needs: Needs, steps: list[str], *, is_dry: bool) -> None:
+    """Print warnings and the next steps; when files are printed, to standard error."""
     for text in needs.warnings:
         click.echo(f"warning: {visible(text)}", err=True)
     click.echo(f"next, in {visible(str(needs.file.parent))}:", err=is_dry)

@@ -1,11 +1,10 @@
-"""The compose file: PostgreSQL, gateway, trainer, workers and console on one machine."""
+"""Writes the compose file: PostgreSQL, gateway, trainer, workers and console on one machine."""
 
 from typing import Any
 
 from agl.errors import ConfigError
-from agl_deploy.images import compose_parts
 from agl_deploy.needs import Needs
-from agl_deploy.parts import CONSOLE_PORT, GATEWAY_PORT, Part, secrets_of
+from agl_deploy.parts import CONSOLE_PORT, GATEWAY_PORT, Part, parts_of, secrets_of
 from agl_deploy.rendering import fill
 
 WORKERS = 2
@@ -38,7 +37,7 @@ def compose_files(needs: Needs, folder: str, *, gpus: int) -> dict[str, str]:
     is_bundled = not needs.store
     parts = {
         name: _service(part, needs, is_bundled=is_bundled, gpus=gpus if name == "trainer" else 0)
-        for name, part in compose_parts(needs).items()
+        for name, part in parts_of(needs).items()
     }
     up = "/".join([".."] * (folder.count("/") + 1))
     text = fill("compose.yaml", name=needs.name, folder=folder, context=up, parts=parts, bundled=is_bundled)
@@ -69,7 +68,7 @@ def _service(part: Part, needs: Needs, *, is_bundled: bool, gpus: int) -> dict[s
 
 
 def env_example(needs: Needs, folder: str) -> str:
-    """Return the example of ``.env``: every variable that needs a value, and none."""
+    """Return the example of ``.env``: every variable that needs a value, without values."""
     lines = [f"# Copy to {folder}/.env, which git and the images leave out, and give every variable a value."]
     for name, use in secrets_of(needs).items():
         lines += [f"# {use}", f"{name}="]

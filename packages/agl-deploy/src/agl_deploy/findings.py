@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from agl.errors import ConfigError
 from agl.stores import shown_url
-from agl_run import ExperimentConfig, ExperimentSection, GatewayConfig
+from agl_run import ExperimentConfig, GatewayConfig
 
 _KEY = re.compile(
     r"\b(sk-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
@@ -58,12 +58,8 @@ def refuse(config: ExperimentConfig, data: Mapping[str, Any], folder: Path) -> N
                 f"[experiment] agent runs {word!r}, a path of this machine that no image has; put the program into "
                 f"{str(folder)!r} and name it relative to the experiment's file, or name a program on the PATH"
             )
-    for key, path in (
-        ("train", section.train),
-        ("val", section.val),
-        ("workspace", section.workspace),
-        ("harness", section.harness),
-    ):
+    for key in ("train", "val", "workspace", "harness"):
+        path = getattr(section, key)
         if path and not _is_inside(_KIND.sub("", path, count=1), folder):
             raise ConfigError(
                 f"[experiment] {key} is {path!r}, a path outside of {str(folder)!r}, which is all that the images get; "
@@ -92,7 +88,28 @@ def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> It
         folder: Its folder.
         files: The agent's modules, relative to it.
     """
-    yield from _absent_programs(config.experiment)
+    section = config.experiment
+    if section.harness:
+        yield (
+            f"[experiment] harness is {section.harness!r}, whose program the image of the workers does not have: add "
+            "a line to the Dockerfile that installs it there"
+        )
+    if section.workspace.startswith("git:"):
+        yield (
+            f"[experiment] workspace is {section.workspace!r}, and the images have no .git folders: name a folder, or "
+            "take **/.git out of Dockerfile.dockerignore"
+        )
+    yield from _of_policies(config)
+    host = _host(section.store)
+    if host in _OWN_HOSTS or (section.store.startswith("postgres") and not host):
+        yield "[experiment] store is a database of this machine, which containers do not reach by this name"
+    for file in files:
+        if _KEY.search((folder / file).read_text(encoding="utf-8", errors="replace")):
+            yield f"{file} has what looks like a key of a provider, which everybody who gets the image can read"
+
+
+def _of_policies(config: ExperimentConfig) -> Iterator[str]:
+    """Yield what of the policies is only on this machine."""
     for name, policy in config.policy.items():
         for key, value in _texts(policy.params):
             host = _host(value)
@@ -106,36 +123,16 @@ def warnings(config: ExperimentConfig, folder: Path, files: Iterable[str]) -> It
             yield f"[policy.{name}] model is {model!r}, a path of this machine: mount the folder where the trainer runs"
         if policy.use == "vllm" and "base_url" not in policy.params:
             yield (
-                f"[policy.{name}] starts vLLM beside the trainer, whose image has none: start its servers where the "
+                f"[policy.{name}] starts vLLM next to the trainer, whose image lacks it: start its servers where the "
                 "GPUs are, with /data of the trainer, and name their base_url"
             )
-    host = _host(config.experiment.store)
-    if host in _OWN_HOSTS or (config.experiment.store.startswith("postgres") and not host):
-        yield "[experiment] store is a database of this machine, which containers do not reach by this name"
-    for file in files:
-        if _KEY.search((folder / file).read_text(encoding="utf-8", errors="replace")):
-            yield f"{file} has what looks like a key of a provider, which everybody who gets the image can read"
-
-
-def _absent_programs(section: ExperimentSection) -> Iterator[str]:
-    """Yield what a harness and its workspace need that the images do not have."""
-    if section.harness:
-        yield (
-            f"[experiment] harness is {section.harness!r}, whose program the image of the workers does not have: add "
-            "a line to the Dockerfile that installs it there"
-        )
-    if section.workspace.startswith("git:"):
-        yield (
-            f"[experiment] workspace is {section.workspace!r}, and the images have no .git folders: name a folder, or "
-            "take **/.git out of Dockerfile.dockerignore"
-        )
 
 
 def variables(value: Any) -> Iterator[str]:
     """Yield the environment variables that a section of an experiment names, such as in ``api_key_env``.
 
     Raises:
-        ConfigError: One is no name of a variable.
+        ConfigError: A name is not that of a variable.
     """
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[str, Any]", value).items():
@@ -152,7 +149,7 @@ def _variable(key: str, name: str) -> str:
     if _VARIABLE.fullmatch(name):
         return name
     raise ConfigError(
-        f"the {key} in the experiment's file is no name of an environment variable; write letters, digits and '_', "
+        f"the {key} in the experiment's file is not the name of a variable; write letters, digits and '_', "
         "as in OPENAI_API_KEY"
     )
 

@@ -1,20 +1,11 @@
-"""The files that images are built from: Dockerfile, requirements, the health check."""
+"""Writes the files that images are built from: Dockerfile, requirements, the health check."""
 
 import sys
 from collections.abc import Iterable
 
 from agl_deploy.needs import PARTS, Needs
-from agl_deploy.parts import CONSOLE_PORT, GATEWAY_PORT, HEALTH, TRAINER_PORT, Hosts, Part, parts_of
+from agl_deploy.parts import CONSOLE_PORT, GATEWAY_PORT, HEALTH, TRAINER_PORT, parts_of
 from agl_deploy.rendering import fill, template
-
-BUNDLED = "postgresql://agl@postgres/agl"
-"""URL of the PostgreSQL that comes with a compose file."""
-
-
-def compose_parts(needs: Needs) -> dict[str, Part]:
-    """Return the parts with the names of hosts that a compose file gives them; images run these commands too."""
-    hosts = Hosts(gateway="gateway", trainer="trainer", store=needs.store or BUNDLED)
-    return {part.name: part for part in parts_of(needs, hosts)}
 
 
 def image_files(needs: Needs, folder: str) -> dict[str, str]:
@@ -30,7 +21,7 @@ def image_files(needs: Needs, folder: str) -> dict[str, str]:
         name=needs.name,
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         health=HEALTH,
-        parts=compose_parts(needs),
+        parts=parts_of(needs),
         gateway_port=GATEWAY_PORT,
         trainer_port=TRAINER_PORT,
         console_port=CONSOLE_PORT,

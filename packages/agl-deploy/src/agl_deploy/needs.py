@@ -1,5 +1,7 @@
 """Reads an experiment and says what its parts need: distributions, environment variables, a database."""
 
+import hashlib
+import re
 import tomllib
 from collections.abc import Iterable
 from itertools import pairwise
@@ -12,13 +14,17 @@ from agl.hints import pip_install
 from agl.schemas import Json, Record
 from agl_deploy.findings import refuse, variables, warnings
 from agl_deploy.imports import Imported, read_imports
-from agl_deploy.names import deployed_name
 from agl_deploy.pins import Pin, has_extra, missing, pins
 from agl_run import ExperimentConfig, PolicyConfig, load_config
 
+LONGEST = 30
+"""Characters of a name, so that Kubernetes' limit of 63 has room for what a chart appends."""
+
+_VALID = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+
 PARTS = ("gateway", "worker", "trainer", "console")
 
-_EVERYWHERE = ("agl-core", "agl-run", "agl-gateway", "agl-store-postgres")
+_EVERYWHERE = ("agl-core", "agl-run", "agl-gateway", "agl-data", "agl-store-postgres")
 _OF_A_CODER = ("pip", "setuptools", "wheel", "agl-deploy", "agl-testing")
 """Distributions that an agent may have in its ``requirements.txt`` and no image needs."""
 
@@ -85,15 +91,15 @@ def read_needs(file: Path, manager: PluginManager) -> Needs:
         UnknownComponentError: A component is not installed here, so that nothing can be said about its distribution.
     """
     config = load_config(file)
-    folder = file.absolute().parent
+    folder, agent = file.absolute().parent, config.experiment.agent
     refuse(config, tomllib.loads(file.read_text(encoding="utf-8")), folder)
-    found = read_imports(folder, _modules(config), config.experiment.agent[:] if _is_command(config) else ())
+    found = read_imports(folder, _modules(config), agent if isinstance(agent, tuple) else ())
     parts = _distributions(config, manager, found)
     absent = missing(name for names in parts.values() for name in names)
     needed = [name for name in absent if name in (*_EVERYWHERE, "agl-console")]
     if needed:
         raise ConfigError(
-            f"a deployment needs {', '.join(needed)}, and the pins are those of what is installed here; run: "
+            f"a deployment needs {', '.join(needed)}, and versions are pinned as they are installed here; run: "
             f"{' && '.join(pip_install(name) for name in needed)}"
         )
     store = config.experiment.store
@@ -107,12 +113,22 @@ def read_needs(file: Path, manager: PluginManager) -> Needs:
         trained=[name for name, policy in config.policy.items() if manager.policy(policy.use).trains],
         variables=_variables(config),
         ray=_on_ray(config, pinned["trainer"]),
-        warnings=[*warnings(config, folder, found.files), *_unknown(found), *_absent(absent)],
+        warnings=[*warnings(config, folder, found.files), *_not_here(found, absent)],
     )
 
 
-def _is_command(config: ExperimentConfig) -> bool:
-    return not isinstance(config.experiment.agent, str)
+def deployed_name(text: str) -> str:
+    """Return a DNS label of at most 30 characters: ``text`` itself where it is one.
+
+    Any other text is simplified and gets eight hexadecimal digits of its hash, so that the same text always gives the
+    same name, and two texts that look alike after that give two.
+    """
+    if _VALID.fullmatch(text) and len(text) <= LONGEST:
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    plain = plain if plain[:1].isalpha() else f"agl-{plain}"
+    return f"{plain[: LONGEST - 9].strip('-')}-{digest}"
 
 
 def _modules(config: ExperimentConfig) -> list[str]:
@@ -151,13 +167,8 @@ def _distributions(config: ExperimentConfig, manager: PluginManager, found: Impo
         *of("credit", (credit.use for credit in credits)),
         *of("exporter", (exporter.use for exporter in config.exporter)),
     ]
-    own = {
-        "gateway": _EVERYWHERE,
-        "worker": worker,
-        "trainer": trainer,
-        "console": (*_EVERYWHERE, "agl-console"),
-    }
-    return {part: sorted({name for name in names if name}) for part, names in own.items()}
+    own = (_EVERYWHERE, worker, trainer, (*_EVERYWHERE, "agl-console"))
+    return {part: sorted({name for name in names if name}) for part, names in zip(PARTS, own, strict=True)}
 
 
 def _with_jobs_of_ray(names: list[str]) -> list[Pin]:
@@ -193,13 +204,13 @@ def _with_key(policy: PolicyConfig) -> dict[str, Json]:
     return {"api_key_env": default, **policy.params} if default else policy.params
 
 
-def _unknown(found: Imported) -> list[str]:
+def _not_here(found: Imported, absent: list[str]) -> list[str]:
+    """Word what the agent imports, and what its requirements name, that is not installed here."""
     return [
-        f"{file} imports {module!r}, which is neither in the folder nor installed here: add its distribution to "
-        "requirements.txt beside the experiment's file"
-        for module, file in found.unknown
+        *(
+            f"{file} imports {module!r}, which is neither in the folder nor installed here: add its distribution to "
+            "requirements.txt in the experiment's folder"
+            for module, file in found.unknown
+        ),
+        *(f"{name} of requirements.txt is not installed here, so it is not pinned: install it" for name in absent),
     ]
-
-
-def _absent(names: list[str]) -> list[str]:
-    return [f"{name} of requirements.txt is not installed here, so that it is not pinned: install it" for name in names]

@@ -1,6 +1,6 @@
 """The parts of a deployment: the command, the environment and the health check of each.
 
-The compose file and the chart run the same commands; only the names of hosts differ.
+The images and the compose file run these commands; the chart runs the same with other names of hosts.
 """
 
 import shlex
@@ -13,6 +13,9 @@ GATEWAY_PORT = 4747
 TRAINER_PORT = 4748
 CONSOLE_PORT = 8000
 
+BUNDLED = "postgresql://agl@postgres/agl"
+"""URL of the PostgreSQL that comes with a compose file."""
+
 HEALTH = "/opt/agl/health.py"
 """Path of the health check in the images."""
 
@@ -24,14 +27,6 @@ SECRETS = {
     "PGPASSWORD": "the password of the database",
 }
 """Environment variables that every deployment needs, with what each is for."""
-
-
-class Hosts(Record, frozen=True, kw_only=True):
-    """Names by which the parts reach each other, and the database's URL without a password."""
-
-    gateway: str
-    trainer: str
-    store: str
 
 
 class Part(Record, frozen=True, kw_only=True):
@@ -50,16 +45,16 @@ class Part(Record, frozen=True, kw_only=True):
     secrets: tuple[str, ...]
 
 
-def parts_of(needs: Needs, hosts: Hosts) -> list[Part]:
-    """Return the parts in the order in which they start."""
-    file = needs.file.name
-    served = f"http://{hosts.gateway}:{GATEWAY_PORT}"
-    return [
+def parts_of(needs: Needs) -> dict[str, Part]:
+    """Return the parts by name, in the order in which they start, with the hosts' names of a compose file."""
+    file, store = needs.file.name, needs.store or BUNDLED
+    served = f"http://gateway:{GATEWAY_PORT}"
+    parts = (
         Part(
             name="gateway",
             command=(
-                *("agl", "serve", "--store", hosts.store, "--host", "0.0.0.0", "--port", str(GATEWAY_PORT)),
-                *("--allow-host", hosts.gateway),
+                *("agl", "serve", "--store", store, "--host", "0.0.0.0", "--port", str(GATEWAY_PORT)),
+                *("--allow-host", "gateway"),
             ),
             health=_health(f"http://127.0.0.1:{GATEWAY_PORT}/healthz"),
             secrets=("AGL_SECRET", "AGL_TOKEN", "PGPASSWORD"),
@@ -68,10 +63,10 @@ def parts_of(needs: Needs, hosts: Hosts) -> list[Part]:
             name="trainer",
             command=(
                 *("agl", "run", file, "--resume", "--quiet"),
-                *_set("experiment.store", hosts.store),
+                *_set("experiment.store", store),
                 *_set("experiment.workdir", "/data/runs"),
                 *_set("runner.concurrency", "0"),
-                *_set("gateway.advertise", hosts.trainer),
+                *_set("gateway.advertise", "trainer"),
                 *_set("gateway.params.host", "0.0.0.0"),
                 *_set("gateway.params.port", str(TRAINER_PORT)),
                 *_set("gateway.params.spool", "/data/spool"),
@@ -87,11 +82,12 @@ def parts_of(needs: Needs, hosts: Hosts) -> list[Part]:
         ),
         Part(
             name="console",
-            command=("agl", "console", hosts.store, "--host", "0.0.0.0", "--port", str(CONSOLE_PORT)),
+            command=("agl", "console", store, "--host", "0.0.0.0", "--port", str(CONSOLE_PORT)),
             health=_health(f"http://127.0.0.1:{CONSOLE_PORT}/"),
             secrets=("AGL_CONSOLE_PASSWORD", "PGPASSWORD"),
         ),
-    ]
+    )
+    return {part.name: part for part in parts}
 
 
 def secrets_of(needs: Needs) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The files that serve the labelled version of a policy's weights with vLLM, beside a deployment.
+"""Writes files that serve the labelled version of a policy's weights with vLLM, next to a deployment.
 
 The files name the label and no version: a version is promoted, or taken back, by moving the label.
 """
@@ -6,8 +6,7 @@ The files name the label and no version: a version is promoted, or taken back, b
 import shlex
 
 from agl.errors import ConfigError
-from agl_deploy.names import deployed_name
-from agl_deploy.needs import Needs
+from agl_deploy.needs import Needs, deployed_name
 from agl_deploy.parts import GATEWAY_PORT
 from agl_deploy.rendering import fill, template
 from agl_inspect.records import LABEL
@@ -44,7 +43,6 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
     own = deployed_name(policy)
     own = f"{own}-model" if own in _TAKEN else own
     script = template(SCRIPT)
-    serve = ["python3", f"/opt/agl/{SCRIPT}", _FOLDER, policy]
     common = {
         "policy": policy,
         "label": label,
@@ -54,7 +52,7 @@ def serving_files(needs: Needs, model: str, folder: str, *, gpus: int) -> dict[s
         "gpus": gpus,
         "image": f"{needs.name}-gateway:local",
         "script": script,
-        "serve": serve,
+        "serve": ["python3", f"/opt/agl/{SCRIPT}", _FOLDER, policy],
     }
     return {
         SCRIPT: script,

@@ -1,7 +1,7 @@
 """Writes generated files without overwriting what somebody edited.
 
-A list of digests beside the files says how they were written, so that a file that nobody touched is replaced and one
-that was edited is not.
+A list of digests next to the files says how they were written: a file that nobody touched is replaced, and one that was
+edited is not.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def states(folder: Path, files: Mapping[str, str]) -> dict[str, State]:
         By path: ``new``, ``same``, ``changed`` where the file there is as it was generated, ``edited`` where it is not.
 
     Raises:
-        ConfigError: A folder below ``folder`` is a link that leads out of it, or a file cannot be read.
+        ConfigError: A folder below ``folder`` is a link that leads out of it.
     """
     known = _digests(folder)
     for path in files:
@@ -65,7 +65,7 @@ def write(folder: Path, files: Mapping[str, str], *, force: bool) -> dict[str, S
             "nothing was written. Compare them with what --dry-run prints, pass --force to replace them, or choose "
             "another --output"
         )
-    kept = _digests(folder) | {path: _digest(text) for path, text in files.items()}
+    kept = _digests(folder) | {path: _digest(text.encode()) for path, text in files.items()}
     listed = json.dumps(dict(sorted(kept.items())), indent=1) + "\n"
     for path, text in {**files, DIGESTS: listed}.items():
         _replace(folder / path, text)
@@ -75,21 +75,18 @@ def write(folder: Path, files: Mapping[str, str], *, force: bool) -> dict[str, S
 def _state(path: Path, text: str, known: str) -> State:
     if not path.exists() and not path.is_symlink():
         return "new"
-    try:
-        there = path.read_bytes() if path.is_file() and not path.is_symlink() else None
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}; choose another --output") from error
+    there = path.read_bytes() if path.is_file() and not path.is_symlink() else None
     if there == text.encode():
         return "same"
-    return "changed" if there is not None and hashlib.sha256(there).hexdigest() == known else "edited"
+    return "changed" if there is not None and _digest(there) == known else "edited"
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the list; empty where there is none, or none that can be read: then every file counts as edited."""
+    """Return the list; empty where it is missing or unreadable, and then every file counts as edited."""
     try:
         found: object = json.loads((folder / DIGESTS).read_bytes())
     except (OSError, ValueError):

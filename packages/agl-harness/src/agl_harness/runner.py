@@ -1,8 +1,8 @@
 """The runner of coding harnesses: an attempt is a harness that works in a sandbox of its own on a fresh workspace.
 
 The harness finds the model at the gateway, with the attempt's token as its key. Its sandbox stays until the rewards
-have looked at the workspace, and longer where it is kept. What ends a sandbox repeats the attempt; what ends the
-harness is the attempt's outcome.
+have looked at the workspace, and longer where it is kept. An attempt whose sandbox breaks is repeated; when the
+harness ends, the attempt has its outcome.
 """
 
 import asyncio
@@ -33,12 +33,13 @@ from agl.schemas import (
     to_json,
 )
 from agl.tracing import redact
-from agl_harness.backends import build_sandboxes, private_folders
-from agl_harness.dockerfile import Image
-from agl_harness.installing import Program, require
-from agl_harness.local import LocalSandbox, LocalSandboxes
-from agl_harness.placing import Layout, fill, layout_of
-from agl_harness.sandbox import (
+from agl_harness.harbor_tasks.checks import check_tasks
+from agl_harness.harbor_tasks.dockerfile import Image
+from agl_harness.harbor_tasks.folder import PREFIX, TaskFolder, filled_variables, load_task
+from agl_harness.harbor_tasks.layout import Layout, fill, layout_of
+from agl_harness.installation import Program, require
+from agl_harness.sandboxes.backends import build_sandboxes, private_folders
+from agl_harness.sandboxes.contract import (
     HOME,
     TEMPORARY,
     WORKSPACE,
@@ -49,11 +50,10 @@ from agl_harness.sandbox import (
     SandboxError,
     TaskSandboxes,
 )
+from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes
 from agl_harness.settings import HarnessSettings, bytes_of
 from agl_harness.table import Launch, Model, find, own_files
 from agl_harness.table import fill as fill_launch
-from agl_harness.task_checks import check_tasks
-from agl_harness.task_folder import PREFIX, TaskFolder, filled_variables, load_task
 from agl_harness.workspace import check_apart, fields_of, files_of, fill_workspace, source_of, task_folder_of
 from agl_run import AgentSpec, RunSetup
 from agl_run.programs import describe_error
@@ -111,8 +111,8 @@ class HarnessRunner:
         )
         if self._settings.keep == "always" and not isinstance(self._sandboxes, LocalSandboxes):
             raise ConfigError(
-                f'keep = "always" is for sandbox = "local", and it is {self._settings.sandbox!r}, whose workspaces do '
-                "not stay; remove keep"
+                f'keep = "always" is for sandbox = "local", and it is {self._settings.sandbox!r}, whose workspaces '
+                "cannot be kept; remove keep"
             )
         has_own = isinstance(self._sandboxes, TaskSandboxes) and self._sandboxes.has_images
         self._program = None if has_own else require(self._harness)
@@ -185,7 +185,7 @@ class HarnessRunner:
         if place is None:
             return await self._sandboxes.create(name)
         if not isinstance(self._sandboxes, TaskSandboxes):
-            raise ConfigError(f"the sandbox {self._settings.sandbox!r} makes none for Harbor tasks; use another one")
+            raise ConfigError(f"the sandbox {self._settings.sandbox!r} cannot run Harbor tasks; use another one")
         return await self._sandboxes.create_for(name, task=place.task.folder, places=place.layout.places)
 
     def _limits_of(self, claim: Claim, place: "Place | None") -> Limits:
@@ -336,7 +336,7 @@ def base_environment(sandbox: Sandbox, program: Program | None = None) -> dict[s
 
 
 def with_image(environment: Mapping[str, str], image: Image) -> dict[str, str]:
-    """Return variables with those of an image added; its ``PATH`` comes before the machine's own."""
+    """Return variables together with an image's; the image's ``PATH`` comes before the machine's own."""
     added = image.variables.get("PATH", "").split(os.pathsep)
     path = os.pathsep.join([*filter(None, added), environment["PATH"]])
     return {**environment, **image.variables, "PATH": path}

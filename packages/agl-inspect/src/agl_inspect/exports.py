@@ -126,7 +126,7 @@ def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
         call = msgspec.convert(record, ModelCall)
         ids, answer, logprobs = (record.get(name, []) for name in _LISTS)
         packed = {"prompt_ids": pack_ids(ids), "response_ids": pack_ids(answer), "logprobs": pack_floats(logprobs)}
-    except (TypeError, OverflowError, msgspec.ValidationError) as error:
+    except (TypeError, ValueError, msgspec.ValidationError) as error:
         raise ValueError(f"it is no record of a model call: {error}") from error
     return replace(call, request=request, response=response, **packed)
 

@@ -82,10 +82,9 @@ class APO(Generic[T]):
             "critic": {**served, "model": gradient_model},
             "gradient_batch_size": gradient_batch_size,
             "val_batch_size": val_batch_size,
-            "beam_width": beam_width,
             "branch_factor": branch_factor,
             "beam_rounds": beam_rounds * beam_width,
-            "selector": "beam",
+            "parents": {"selector": "beam", "beam_width": beam_width},
             "budget": _preset(beam_rounds * beam_width * branch_factor),
         }
         self.config: AlgorithmConfig = agl.APO({**params, **settings})
@@ -95,7 +94,7 @@ class APO(Generic[T]):
         """Return the configuration for prompts whose placeholders an agent may fill with anything."""
         prompts = [given for given in resources.values() if isinstance(given, PromptTemplate)]
         filled: Any = sorted({name for prompt in prompts for name in prompt.fields})
-        return msgspec.structs.replace(self.config, params={"filled": filled, **self.config.params})
+        return msgspec.structs.replace(self.config, params={"texts": {"filled": filled}, **self.config.params})
 
     def get_best_prompt(self) -> PromptTemplate:
         """Return the prompt that is live after training.

@@ -3,14 +3,16 @@
 from agl_run.config.dataset import as_tasks, check_hidden, load_dataset
 from agl_run.display.episode import describe_episode
 from agl_run.display.progress import default_progress
+from agl_run.messages import value_for_agent
 from agl_run.parts.build import build_rewards
 from agl_run.parts.counterfactual import can_replay
 from agl_run.parts.models import policy_params
 from agl_run.parts.rewards import check_known, named
 from agl_run.plan import Plan, placeholder_keys
 from agl_run.run.blocking import run_blocking
-from agl_run.run.collector import Collector, cancel_unfinished, read_finished, score_options
+from agl_run.run.collector import Collector, cancel_unfinished
 from agl_run.run.driver import Driver
+from agl_run.run.episodes import read_finished, score_options
 from agl_run.run.session import open_store, store_url_of
 from agl_run.run.trainer import Trainer
 from agl_run.run.trial import reached, trial
@@ -49,4 +51,5 @@ __all__ = [
     "score_options",
     "store_url_of",
     "trial",
+    "value_for_agent",
 ]

@@ -18,7 +18,7 @@ def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm
         raise ConfigError(
             f"{algorithm} has no prompt to tune; set tunes to a [resource.NAME] with a template or a value"
         )
-    unknown = sorted({*settings.invariants, *settings.roles} - set(context.tunes))
+    unknown = sorted({*settings.texts.invariants, *settings.texts.roles} - set(context.tunes))
     if unknown:
         hint = did_you_mean(unknown[0], context.tunes, otherwise=f"this algorithm tunes {list(context.tunes)}")
         raise ConfigError(f"invariants or roles name {unknown}, which {algorithm} does not tune; {hint}")
@@ -28,8 +28,8 @@ def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm
 def _rules_of(name: str, context: AlgorithmContext, settings: SearchSettings) -> TextRules:
     resource = context.current(name).resource
     text = text_of(resource, name=name)
-    longest = settings.max_chars or max(4000, 4 * len(text))
-    rules = TextRules(name=name, seed=resource, invariants=settings.invariants.get(name, ()), max_chars=longest)
+    longest = settings.texts.max_chars or max(4000, 4 * len(text))
+    rules = TextRules(name=name, seed=resource, invariants=settings.texts.invariants.get(name, ()), max_chars=longest)
     check_seed(rules)
-    check_fields(name, resource, [*context.train, *context.val], filled=settings.filled)
+    check_fields(name, resource, [*context.train, *context.val], filled=settings.texts.filled)
     return rules

@@ -176,9 +176,9 @@ class Evaluator:
         best, perfect = self.scores.ceiling(), self._perfect_score
         if best > perfect + 1e-6 * abs(perfect):  # rewards are sums of floats
             raise ConfigError(
-                f"a rollout got the reward {best:g}, and perfect_score is {perfect:g}: every reward from {perfect:g} "
-                f"on would count as perfect. Set perfect_score to the best reward that a task can get, such as "
-                f"perfect_score = {_guessed_scale(best):g}, or correct the reward; then continue with --resume"
+                f"a rollout got the reward {best:g}, and scoring.perfect is {perfect:g}: every reward from {perfect:g} "
+                f"on would count as perfect. Set scoring.perfect to the best reward that a task can get, such as "
+                f"scoring.perfect = {_guessed_scale(best):g}, or correct the reward; then continue with --resume"
             )
 
     def _unknown(self, job: MeasureJob) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ class Critics:
         name, scores = assignment.name, self._search.evaluator.scores
         like = next(rules.seed for rules in self._search.rules if rules.name == name)  # for its kind: template or JSON
         resource = resource_of(parent.texts[name], like)
-        agents = self._search.settings.roles.get(name, "")
+        agents = self._search.settings.texts.roles.get(name, "")
         own = [scores.get(parent.id, "train", task) for task in assignment.tasks]
         # The parent's own failures come first; those of other algorithms' rollouts on the same tasks fill up.
         found = [*own, *(live_failures(self._search.progress, parent.id).get(task) for task in assignment.tasks)]

@@ -27,7 +27,7 @@ class Demonstrator:
 
     def is_due(self, step: int) -> bool:
         """Return whether this step draws demonstrations."""
-        return self._search.settings.demonstrations > 0 and step % DEMONSTRATE_EVERY == 1
+        return self._search.settings.demonstrations.most > 0 and step % DEMONSTRATE_EVERY == 1
 
     async def children(
         self, parent: PromptCandidate, failures: Sequence[int], step: int
@@ -66,10 +66,10 @@ class Demonstrator:
         """Return a random part of the parent's demonstrations, filled up with others from the pool."""
         settings, had = self._search.settings, parent.demonstrations.get(name, ())
         shown = draw.sample(had, draw.randint(0, len(had)))
-        left = settings.demonstration_chars - sum(len(each.text) for each in shown)
+        left = settings.demonstrations.max_chars - sum(len(each.text) for each in shown)
         # At random, but runs with a better reward first: an answer that is right in part shows its mistakes as well.
         for run in sorted(draw.sample(pool, len(pool)), key=lambda run: -run.measured.reward):
-            if len(shown) >= settings.demonstrations:
+            if len(shown) >= settings.demonstrations.most:
                 break
             if run.task in {each.task for each in shown}:
                 continue

@@ -30,7 +30,7 @@ T = TypeVar("T")
 Stopped = StopReason | Literal["", "share"]
 """The reason why a phase ended early: that of a search, or its spent share of the budget; ``""`` while it goes on."""
 
-Texts = Mapping[str, str]
+TextByName = Mapping[str, str]
 TaskPlace = tuple[Split, int]
 """The library's data instance: a task by its split and position."""
 
@@ -41,19 +41,19 @@ MAX_IDLE = 20
 class GepaHost(Protocol):
     """The search as the adapter needs it; coroutines run on the event loop."""
 
-    async def refusal(self, texts: Texts) -> str:
+    async def refusal(self, texts: TextByName) -> str:
         """Return the reason why these texts may not be tried, ``""`` if they may."""
         ...
 
-    async def measure(self, texts: Texts, places: Sequence[TaskPlace]) -> None:
+    async def measure(self, texts: TextByName, places: Sequence[TaskPlace]) -> None:
         """Run what is not known yet; raises :class:`BudgetExhaustedError`."""
         ...
 
-    def known(self, texts: Texts, place: TaskPlace) -> Measured | None:
+    def known(self, texts: TextByName, place: TaskPlace) -> Measured | None:
         """Return the outcome of these texts on a task, ``None`` if it is not known."""
         ...
 
-    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[EvidenceRun]:
+    async def evidence(self, name: str, texts: TextByName, measured: Sequence[Measured]) -> list[EvidenceRun]:
         """Return rollouts as evidence about one component."""
         ...
 

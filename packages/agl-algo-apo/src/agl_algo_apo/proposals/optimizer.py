@@ -10,16 +10,17 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
 import httpx
 import msgspec
+from msgspec import Meta
 
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
 from agl.schemas import Json, Record, to_json
 from agl_algo_apo.proposals.outage import NoAnswer, Outages, requested_pause
-from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Spent
+from agl_algo_apo.search.budget import Budget, BudgetExhaustedError, Settings, Spent
 
 TRIES = 4
 """Most times that a request is sent where the answer is none that an API gives."""
@@ -30,7 +31,7 @@ _SPENT = "insufficient_quota"
 _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
-class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OptimizerSettings(Settings, frozen=True, kw_only=True):
     """The address of the optimiser's model, and how to ask it.
 
     Attributes:
@@ -49,23 +50,12 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields
     base_url: str
     model: str
     api_key_env: str = ""
-    temperature: float | None = 1.0
-    max_tokens: int = 4096
-    timeout_s: float = 120.0
-    retry_s: float = 0.5
-    wait_s: float = 600.0
+    temperature: Annotated[float, Meta(ge=0)] | None = 1.0
+    max_tokens: Annotated[int, Meta(ge=1)] = 4096
+    timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    retry_s: Annotated[float, Meta(ge=0)] = 0.5
+    wait_s: Annotated[float, Meta(ge=0)] = 600.0
     extra: dict[str, Json] = {}
-
-    def check(self, algorithm: str) -> None:
-        """Check that numbers are in their ranges; raises :class:`ConfigError`."""
-        if self.max_tokens < 1 or not self.timeout_s > 0:
-            raise ConfigError(
-                f"{algorithm} got optimizer.max_tokens={self.max_tokens} and optimizer.timeout_s={self.timeout_s:g}; "
-                "both must be above 0"
-            )
-        least = {"temperature": self.temperature or 0.0, "retry_s": self.retry_s, "wait_s": self.wait_s}
-        if not min(least.values()) >= 0:
-            raise ConfigError(f"{algorithm} got {least} for the optimizer; each must be at least 0")
 
 
 class OptimizerDownError(Exception):

@@ -35,20 +35,22 @@ def select_parent(
         pool: The candidates that may be parents, each with at least one validation reward.
         best: The best candidate.
         evaluator: Has the rewards.
-        settings: `selector`: ``best``; ``beam``, the ``beam_width`` best ones in turn; ``pareto``, in proportion to
-            the validation tasks that a candidate leads; ``mixed``, best with probability ``p_best``, else pareto;
+        settings: `parents.selector`: ``best``; ``beam``, the ``beam_width`` best ones in turn; ``pareto``, weighed
+            by the validation tasks that a candidate leads; ``mixed``, best with probability ``p_best``, else pareto;
             ``ucb``, the largest mean plus a bonus for few children.
         draw: The random generator of this step.
         children: How often each candidate was a parent, by id.
     """
-    kind = settings.selector
+    kind = settings.parents.selector
     if kind == "mixed":
-        kind = "best" if draw.random() < settings.p_best else "pareto"  # exploit with probability p_best, else explore
+        kind = (
+            "best" if draw.random() < settings.parents.p_best else "pareto"
+        )  # exploit with probability p_best, else explore
     if kind == "best" or len(pool) == 1:
         return best
     means = {candidate.id: evaluator.mean(candidate.id, "val") for candidate in pool}
     if kind == "beam":
-        beam = sorted(pool, key=lambda c: means[c.id], reverse=True)[: settings.beam_width]
+        beam = sorted(pool, key=lambda c: means[c.id], reverse=True)[: settings.parents.beam_width]
         return min(beam, key=lambda c: children.get(c.id, 0))  # the fewest children, so that all take turns
     if kind == "ucb":
         # N at least 1, whose log is 0: before there is any child the means decide alone. 1 + n, for a candidate

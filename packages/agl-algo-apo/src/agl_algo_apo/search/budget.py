@@ -6,18 +6,26 @@ takes the most that something can cost, and what it did not cost is given back. 
     spent + open reservations + rollouts held back <= limit        in every currency that has a limit
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from agl.errors import ConfigError
 from agl.schemas import Json, Record
 
 Currency = Literal["rollouts", "calls", "tokens", "money"]
 CURRENCIES: tuple[Currency, ...] = ("rollouts", "calls", "tokens", "money")
 
 
-class Prices(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+Price = Annotated[float, Meta(ge=0)]
+Limit = Annotated[int, Meta(ge=0)] | None
+
+
+class Settings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of settings; a key that it does not have is an error."""
+
+
+class Prices(Settings, frozen=True, kw_only=True):
     """Prices in a unit of money of the person's choice.
 
     Attributes:
@@ -25,12 +33,12 @@ class Prices(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         rollout: Price of one rollout of the agent.
     """
 
-    input: float = 0.0
-    output: float = 0.0
-    rollout: float = 0.0
+    input: Price = 0.0
+    output: Price = 0.0
+    rollout: Price = 0.0
 
 
-class BudgetLimits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BudgetLimits(Settings, frozen=True, kw_only=True):
     """The most that may be spent; ``None`` for no limit.
 
     Attributes:
@@ -38,12 +46,21 @@ class BudgetLimits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
         calls: Answers of the optimiser's model, unusable ones included.
         tokens: Tokens that the optimiser's model reads and writes.
         money: Money, in the unit of the prices.
+        prices: The prices, for a limit in money.
     """
 
-    rollouts: int | None = None
-    calls: int | None = None
-    tokens: int | None = None
-    money: float | None = None
+    rollouts: Limit = None
+    calls: Limit = None
+    tokens: Limit = None
+    money: Price | None = None
+    prices: Prices = Prices()
+
+    def __post_init__(self) -> None:
+        if self.money is not None and self.prices == Prices():
+            raise ValueError(
+                "the budget has money and no prices; set prices = { input = ..., output = ..., rollout = ... } in it: "
+                "per million tokens of the optimiser's model, and per rollout"
+            )
 
 
 class Spent(Record, frozen=True, kw_only=True):
@@ -76,22 +93,14 @@ class Budget:
 
     Args:
         limits: The ceilings.
-        prices: The prices, for a limit in money.
         spent: The amounts spent so far, from a saved state.
         kept: Rollouts held back for the end, until :meth:`release`.
-
-    Raises:
-        ConfigError: A limit is negative, or there is a limit in money and no price.
     """
 
-    def __init__(
-        self, limits: BudgetLimits, *, prices: Prices | None = None, spent: Spent | None = None, kept: int = 0
-    ) -> None:
-        self.limits = limits
-        self.prices = prices or Prices()
+    def __init__(self, limits: BudgetLimits, *, spent: Spent | None = None, kept: int = 0) -> None:
+        self.limits, self.prices = limits, limits.prices
         self._spent = spent or Spent()
         self._kept = kept
-        self._check()
 
     @property
     def spent(self) -> Spent:
@@ -164,13 +173,3 @@ class Budget:
 
     def _add(self, *, rollouts: int = 0, calls: int = 0, tokens: int = 0, money: float = 0.0) -> None:
         self._spent = self._spent.plus(Spent(rollouts=rollouts, calls=calls, tokens=tokens, money=money))
-
-    def _check(self) -> None:
-        low = {n: getattr(self.limits, n) for n in CURRENCIES if (getattr(self.limits, n) or 0) < 0}
-        if low:
-            raise ConfigError(f"budget has {low}; a limit must be at least 0, or absent for none")
-        if self.limits.money is not None and not (self.prices.input or self.prices.output or self.prices.rollout):
-            raise ConfigError(
-                "budget has money and no prices; set prices = { input = ..., output = ..., rollout = ... }: "
-                "per million tokens of the optimiser's model, and per rollout"
-            )

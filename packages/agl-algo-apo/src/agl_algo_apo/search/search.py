@@ -49,7 +49,6 @@ class PromptSearch(SearchTools):
     """
 
     def __init__(self, settings: SearchSettings, *, algorithm: str, calls: int) -> None:
-        settings.check(algorithm)
         super().__init__(settings)
         self._algorithm = algorithm
         self._calls = calls
@@ -78,7 +77,7 @@ class PromptSearch(SearchTools):
             calls=self._calls,
             algorithm=self._algorithm,
         )
-        self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final + self.plan.after)
+        self.budget = Budget(self.plan.limits, kept=self.plan.final + self.plan.after)
         self.requests = Requests(self.settings.requests, folder=context.folder)
         self.editor = self._open_optimizer(self.settings.optimizer)
         self.critic = self.editor if self.settings.critic is None else self._open_optimizer(self.settings.critic)
@@ -92,13 +91,13 @@ class PromptSearch(SearchTools):
         self.evaluator = Evaluator(
             context,
             self.budget,
-            failure_reward=self.settings.failure_reward,
-            perfect_score=self.settings.perfect_score,
+            failure_reward=self.settings.scoring.failure,
+            perfect_score=self.settings.scoring.perfect,
         )
         order = list(range(len(context.val)))
         # Shuffled once: files are often sorted, by difficulty say, and a first slice should look like all of them.
         self.random(0, "validation order").shuffle(order)
-        count = len(order) - self.settings.test_tasks(len(order))
+        count = len(order) - self.settings.scoring.test_tasks(len(order))
         self.order: tuple[int, ...] = tuple(order[:count])
         self.test: tuple[int, ...] = tuple(sorted(order[count:]))
         self.rungs = slices(self.order, self.settings.val_batch_size)
@@ -306,7 +305,6 @@ class PromptSearch(SearchTools):
         texts = [text_of(rules.seed, name=rules.name) for rules in self.rules]
         check_question(
             self.plan,
-            self.settings.prices,
             max_input=max(most_tokens(text) for text in texts),
             max_output=max(optimizer.max_tokens for optimizer in self._optimizers),
             algorithm=self._algorithm,

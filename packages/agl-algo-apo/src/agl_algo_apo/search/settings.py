@@ -10,12 +10,15 @@ first slice of a race (``val_batch_size``) and K children of a step (``branch_fa
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_algo_apo.proposals.optimizer import OptimizerSettings
-from agl_algo_apo.search.budget import BudgetLimits, Prices
+from agl_algo_apo.search.budget import CURRENCIES, BudgetLimits, Settings
 
 Selector = Literal["mixed", "best", "pareto", "beam", "ucb"]
 Publish = Literal["improvement", "end"]
@@ -29,68 +32,110 @@ FEWEST_PROPOSALS = 3
 FEWEST_FINAL = 8
 """Fewest fresh rollouts of each candidate in the final measurement, where there are so many validation tasks."""
 
+Count = Annotated[int, Meta(ge=1)]
+Whole = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Part = Annotated[float, Meta(ge=0, lt=1)]
 
-_COUNTS = ("beam_rounds", "delete_every", "max_chars", "demonstrations", "demonstration_chars")
 
+class Parents(Settings, frozen=True, kw_only=True):
+    """The choice of parents (`proposals/parents.py`).
 
-class SearchSettings(Record, frozen=True, kw_only=True):
-    """Parameters of a search; `apo.py` describes them where a person sets them."""
+    Attributes:
+        selector: ``mixed``, ``best``, ``pareto``, ``beam`` or ``ucb``.
+        p_best: How often ``mixed`` takes the best one.
+        beam_width: Number of candidates among which ``beam`` takes turns.
+    """
 
-    optimizer: str | OptimizerSettings
-    critic: str | OptimizerSettings | None = None
-    budget: int | Preset | BudgetLimits = "light"
-    prices: Prices = Prices()
-    beam_width: int = 4
-    branch_factor: int = 3
-    beam_rounds: int = 0
-    gradient_batch_size: int = 8
-    val_batch_size: int = 8
     selector: Selector = "mixed"
-    p_best: float = 0.5
-    patience: int = 10
-    delete_every: int = 6
-    demonstrations: int = 0
-    demonstration_chars: int = 4000
-    perfect_score: float = 1.0
-    failure_reward: float = 0.0
-    reserve: float = 0.1
-    test: float = 0.25
-    publish: Publish = "improvement"
-    invariants: dict[str, tuple[str, ...]] = {}
-    filled: tuple[str, ...] = ()
-    max_chars: int = 0
-    roles: dict[str, str] = {}
-    requests: dict[str, str] = {}
+    p_best: Share = 0.5
+    beam_width: Count = 4
 
-    def check(self, algorithm: str) -> None:
-        """Check that numbers are in their ranges; raises :class:`ConfigError`."""
-        names = ("beam_width", "branch_factor", "gradient_batch_size", "val_batch_size", "patience")
-        low = {name: getattr(self, name) for name in names if getattr(self, name) < 1}
-        if low:
-            raise ConfigError(f"{algorithm} got {low}; each must be at least 1")
-        negative = {name: getattr(self, name) for name in _COUNTS}
-        if min(negative.values()) < 0:
-            raise ConfigError(f"{algorithm} got {negative}; each must be at least 0")
-        prices = {name: getattr(self.prices, name) for name in ("input", "output", "rollout")}
-        if min(prices.values()) < 0:
-            raise ConfigError(f"{algorithm} got prices = {prices}; each must be at least 0")
-        if not self.failure_reward < self.perfect_score:
-            raise ConfigError(
-                f"{algorithm} got failure_reward={self.failure_reward:g} and perfect_score={self.perfect_score:g}; the "
-                "first must be below the second"
-            )
-        for optimizer in (self.optimizer, self.critic):
-            if isinstance(optimizer, OptimizerSettings):
-                optimizer.check(algorithm)
-        if not (0.0 <= self.reserve < 1.0 and 0.0 <= self.p_best <= 1.0 and 0.0 <= self.test < 1.0):
-            raise ConfigError(
-                f"{algorithm} got reserve={self.reserve}, p_best={self.p_best}, test={self.test}; all are shares of 1"
-            )
+
+class Examples(Settings, frozen=True, kw_only=True):
+    """Recorded good runs of training tasks that a prompt shows as examples.
+
+    Attributes:
+        most: Most of them in one prompt; 0 for none.
+        max_chars: Most characters of all of them; longer runs are left out, never cut.
+    """
+
+    most: Whole = 0
+    max_chars: Whole = 4000
+
+
+class Scoring(Settings, frozen=True, kw_only=True):
+    """The scale of rewards, and the rollouts of the final measurement.
+
+    Attributes:
+        perfect: The best reward that a task can get; a rollout that gets more ends the run with an error.
+        failure: The reward of a rollout in which the agent failed or ran out of time; below ``perfect``.
+        reserve: Share of the rollouts that is held back for the final measurement.
+        test: Share of the validation tasks that take no part in the search and give the reported score; none do where
+            these are fewer than 8.
+    """
+
+    perfect: float = 1.0
+    failure: float = 0.0
+    reserve: Part = 0.1
+    test: Part = 0.25
+
+    def __post_init__(self) -> None:
+        if not self.failure < self.perfect:
+            raise ValueError(f"scoring.failure is {self.failure:g} and must be below scoring.perfect, {self.perfect:g}")
 
     def test_tasks(self, val: int) -> int:
         """Return how many of the validation tasks take no part in the search: none where they would be too few."""
         count = int(self.test * val)
         return count if count >= FEWEST_FINAL else 0
+
+
+class Texts(Settings, frozen=True, kw_only=True):
+    """The rules that every proposed text must keep, and who reads it.
+
+    Attributes:
+        invariants: By resource, texts that must stay in it.
+        filled: Placeholders that the agent fills with something else than a key of the task.
+        max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
+        roles: By resource, a regular expression over the names of the agents that read it; by default the calls
+            whose messages hold the text are its.
+    """
+
+    invariants: dict[str, tuple[str, ...]] = {}
+    filled: tuple[str, ...] = ()
+    max_chars: Whole = 0
+    roles: dict[str, str] = {}
+
+
+PARENTS, EXAMPLES, SCORING, TEXTS = Parents(), Examples(), Scoring(), Texts()
+
+
+class SearchSettings(Settings, frozen=True, kw_only=True):
+    """Parameters of a search; `apo.py` describes them where a person sets them."""
+
+    optimizer: str | OptimizerSettings
+    critic: str | OptimizerSettings | None = None
+    budget: int | Preset | BudgetLimits = "light"
+    branch_factor: Count = 3
+    beam_rounds: Whole = 0
+    gradient_batch_size: Count = 8
+    val_batch_size: Count = 8
+    parents: Parents = PARENTS
+    patience: Count = 10
+    delete_every: Whole = 6
+    demonstrations: Examples = EXAMPLES
+    scoring: Scoring = SCORING
+    publish: Publish = "improvement"
+    texts: Texts = TEXTS
+    requests: dict[str, str] = {}
+
+    @classmethod
+    def checked(cls, algorithm: str, **values: Any) -> "SearchSettings":
+        """Return settings whose numbers are in their ranges; raises :class:`ConfigError`."""
+        try:
+            return msgspec.convert(msgspec.to_builtins(cls(**values)), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{algorithm} got a wrong parameter: {error}") from error
 
 
 class SpendingPlan(Record, frozen=True, kw_only=True):
@@ -118,8 +163,7 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
     def words(self) -> str:
         """The plan in one line."""
         limits = self.limits
-        parts = [f"{getattr(limits, name):g} {name}" for name in ("rollouts", "calls", "tokens", "money")
-                 if getattr(limits, name) is not None]  # fmt: skip
+        parts = [f"{getattr(limits, name):g} {name}" for name in CURRENCIES if getattr(limits, name) is not None]
         line = f"plan: at most {', '.join(parts)}"
         if limits.rollouts is None:
             return line
@@ -155,11 +199,11 @@ def spending_plan(
         # Twice the questions that the proposals take: answers without a usable text cost one as well.
         budget = BudgetLimits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
     limits = BudgetLimits(rollouts=budget) if isinstance(budget, int) else budget
-    if limits == BudgetLimits():
+    if all(getattr(limits, name) is None for name in CURRENCIES):
         raise ConfigError(
             f'{algorithm} has no budget; set budget = 400 (rollouts), a preset such as "light", or limits'
         )
-    final = min(3 * val, max(fewest_final, int((limits.rollouts or 0) * settings.reserve)))
+    final = min(3 * val, max(fewest_final, int((limits.rollouts or 0) * settings.scoring.reserve)))
     needed = val + final + after + 2 * batch + first  # one whole step, which makes the fewest proposals
     if limits.rollouts is not None and limits.rollouts < needed:
         raise ConfigError(
@@ -178,17 +222,16 @@ def spending_plan(
     )
 
 
-def check_question(plan: SpendingPlan, prices: Prices, *, max_input: int, max_output: int, algorithm: str) -> None:
+def check_question(plan: SpendingPlan, *, max_input: int, max_output: int, algorithm: str) -> None:
     """Check that the budget has room for one question to the optimiser's model; raises :class:`ConfigError`.
 
     Args:
         plan: The limits, and the rollouts that have to be paid beside the question.
-        prices: Prices for a budget in money.
         max_input: The most tokens that the shortest question can have.
         max_output: The most tokens that its answer can have.
         algorithm: The algorithm's name, for the error.
     """
-    limits, tokens = plan.limits, max_input + max_output
+    limits, prices, tokens = plan.limits, plan.limits.prices, max_input + max_output
     sizes = f"up to {max_input} tokens of the request and {max_output} of the answer"
     if limits.tokens is not None and limits.tokens < tokens:
         raise ConfigError(

@@ -100,7 +100,7 @@ class SearchTools:
     def is_perfect(self) -> bool:
         """True if the best candidate scores the perfect score on every validation task."""
         known = self.evaluator.scores.rewards(self.progress.best, "val")
-        return len(known) == len(self.order) and min(known.values()) >= self.settings.perfect_score
+        return len(known) == len(self.order) and min(known.values()) >= self.settings.scoring.perfect
 
     def random(self, step: int, purpose: str) -> random.Random:
         """Return a random generator that follows from seed, step and purpose alone."""
@@ -175,7 +175,7 @@ class SearchTools:
     def request(self, kind: str, *, name: str, **values: str) -> str:
         """Return a request to the editor about one resource, with the rules that its text must keep."""
         lines = next(rules for rules in self.rules if rules.name == name).words()
-        if self.settings.demonstrations:
+        if self.settings.demonstrations.most:
             lines.append("- Write no examples of tasks with their answers: they are chosen and added apart.")
         constraints = "\n".join(lines)
         return self.requests.text(kind, component=name, constraints=constraints, **values)

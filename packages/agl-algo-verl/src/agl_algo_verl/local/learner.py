@@ -30,7 +30,7 @@ from agl_algo_verl.losses.metrics import finite
 from agl_algo_verl.rows.replay import beside
 from agl_algo_verl.rows.token_numbers import mean_entropy
 from agl_algo_verl.weights.directories import step_directory
-from agl_objectives.reports import MAX_NONFINITE, Skipped, averaged
+from agl_objectives.reports import Skipped, averaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -72,10 +72,6 @@ class VerlLearner:
         settings: VERL's configuration.
         workdir: Where checkpoints and weights to serve are written.
         steps: Steps of the whole run, over which learning rates are scheduled.
-        threads: Torch's threads while training; 0 leaves torch's choice.
-        keep: Number of saved states and exported weights that stay on disk.
-        has_entropy: Whether entropies are measured beside the old log-probabilities.
-        max_nonfinite: Updates of a model in a row that may have a gradient that is not finite.
     """
 
     def __init__(
@@ -84,16 +80,11 @@ class VerlLearner:
         *,
         workdir: Path,
         steps: int,
-        threads: int,
-        keep: int,
-        has_entropy: bool = True,
-        max_nonfinite: int = MAX_NONFINITE,
     ) -> None:
-        self._has_entropy = has_entropy
-        self._skipped, self._critic_skipped = Skipped(max_nonfinite), Skipped(max_nonfinite)
+        self._skipped, self._critic_skipped = Skipped(settings.max_nonfinite), Skipped(settings.max_nonfinite)
         self._tried = 0  # updates of the policy that were asked for
         self._settings, self._workdir, self._steps = settings, workdir.absolute(), steps
-        self._threads, self._keep = threads, keep
+        self._keep = settings.saving.keep
         self._worker: VerlWorker | None = None
         self._critic: VerlCritic | None = None
         self._kl = KlController(settings.algorithm)
@@ -245,7 +236,7 @@ class VerlLearner:
     def _load(self, origin: Weights, place: int | None) -> VerlWorker:
         from agl_algo_verl.local.worker import VerlWorker
 
-        worker = VerlWorker(origin=origin, settings=self._settings, steps=self._steps, threads=self._threads)
+        worker = VerlWorker(origin=origin, settings=self._settings, steps=self._steps)
         self._place(worker, place)
         if self._settings.has_critic and self._critic is None:
             self._critic = self._make_critic(worker)
@@ -254,7 +245,7 @@ class VerlLearner:
     def _resume(self, checkpoint: Path) -> None:
         from agl_algo_verl.local.worker import VerlWorker
 
-        self._worker = VerlWorker.resume(checkpoint, settings=self._settings, steps=self._steps, threads=self._threads)
+        self._worker = VerlWorker.resume(checkpoint, settings=self._settings, steps=self._steps)
         self._place(self._worker, None)
         if self._settings.has_critic:
             self._critic = self._make_critic(self._worker)
@@ -339,7 +330,7 @@ class VerlLearner:
         if algorithm.rollout_correction.bypass_mode:
             samples = [replace(sample, old=sample.behaviour) for sample in prepared.samples]
         else:
-            found = worker.scores(prepared.samples, has_entropy=self._has_entropy)
+            found = worker.scores(prepared.samples, has_entropy=self._settings.entropy)
             scored = zip(prepared.samples, *found, strict=True)
             samples = [replace(sample, old=old_R, entropy=entropy_R) for sample, old_R, entropy_R in scored]
         metrics = shaping.logprob_gaps(samples)  # how large that error is

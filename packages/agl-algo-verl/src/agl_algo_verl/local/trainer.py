@@ -28,7 +28,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
-from agl.errors import ConfigError
 from agl_algo_verl.local.learner import VerlLearner
 from agl_algo_verl.losses.anchor import held_rows
 from agl_algo_verl.losses.choice import unused_estimator
@@ -41,8 +40,7 @@ from agl_algo_verl.settings.settings import read_settings
 from agl_algo_verl.weights.adapters import prune_merged, whole_weights
 from agl_algo_verl.weights.tuned_policy import own_weights, tuned_policy
 from agl_objectives.replay import Replayed
-from agl_objectives.reports import MAX_NONFINITE
-from agl_objectives.saving import SAVE_EVERY, LiveAtSaves, SaveInterval, begin_saving, offer_of
+from agl_objectives.saving import LiveAtSaves, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,63 +56,16 @@ class VERL:
     """Trains the weights of one policy on groups of rollouts that share a task.
 
     Args:
-        algorithm: VERL's `algorithm` keys; `data`, `actor_rollout_ref`, `critic`, `reward` and `trainer` are VERL's as
-            well.
-        engine: `inproc`, the only engine of this class.
-        threads: Torch's threads while training on the CPU; 0 leaves torch's choice.
-        keep: Number of saved states and exported weights that stay on disk.
-        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
-            time that may go into saving. A run that is killed repeats the steps since the last save.
-        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
-        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
-        entropy: Whether the entropy of the policy before every trained token is measured. It changes no update, and
-            takes a softmax over the vocabulary for every token of the rows.
-        others: `loss`, `loss_params`, `estimator` and `estimator_params` (`choice.py`), `refill`, `curriculum` and
-            `curriculum_uniform` (`supply.py`), `replay` and `replay_max_staleness` (`replay.py`), and `anchor_coef`
-            (`losses/anchor.py`); further groups of VERL's configuration are refused by name.
+        config: VERL's configuration, by its groups, and the parameters next to it (`settings/own.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
-        self,
-        *,
-        engine: str = "inproc",
-        threads: int = 0,
-        keep: int = 2,
-        save_every: int | str = SAVE_EVERY,
-        max_nonfinite: int = MAX_NONFINITE,
-        mask_truncated: bool = False,
-        entropy: bool = True,
-        algorithm: dict[str, Any] | None = None,
-        data: dict[str, Any] | None = None,
-        actor_rollout_ref: dict[str, Any] | None = None,
-        critic: dict[str, Any] | None = None,
-        reward: dict[str, Any] | None = None,
-        trainer: dict[str, Any] | None = None,
-        **others: Any,
-    ) -> None:
-        if engine != "inproc":
-            raise ConfigError(f"verl got engine = {engine!r}; this version of agl-algo-verl has one, 'inproc'. Use it.")
-        if keep < 1 or threads < 0:
-            raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
-        if max_nonfinite < 0:
-            raise ConfigError(f"verl got max_nonfinite = {max_nonfinite}; give 0 for none, or a number of updates.")
+    def __init__(self, **config: Any) -> None:
         check_version()
-        groups = {
-            "algorithm": algorithm,
-            "data": data,
-            "actor_rollout_ref": actor_rollout_ref,
-            "critic": critic,
-            "reward": reward,
-            "trainer": trainer,
-        }
-        given = {name: group for name, group in groups.items() if group is not None}
-        self.settings, self.notes = read_settings({**given, **others})
-        self._threads, self._keep, self._mask_truncated = threads, keep, mask_truncated
-        self._has_entropy, self._max_nonfinite = entropy, max_nonfinite
-        self._save_every, self._interval = save_every, SaveInterval("verl", save_every)
+        self.settings, self.notes = read_settings(config)
+        self._interval = SaveInterval("verl", self.settings.saving.save_every)
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
         self._step = 0
@@ -131,19 +82,13 @@ class VERL:
         self.settings, told = with_packing(self.settings, has_gpu=own_device().type == "cuda")
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
-        self._learner = VerlLearner(
-            self.settings,
-            workdir=context.workdir,
-            steps=self._steps,
-            threads=self._threads,
-            keep=self._keep,
-            has_entropy=self._has_entropy,
-            max_nonfinite=self._max_nonfinite,
-        )
-        self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
+        self._learner = VerlLearner(self.settings, workdir=context.workdir, steps=self._steps)
+        self._supply = VerlSupply(context, self.settings, steps=self._steps)
         self._unused = unused_estimator(self.settings)
-        self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
-        begin_saving(context, self.save, algorithm="verl", save_every=self._save_every, serves=self._tuned)
+        self._replay = VerlReplay(self.settings, workdir=context.workdir)
+        begin_saving(
+            context, self.save, algorithm="verl", save_every=self.settings.saving.save_every, serves=self._tuned
+        )
         for note in (*self.notes, *told, *advice(self.settings)):
             context.say(note)
 
@@ -267,7 +212,6 @@ class VERL:
             supplied.groups,
             credit=self._context.credit,
             settings=self.settings,
-            mask_truncated=self._mask_truncated,
             dropped=supplied.dropped,
             baselines=supplied.baselines,
         )

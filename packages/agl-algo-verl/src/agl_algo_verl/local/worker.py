@@ -53,15 +53,14 @@ class VerlWorker:
         origin: Weights in Hugging Face's format.
         settings: VERL's configuration.
         steps: Steps of the whole run, over which the learning rate is scheduled.
-        threads: Torch's threads in the calling thread; 0 leaves them as they are.
 
     Raises:
         ConfigError: VERL is not usable here, or the weights cannot be trained by it.
     """
 
-    def __init__(self, *, origin: Weights, settings: VerlSettings, steps: int, threads: int) -> None:
+    def __init__(self, *, origin: Weights, settings: VerlSettings, steps: int) -> None:
         self.origin = origin
-        self._settings, self._threads = settings, threads
+        self._settings = settings
         self.use_threads()
         self.device = prepare()
         check_device(settings, self.device)
@@ -69,7 +68,7 @@ class VerlWorker:
         self._worker = open_policy(origin.uri, settings, role="actor", steps=steps, device=self.device)
 
     @classmethod
-    def resume(cls, source: Path, *, settings: VerlSettings, steps: int, threads: int) -> VerlWorker:
+    def resume(cls, source: Path, *, settings: VerlSettings, steps: int) -> VerlWorker:
         """Open the checkpoint that `save` wrote: weights, moments, place in the schedule and random state.
 
         Learning rate, betas and weight decay are those of the settings.
@@ -79,15 +78,15 @@ class VerlWorker:
                 f"There is no training checkpoint in {source}: {ORIGIN} is absent. "
                 "Resume where the run's files are, or start the run under a new name."
             )
-        worker = cls(origin=Weights(uri=_origin_in(source)), settings=settings, steps=steps, threads=threads)
+        worker = cls(origin=Weights(uri=_origin_in(source)), settings=settings, steps=steps)
         with with_own_settings(worker._worker.engine):
             worker._worker.load_checkpoint(str(source), del_local_after_load=False)
         return worker
 
     def use_threads(self) -> None:
         """Give torch the configured number of threads in the calling thread; one is fastest for tiny models."""
-        if self._threads:
-            torch.set_num_threads(self._threads)
+        if self._settings.threads:
+            torch.set_num_threads(self._settings.threads)
 
     def scores(
         self, samples: Sequence[RowSample], *, has_entropy: bool = True

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from agl.errors import ConfigError
 from agl_objectives.registry import find_estimator, find_loss, is_own_loss
 from agl_objectives.reports import UnusedEstimator
 
@@ -54,22 +53,6 @@ ESTIMATORS = {
     "remax": "remax",
 }
 """VERL's names of estimators, and ours of the same functions."""
-
-BOUNDS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-LOSS_KEYS: dict[str, tuple[str, ...]] = {
-    "vanilla": (*BOUNDS, "clip_ratio_c"),
-    "gspo": BOUNDS,
-    "cispo": BOUNDS,
-    "sapo": ("tau_pos", "tau_neg"),
-    "geo_mean": BOUNDS,
-    "clip_cov": (*BOUNDS, *(f"policy_loss.{name}" for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"))),
-    "kl_cov": ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
-    "dppo_tv": (*BOUNDS, "clip_ratio_c"),
-    "dppo_kl": (*BOUNDS, "clip_ratio_c"),
-    "gpg": (),
-    "dro": ("policy_loss.dro_beta",),
-}
-"""The keys of `actor_rollout_ref.actor` that each of VERL's losses reads."""
 
 OVER_SEQUENCES = ("sapo", "geo_mean")
 """VERL's losses that are a mean over sequences, whatever `loss_agg_mode` says."""
@@ -168,102 +151,6 @@ def with_aggregation(settings: VerlSettings, *, is_given: bool) -> VerlSettings:
         mode = AGG_MODES["sequence"]
     policy = replace(settings.actor_rollout_ref, actor=replace(actor, loss_agg_mode=mode))
     return replace(settings, actor_rollout_ref=policy)
-
-
-def check_choices(settings: VerlSettings, is_given: Callable[[str], bool]) -> None:
-    """Raise ConfigError for a loss or an estimator that is named twice, or with keys that it does not read."""
-    _check_loss(settings, is_given)
-    _check_estimator(settings, is_given)
-
-
-def _check_loss(settings: VerlSettings, is_given: Callable[[str], bool]) -> None:
-    actor, home = settings.actor, "actor_rollout_ref.actor"
-    mode = actor.policy_loss.loss_mode
-    if settings.loss_params and not settings.loss:
-        raise ConfigError(
-            f'loss_params = {settings.loss_params} without loss. Name the loss, such as loss = "cispo", or write '
-            f"VERL's own keys below {home}."
-        )
-    known = dict.fromkeys(name for names in LOSS_KEYS.values() for name in names)
-    read = () if settings.loss else LOSS_KEYS[mode]
-    unread = [f"{home}.{name}" for name in known if name not in read and is_given(f"{home}.{name}")]
-    if settings.loss and is_given(f"{home}.policy_loss.loss_mode"):
-        unread.insert(0, f"{home}.policy_loss.loss_mode")
-    if unread:
-        reader = f"loss = {settings.loss!r} takes loss_params and" if settings.loss else f"loss_mode = {mode!r}"
-        raise ConfigError(f"{reader} does not read {', '.join(unread)}. Remove what is not meant.")
-    if not settings.loss and mode in OVER_SEQUENCES and actor.loss_agg_mode != AGG_MODES["sequence"]:
-        raise ConfigError(
-            f"loss_mode = {mode!r} is a mean over sequences, so that loss_agg_mode = {actor.loss_agg_mode!r} would be "
-            f"ignored. Remove it, or use loss = {_PARAMS[mode][0]!r}, which takes every loss_agg_mode."
-        )
-    if not settings.loss and mode == "dro" and not actor.policy_loss.dro_beta:
-        raise ConfigError(f"loss_mode = 'dro' needs {home}.policy_loss.dro_beta, a number above 0 such as 0.1.")
-    choice = chosen_loss(settings)
-    if choice is not None and choice.found().entry.needs_updates:
-        _check_updates(settings, f"loss = {settings.loss!r}" if settings.loss else f"loss_mode = {mode!r}")
-
-
-def _check_updates(settings: VerlSettings, shown: str) -> None:
-    """Raise ConfigError where a step has one update, in which the policy is the old one."""
-    actor, tasks = settings.actor, settings.data.train_batch_size
-    updates = actor.ppo_epochs * (tasks // (actor.ppo_mini_batch_size or tasks))
-    # In bypass mode the old policy is the one that drew the tokens, as the server computed it.
-    if updates == 1 and not settings.algorithm.rollout_correction.bypass_mode:
-        raise ConfigError(
-            f"{shown} has a penalty without a gradient in the first update of a step, and a step has one update. Give "
-            "actor_rollout_ref.actor.ppo_epochs above 1 or a smaller ppo_mini_batch_size, or another loss."
-        )
-
-
-def _check_estimator(settings: VerlSettings, is_given: Callable[[str], bool]) -> None:
-    algorithm, rollouts = settings.algorithm, settings.actor_rollout_ref.rollout.n
-    if settings.estimator_params and not settings.estimator:
-        raise ConfigError(
-            f"estimator_params = {settings.estimator_params} without estimator. Name the estimator, such as "
-            'estimator = "grpo".'
-        )
-    names = ("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo")
-    twice = [name for name in names if settings.estimator and is_given(name)]
-    if twice:
-        raise ConfigError(f"estimator = {settings.estimator!r} and {' and '.join(twice)} are given. Keep one of them.")
-    if algorithm.adv_estimator not in ("grpo", "grpo_vectorized") and not algorithm.norm_adv_by_std_in_grpo:
-        raise ConfigError(
-            f"norm_adv_by_std_in_grpo is ignored with adv_estimator = {algorithm.adv_estimator!r}. Remove it, or use "
-            "grpo."
-        )
-    if settings.has_critic:
-        return
-    found = chosen_estimator(settings)
-    shown = f"estimator = {settings.estimator!r}" if settings.estimator else f"{names[0]} = {algorithm.adv_estimator!r}"
-    if found.entry.needs_baseline:
-        _check_greedy(settings, shown)
-    # With one rollout the baseline is its own score, and every advantage is 0.
-    elif rollouts == 1 and found.entry.compares == "group":
-        raise ConfigError(
-            f"{shown} compares the rollouts of a task, but actor_rollout_ref.rollout.n is 1. Give at least 2, or use "
-            "reinforce_plus_plus, which compares over the batch, or gae, which compares with its critic."
-        )
-    if algorithm.use_kl_in_reward and found.entry.compares == "batch":
-        raise ConfigError(
-            f"use_kl_in_reward with {shown} would need a return per token, and here that estimator compares whole "
-            "rollouts. Use actor_rollout_ref.actor.use_kl_loss = true, or reinforce_plus_plus_baseline."
-        )
-
-
-def _check_greedy(settings: VerlSettings, shown: str) -> None:
-    """Raise ConfigError for an estimator that compares with a greedy rollout, where there is none to compare with."""
-    if settings.trainer.v1.is_async:
-        raise ConfigError(
-            f"{shown} compares with a greedy rollout of each task by the weights of the step, and "
-            f"trainer.v1.trainer_mode = {settings.trainer.v1.trainer_mode!r} asks for groups ahead. Use "
-            'trainer_mode = "sync", or rloo.'
-        )
-    if settings.algorithm.use_kl_in_reward:
-        raise ConfigError(
-            f"use_kl_in_reward with {shown} would take a penalty off the sampled rollouts, and not off the greedy ones "
-            "that they are compared with. Use actor_rollout_ref.actor.use_kl_loss = true, or rloo."
-        )
 
 
 def _weights(actor: ActorKeys) -> tuple[Aggregation, int]:

@@ -168,8 +168,6 @@ def correction_metrics(samples: Sequence[RowSample], correction: Correction) -> 
 def _bounds(keys: RolloutCorrectionKeys) -> tuple[Bound, ...]:
     name = "algorithm.rollout_correction.rollout_rs"
     if keys.rollout_rs is None:
-        if keys.rollout_rs_threshold is not None:
-            raise ConfigError(f"{name}_threshold is ignored without rollout_rs. Give that, or remove the threshold.")
         return ()
     options = list(dict.fromkeys(part.strip() for part in keys.rollout_rs.split(",") if part.strip()))
     for option in options:

@@ -69,8 +69,8 @@ from agl_algo_verl.settings.packing import with_packing
 from agl_algo_verl.settings.ray import check_machine, read_ray_settings
 from agl_algo_verl.weights.adapters import prune_merged, whole_weights
 from agl_algo_verl.weights.tuned_policy import own_weights, tuned_policy
-from agl_objectives.reports import MAX_NONFINITE, Skipped
-from agl_objectives.saving import SAVE_EVERY, SaveInterval, begin_saving
+from agl_objectives.reports import Skipped
+from agl_objectives.saving import SaveInterval, begin_saving
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Mapping, Sequence
@@ -126,43 +126,18 @@ class RayVERL:
     """Trains the weights of one policy with VERL's trainer on Ray.
 
     Args:
-        threads: Torch's threads in each process on the CPU; 0 for one.
-        keep: Number of checkpoints that stay on disk.
-        save_every: Steps between two checkpoints, a time such as `"60s"`, or the largest share of the time that may go
-            into saving. A run that is killed repeats the steps since the last one.
-        max_nonfinite: Steps in a row with an update that VERL skips for a gradient that is not finite; one more ends
-            the run.
-        probe: Whether to put a probe beside the weights of each step, for policies such as `vllm` that check what
-            they serve. The weights are read once more for it, on the CPU of this machine.
-        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
-        config: VERL's configuration, by its groups, `loss`, `loss_params`, `estimator` and `estimator_params`
-            (`losses/choice.py`), `refill`, `curriculum` and `curriculum_uniform` (`rows/supply.py`), `replay` and
-            `replay_max_staleness` (`rows/replay.py`), and `anchor_coef` (`losses/anchor.py`).
+        config: VERL's configuration, by its groups, and the parameters next to it (`settings/own.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
-    def __init__(
-        self,
-        *,
-        threads: int = 0,
-        keep: int = 2,
-        save_every: int | str = SAVE_EVERY,
-        max_nonfinite: int = MAX_NONFINITE,
-        probe: bool = True,
-        mask_truncated: bool = False,
-        **config: Any,
-    ) -> None:
-        if keep < 1 or threads < 0:
-            raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
+    def __init__(self, **config: Any) -> None:
         check_version()
         self.read = read_ray_settings(config)
         self.settings, self.notes = self.read.settings, self.read.notes
-        self._threads, self._keep, self._probes = threads, keep, probe
-        self._mask_truncated = mask_truncated
-        self._save_every, self._interval = save_every, SaveInterval("verl", save_every)
-        self._nonfinite = Skipped(max_nonfinite)
+        self._interval = SaveInterval("verl", self.settings.saving.save_every)
+        self._nonfinite = Skipped(self.settings.max_nonfinite)
         self._cluster: Cluster | None = None
         self._request: StepRequest | None = None
         # `_base` steps were done before VERL's count began, and `_skipped` ones since then never reached VERL.
@@ -213,10 +188,10 @@ class RayVERL:
         self._policy = policy
         self._steps = self.settings.steps(len(context.train))
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
-        self._supply = VerlSupply(context, self.settings, steps=self._steps, mask_truncated=self._mask_truncated)
+        self._supply = VerlSupply(context, self.settings, steps=self._steps)
         self._unused = unused_estimator(self.settings)
-        self._replay = VerlReplay(self.settings, workdir=context.workdir, keep=self._keep)
-        begin_saving(context, self.save, algorithm="verl", save_every=self._save_every)
+        self._replay = VerlReplay(self.settings, workdir=context.workdir)
+        begin_saving(context, self.save, algorithm="verl", save_every=self.settings.saving.save_every)
         for note in (*self.notes, *told, *told_of_agents, *advice(self.settings)):
             context.say(note)
 
@@ -282,14 +257,14 @@ class RayVERL:
                 self._unsaved = waiting = replace(waiting, is_written=True)
             # Reading and merging the weights would block the agents.
             await asyncio.to_thread(
-                complete, self._weights(waiting.folder), waiting.folder, read=self.read, probes=self._probes
+                complete, self._weights(waiting.folder), waiting.folder, read=self.read, probes=self.settings.probe
             )
             self._unsaved = None
         await asyncio.to_thread(self._replay.save, step=self._step, kept=kept)
         if self._checkpoint:
             await asyncio.to_thread(count, Path(self._checkpoint), step=self._step, origin=self._origin)
         used = (self._checkpoint, self._origin)
-        await asyncio.to_thread(prune, self._workdir, keep=max(2, self._keep), kept=kept, used=used)
+        await asyncio.to_thread(prune, self._workdir, keep=max(2, self.settings.saving.keep), kept=kept, used=used)
         if (named := origins(self._workdir)) is not None:
             await prune_merged(self._context, name=self._tuned, used=[self._origin, *named])
         self._interval.saved(time.perf_counter() - started + (0.0 if waiting is None else waiting.seconds))
@@ -401,7 +376,7 @@ class RayVERL:
         self._context.say("starts VERL's trainer on Ray")
         await asyncio.to_thread(forget_after, self._folder, step=self._done)
         schedule = schedule_after(self._base + self._done, settings=self.settings, steps=self._steps)
-        variables = environment(self.read, folder=self._folder, threads=self._threads, schedule=schedule)
+        variables = environment(self.read, folder=self._folder, threads=self.settings.threads, schedule=schedule)
         variables |= module_path(self._context.folder)
         self._cluster = cluster = Cluster(self.read, environment=variables)
         await cluster.start(self._config)
@@ -486,7 +461,7 @@ class RayVERL:
             tasks=self._tasks,
             before=self._base,
             checkpoint=Path(self._checkpoint) if self._checkpoint else None,
-            threads=self._threads,
+            threads=self.settings.threads,
             rate=self._rate,
         )
 
@@ -507,7 +482,6 @@ class RayVERL:
             supplied.groups,
             credit=self._context.credit,
             settings=self.settings,
-            mask_truncated=self._mask_truncated,
             dropped=supplied.dropped,
             baselines=supplied.baselines,
         )

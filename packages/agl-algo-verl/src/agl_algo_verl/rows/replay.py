@@ -37,16 +37,17 @@ class VerlReplay:
     """The rollouts that may be replayed, and their files.
 
     Args:
-        settings: VERL's configuration, with `replay` and `replay_max_staleness`.
+        settings: VERL's configuration, with `replay` and `saving`.
         workdir: Where the files go.
-        keep: Number of saved steps that stay on disk.
     """
 
-    def __init__(self, settings: VerlSettings, *, workdir: Path, keep: int) -> None:
-        self._pool = ReplayPool[RowSample]("verl", share=settings.replay, max_staleness=settings.replay_max_staleness)
+    def __init__(self, settings: VerlSettings, *, workdir: Path) -> None:
+        self._pool = ReplayPool[RowSample](
+            "verl", share=settings.replay.share, max_staleness=settings.replay.max_staleness
+        )
         importance = settings.correction.importance
         self._bound = importance.cap if importance else 0.0
-        self._workdir, self._keep = workdir.absolute() / "replay", keep
+        self._workdir, self._keep = workdir.absolute() / "replay", settings.saving.keep
 
     @property
     def is_on(self) -> bool:

@@ -139,13 +139,12 @@ def prepare(
     *,
     credit: Credit,
     settings: VerlSettings,
-    mask_truncated: bool = False,
     dropped: int = 0,
     baselines: Sequence[Baseline] = (),
 ) -> PreparedStep:
     """Return the samples of groups of episodes that share a task.
 
-    With `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained.
+    With `sampling.mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained.
     `dropped` rollouts were not handed over. `baselines` are what greedy rollouts got, one for each group.
 
     Raises RowTooLongError for a prompt that is too long where that is to stop the run, and MissingTokenIdsError where
@@ -170,7 +169,7 @@ def prepare(
     left_out: Counter[str] = Counter()
     refused: defaultdict[str, dict[str, str]] = defaultdict(dict)  # by rollout and span id: why its row is left out
     for episode, place, values in zip(episodes, places, by_span, strict=True):
-        if mask_truncated:
+        if settings.sampling.mask_truncated:
             values = without_truncated(episode, values)
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         for row in episode.rows:

@@ -92,12 +92,9 @@ class VerlSupply:
         context: The algorithm's context, whose `collect` runs the agents.
         settings: VERL's configuration.
         steps: Steps of the whole run; no group is asked for that none of them would train.
-        mask_truncated: Whether calls that were cut at a limit of tokens train nothing.
     """
 
-    def __init__(
-        self, context: AlgorithmContext, settings: VerlSettings, *, steps: int, mask_truncated: bool = False
-    ) -> None:
+    def __init__(self, context: AlgorithmContext, settings: VerlSettings, *, steps: int) -> None:
         self._context, self._steps = context, steps
         self._size = min(settings.data.train_batch_size, len(context.train))
         self._n = settings.actor_rollout_ref.rollout.n
@@ -106,10 +103,9 @@ class VerlSupply:
             "verl",
             count=self._size,
             n=self._n,
-            refill=settings.refill,
-            curriculum=settings.curriculum,
-            uniform=settings.curriculum_uniform,
-            mask_truncated=mask_truncated,
+            refill=settings.sampling.refill,
+            curriculum=settings.sampling.curriculum,
+            mask_truncated=settings.sampling.mask_truncated,
             overlong=soft_overlong(settings),
             has_greedy=has_greedy(settings),
         )

@@ -1,15 +1,18 @@
-"""VERL's configuration keys: those used here, those that something else decides, and those that do not exist.
+"""What becomes of each of VERL's configuration keys, for every engine.
 
-Every key that a person writes is accounted for. It is used, or it asks for what happens anyway, or a note says what
-in the experiment decides it, or it is refused. The keys that exist are read from the configuration that VERL ships.
+Every key that a person writes is accounted for: it is used, it asks for what happens anyway, a note says what in the
+experiment decides it, or it is refused. The reasons are data (`keys.toml`); the keys that exist are read from the
+configuration that VERL ships.
 """
 
 from __future__ import annotations
 
+import tomllib
 from functools import cache
+from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import yaml
@@ -20,110 +23,104 @@ from agl.hints import closest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_ENDPOINT = "the policy that serves: [policy.NAME]"
-_SAMPLING = "the agent's own requests, whose sampling parameters are recorded"
-_LOGGERS = "the run itself, which prints its progress, and keeps every number for `agl metrics`"
-
-DECIDED_ELSEWHERE: dict[str, str] = {
-    "data.train_files": "the experiment's `train`",
-    "data.val_files": "the experiment's `val`",
-    "data.shuffle": "the experiment's `seed`, from which the order of tasks follows",
-    "data.seed": "the experiment's `seed`",
-    "actor_rollout_ref.model.path": "the policy that is tuned",
-    "actor_rollout_ref.rollout.temperature": _SAMPLING,
-    "actor_rollout_ref.rollout.top_p": _SAMPLING,
-    "actor_rollout_ref.rollout.top_k": _SAMPLING,
-    "actor_rollout_ref.rollout.val_kwargs": _SAMPLING,
-    "actor_rollout_ref.rollout.name": _ENDPOINT,
-    "actor_rollout_ref.rollout.mode": _ENDPOINT,
-    "actor_rollout_ref.rollout.dtype": _ENDPOINT,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": _ENDPOINT,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": _ENDPOINT,
-    "actor_rollout_ref.rollout.enforce_eager": _ENDPOINT,
-    "actor_rollout_ref.rollout.engine_kwargs": _ENDPOINT,
-    "actor_rollout_ref.rollout.multi_turn": "the agent, which has as many turns as it takes",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "actor_rollout_ref.actor's micro-batches",
-    "actor_rollout_ref.ref": "actor_rollout_ref.actor, whose engine and micro-batches the reference shares",
-    "critic.model.path": "the policy that is tuned, whose network the critic starts from",
-    "trainer.logger": _LOGGERS,
-    "trainer.project_name": _LOGGERS,
-    "trainer.experiment_name": "the experiment's `name`",
-    "trainer.val_before_train": "the experiment's `validate_every`",
-    "trainer.test_freq": "the experiment's `validate_every`",
-    "trainer.save_freq": "this algorithm's `save_every`",
-    "trainer.resume_mode": "`agl run --resume`",
-    "trainer.default_local_dir": "the experiment's `workdir`",
-    "trainer.max_actor_ckpt_to_keep": "this algorithm's `keep`",
-}
-"""Keys that guides for VERL set, and what decides them in an experiment; a key here covers those below it."""
+Engine = Literal["inproc", "fsdp2", "megatron"]
+"""Training in this process, or VERL's trainer on Ray with one of VERL's engines."""
 
 MEGATRON_OVERRIDES = ("override_transformer_config", "override_ddp_config", "override_mcore_model_config")
 """Groups of VERL's Megatron engine that take arguments of Megatron's own."""
 
-FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "actor_rollout_ref.model.lora_adapter_path": (
-        (None,),
-        "training starts from whole weights; merge the adapter into its base model first",
-    ),
-    "actor_rollout_ref.actor.strategy": (("fsdp2",), "the engine is VERL's FSDP2"),
-    "actor_rollout_ref.actor.grad_clip": ((), "VERL's engine reads actor_rollout_ref.actor.optim.clip_grad instead"),
-    "algorithm.filter_groups.enable": (
-        (False,),
-        "groups without a difference are replaced with refill = ROUNDS, which stands beside VERL's groups of keys",
-    ),
-    "data.truncation": (
-        ("error",),
-        "a cut row would train on what the policy never read; see data.filter_overlong_prompts",
-    ),
-    "trainer.nnodes": ((1,), "the engine 'inproc' is one process"),
-    "trainer.n_gpus_per_node": ((1,), "the engine 'inproc' is one process with one device"),
-    "critic.strategy": (("fsdp2",), "the engine is VERL's FSDP2"),
-    "critic.enable": ((None,), 'algorithm.adv_estimator = "gae" has a critic, and the others have none'),
-    "critic.use_dynamic_bsz": (
-        (),
-        "give critic.ppo_micro_batch_size_per_gpu for micro-batches of rows, or nothing to cut them by tokens",
-    ),
-    "critic.grad_clip": ((), "VERL's engine reads critic.optim.clip_grad instead"),
-    "trainer.balance_batch": ((True, False), "one device has nothing to balance"),
-}
-"""Keys with the values that ask for what happens anyway, and the answer to any other value."""
+READ_BY_AGL = ("trainer.v1.", "reward.reward_kwargs.")
+"""Beginnings of keys that agl reads itself on a cluster, too, where all others go to VERL."""
 
-
-def check_keys(config: Mapping[str, Any], shape: type[msgspec.Struct]) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of VERL's nested keys that `shape` has, and a note for every key that something else decides.
-
-    Raises ConfigError for keys that do not exist, that this engine would ignore, or that ask for what it cannot do;
-    one message names them all.
-    """
-    used: dict[str, Any] = {}
-    notes: list[str] = []
-    wrong: list[str] = []
-    for path, value in leaves(config):
-        name = ".".join(path)
-        covering = next((key for key in DECIDED_ELSEWHERE if name == key or name.startswith(f"{key}.")), "")
-        if has(shape, path):
-            put(used, path, value)
-        elif name in FIXED:
-            allowed, why = FIXED[name]
-            wrong += [] if value in allowed else [f"{name} = {value!r}: {why}"]
-        elif covering:
-            notes.append(f"{name} is decided by {DECIDED_ELSEWHERE[covering]}")
-        else:
-            wrong.append(_unknown(name, shape))
-    if wrong:
-        raise ConfigError("The VERL configuration cannot be used as it is:\n- " + "\n- ".join(wrong))
-    return used, notes
+Answer = tuple[Literal["used", "holds", "decided", "wrong"], str]
+"""What becomes of a key, and the note or the reason for the person."""
 
 
 @cache
-def verl_keys(strategy: str = "fsdp2") -> frozenset[str]:
-    """Return the dotted names of all keys in the configuration that VERL ships, groups included; imports nothing.
+def key_tables() -> dict[str, Any]:
+    """Return the content of `keys.toml`."""
+    return tomllib.loads((resources.files("agl_algo_verl.settings") / "keys.toml").read_text(encoding="utf-8"))
 
-    `strategy` is the engine: `fsdp2`, or `megatron`, for which VERL has other keys.
+
+def names_of(entry: Mapping[str, Any]) -> list[str]:
+    """Return the dotted names of an entry's keys."""
+    return [group + key for group in [f"{name}." for name in entry.get("below", ())] or [""] for key in entry["keys"]]
+
+
+def is_for(entry: Mapping[str, Any], engine: Engine) -> bool:
+    """Return whether an entry is for an engine."""
+    engines = entry.get("engines", (engine,))
+    return engine in engines or (engine != "inproc" and "ray" in engines)
+
+
+@cache
+def table(name: Literal["decided", "refused"], engine: Engine) -> dict[str, dict[str, Any]]:
+    """Return the entries of a table for an engine by the names of their keys."""
+    return {key: entry for entry in key_tables()[name] if is_for(entry, engine) for key in names_of(entry)}
+
+
+def covering(keys: Mapping[str, Any], name: str) -> str:
+    """Return the key that is `name` or the closest above it; `""` where there is none."""
+    parts = name.split(".")
+    return next((key for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in keys), "")
+
+
+def classify(name: str, value: Any, *, engine: Engine, shape: type[msgspec.Struct]) -> Answer:
+    """Return what becomes of a key with a value; `shape` has the keys that agl reads itself."""
+    is_own = has(shape, tuple(name.split(".")))
+    unusable: str = key_tables()["values"].get(name, {}).get(value if isinstance(value, str) else "", "")
+    used: Answer = ("wrong", f"{name} = {value!r}: {unusable}") if unusable else ("used", "")
+    if is_own and (engine == "inproc" or name.startswith(READ_BY_AGL)):
+        return used
+    if engine == "megatron" and not is_verl_key(name, engine) and is_verl_key(name):
+        return "wrong", f"{name}: VERL's Megatron engine has no such key"
+    refused, decided = table("refused", engine), table("decided", engine)
+    if key := covering(refused, name):
+        own_name = (engine.replace("inproc", "fsdp2"),) if name.endswith("strategy") else ()
+        # A null asks for nothing; VERL's own file has it where a key is not set.
+        accepted = [None, *own_name, *(refused[key].get("accepts", ()) if key == name else ())]
+        return ("holds", "") if value in accepted else ("wrong", f"{name} = {value!r}: {refused[key]['why']}")
+    if key := covering(decided, name):
+        return "decided", f"{name} is decided by {decided[key]['by']}"
+    if engine != "inproc" and (is_own or is_verl_key(name, engine)):
+        return used
+    return "wrong", _unknown(name, shape, engine)
+
+
+def _unknown(name: str, shape: type[msgspec.Struct], engine: Engine) -> str:
+    """Return the answer to a key that does not exist, or that this engine would ignore."""
+    if engine == "inproc" and is_verl_key(name):
+        return f"{name}: VERL has this key, and the engine 'inproc' would ignore it; remove it"
+    if is_verl_key(name, "megatron"):
+        return f'{name}: only VERL\'s Megatron engine reads it; set actor.strategy = "megatron", or remove it'
+    near = closest(name, sorted(verl_keys(engine) | set(_paths(shape))), cutoff=0.75)
+    return f"{name}: VERL has no such key; " + (f"did you mean {near}?" if near else "remove it")
+
+
+def read_keys(
+    config: Mapping[str, Any], *, engine: Engine, shape: type[msgspec.Struct], wrong: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys that are used, by dotted names, and a note for every key that something else decides.
+
+    Raises ConfigError for keys that do not exist, that the engine would ignore, or that ask for what it cannot do; one
+    message names them all, after the problems of `wrong`.
     """
+    given = {".".join(path): value for path, value in leaves(config)}
+    answers = {name: classify(name, value, engine=engine, shape=shape) for name, value in given.items()}
+    problems = [*wrong, *(text for kind, text in answers.values() if kind == "wrong")]
+    if problems:
+        where = "as it is" if engine == "inproc" else 'with engine = "ray"'
+        raise ConfigError(f"The VERL configuration cannot be used {where}:\n- " + "\n- ".join(problems))
+    notes = [text for kind, text in answers.values() if kind == "decided"]
+    return {name: given[name] for name, (kind, _) in answers.items() if kind == "used"}, notes
+
+
+@cache
+def verl_keys(engine: Engine = "fsdp2") -> frozenset[str]:
+    """Return the dotted names of all keys in the configuration that VERL ships, groups included; imports nothing."""
     spec = find_spec("verl")
     folder = Path(next(iter(spec.submodule_search_locations or ["."]))) if spec else Path()
-    name = "ppo_megatron_trainer" if strategy == "megatron" else "ppo_trainer"
+    name = "ppo_megatron_trainer" if engine == "megatron" else "ppo_trainer"
     file = folder / "trainer" / "config" / f"_generated_{name}.yaml"
     if not file.is_file():
         return frozenset()
@@ -131,36 +128,12 @@ def verl_keys(strategy: str = "fsdp2") -> frozenset[str]:
     return frozenset(".".join(path) for path in _every(content, ()) if not path[-1].startswith("_"))
 
 
-def is_verl_key(name: str, strategy: str = "fsdp2") -> bool:
+def is_verl_key(name: str, engine: Engine = "fsdp2") -> bool:
     """Return whether VERL has this key with an engine, or takes any key at this place."""
-    known = verl_keys(strategy)
-    return name in known or any(name.startswith(f"{key}.") for key in _open_keys(known))
-
-
-def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
-    if name.split(".")[0] in ("reward", "reward_model", "custom_reward_function"):
-        return (
-            f"{name}: rewards are the experiment's [[reward]] and what agents emit; DAPO's punishment of long answers "
-            "is reward.reward_kwargs.overlong_buffer_cfg (enable, len, penalty_factor) with max_resp_len beside it"
-        )
-    if name.split(".")[0] == "agentlightning":
-        return f"{name}: this is Agent Lightning's own; calls become rows by their tokens here, without a setting"
-    if is_verl_key(name):
-        return f"{name}: VERL has this key, and the engine 'inproc' would ignore it; remove it"
-    return misspelling(name, shape)
-
-
-def misspelling(name: str, shape: type[msgspec.Struct], *, strategy: str = "fsdp2") -> str:
-    """Return the answer to a key that does not exist, with the closest one that does."""
-    known = verl_keys(strategy)
-    near = closest(name, sorted(known | set(_paths(shape))), cutoff=0.75)
-    return f"{name}: VERL has no such key; " + (f"did you mean {near}?" if near else "remove it")
-
-
-def _open_keys(known: frozenset[str]) -> Iterator[str]:
-    """Yield the keys whose value is a mapping of the person's own."""
+    known = verl_keys(engine)
+    # Keys whose value is a mapping of the person's own.
     ends = ("_kwargs", "override_config", "engine_kwargs.vllm", *MEGATRON_OVERRIDES)
-    return (key for key in known if key.endswith(ends))
+    return name in known or any(name.startswith(f"{key}.") for key in known if key.endswith(ends))
 
 
 def leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -173,6 +146,18 @@ def leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[
             yield path, value
 
 
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys with dotted names as a nested configuration."""
+    found: dict[str, Any] = {}
+    for name, value in keys.items():
+        *groups, last = name.split(".")
+        level = found
+        for group in groups:
+            level = level.setdefault(group, {})
+        level[last] = value
+    return found
+
+
 def _every(content: Any, before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yield the path of every key of nested mappings, those with mappings below them included."""
     if isinstance(content, dict):
@@ -181,30 +166,19 @@ def _every(content: Any, before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             yield from _every(value, (*before, str(name)))
 
 
-def _fields(shape: type[msgspec.Struct]) -> dict[str, Any]:
-    return {field.name: field.type for field in msgspec.structs.fields(shape)}
-
-
 def has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
-    """Return whether a struct has the key at `path`."""
-    kind = _fields(shape).get(path[0])
-    if kind is None:
-        return False
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return len(path) > 1 and has(kind, path[1:])
-    return len(path) == 1
+    """Return whether a struct has the key at `path`, and no keys below it."""
+    return ".".join(path) in _paths(shape, is_lowest=True)
 
 
-def _paths(shape: type[msgspec.Struct], before: str = "") -> Iterator[str]:
-    """Yield the dotted name of every key of a struct and of those below it."""
-    for name, kind in _fields(shape).items():
-        yield before + name
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            yield from _paths(kind, f"{before}{name}.")
-
-
-def put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set the key at `path` of a nested configuration."""
-    for name in path[:-1]:
-        target = target.setdefault(name, {})
-    target[path[-1]] = value
+@cache
+def _paths(shape: type[msgspec.Struct], before: str = "", *, is_lowest: bool = False) -> frozenset[str]:
+    """Return the dotted name of every key of a struct and of those below it."""
+    found: set[str] = set()
+    for field in msgspec.structs.fields(shape):
+        deeper = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+        if deeper:
+            found |= _paths(field.type, f"{before}{field.name}.", is_lowest=is_lowest)
+        if not (deeper and is_lowest):
+            found.add(before + field.name)
+    return frozenset(found)

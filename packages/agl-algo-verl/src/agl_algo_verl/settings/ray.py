@@ -11,23 +11,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 from msgspec.structs import replace as changed
 
 from agl.errors import ConfigError
 from agl.hints import pip_install
-from agl_algo_verl.losses.choice import chosen_loss
 from agl_algo_verl.runtime import check_attention
-from agl_algo_verl.settings.keys import FIXED, has, is_verl_key, leaves, misspelling, put
-from agl_algo_verl.settings.ray_refused import (
-    ALLOWED,
-    DECIDED,
-    FOR_GPU_SERVERS,
-    MINI_BATCH,
-    REASONS,
-    REFUSED,
-    SAME_STRATEGY,
-    SERVING,
-)
+from agl_algo_verl.settings.checks import check_rules
+from agl_algo_verl.settings.keys import covering, has, key_tables, leaves, names_of, nested, read_keys
 from agl_algo_verl.settings.settings import OWN, VerlSettings, read_settings
 
 if TYPE_CHECKING:
@@ -36,8 +27,9 @@ if TYPE_CHECKING:
 CPU = "agl_hf"
 """Name of the replica for machines without a GPU."""
 
+ROLLOUT = "actor_rollout_ref.rollout.name"
 ROLLOUTS = (CPU, "vllm", "sglang")
-"""Replicas that may serve: values of `actor_rollout_ref.rollout.name`."""
+"""The key of the replica that serves, and its values."""
 
 CONNECT_S = 5.0
 """Seconds to wait for a cluster's head to accept a connection."""
@@ -51,14 +43,8 @@ UNHELD = (
     'reference\'s log-probabilities beside a critic and adapters; engine = "inproc" can'
 )
 
-HERE = (
-    STRATEGY,
-    "actor_rollout_ref.actor.use_kl_loss",
-    "actor_rollout_ref.actor.kl_loss_coef",
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-)
-"""Keys that training in one process fixes, and this engine passes on to VERL."""
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+"""Read here: agl cuts updates, and VERL gets a mini-batch of all rows."""
 
 PUNISHMENT = "reward.reward_kwargs."
 """The beginning of keys that VERL's reward manager would read; here agl's own rows do, and VERL does not get them."""
@@ -87,7 +73,7 @@ class RaySettings:
     @property
     def rollout(self) -> str:
         """Name of the replica that serves."""
-        return str(self.given["actor_rollout_ref.rollout.name"])
+        return str(self.given[ROLLOUT])
 
     @property
     def is_cpu(self) -> bool:
@@ -112,151 +98,48 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     cannot train.
     """
     ray_kwargs = cast("dict[str, Any]", config.get("ray_kwargs") or {})
-    wrong = [f"ray_kwargs.{name}: only ray_kwargs.ray_init is used" for name in ray_kwargs if name != "ray_init"]
-    given: dict[str, Any] = {}
-    own: dict[str, Any] = {}
-    notes: list[str] = []
+    wrong = tuple(f"ray_kwargs.{name}: only ray_kwargs.ray_init is used" for name in ray_kwargs if name != "ray_init")
     beside = {name: value for name, value in config.items() if name in OWN}
     keys = {name: value for name, value in config.items() if name not in ("ray_kwargs", *OWN)}
-    written = {".".join(path): value for path, value in leaves(keys)}
-    strategy = str(written.get(STRATEGY, STRATEGIES[0]))
-    for name, value in written.items():
-        if name == MINI_BATCH or (name.startswith(PUNISHMENT) and has(VerlSettings, tuple(name.split(".")))):
-            put(own, tuple(name.split(".")), value)
-            continue
-        problem, note = classify(name, value, strategy=strategy)
-        if problem:
-            wrong.append(problem)
-        elif note:
-            notes.append(note)
-        else:
-            given[name] = value
-    if wrong:
-        raise ConfigError('The VERL configuration cannot be used with engine = "ray":\n- ' + "\n- ".join(wrong))
-    for name, value in given.items():
-        if has(VerlSettings, tuple(name.split("."))):
-            put(own, tuple(name.split(".")), value)
-    notes += _unserved(given)
-    settings, unheld = read_settings(own | beside)[0], ""
+    strategy = {".".join(path): value for path, value in leaves(keys)}.get(STRATEGY, STRATEGIES[0])
+    if strategy not in STRATEGIES:
+        raise ConfigError(
+            f"{STRATEGY} = {strategy!r}: the engine is VERL's FSDP2 or Megatron. Write one of {', '.join(STRATEGIES)}."
+        )
+    used, notes = read_keys(keys, engine=strategy, shape=VerlSettings, wrong=wrong)
+    own = {name: value for name, value in used.items() if has(VerlSettings, tuple(name.split(".")))}
+    settings, unheld = read_settings(nested(own) | beside)[0], ""
     if "anchor_coef" not in beside and settings.has_critic and settings.is_lora:
         settings, unheld = changed(settings, anchor_coef=0.0), UNHELD
-    _check_together(settings, given)
+    _check_cluster(used)
+    own_flat = {".".join(path): value for path, value in leaves(msgspec.to_builtins(beside))}
+    check_rules(settings, used | own_flat, engine=strategy)
+    given = {name: value for name, value in used.items() if name != MINI_BATCH and not name.startswith(PUNISHMENT)}
     ray_init = dict(ray_kwargs.get("ray_init", {}))
+    notes += _unserved(given)
     return RaySettings(settings=settings, given=given, ray_init=ray_init, notes=notes, unheld=unheld)
 
 
 def _unserved(given: Mapping[str, Any]) -> list[str]:
     """Return a note for every key that the replica for machines without a GPU does not read."""
-    if given.get(f"{SERVING}.name") != CPU:
+    if given.get(ROLLOUT) != CPU:
         return []
-    keys = dict.fromkeys(FOR_GPU_SERVERS, "")
-    return [f'{name} has no effect with {SERVING}.name = "{CPU}"' for name in given if _covering(keys, name)]
+    unread = dict.fromkeys(names_of(key_tables()["for_gpu_servers"]))
+    return [f'{name} has no effect with {ROLLOUT} = "{CPU}"' for name in given if covering(unread, name)]
 
 
-def classify(name: str, value: Any, *, strategy: str = STRATEGIES[0]) -> tuple[str, str]:
-    """Return what is wrong with a key, and what else to say of it; both are `""` for a key that goes to VERL."""
-    if strategy == "megatron" and not is_verl_key(name, strategy) and is_verl_key(name):
-        return f"{name}: VERL's Megatron engine has no such key", ""
-    if name.startswith("trainer.v1.") and has(VerlSettings, tuple(name.split("."))):
-        return "", ""
-    reasons = REASONS.get(strategy, REFUSED)  # `_check_engine` refuses other engines
-    if refused := _covering(reasons, name):
-        allowed = (strategy,) if name in SAME_STRATEGY else ALLOWED.get(name, ())
-        return ("" if value in allowed else f"{name}: {reasons[refused]}"), f"{name} holds anyway"
-    if decided := _covering(DECIDED, name):
-        return "", f"{name} is decided by {DECIDED[decided]}"
-    if name in FIXED and name not in HERE:
-        allowed, why = FIXED[name]
-        return ("" if value in allowed else f"{name} = {value!r}: {why}"), f"{name} holds anyway"
-    if is_verl_key(name, strategy) or has(VerlSettings, tuple(name.split("."))):
-        return "", ""
-    if is_verl_key(name, "megatron"):
-        return f'{name}: only VERL\'s Megatron engine reads it; set {STRATEGY} = "megatron", or remove it', ""
-    return misspelling(name, VerlSettings, strategy=strategy), ""
-
-
-def _covering(table: Mapping[str, str], name: str) -> str:
-    """Return the key of the table that is `name` or stands above it; `""` where there is none."""
-    return next((key for key in table if name == key or name.startswith(f"{key}.")), "")
-
-
-def _check_together(settings: VerlSettings, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keys that contradict each other, or would count rows instead of rollouts."""
-    rollout = given.get("actor_rollout_ref.rollout.name")
-    if rollout not in ROLLOUTS:
+def _check_cluster(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a server or a size of the cluster that cannot be had."""
+    if given.get(ROLLOUT) not in ROLLOUTS:
         raise ConfigError(
-            f'actor_rollout_ref.rollout.name is {rollout!r}, and engine = "ray" serves with one of '
-            f"{', '.join(ROLLOUTS)}. Use {CPU} without GPUs, vllm or sglang with them."
-        )
-    _check_critic(settings, given)
-    _check_engine(settings, given)
-    ignored = settings.actor.entropy_coeff or given.get("actor_rollout_ref.actor.use_kl_loss")
-    if chosen_loss(settings) is None and settings.actor.loss_agg_mode != "token-mean" and ignored:
-        raise ConfigError(
-            f"loss_agg_mode = {settings.actor.loss_agg_mode!r} would divide the entropy or KL term by rows, not by "
-            'rollouts. Use token-mean, or loss = "ppo-clip", or set entropy_coeff = 0 and use_kl_loss = false.'
+            f'{ROLLOUT} is {given.get(ROLLOUT)!r}, and engine = "ray" serves with one of {", ".join(ROLLOUTS)}. '
+            f"Use {CPU} without GPUs, vllm or sglang with them."
         )
     nodes, workers = given.get("trainer.nnodes", 1), given.get("trainer.n_gpus_per_node", 1)
     if not all(isinstance(count, int) and count > 0 for count in (nodes, workers)):
         raise ConfigError(
             f"trainer.nnodes = {nodes!r} and trainer.n_gpus_per_node = {workers!r}; give whole numbers from 1."
         )
-
-
-def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keys of a critic where there is none, and for losses with one that would count rows."""
-    if not settings.has_critic:
-        unused = [name for name in given if name.startswith("critic.")]
-        if unused:
-            raise ConfigError(
-                f"{', '.join(unused)} would be ignored: algorithm.adv_estimator = "
-                f'{settings.algorithm.adv_estimator!r} has no critic. Use "gae", or remove them.'
-            )
-        return
-    if settings.replay:
-        raise ConfigError(
-            'replay with algorithm.adv_estimator = "gae" would let VERL\'s critic on Ray learn from old rollouts as if '
-            'they were new. Remove replay, or use engine = "inproc".'
-        )
-    if settings.is_lora and (settings.actor.use_kl_loss or settings.anchor_coef):
-        reads = "actor.use_kl_loss" if settings.actor.use_kl_loss else "anchor_coef"
-        raise ConfigError(
-            f"With a critic, adapters and {reads} together, VERL 0.9.1 tries to switch off adapters of the critic, "
-            f'which has none. Remove one of the three: {reads}, model.lora_rank or adv_estimator = "gae"; or use '
-            'engine = "inproc".'
-        )
-    modes = {"critic.loss_agg_mode": settings.critic.loss_agg_mode}
-    if chosen_loss(settings) is None:
-        modes["actor_rollout_ref.actor.loss_agg_mode"] = settings.actor.loss_agg_mode
-    wrong = [f"{name} = {mode!r}" for name, mode in modes.items() if mode != "token-mean"]
-    if wrong:
-        raise ConfigError(
-            f'{" and ".join(wrong)} would divide by rows, not by rollouts, with a critic and engine = "ray". '
-            'Use token-mean, or engine = "inproc".'
-        )
-
-
-def _check_engine(settings: VerlSettings, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for another engine than VERL's FSDP2 and Megatron, and for what Megatron cannot do here."""
-    strategy, rollout = given.get(STRATEGY, STRATEGIES[0]), given["actor_rollout_ref.rollout.name"]
-    if strategy not in STRATEGIES:
-        raise ConfigError(
-            f"{STRATEGY} = {strategy!r}: the engine is VERL's FSDP2 or Megatron. Write one of {', '.join(STRATEGIES)}."
-        )
-    if strategy != "megatron":
-        return
-    cannot = {
-        f"actor_rollout_ref.rollout.name = {rollout!r}": rollout == CPU and "Megatron trains on GPUs alone; use vllm",
-        "actor_rollout_ref.model.lora_rank": settings.is_lora and "adapters are merged here as FSDP2 saves them",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": (
-            settings.actor_rollout_ref.model.enable_gradient_checkpointing
-            and "Megatron has actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity"
-        ),
-        'algorithm.adv_estimator = "gae"': settings.has_critic and "VERL's critic is opened with FSDP2 here",
-    }
-    wrong = [f"{name}: {why}" for name, why in cannot.items() if why]
-    if wrong:
-        raise ConfigError(f'With {STRATEGY} = "megatron" these cannot be had:\n- ' + "\n- ".join(wrong))
 
 
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:

@@ -9,18 +9,19 @@ Symbols in comments are those of `models.py` (losses), `shaping.py` (KL penalty,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from agl.errors import ConfigError
 from agl_algo_verl.losses.choice import with_aggregation
 from agl_algo_verl.losses.correction import correction_of
-from agl_algo_verl.settings.combinations import IS_THRESHOLD, check_settings, is_given
-from agl_algo_verl.settings.keys import check_keys
-from agl_algo_verl.settings.refused_values import check_values
-from agl_objectives.replay import MAX_STALENESS
-from agl_objectives.tasks import Curriculum  # noqa: TC001 - msgspec resolves it
+from agl_algo_verl.settings.checks import check_settings
+from agl_algo_verl.settings.keys import leaves, nested, read_keys
+from agl_algo_verl.settings.own import Keys, Replay, Sampling, Saving
+from agl_objectives.reports import MAX_NONFINITE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,18 +44,17 @@ Estimator = Literal[
 Loss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "gpg", "dro"]
 KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KlLoss = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Positive = Annotated[float, Meta(gt=0)]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One level of VERL's configuration; a key that it does not have is an error."""
 
 
 class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
     """Correction of the loss for tokens that another policy drew (`correction.py`). Off by default, as in VERL."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    rollout_is_threshold: float | str = IS_THRESHOLD  # a ratio above it counts as this; "LOW_HIGH" drops those outside
+    rollout_is_threshold: float | str = 2.0  # a ratio above it counts as this; "LOW_HIGH" drops those outside
     rollout_is_batch_normalize: bool = False  # weights over their mean, which keeps the gradient's size
     rollout_rs: str | None = None  # statistics by which tokens are rejected
     rollout_rs_threshold: float | str | None = None
@@ -76,8 +76,8 @@ class AlgorithmKeys(Keys, frozen=True, kw_only=True):
 
     adv_estimator: Estimator = "grpo"
     norm_adv_by_std_in_grpo: bool = True  # False is Dr. GRPO
-    gamma: float = 1.0  # discount per trained token; with `gae` only
-    lam: float = 1.0  # lambda of GAE: 1 trusts returns, 0 the critic
+    gamma: Share = 1.0  # discount per trained token; with `gae` only
+    lam: Share = 1.0  # lambda of GAE: 1 trusts returns, 0 the critic
     use_kl_in_reward: bool = False
     kl_penalty: KlEstimate = "kl"  # estimate of KL_t; `kl` is k1, log pi_old - log pi_ref
     kl_ctrl: KlControlKeys = KlControlKeys()
@@ -90,9 +90,9 @@ class DataKeys(Keys, frozen=True, kw_only=True):
     Off, a prompt that is too long stops the run, as VERL's `truncation = "error"` does.
     """
 
-    train_batch_size: int = 1024
-    max_prompt_length: int = 512
-    max_response_length: int = 512
+    train_batch_size: Count = 1024
+    max_prompt_length: Count = 512
+    max_response_length: Count = 512
     filter_overlong_prompts: bool = True
 
 
@@ -151,11 +151,11 @@ class ActorKeys(Keys, frozen=True, kw_only=True):
     Differs: by default a mini-batch is the whole step, and micro-batches are cut by tokens.
     """
 
-    ppo_mini_batch_size: int | None = None  # tasks of one optimizer update
-    ppo_micro_batch_size_per_gpu: int | None = None  # rows of one forward and backward pass; memory only
+    ppo_mini_batch_size: Count | None = None  # tasks of one optimizer update
+    ppo_micro_batch_size_per_gpu: Count | None = None  # rows of one forward and backward pass; memory only
     use_dynamic_bsz: bool | None = None
-    ppo_max_token_len_per_gpu: int = 16384  # tokens of one pass, where no rows are given
-    ppo_epochs: int = 1  # updates of each mini-batch
+    ppo_max_token_len_per_gpu: Count = 16384  # tokens of one pass, where no rows are given
+    ppo_epochs: Count = 1  # updates of each mini-batch
     clip_ratio: float = 0.2  # eps_low and eps_high, where they are not given
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
@@ -178,7 +178,7 @@ class ModelKeys(Keys, frozen=True, kw_only=True):
 
     use_remove_padding: bool | None = None  # rows packed one behind the other
     enable_gradient_checkpointing: bool = False  # less memory for a second forward pass
-    lora_rank: int = 0  # r; 0 trains all weights
+    lora_rank: Annotated[int, Meta(ge=0)] = 0  # r; 0 trains all weights
     lora_alpha: int = 16  # adapters are scaled by alpha / r
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | None = None
@@ -187,7 +187,7 @@ class ModelKeys(Keys, frozen=True, kw_only=True):
 class RolloutKeys(Keys, frozen=True, kw_only=True):
     """Collecting. Differs: `n` is 8; with VERL's 1 nothing could be compared."""
 
-    n: int = 8  # rollouts of a task, which are a group
+    n: Count = 8  # rollouts of a task, which are a group
 
 
 class ActorRolloutRefKeys(Keys, frozen=True, kw_only=True):
@@ -210,18 +210,18 @@ class CriticKeys(Keys, frozen=True, kw_only=True):
     optim: CriticOptimKeys = CriticOptimKeys()
     model: CriticModelKeys = CriticModelKeys()
     fsdp: FsdpKeys = FsdpKeys()
-    ppo_mini_batch_size: int | None = None
-    ppo_micro_batch_size_per_gpu: int | None = None
-    ppo_max_token_len_per_gpu: int = 32768
-    ppo_epochs: int | None = None
-    cliprange_value: float = 0.5  # eps_v
+    ppo_mini_batch_size: Count | None = None
+    ppo_micro_batch_size_per_gpu: Count | None = None
+    ppo_max_token_len_per_gpu: Count = 32768
+    ppo_epochs: Count | None = None
+    cliprange_value: Positive = 0.5  # eps_v
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum"] = "token-mean"
 
 
 class ColocateAsyncKeys(Keys, frozen=True, kw_only=True):
     """Collecting ahead."""
 
-    num_warmup_batches: int = 1  # batches of groups asked for ahead of the step that trains them
+    num_warmup_batches: Count = 1  # batches of groups asked for ahead of the step that trains them
 
 
 class SamplerKeys(Keys, frozen=True, kw_only=True):
@@ -249,7 +249,7 @@ class OverlongBufferKeys(Keys, frozen=True, kw_only=True):
 
     enable: bool = False
     len: int = 0  # L_cache: the last tokens before `max_resp_len`, in which an answer loses reward
-    penalty_factor: float = 1.0  # reward that an answer of `max_resp_len` tokens loses
+    penalty_factor: Positive = 1.0  # reward that an answer of `max_resp_len` tokens loses
     log: bool = False
 
 
@@ -272,22 +272,12 @@ class TrainerKeys(Keys, frozen=True, kw_only=True):
     critic_warmup: int = 0  # before this step the critic alone learns
     v1: V1Keys = V1Keys()
 
-    total_epochs: int = 30
-    total_training_steps: int | None = None
+    total_epochs: Count = 30
+    total_training_steps: Count | None = None
 
 
-OWN = (
-    "loss",
-    "loss_params",
-    "estimator",
-    "estimator_params",
-    "refill",
-    "curriculum",
-    "curriculum_uniform",
-    "replay",
-    "replay_max_staleness",
-    "anchor_coef",
-)
+OWN = ("loss", "loss_params", "estimator", "estimator_params", "sampling", "replay", "saving", "anchor_coef")
+OWN += ("threads", "max_nonfinite", "entropy", "probe")
 """Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
 
 
@@ -304,12 +294,16 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     loss_params: dict[str, Any] = {}
     estimator: str = ""  # in place of adv_estimator
     estimator_params: dict[str, Any] = {}
-    refill: int = 0  # rounds in which silent groups are replaced, in place of algorithm.filter_groups
-    curriculum: Curriculum = ""  # tasks to prefer
-    curriculum_uniform: float = 0.5  # share of a step's tasks that is drawn without preference
-    replay: float = 0.0  # share of a step's trained rollouts that earlier steps have trained on already
-    replay_max_staleness: int = MAX_STALENESS  # versions of the policy that such a rollout may be behind
-    anchor_coef: float = 0.1  # weight of the KL on calls of agents that share the weights and are not trained
+    sampling: Sampling = Sampling()  # its refill takes the place of algorithm.filter_groups
+    replay: Replay = Replay()
+    saving: Saving = Saving()
+    threads: Annotated[int, Meta(ge=0)] = 0  # torch's on the CPU; 0 leaves torch's choice, and is one on a cluster
+    max_nonfinite: Annotated[int, Meta(ge=0)] = MAX_NONFINITE  # updates in a row without a finite gradient
+    entropy: bool = True  # whether the entropies of tokens are measured, in one process
+    probe: bool = True  # whether weights on Ray get a probe
+    anchor_coef: Annotated[float, Meta(ge=0)] = (
+        0.1  # weight of the KL on calls of agents that share the weights and are not trained
+    )
 
     @property
     def has_critic(self) -> bool:
@@ -363,12 +357,18 @@ def read_settings(config: Mapping[str, Any]) -> tuple[VerlSettings, list[str]]:
     Raises ConfigError for keys that are unknown or would be ignored, and for combinations that cannot train.
     """
     own = {name: config[name] for name in OWN if name in config}
-    used, notes = check_keys({name: value for name, value in config.items() if name not in OWN}, VerlSettings)
-    check_values(used)
+    keys = {name: value for name, value in config.items() if name not in OWN}
+    used, notes = read_keys(keys, engine="inproc", shape=VerlSettings)
+    own = msgspec.to_builtins(own)
+    flat = {".".join(path): value for path, value in leaves(own)}
     try:
-        settings = msgspec.convert(used | own, VerlSettings)
+        settings = msgspec.convert(nested(used) | own, VerlSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"The VERL configuration has a wrong value: {error}. See docs/how-to/verl.md.") from error
-    settings = with_aggregation(settings, is_given=is_given(used, "actor_rollout_ref.actor.loss_agg_mode"))
-    check_settings(settings, used)
+        name = found[1] if (found := re.search(r"`\$\.([\w.]+)", str(error))) else ""
+        value = (used | flat).get(name)
+        raise ConfigError(
+            f"The VERL configuration has {name} = {value!r}: {error}. See docs/how-to/verl.md."
+        ) from error
+    settings = with_aggregation(settings, is_given="actor_rollout_ref.actor.loss_agg_mode" in used)
+    check_settings(settings, used | flat)
     return settings, notes

@@ -32,7 +32,6 @@ from agl.contracts._replay import (
     replay_of,
     sampling_mode,
 )
-from agl.contracts._rewards import RewardEmitter, RewardSetup
 from agl.contracts._serving import POLICY_KEY_ENV, Gateway, Policy, ServedModel
 from agl.contracts._sink import Cell, Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, flat_config, shortened
 from agl.contracts._statistics import Moments, Statistics
@@ -67,6 +66,8 @@ from agl.contracts._training import (
     Recorded,
     RecordedFn,
     ReversibleAlgorithm,
+    RewardEmitter,
+    RewardSetup,
     Runner,
     StepReport,
 )

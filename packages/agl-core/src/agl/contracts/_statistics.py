@@ -23,6 +23,7 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def variance(self) -> float | None:
         """The unbiased variance, ``None`` below two values."""
+        # Bessel's correction, as in the group baselines of GRPO.
         return self.squares / (self.count - 1) if self.count > 1 else None
 
     def plus(self, other: "Moments") -> "Moments":
@@ -30,9 +31,15 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
         count = self.count + other.count
         if not count:
             return Moments()
+        # Chan, Golub and LeVeque (1979): with delta = mean_b - mean_a, M2 = M2_a + M2_b + delta^2
+        # n_a n_b / n. A negative n_b takes the set b out again.
         apart = other.mean - self.mean
         squares = self.squares + other.squares + apart * apart * self.count * other.count / count
+        # Taking values out may leave a rounding error below 0, of which a root cannot be taken.
         return Moments(count=count, mean=self.mean + apart * other.count / count, squares=max(0.0, squares))
+
+
+_SUMS = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
 
 
 class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -67,24 +74,12 @@ class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     def plus(self, other: "Statistics") -> "Statistics":
         """The sums of both, under the names of this one."""
-        return Statistics(
-            experiment=self.experiment,
-            algorithm=self.algorithm,
-            step=self.step,
-            mode=self.mode,
-            succeeded=self.succeeded + other.succeeded,
-            failed=self.failed + other.failed,
-            cancelled=self.cancelled + other.cancelled,
-            reward=self.reward.plus(other.reward),
-            seconds=self.seconds + other.seconds,
-            calls=self.calls + other.calls,
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            response_tokens=self.response_tokens + other.response_tokens,
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
+        return replace(self, reward=self.reward.plus(other.reward), **sums)
 
     @property
     def negative(self) -> "Statistics":
         """The share that takes these rollouts out of statistics that hold them, when it is added."""
-        sums = ("succeeded", "failed", "cancelled", "seconds", "calls", "prompt_tokens", "response_tokens")
+        # The mean stays: with a negative count, plus() weighs it against the other set's.
         reward = replace(self.reward, count=-self.reward.count, squares=-self.reward.squares)
-        return replace(self, reward=reward, **{name: -getattr(self, name) for name in sums})
+        return replace(self, reward=reward, **{name: -getattr(self, name) for name in _SUMS})

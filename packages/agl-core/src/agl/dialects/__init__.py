@@ -7,7 +7,6 @@ and as streams, whole, cut or garbage. Nothing here does any input or output, an
 from agl.dialects._calls import calls_of
 from agl.dialects._conversation import call_messages
 from agl.dialects._exchange import Exchange, dialect_of
-from agl.dialects._narrowing import sampled
-from agl.dialects._request import Request
+from agl.dialects._request import Request, sampled
 
 __all__ = ["Exchange", "Request", "call_messages", "calls_of", "dialect_of", "sampled"]

@@ -1,6 +1,5 @@
 """Turns an exchange into model calls: one per sampled choice, with its tokens or the reason why it has none."""
 
-import struct
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +12,8 @@ from agl.dialects import _messages as messages
 from agl.dialects import _responses as responses
 from agl.dialects._exchange import Answer, Choice, Exchange
 from agl.dialects._foreign import as_dict
-from agl.dialects._media import may_hold_media, reference_media
-from agl.dialects._request import Request, sampling_of, without_secrets
-from agl.schemas import Dialect, Json, ModelCall
+from agl.dialects._request import sampling_of, stored
+from agl.schemas import Dialect, Json, ModelCall, pack_floats, pack_ids
 
 _READERS = {
     "chat": (chat.read_body, chat.read_stream),
@@ -24,6 +22,7 @@ _READERS = {
     "messages": (messages.read_body, messages.read_stream),
 }
 
+# These reasons are stored with the call and shown by `agl show --why`, so they say what to do.
 NOT_ASKED = "token ids were not asked for: the policy is not in training"
 NO_IDS = (
     "the backend returned no token ids although they were requested; serve the model with vLLM >= 0.10.2, with "
@@ -70,6 +69,8 @@ def _answer(dialect: Dialect, exchange: Exchange) -> Answer:
         answer = read(exchange.response)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Answer(error=_unreadable(exchange, error))
+    # A 200 whose body has no choice, as proxies send it that time out; kept as a failed call,
+    # because the agent saw it.
     if not answer.choices and not answer.error:
         return Answer(error=_unreadable(exchange, None), model_version=answer.model_version)
     return answer
@@ -100,15 +101,16 @@ def _http_error(exchange: Exchange) -> str:
 
 def _base(exchange: Exchange, answer: Answer) -> ModelCall:
     """The fields that the choices of one exchange share."""
-    dialect, request = exchange.request.dialect, exchange.request.to_dict()
-    stored, inputs = _stored_request(exchange.request, request)
-    given = request or {}
+    dialect, given = exchange.request.dialect, exchange.request.to_dict() or {}
+    request, inputs = stored(exchange.request)
+    # Of bool, which is an int in Python, and of a text nothing follows; a backend would refuse
+    # them.
     asked = given.get("n")
     return ModelCall(
         request_id=exchange.request_id,
         dialect=dialect,
         model=exchange.request.model,
-        request=stored,
+        request=request,
         response=_plain_response(exchange, dialect),
         sampling=sampling_of(given),
         choices=asked if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0 else 1,
@@ -131,17 +133,11 @@ def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
     return exchange.is_streamed and bool(choices) and all(choice.is_finished for choice in choices)
 
 
-def _stored_request(request: Request, fields: dict[str, Any] | None) -> tuple[Json, tuple[str, ...]]:
-    if fields is None:
-        return request.body[:_MAX_ERROR].decode("utf-8", "replace"), ()
-    kept = without_secrets(fields)
-    return reference_media(kept) if may_hold_media(request.body) else (kept, ())
-
-
 def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
     """The body of an answer without choices: an error's JSON; an embedding's without its vectors."""
     if exchange.status < 400 and dialect != "embeddings":
         return None
+    # Errors of providers repeat a part of the key that they refused.
     body = _object(redact(exchange.response.decode("utf-8", "replace")).encode())
     return {key: value for key, value in body.items() if key != "data"} if body else None
 
@@ -156,8 +152,9 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:
     prompt_ids, response_ids, problem = _pack(choice)
-    logprobs, logprob_problem = _pack_logprobs(choice.logprobs)
+    logprobs, logprob_problem = _pack_logprobs(choice.logprobs or ())
     problem = problem or logprob_problem or _missing(base.dialect, choice, want_ids=want_ids)
+    # A stream may be cut after some choices are complete; each choice answers for itself.
     is_complete = choice.is_finished if base.is_streamed else base.is_complete
     cut = "" if is_complete else "the stream ended before the answer did"
     return msgspec.structs.replace(
@@ -175,30 +172,24 @@ def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:
 
 
 def _pack(choice: Choice) -> tuple[bytes, bytes, str]:
-    prompt_ids, response_ids = choice.prompt_ids or (), choice.response_ids or ()
     try:
-        # struct packs a list twice as fast as array does; a call has more than a thousand ids
-        return (
-            struct.pack(f"<{len(prompt_ids)}i", *prompt_ids),
-            struct.pack(f"<{len(response_ids)}i", *response_ids),
-            "",
-        )
-    except struct.error as error:
+        return pack_ids(choice.prompt_ids or ()), pack_ids(choice.response_ids or ()), ""
+    except ValueError as error:
         return b"", b"", f"the backend's token ids are not 32-bit integers: {error}"
 
 
-def _pack_logprobs(values: list[float | None] | None) -> tuple[bytes, str]:
-    if not values:
-        return b"", ""
+def _pack_logprobs(values: Sequence[float | None]) -> tuple[bytes, str]:
     try:
-        return struct.pack(f"<{len(values)}f", *values), ""
-    except (struct.error, OverflowError):
+        return pack_floats(values), ""  # pyright: ignore[reportArgumentType]  # None is refused in the next line
+    except ValueError:
         return b"", f"the backend's log-probabilities are not all numbers ({len(values)} values)"
 
 
 def _missing(dialect: Dialect, choice: Choice, *, want_ids: bool) -> str:
     """The reason why the tokens of a choice cannot be trained on; ``""`` when they can."""
     if choice.response_ids is None and choice.prompt_ids is None:
+        # Named before what is missing: without this reason a frozen model's calls would look like a
+        # defect of its backend.
         if not want_ids:
             return NOT_ASKED
         return NO_IDS_IN_MESSAGES if dialect == "messages" else NO_IDS
@@ -208,6 +199,8 @@ def _missing(dialect: Dialect, choice: Choice, *, want_ids: bool) -> str:
         return "the backend returned the response's token ids but not the prompt's"
     if choice.logprobs is None and choice.response_ids:
         return "the backend returned token ids without log-probabilities"
+    # The Responses API of vLLM leaves out those of tool calls and marker tokens. A row with shifted
+    # ones would train on the wrong ratios, so the call is rejected rather than padded.
     given, expected = len(choice.logprobs or ()), len(choice.response_ids)
     if given != expected:
         return f"{given} log-probabilities for {expected} response tokens"

@@ -10,14 +10,15 @@ from typing import Any, Literal
 import msgspec
 
 from agl.dialects._exchange import Answer, Choice
-from agl.dialects._foreign import as_dict, dicts_in
+from agl.dialects._foreign import as_dict, dicts_in, version_in
 from agl.dialects._sse import decode_events, payloads
-from agl.dialects._versions import version_of
 from agl.schemas import Json
 
 ContentKey = Literal["message", "text"]
 
 
+# Only what is read: msgspec skips all other fields without making objects of them, which makes a
+# body of 200 tokens with top log-probabilities several times cheaper.
 class _Token(msgspec.Struct, gc=False):
     logprob: float | None = None
 
@@ -36,8 +37,10 @@ class _Choice(msgspec.Struct, gc=False):
     delta: dict[str, Any] | None = None
     text: str | None = None
     finish_reason: Any = None
+    # vLLM's: the stop string or token id that ended the answer.
     stop_reason: Any = None
     logprobs: _Logprobs | None = None
+    # vLLM puts these beside the choices of a chat completion, and within each of a completion.
     token_ids: list[int] | None = None
     response_token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -68,6 +71,8 @@ class _Body(_Chunk, gc=False):
 _BODY = msgspec.json.Decoder(_Body)
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _CHUNKS = msgspec.json.Decoder(list[_Chunk])
+_VERSION_FIELDS = ("model_version", "model_versions", "weight_versions")
+# Kept of the body; all else of it is in the choice, or in the packed tokens.
 _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "service_tier", "usage")
 
 
@@ -92,7 +97,7 @@ def _plain_choice(body: _Body, choice: _Choice, content_key: ContentKey) -> Choi
 
 
 def _version(body: _Body) -> str:
-    return version_of(body.model_version, body.model_versions, body.weight_versions)
+    return version_in({name: getattr(body, name) for name in _VERSION_FIELDS})
 
 
 def _response(
@@ -114,6 +119,7 @@ class _ChoiceBuilder:
     """Builds one choice of a stream from its deltas."""
 
     def __init__(self) -> None:
+        # Lists of parts, joined at the end: adding strings one by one may copy the text each time.
         self.texts: dict[str, list[str]] = {}
         self.fields: dict[str, Json] = {}
         self.calls: dict[int, dict[str, Json]] = {}
@@ -127,18 +133,19 @@ class _ChoiceBuilder:
         """Add one delta with its tokens."""
         self._add_delta(choice.delta or {"text": choice.text})
         if (ids := choice.ids()) is not None:
-            self.ids = _extended(self.ids or [], ids)
-        if choice.prompt_token_ids is not None:
-            self.prompt_ids = choice.prompt_token_ids
+            self.ids = self.ids or []
+            self.ids += ids
         if choice.logprobs is not None and (values := choice.logprobs.values()) is not None:
-            self.logprobs = _extended(self.logprobs or [], values)
-        if choice.finish_reason is not None:
-            self.finish_reason = choice.finish_reason
-        if choice.stop_reason is not None:
-            self.stop_reason = choice.stop_reason
+            self.logprobs = self.logprobs or []
+            self.logprobs += values
+        self.prompt_ids = choice.prompt_token_ids or self.prompt_ids
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
         for key, value in delta.items():
+            # Argument texts come in pieces, by the call's index; the id and the name only with the
+            # first.
             if key == "tool_calls":
                 for call in dicts_in(value):
                     self._add_call(call)
@@ -149,6 +156,7 @@ class _ChoiceBuilder:
 
     def _add_call(self, part: dict[str, Any]) -> None:
         index = part.get("index")
+        # Some servers send whole calls, without an index.
         call = self.calls.setdefault(index if isinstance(index, int) else len(self.calls), {})
         given = as_dict(part.get("function"))
         function = call.setdefault("function", {"name": "", "arguments": ""})
@@ -165,13 +173,9 @@ class _ChoiceBuilder:
         message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
         if self.calls:
             message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
+            # OpenAI sends null beside tool calls and some servers "", and a plain body has null.
             message["content"] = message["content"] or None
         return {"message": message}
-
-
-def _extended(values: list[Any], more: list[Any]) -> list[Any]:
-    values.extend(more)
-    return values
 
 
 def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
@@ -185,6 +189,7 @@ def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
             if builder is None:
                 builder = builders[choice.index] = _ChoiceBuilder()
             builder.add(choice)
+    # Servers report an error in the middle of a stream as an event, after the status 200.
     error = next((text for chunk in chunks if (text := error_text(chunk.error))), "")
     if not builders:
         return Answer(error=error)
@@ -197,6 +202,7 @@ def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
 
 def _head(found: list[bytes]) -> _Body:
     """The first event that is a readable chunk; it names id and model."""
+    # The first event may be a comment or a ping of a proxy.
     for data in found:
         try:
             return _BODY.decode(data)
@@ -208,11 +214,11 @@ def _head(found: list[bytes]) -> _Body:
 def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
     """The first chunk's head with the other chunks' fields: the first prompt ids, the last usage and versions."""
     for chunk in chunks:
+        # On the first chunk of a vLLM stream only.
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
-        body.usage = chunk.usage or body.usage
-        body.model_version = chunk.model_version or body.model_version
-        body.model_versions = chunk.model_versions or body.model_versions
-        body.weight_versions = chunk.weight_versions or body.weight_versions
+        for name in ("usage", *_VERSION_FIELDS):
+            if value := getattr(chunk, name):
+                setattr(body, name, value)
     body.object = "text_completion" if body.object == "text_completion" else "chat.completion"
     return body
 

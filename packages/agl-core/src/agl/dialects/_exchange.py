@@ -7,19 +7,22 @@ import msgspec
 from agl.dialects._request import Request
 from agl.schemas import Dialect, Json
 
-_ENDPOINTS: tuple[tuple[str, Dialect], ...] = (
-    ("/chat/completions", "chat"),
-    ("/completions", "completions"),
-    ("/responses", "responses"),
-    ("/messages", "messages"),
-    ("/embeddings", "embeddings"),
-)
+# In this order: a path that ends in /chat/completions ends in /completions too.
+ENDPOINTS: dict[Dialect, str] = {
+    "chat": "/chat/completions",
+    "completions": "/completions",
+    "responses": "/responses",
+    "messages": "/messages",
+    "embeddings": "/embeddings",
+}
+"""The ends of the paths at which APIs take calls."""
 
 
 def dialect_of(path: str) -> Dialect | None:
     """The wire format of the endpoint at ``path`` (a URL or its path), ``None`` for anything else."""
+    # Azure and gateways add a query, such as ?api-version=, and prefixes of their own.
     plain = path.split("?", 1)[0].rstrip("/")
-    return next((dialect for suffix, dialect in _ENDPOINTS if plain.endswith(suffix)), None)
+    return next((dialect for dialect, suffix in ENDPOINTS.items() if plain.endswith(suffix)), None)
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -41,6 +44,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     request: Request
     request_id: str
+    # 0 is no HTTP status: the connection failed before one came.
     status: int = 0
     headers: Mapping[str, str] = {}
     response: bytes = b""

@@ -1,5 +1,6 @@
-"""Converts foreign JSON, which may be anything, to the types that a reader expects."""
+"""Reads foreign JSON, which may be anything, as the types that a reader expects."""
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 
@@ -30,4 +31,24 @@ def as_list(value: object) -> list[Any]:
 
 def dicts_in(value: object) -> list[dict[str, Any]]:
     """The objects in ``value`` if it is an array, else none."""
+    # One odd entry must not cost the others; no answer of a backend makes a reader raise.
     return [item for item in as_list(value) if isinstance(item, dict)]
+
+
+def version_in(body: Mapping[str, Any]) -> str:
+    """The version of the weights that answered, as a body names it; ``""`` if it names none.
+
+    ``model_version`` is a text or a number. ``model_versions`` (of agl's policy server) and ``weight_versions`` (of
+    vLLM) are lists of ``{"version": ..., "start": ..., "end": ...}``: an answer that crossed a weight update has
+    several, which are joined with ``+``.
+    """
+    for listed in (body.get("model_versions"), body.get("weight_versions")):
+        names = [_version(item) for item in as_list(listed)]
+        if unique := list(dict.fromkeys(name for name in names if name)):
+            return "+".join(unique)
+    return _version(body.get("model_version"))
+
+
+def _version(item: object) -> str:
+    value = as_dict(item).get("version", item)
+    return str(value) if isinstance(value, str | int) else ""

@@ -1,15 +1,62 @@
-"""Requests: read once, changed to ask for token ids, and stripped of credentials before they are stored."""
+"""Requests: read once, changed on the way to the model, and stripped of credentials and media before they are stored.
 
+Two changes are made on the way. A request asks for token ids where its policy is trained. And it is kept from asking
+for less than the policy's full distribution: a policy gradient, and every importance weight, is about the distribution
+that tokens were drawn from. Top-p, top-k, penalties and the like draw from another one than the policy's softmax at
+the request's temperature, which is the one that training computes. A temperature above 0 is no such parameter:
+training divides by it as well.
+
+Inputs that are not tokens (images, audio, files) are recorded by reference, never by content: a payload is replaced by
+the SHA-256 digest of its bytes, so that two calls with one image have equal records and a store does not keep it a
+hundred times.
+"""
+
+import base64
+import binascii
+import hashlib
 from typing import Any
 
 import msgspec
 
-from agl.dialects._foreign import as_dict, as_list, as_text
+from agl import semconv
+from agl.dialects._foreign import as_dict, as_list, as_text, is_list
 from agl.schemas import Dialect, Json, Sampling
 
 _SECRET_KEYS = ("api_key", "authorization", "authorization_token", "headers")
+_FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_MAX_BROKEN = 2000
 _LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
+_NEUTRAL: dict[str, tuple[Json, ...]] = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty"), (1.0,)),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "no_repeat_ngram_size"), (0,)),
+    **{
+        "top_k": (-1, 0),
+        "best_of": (None, 1),
+        "use_beam_search": (False,),
+        "watermarking": (False,),
+        "logit_bias": ({},),
+        "bad_words": ([],),
+    },
+}
+"""Values that leave the distribution whole. The first is sent, for a server may have another default."""
+
+_TYPED = ("response_format", "text", "output_config", "tool_choice")
+_GUIDES = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "allowed_token_ids"),
+    *("thinking_token_budget", "logits_processors"),  # vLLM's too, as those above
+    *("regex", "ebnf", "json_schema", "structural_tag", "custom_logit_processor"),  # SGLang's
+)
+"""Constraints on the answer's form, which an agent cannot do without."""
+
+_KINDS = frozenset(
+    {"image_url", "input_image", "image", "input_audio", "video_url", "video", "document", "file", "input_file"}
+)
+_PAYLOADS = frozenset({"data", "file_data", "url", "image_url", "file_url", "video_url", "file_id"})
+_MARKERS = (b"image", b"audio", b"video", b"file", b"document")
+
+# Raw values are slices of the body, so that a field that nobody reads costs nothing, and changing
+# one field leaves the bytes of all others as the client wrote them.
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decode = msgspec.json.decode
 
@@ -45,6 +92,7 @@ class Request:
 
     def get(self, key: str) -> Any:
         """The value of a top-level field; ``None`` where it is missing or broken. Do not change it."""
+        # A field that is read twice, such as the model, is decoded once.
         if key not in self._values and (raw := self._fields().get(key)) is not None:
             try:
                 self._values[key] = _decode(raw)
@@ -56,6 +104,8 @@ class Request:
         """The whole request; ``None`` unless it is a JSON object. Do not change the values in it."""
         fields = self._fields()
         found = {key: self.get(key) for key in fields}
+        # A field that could not be decoded is not in _values: then the request as a whole is
+        # broken.
         return found if self.is_object and len(self._values) == len(fields) else None
 
     def prepared(self, *, want_ids: bool, model: str = "") -> bytes:
@@ -86,14 +136,19 @@ class Request:
     def _id_fields(self) -> dict[str, Any]:
         match self.dialect:
             case "chat":
+                # vLLM takes the first, SGLang the second; a server ignores the other's, or refuses
+                # what it does not know, and then it can serve no policy in training.
                 return {"return_token_ids": True, "return_prompt_token_ids": True, "logprobs": True}
             case "completions":
                 asked = self.get("logprobs")
+                # Completions count: a number of alternatives, where 1 is the sampled token alone.
                 return {"return_token_ids": True, "logprobs": 1 if asked is None else asked}
             case "responses":
                 include = list(as_list(self.get("include")))
                 if _LOGPROBS_INCLUDE not in include:
                     include.append(_LOGPROBS_INCLUDE)
+                # vLLM's switch for raw messages with their tokens; OpenAI's for log-probabilities
+                # of the text.
                 return {"enable_response_messages": True, "include": include}
             case "messages":
                 return {"return_token_ids": True}
@@ -104,18 +159,39 @@ class Request:
 _NO_OBJECT: dict[str, msgspec.Raw] = {}
 
 
+def sampled(asked: Request, rule: str) -> tuple[Request, dict[str, Json]]:
+    """The request to send under a rule of :attr:`agl.contracts.Upstream.sampling`, with attributes of the call's span.
+
+    ``override`` gives parameters their neutral values, and greedy decoding temperature 1; constraints on the answer's
+    form stay. Every other rule leaves the request as it is. The attributes name what was overridden, and what was
+    sent and narrows; there are none without a rule.
+    """
+    found = {key: asked.get(key) for key in (*_NEUTRAL, *_TYPED, *_GUIDES)} if rule else {}
+    # None is what an absent field means, so it narrows nothing.
+    before = {key: value for key, value in found.items() if value is not None and _narrows(key, value)}
+    changes = {key: _NEUTRAL[key][0] for key in before if key in _NEUTRAL and rule == "override"}
+    named = {semconv.SAMPLING_OVERRIDDEN: changes.keys(), semconv.SAMPLING_KEPT: before.keys() - changes.keys()}
+    notes = {name: [f"{key} = {before[key]!r}"[:100] for key in sorted(keys)] for name, keys in named.items() if keys}
+    return asked.changed(changes), notes
+
+
+def _narrows(key: str, value: Json) -> bool:
+    if key in _TYPED:
+        fields = as_dict(value)
+        kind = as_dict(fields.get("format", fields)).get("type") if fields else value
+        return kind not in (None, "text", "auto", "none")
+    # Greedy decoding is no sample of any temperature, and log-probabilities at temperature 0 are
+    # undefined.
+    return value == 0 if key == "temperature" else value not in _NEUTRAL.get(key, ())
+
+
 def sampling_of(request: dict[str, Any]) -> Sampling:
     """The sampling parameters of a request in any dialect; a value that is not a number is left out."""
     stop = request.get("stop", request.get("stop_sequences"))
     stops = [stop] if isinstance(stop, str) else as_list(stop)
     return Sampling(
-        temperature=_number(request.get("temperature")),
-        top_p=_number(request.get("top_p")),
+        **{name: _number(request.get(name)) for name in _FLOATS},
         top_k=_integer(request.get("top_k")),
-        min_p=_number(request.get("min_p")),
-        frequency_penalty=_number(request.get("frequency_penalty")),
-        presence_penalty=_number(request.get("presence_penalty")),
-        repetition_penalty=_number(request.get("repetition_penalty")),
         max_tokens=_max_tokens(request),
         stop=tuple(item for item in stops if isinstance(item, str)),
         seed=_integer(request.get("seed")),
@@ -135,13 +211,21 @@ def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def without_secrets(request: dict[str, Any]) -> dict[str, Any]:
-    """The request without the credentials that clients put into bodies: keys, and headers of remote tools."""
-    kept = {key: value for key, value in request.items() if key not in _SECRET_KEYS}
+def stored(request: Request) -> tuple[Json, tuple[str, ...]]:
+    """The request as records keep it, and the references to its media in order.
+
+    It has none of the credentials that clients put into bodies: keys, and headers of remote tools. A reference is the
+    URL, the provider's file id, or ``sha256:<hex>`` of the payload. Of a body that is not JSON the start is kept.
+    """
+    fields = request.to_dict()
+    if fields is None:
+        return request.body[:_MAX_BROKEN].decode("utf-8", "replace"), ()
+    kept = {key: value for key, value in fields.items() if key not in _SECRET_KEYS}
+    # Remote tools are described with the headers that reach them, credentials included.
     for key in ("tools", "mcp_servers"):
-        if key in kept and isinstance(kept[key], list):
+        if is_list(kept.get(key)):
             kept[key] = [_clean(item) for item in as_list(kept[key])]
-    return kept
+    return _reference_media(kept) if _may_hold_media(request.body) else (kept, ())
 
 
 def _clean(item: Json) -> Json:
@@ -149,3 +233,64 @@ def _clean(item: Json) -> Json:
     if not any(key in entry for key in _SECRET_KEYS):
         return item
     return {key: value for key, value in entry.items() if key not in _SECRET_KEYS}
+
+
+def _may_hold_media(body: bytes) -> bool:
+    """True if the request may hold media; quick, and never False for one that does."""
+    # Walking a long conversation costs more than a search for five words, and most have no media.
+    return b'"type"' in body and any(marker in body for marker in _MARKERS)
+
+
+def _reference_media(request: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The request with payloads replaced by references, and the references in order.
+
+    A reference is the URL, the provider's file id, or ``sha256:<hex>`` of the payload.
+    """
+    found: list[str] = []
+    kept = dict(request)
+    for key in ("messages", "input", "system"):
+        if key in kept:
+            kept[key] = _walk(kept[key], found)
+    return kept, tuple(found)
+
+
+def _walk(value: Json, found: list[str]) -> Json:
+    if is_list(value):
+        return [_walk(item, found) for item in as_list(value)]
+    entry = as_dict(value)
+    if not entry:
+        return value
+    # Anthropic's documents may hold their text in the request, which is tokens as any other.
+    is_text = as_dict(entry.get("source")).get("type") in ("text", "content")
+    if as_text(entry.get("type")) in _KINDS and not is_text:
+        return _replace(entry, found)
+    return {key: _walk(item, found) if isinstance(item, list | dict) else item for key, item in entry.items()}
+
+
+def _replace(entry: dict[str, Json], found: list[str]) -> dict[str, Json]:
+    replaced: dict[str, Json] = {}
+    for key, item in entry.items():
+        if inner := as_dict(item):
+            replaced[key] = _replace(inner, found)
+        elif isinstance(item, str) and key in _PAYLOADS:
+            replaced[key] = _reference(key, item)
+            found.append(replaced[key])
+        else:
+            replaced[key] = item
+    return replaced
+
+
+def _reference(key: str, text: str) -> str:
+    if text.startswith("sha256:"):
+        return text
+    if text.startswith("data:"):
+        return _digest(text.partition(",")[2])
+    return _digest(text) if key in ("data", "file_data") else text
+
+
+def _digest(payload: str) -> str:
+    try:
+        content = base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError):
+        content = payload.encode()
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"

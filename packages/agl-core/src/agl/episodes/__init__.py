@@ -2,13 +2,11 @@
 
 from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, find_disagreement
-from agl.episodes._answer import final_text
 from agl.episodes._credit import EpisodeCredit
-from agl.episodes._forest import Forest, ForestOptions, build_forest
-from agl.episodes._rejects import Reject, is_answered
-from agl.episodes._rows import attach
+from agl.episodes._forest import Forest, build_forest
+from agl.episodes._rejects import Reject
 from agl.episodes._scores import Score, ScoreOptions, call_rewards, counts, episode_reward, score
-from agl.episodes._timeline import Timeline, chronological
+from agl.episodes._timeline import Timeline, chronological, final_text, is_answered
 from agl.episodes._transitions import EpisodeOptions, admitted_rewards, build_episode, recorded_rewards
 
 __all__ = [
@@ -17,7 +15,6 @@ __all__ = [
     "EpisodeCredit",
     "EpisodeOptions",
     "Forest",
-    "ForestOptions",
     "Reject",
     "Score",
     "ScoreOptions",
@@ -25,7 +22,6 @@ __all__ = [
     "Verdict",
     "Who",
     "admitted_rewards",
-    "attach",
     "build_episode",
     "build_forest",
     "call_rewards",

@@ -5,33 +5,30 @@ forks and compaction need no special case: several branches live side by side, a
 call starts a branch of its own, and so does a prompt that extends nothing. Nothing is compared as text, and calls
 with equal prompts stay separate samples. Calls of different policies never share a branch: their ids mean different
 tokens. Agents play no role; two agents that share a conversation share its branch.
+
+Drift is a prompt that repeats a conversation up to an answer of the model and has other tokens at that answer. Chat
+templates that drop reasoning, tool-call JSON that is printed again and text that is tokenised again all lead to
+prompts of equal meaning with different ids. Such a prompt starts a new branch, which is exact but costs a row; its
+description says where and how it differs, so that the cause can be found.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agl.episodes._drift import Branch, DriftFinder, end_of
-from agl.episodes._prefix import NONE, Links, link
+from agl.episodes._prefix import NONE, Links, common_prefix, link
 from agl.errors import CaptureError
-from agl.schemas import ModelCall, Record, Span
+from agl.schemas import ModelCall, Record, Span, unpack_ids
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, such as a tokenizer's ``decode``."""
 
+SHOWN = 8
+"""Number of tokens that a description of drift shows of either side."""
 
-@dataclass(frozen=True, kw_only=True)
-class ForestOptions:
-    """The settings by which a forest is built and described.
-
-    Attributes:
-        drift_slack: Number of tokens before a recorded answer at which a prompt may differ and still count as a
-            drifted continuation: templates that drop a generation prompt such as ``<think>`` differ there. At most
-            an eighth of the tokens before the answer; 0 counts differences within answers only.
-        decode: Shows both sides of a drift as text; ids alone without it.
-    """
-
-    drift_slack: int = 4
-    decode: Decode | None = None
+# Templates that drop a generation prompt such as ``<think>`` differ up to 4 tokens before the answer begins. For short
+# prompts that would reach far into the question, so it is an eighth of the tokens before the answer at most.
+DRIFT_SLACK = 4
 
 
 class Forest(Record, frozen=True, kw_only=True):
@@ -51,20 +48,20 @@ class Forest(Record, frozen=True, kw_only=True):
     drift: dict[int, str] = {}
 
 
-def build_forest(spans: Sequence[Span], *, options: ForestOptions | None = None) -> Forest:
+def build_forest(spans: Sequence[Span], *, decode: Decode | None = None) -> Forest:
     """Arrange model calls in branches; near-linear in the number of calls.
 
     ``spans`` are one attempt's model calls in order of time, each complete and with token ids. A call extends the
     earlier one with the longest prompt + response that its prompt starts with; of several equal ones the newest
-    that nothing extends yet. A copy of all prompts lives while this runs. Raises :class:`CaptureError` when a span
-    holds no call.
+    that nothing extends yet. ``decode`` shows both sides of a drift as text. A copy of all prompts lives while this
+    runs. Raises :class:`CaptureError` when a span holds no call.
     """
     calls = [span.call for span in spans if span.call is not None]
     if len(calls) != len(spans):
         raise CaptureError(
             f"build_forest got {len(spans)} spans and only {len(calls)} hold a model call; filter the others out first"
         )
-    builder = _ForestBuilder(spans, calls, options or ForestOptions())
+    builder = _ForestBuilder(spans, calls, decode)
     for members in _by_policy(calls):
         builder.grow(members)
     return builder.forest()
@@ -74,6 +71,8 @@ def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
     """Indices of calls that share a vocabulary: those of one policy, else of one model name."""
     found: dict[tuple[str, str], list[int]] = {}
     for index, call in enumerate(calls):
+        # Equal ids of two vocabularies are other texts, so that a match between them would be a
+        # coincidence. Models outside the experiment have no policy; their names have to do.
         found.setdefault((call.policy, "" if call.policy else call.model), []).append(index)
     return list(found.values())
 
@@ -81,27 +80,27 @@ def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
 class _ForestBuilder:
     """Places calls in branches, one policy after the other, then numbers the branches by their first calls."""
 
-    def __init__(self, spans: Sequence[Span], calls: Sequence[ModelCall], options: ForestOptions) -> None:
+    def __init__(self, spans: Sequence[Span], calls: Sequence[ModelCall], decode: Decode | None) -> None:
         self._calls = calls
         self._parent = [NONE] * len(calls)
         self._drift: dict[int, str] = {}
-        self._branch_of: list[Branch | None] = [None] * len(calls)
-        self._branches: list[Branch] = []
-        self._finder = DriftFinder(
-            calls=calls,
-            branch_of=self._branch_of,
-            name_of=lambda i: spans[i].span_id,
-            slack=options.drift_slack,
-            decode=options.decode,
+        self._branch_of: list[_Branch | None] = [None] * len(calls)
+        self._branches: list[_Branch] = []
+        self._finder = _DriftFinder(
+            calls=calls, branch_of=self._branch_of, name_of=lambda i: spans[i].span_id, decode=decode
         )
 
     def grow(self, members: Sequence[int]) -> None:
         prompts = [self._calls[i].prompt_ids for i in members]
         contexts = [self._calls[i].prompt_ids + self._calls[i].response_ids for i in members]
         links = link(prompts, contexts)
+        # Siblings with equal prompts and responses are leaves with equal contents. A later call continues
+        # one of them, and nobody can tell which; the newest one is taken.
         newest, older = [NONE] * len(members), [NONE] * len(members)  # stacks of leaves, by equal conversations
         for k, i in enumerate(members):
             anchor, same = links.anchor[k], links.same[k]
+            # An anchor that something extends already is no leaf: extending it again is a fork, and
+            # starts a branch.
             leaf = newest[links.same[anchor]] if anchor != NONE else NONE
             if leaf != NONE:
                 newest[links.same[anchor]] = older[leaf]
@@ -112,6 +111,8 @@ class _ForestBuilder:
             older[k], newest[same] = newest[same], k
 
     def forest(self) -> Forest:
+        # Sorted by their first call, so that a branch's number does not depend on the order of the
+        # policies.
         branches = sorted(branch.calls for branch in self._branches)
         number = [NONE] * len(self._calls)
         for index, calls in enumerate(branches):
@@ -127,9 +128,9 @@ class _ForestBuilder:
         branch.calls.append(i)
 
     def _start(self, i: int, *, parent: int) -> None:
-        branch = Branch(calls=[i])
+        branch = _Branch(calls=[i])
         if parent != NONE:
-            branch.origin, branch.shared = self._branch_of[parent], end_of(self._calls[parent])
+            branch.origin, branch.shared = self._branch_of[parent], _end_of(self._calls[parent])
         self._branches.append(branch)
         self._parent[i] = parent
         self._branch_of[i] = branch
@@ -141,3 +142,86 @@ class _ForestBuilder:
         text = self._finder.describe(self._calls[i].prompt_ids, neighbours, floor=floor)
         if text:
             self._drift[i] = text
+
+
+@dataclass(kw_only=True, slots=True)
+class _Branch:
+    """A branch while it grows.
+
+    Attributes:
+        calls: Indices of its calls, in order.
+        origin: The branch that it forked from, and ``shared`` the tokens that it has in common with it.
+    """
+
+    # Indices and not calls: the prompts of a long attempt add up to megabytes.
+    calls: list[int]
+    origin: "_Branch | None" = None
+    shared: int = 0
+
+
+def _end_of(call: ModelCall) -> int:
+    """Number of tokens of the call's prompt and response: the end of its answer in its branch's row."""
+    return call.prompt_len + call.response_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DriftFinder:
+    """Finds and describes drift among the calls of one forest.
+
+    Attributes:
+        calls: All calls; the other attributes hold indices into it.
+        branch_of: The branch of each call that was placed.
+        name_of: Names a call in descriptions.
+        decode: Shows tokens as text; ``None`` for ids alone.
+    """
+
+    calls: Sequence[ModelCall]
+    branch_of: Sequence[_Branch | None]
+    name_of: Callable[[int], str]
+    decode: Decode | None
+
+    def describe(self, prompt: bytes, neighbours: Sequence[tuple[int, bytes]], *, floor: int) -> str:
+        """Describe how ``prompt`` nearly continues one of ``neighbours``; ``""`` if it does not.
+
+        ``neighbours`` are earlier calls and their prompt + response, one of which shares the longest prefix with
+        ``prompt``; ``floor`` is the length in bytes of what the prompt extends exactly.
+        """
+        shared, call, context = max(
+            ((common_prefix(prompt, context), call, context) for call, context in neighbours),
+            default=(0, NONE, b""),
+            key=lambda found: found[0],
+        )
+        # From bytes to tokens; ids are four bytes each.
+        position = shared // 4
+        # Nothing is shared beyond what the prompt extends exactly, or one of the two ends there:
+        # then it is a fork or a cut, not drift.
+        if call == NONE or position * 4 <= floor or position * 4 >= min(len(prompt), len(context)):
+            return ""
+        answered = self._answer_at(self.branch_of[call], position)
+        if answered == NONE:
+            return ""
+        recorded, sent = self._window(context, position), self._window(prompt, position)
+        return (
+            f"drift: the prompt repeats {position} tokens of a conversation and differs from token {position} on, "
+            f"at the answer of call {self.name_of(answered)}: recorded {recorded}, sent {sent}"
+        )
+
+    def _answer_at(self, branch: _Branch | None, position: int) -> int:
+        """The call whose answer holds ``position``, or begins at most ``DRIFT_SLACK`` tokens after it."""
+        # The tokens before a fork belong to the branch that it forked from.
+        while branch is not None:
+            # Calls of a branch grow, so their starts are sorted.
+            k = bisect_right(branch.calls, position, key=self._start_of) - 1
+            if k >= 0:
+                return branch.calls[k] if position < _end_of(self.calls[branch.calls[k]]) else NONE
+            branch = branch.origin if position < branch.shared else None
+        return NONE
+
+    def _start_of(self, call: int) -> int:
+        start = self.calls[call].prompt_len
+        return start - min(DRIFT_SLACK, start // 8)
+
+    def _window(self, data: bytes, position: int) -> str:
+        ids = unpack_ids(data[position * 4 : (position + SHOWN) * 4])
+        shown = f"ids {ids}"
+        return f"{shown} {self.decode(ids)!r}" if self.decode else shown

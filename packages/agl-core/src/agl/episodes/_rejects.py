@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from agl import semconv
 from agl._actors import Who
+from agl.episodes._timeline import is_answered
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Record, RejectReason, Span
 
@@ -16,49 +17,42 @@ class Reject(Record, frozen=True, kw_only=True):
     detail: str
 
 
-class Selection(Record, frozen=True, kw_only=True):
-    """Selects the calls that train.
+def find_rejects(
+    spans: Sequence[Span],
+    *,
+    attempt_id: str | None,
+    agent_match: str | None,
+    policy: str | None,
+    who: Mapping[str, Who],
+) -> dict[int, Reject]:
+    """The rejects among model calls in order of time, by index in ``spans``.
 
-    Attributes:
+    Args:
+        spans: The model calls.
+        attempt_id: The deciding attempt.
         agent_match: Regular expression on the agent's name and on the nodes and tools within that agent; ``None``
             selects all. It selects by :func:`re.search`, as Agent Lightning does: ``write|rewrite`` finds
             ``write_query`` too, and ``^write$`` finds ``write`` alone. An agent inside another is its own agent:
             the outer one's name does not select it.
         policy: Name of the policy whose calls train; ``None`` for any.
-    """
+        who: The actors of each call, by span id.
 
-    agent_match: str | None = None
-    policy: str | None = None
-
-    def pattern(self) -> re.Pattern[str] | None:
-        """The compiled ``agent_match``; raises :class:`ConfigError` when it is not a regular expression."""
-        try:
-            return None if self.agent_match is None else re.compile(self.agent_match)
-        except re.error as error:
-            raise ConfigError(
-                f"agent_match = {self.agent_match!r} is not a regular expression: {error}; "
-                "escape special characters with a backslash, or list names as in 'write|rewrite'"
-            ) from error
-
-
-def find_rejects(
-    spans: Sequence[Span], *, attempt_id: str | None, selection: Selection, who: Mapping[str, Who]
-) -> dict[int, Reject]:
-    """The rejects among model calls in order of time, by index in ``spans``.
-
-    ``attempt_id`` is the deciding attempt's; ``who`` holds the actors of each call by span id.
+    Raises:
+        ConfigError: ``agent_match`` is not a regular expression.
     """
     superseded = _superseded(spans)
-    pattern = selection.pattern()
+    pattern = _pattern(agent_match)
     found: dict[int, Reject] = {}
     for index, span in enumerate(spans):
         call = span.call
         if call is None:
             continue
         reject = (
+            # In this order: where and when it was recorded, then the retry, then the selection,
+            # then defects. The first reason found is the one that a person would repair first.
             _outside(span, attempt_id)
             or superseded.get(index)
-            or _unselected(call, who[span.span_id], selection.policy, pattern)
+            or _unselected(call, who[span.span_id], policy, pattern)
             or _unusable(call)
         )
         if reject is not None:
@@ -66,9 +60,14 @@ def find_rejects(
     return found
 
 
-def is_answered(call: ModelCall) -> bool:
-    """True if the whole answer arrived without an error."""
-    return call.is_complete and not call.error and 200 <= call.status_code < 400
+def _pattern(agent_match: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if agent_match is None else re.compile(agent_match)
+    except re.error as error:
+        raise ConfigError(
+            f"agent_match = {agent_match!r} is not a regular expression: {error}; "
+            "escape special characters with a backslash, or list names as in 'write|rewrite'"
+        ) from error
 
 
 def _outside(span: Span, attempt_id: str | None) -> Reject | None:
@@ -85,11 +84,13 @@ def _superseded(spans: Sequence[Span]) -> dict[int, Reject]:
     The choices of one exchange share request id and retry count and differ in their index.
     """
     requests = [span.call.request_id for span in spans if span.call is not None and span.call.request_id]
+    # The usual case: nothing was retried.
     if len(set(requests)) == len(requests):
         return {}
     exchanges: dict[tuple[str, str], list[int]] = {}
     for index, span in enumerate(spans):
         if span.call is not None and span.call.request_id:
+            # Request ids are unique within an attempt only, for a program may choose them.
             exchanges.setdefault((span.attempt_id, span.call.request_id), []).append(index)
     found: dict[int, Reject] = {}
     for members in exchanges.values():
@@ -105,6 +106,7 @@ def _replaced_by_retry(spans: Sequence[Span], members: Sequence[int]) -> dict[in
         call = spans[index].call
         if call is None or not is_answered(call) or spans[index].is_late:
             continue
+        # A later retry replaces the choices of the earlier ones, even if it has fewer.
         if call.retry_count != retry:
             retry, answered = call.retry_count, {}
         answered[call.choice] = index
@@ -131,6 +133,8 @@ def _unselected(call: ModelCall, who: Who, policy: str | None, pattern: re.Patte
     if policy is not None and call.policy != policy:
         served = f"policy {call.policy!r}" if call.policy else f"model {call.model!r}, which is no configured policy,"
         return Reject(reason="not_selected", detail=f"{served} served it, not {policy!r}")
+    # Titles and summaries of a coding agent share its reward and have nothing to do with it, so
+    # they train only where they are named.
     if semconv.HELPER in who.named and not (pattern and pattern.search(semconv.HELPER)):
         detail = f"a helper call of {who.agent!r}, such as one for a title; agents = {semconv.HELPER!r} selects these"
         return Reject(reason="not_selected", detail=detail)
@@ -141,6 +145,7 @@ def _unselected(call: ModelCall, who: Who, policy: str | None, pattern: re.Patte
 
 
 def _matches(pattern: re.Pattern[str], who: Who) -> bool:
+    # search and not fullmatch, as Agent Lightning's agent_match works.
     return pattern.search(who.agent) is not None or any(pattern.search(name) for name in who.inside)
 
 
@@ -150,6 +155,8 @@ def _unusable(call: ModelCall) -> Reject | None:
         return Reject(reason="error", detail=f"{status}: {call.error}" if call.error else status)
     if not call.is_complete:
         return Reject(reason="incomplete", detail=f"the answer was cut after {call.response_len} tokens")
+    # Their ids stand for placeholders; training on them would teach the model to answer images that
+    # it was not shown.
     if call.inputs:
         return Reject(reason="non_token_input", detail=f"{len(call.inputs)} inputs are not tokens: {call.inputs[0]}")
     if call.ids_missing:
@@ -163,6 +170,8 @@ def _badly_packed(call: ModelCall) -> Reject | None:
         return Reject(reason="missing_token_ids", detail="the record has no prompt ids")
     if not call.response_ids:
         return Reject(reason="empty_response", detail="the model sampled no token")
+    # A record of a foreign program may hold anything; a row of torn ids would be garbage from there
+    # on.
     if len(call.prompt_ids) % 4 or len(call.response_ids) % 4:
         sizes = f"{len(call.prompt_ids)} and {len(call.response_ids)} bytes"
         return Reject(reason="length_mismatch", detail=f"packed ids of {sizes} are not whole int32 numbers")

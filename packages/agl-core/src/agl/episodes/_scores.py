@@ -7,14 +7,21 @@ evaluator, a hook or a person. ``None`` stays ``None``; nothing here turns a mis
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from agl._actors import Enclosing
 from agl.episodes._timeline import Moment, Timeline
-from agl.schemas import Record, Reward, Span
+from agl.schemas import Graded, Record, Reward, Span
 
+R = TypeVar("R", Graded, Reward)
+
+# An evaluator was declared in the experiment, an environment came with the task; hooks, people and
+# agents report beside them.
 _RANK = {"evaluator": 0, "environment": 1}
 _OTHER = 2
+# A late reward of the attempt's own, of its environment or agent, may come from a worker that was
+# declared lost, so it does not count.
 _FROM_OUTSIDE = frozenset({"evaluator", "hook", "human"})
 
 
@@ -54,6 +61,7 @@ def episode_reward(
 def counts(span: Span, options: ScoreOptions) -> bool:
     """True if a reward span is admitted: its source is trusted, and it is not the attempt's own late one."""
     reward = span.reward
+    # An agent that grades itself can learn to grade instead of to work.
     if reward is None or (reward.source == "agent" and not options.trust_agent):
         return False
     return not span.is_late or reward.source in _FROM_OUTSIDE
@@ -66,17 +74,19 @@ def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
     Then: the reward called ``key``; or the weighted sum; or, of the best source, the unnamed reward, else the
     only one. Several named rewards without key and weights give ``None``.
     """
-    named = _by_name([reward for reward in rewards if reward.scope == "rollout"])
+    named = by_name([reward for reward in rewards if reward.scope == "rollout"])
     if not named:
         return Score(value=None, note="no reward about the whole rollout was recorded")
     if options.key is not None:
         return _keyed(named, options.key)
     if options.weights:
         return _weighted(named, options.weights)
-    best = min(rank(reward.source) for reward in named.values())
-    choice = {name: reward for name, reward in named.items() if rank(reward.source) == best}
+    best = min(_rank(reward.source) for reward in named.values())
+    # A worse source never breaks a tie among the best one's rewards.
+    choice = {name: reward for name, reward in named.items() if _rank(reward.source) == best}
     if len(choice) > 1 and "" not in choice:
         names = ", ".join(sorted(choice))
+        # No guess: the sum, the mean and the first are three different objectives.
         return Score(value=None, note=f"several rewards were recorded ({names}); declare a key or weights for them")
     chosen = choice.get("") or next(iter(choice.values()))
     return Score(value=chosen.value, note=_shown_name(chosen, chosen.name))
@@ -102,6 +112,7 @@ def call_rewards(
             continue
         named = found.setdefault(about, {})
         named.pop(reward.name, None)
+        # None takes an earlier value of that name back.
         if reward.value is not None:
             named[reward.name] = reward.value
     return {span_id: sum(named.values()) for span_id, named in found.items() if named}
@@ -120,6 +131,7 @@ class _CallFinder:
         self._agents: dict[str, list[int]] | None = None
 
     def call_of(self, span: Span, reward: Reward) -> str | None:
+        # A reward about a span that names none is about the span in which it was reported.
         target = reward.span_id or (span.parent_id if reward.scope == "span" else None)
         if target is None:
             index = bisect_right(self._moments, self._timeline.start(span)) - 1
@@ -127,12 +139,14 @@ class _CallFinder:
         if target in self._call_ids:
             return target
         about = self._spans.get(target)
+        # An unknown span, or a call that is no candidate, such as a superseded one.
         if about is None or about.call is not None:
             return None
         return self._newest(self._timeline.end(about), self._enclosing.who(about).agent)
 
     def _newest(self, moment: Moment, agent: str) -> str | None:
         """The newest call that began at ``moment`` or before; one of ``agent``, if it made any."""
+        # Built on first use: most rewards are about the rollout or name their call.
         if self._agents is None:
             self._agents = {}
             for index, call in enumerate(self._calls):
@@ -145,17 +159,19 @@ class _CallFinder:
         return self._calls[index].span_id if index >= 0 else None
 
 
-def _by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
-    """The reward that counts under each name: best source first, then the last one."""
-    named: dict[str, Reward] = {}
+def by_name(rewards: Iterable[R]) -> dict[str, R]:
+    """The reward that counts under each name, of rewards in order of time: of the best source the last one."""
+    named: dict[str, R] = {}
     for reward in rewards:
         held = named.get(reward.name)
-        if held is None or rank(reward.source) <= rank(held.source):
+        if held is None or _rank(reward.source) <= _rank(held.source):
+            # Taken out first, so that the dict stays in order of time.
+            named.pop(reward.name, None)
             named[reward.name] = reward
     return named
 
 
-def rank(source: str) -> int:
+def _rank(source: str) -> int:
     """The place of a reward's source: 0 for the best one."""
     return _RANK.get(source, _OTHER)
 
@@ -177,6 +193,7 @@ def _weighted(named: Mapping[str, Reward], weights: Mapping[str, float]) -> Scor
             return Score(value=None, note=f"the weighted reward {name!r} is missing")
         total += weight * found[1]
     names = ", ".join(weights)
+    # Weights and rewards are finite, and their sum may still overflow.
     if not math.isfinite(total):
         return Score(value=None, note=f"the weighted sum of {names} is {total}")
     return Score(value=total, note=f"weighted sum of {names}")
@@ -189,7 +206,7 @@ def _lookup(named: Mapping[str, Reward], key: str) -> tuple[Reward, float | None
     holders = [reward for reward in named.values() if key in reward.dimensions]
     if not holders:
         return None
-    best = min(holders, key=lambda reward: rank(reward.source))
+    best = min(holders, key=lambda reward: _rank(reward.source))
     return best, best.dimensions[key]
 
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, find_disagreement
-from agl.episodes._forest import ForestOptions, build_forest
-from agl.episodes._rejects import Reject, Selection, find_rejects
+from agl.episodes._forest import Decode, build_forest
+from agl.episodes._rejects import Reject, find_rejects
 from agl.episodes._rows import make_rows
 from agl.episodes._scores import ScoreOptions, call_rewards, counts, score
 from agl.episodes._timeline import Timeline, chronological
@@ -18,6 +18,8 @@ from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Sampling, Spa
 
 _KEPT = Reject(reason="", detail="")
 _PLAIN = Sampling()
+# Calls that are no part of what the rollout did. Others are rejected for training only, and a
+# reward about them still says which call it is about.
 _NEVER_REWARDED = frozenset({"superseded", "not_final", "late"})
 
 
@@ -26,13 +28,13 @@ class EpisodeOptions(Record, frozen=True, kw_only=True):
 
     Attributes:
         score: The choice of rewards that train.
-        forest: The settings of the call forest.
+        decode: Shows both sides of a drift as text, such as a tokenizer's ``decode``; ids alone without it.
         unseen: Whether an attempt's calls train if others of its calls bypassed the gateway.
         unattributed: Whether they train if some of them lie in no framework's span while others do.
     """
 
     score: ScoreOptions = ScoreOptions()
-    forest: ForestOptions = ForestOptions()
+    decode: Decode | None = None
     unseen: Verdict = "drop"
     unattributed: Verdict = "accept"
 
@@ -53,7 +55,8 @@ def build_episode(
         attempt: The deciding attempt; ``None`` if none was started. Calls of others are rejected, and their
             rewards do not count.
         spans: May hold late ones, which are rejected; a late reward counts if it comes from outside the attempt.
-        agent_match: Regular expression that selects agents, see :class:`agl.episodes.Selection`.
+        agent_match: Regular expression that selects agents, by :func:`re.search` on the names of agents, and of the
+            nodes and tools within them; ``None`` for all.
         policy: Name of the policy that is trained; ``None`` for all.
         options: See :class:`EpisodeOptions`.
 
@@ -62,13 +65,17 @@ def build_episode(
     chosen = options or EpisodeOptions()
     attempt_id = attempt.attempt_id if attempt else None
     agreement = find_disagreement(spans, attempt_id=attempt_id)
-    transitions = to_transitions(
-        spans,
-        attempt_id=attempt_id,
-        selection=Selection(agent_match=agent_match, policy=policy),
-        options=chosen,
-        reject=_disagreement(agreement, chosen),
-    )
+    timeline = chronological(spans)
+    calls = [span for span in timeline.spans if span.call is not None]
+    enclosing = Enclosing(timeline.spans)
+    who = {span.span_id: enclosing.who(span) for span in calls}
+    rejects = find_rejects(calls, attempt_id=attempt_id, agent_match=agent_match, policy=policy, who=who)
+    against_all = _disagreement(agreement, chosen)
+    if against_all is not None:
+        # A call's own reason comes first: it names what to repair about this call.
+        rejects = {i: rejects.get(i, against_all) for i in range(len(calls))}
+    own_rewards = _rewards_of_calls(timeline, calls, rejects, enclosing, attempt_id, chosen.score)
+    transitions = _transitions(calls, rejects, who, own_rewards, chosen)
     # Credit decides by itself which sources it trusts, and cannot see which rewards are late.
     rewards = admitted_rewards(spans, attempt_id, replace(chosen.score, trust_agent=True))
     admitted = admitted_rewards(spans, attempt_id, chosen.score)
@@ -84,30 +91,19 @@ def build_episode(
     )
 
 
-def to_transitions(
-    spans: Sequence[Span],
-    *,
-    attempt_id: str | None,
-    selection: Selection,
+def _transitions(
+    calls: Sequence[Span],
+    rejects: Mapping[int, Reject],
+    who: Mapping[str, Who],
+    rewards: Mapping[str, float],
     options: EpisodeOptions,
-    reject: Reject | None = None,
 ) -> tuple[Transition, ...]:
-    """Every model call of ``spans`` in order of time, placed in the forest or with its reject reason.
-
-    ``reject`` is a reason against all of them; a call's own reason comes first.
-    """
-    timeline = chronological(spans)
-    calls = [span for span in timeline.spans if span.call is not None]
-    enclosing = Enclosing(timeline.spans)
-    who = {span.span_id: enclosing.who(span) for span in calls}
-    rejects = find_rejects(calls, attempt_id=attempt_id, selection=selection, who=who)
-    if reject is not None:
-        rejects = {i: rejects.get(i, reject) for i in range(len(calls))}
+    """Every model call in order of time, placed in the forest or with its reject reason."""
     kept = [i for i in range(len(calls)) if i not in rejects]
-    forest = build_forest([calls[i] for i in kept], options=options.forest)
+    # Rejected calls are left out of the forest: a call that extends one starts a branch, as if that were no sample.
+    forest = build_forest([calls[i] for i in kept], decode=options.decode)
     placed = dict(zip(kept, forest.branch, strict=True))
     drift = {kept[i]: text for i, text in forest.drift.items()}
-    rewards = _rewards_of_calls(timeline, calls, rejects, enclosing, attempt_id, options.score)
     turns = _turns(calls, who)
     return tuple(
         _transition(
@@ -125,6 +121,7 @@ def to_transitions(
 
 def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
     """The reason why no call of an incompletely recorded attempt trains."""
+    # A tool's own model is no policy of the experiment: what it said is in the tool's result.
     missed = [call for call in found.unseen if not call.is_foreign]
     if missed and options.unseen == "drop":
         detail = f"{len(missed)} model calls of the attempt were not recorded; {missed[0].client} made one"
@@ -167,6 +164,8 @@ def _turns(calls: Sequence[Span], who: Mapping[str, Who]) -> list[int]:
     requests: dict[tuple[str, str], dict[str, int]] = {}
     turns: list[int] = []
     for span in calls:
+        # A turn is one decision of the agent; retries and the choices of n > 1 are samples of one
+        # decision.
         own = requests.setdefault((span.attempt_id, who[span.span_id].agent), {})
         request = span.call.request_id if span.call else ""
         turns.append(own.setdefault(request or span.span_id, len(own)))
@@ -196,6 +195,7 @@ def _transition(
         reward=reward,
         reject=reject.reason,
         detail=reject.detail or drift,
+        # The default of OpenAI's API.
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         is_distribution_changed=sampling != _PLAIN and sampling.changes_distribution,
         finish_reason=call.finish_reason,

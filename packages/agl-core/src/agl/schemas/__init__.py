@@ -4,8 +4,19 @@ from agl.schemas._base import SCHEMA_VERSION, Json, Record
 from agl.schemas._call import Dialect, ModelCall, Sampling, pack_floats, pack_ids, unpack_floats, unpack_ids
 from agl.schemas._codec import decode, encode, from_json, to_builtins, to_json
 from agl.schemas._ids import attempt_id_of, new_rollout_id, new_span_id, new_trace_id, rollout_id_of
-from agl.schemas._probe import PROBE_FILE, WeightsProbe, read_probe, write_probe
-from agl.schemas._resource import LLM, JsonResource, NamedResources, PromptTemplate, Resource, ResourceVersion, Weights
+from agl.schemas._resource import (
+    LLM,
+    PROBE_FILE,
+    JsonResource,
+    NamedResources,
+    PromptTemplate,
+    Resource,
+    ResourceVersion,
+    Weights,
+    WeightsProbe,
+    read_probe,
+    write_probe,
+)
 from agl.schemas._rollout import (
     TERMINAL_ROLLOUT,
     Attempt,

@@ -3,7 +3,10 @@
 import string
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas._base import SCHEMA_VERSION, Json, Record
@@ -33,6 +36,7 @@ class LLM(Record, frozen=True, kw_only=True, tag="llm"):
         already, it is the endpoint itself.
         """
         is_routed = f"/rollout/{rollout_id}/attempt/{attempt_id}/" in self.endpoint
+        # Only a gateway understands such a path, and only an agent's own copy has a token.
         if rollout_id is None or attempt_id is None or not self.api_key or is_routed:
             return self.endpoint
         root = self.endpoint.removesuffix("/").removesuffix("/v1")
@@ -78,6 +82,7 @@ class PromptTemplate(Record, frozen=True, kw_only=True, tag="prompt_template"):
         """
         if self.engine != "f-string":
             return frozenset()
+        # A placeholder may look into its value: {task.name}, {rows[0]}.
         return frozenset(name.split(".")[0].split("[")[0] for name in _placeholders(self.template))
 
 
@@ -93,6 +98,25 @@ class Weights(Record, frozen=True, kw_only=True, tag="weights"):
     uri: str
     base_model: str = ""
     format: Literal["hf", "lora"] = "hf"
+
+
+PROBE_FILE = "probe.json"
+"""Name of the file in a directory of weights."""
+
+
+class WeightsProbe(Record, frozen=True, kw_only=True):
+    """The log-probabilities that weights give to a fixed text, by which a server's weights are recognised.
+
+    The exporter of weights writes them beside the weights; the loader compares them with the server's. Some servers
+    report a reload as successful and go on serving other weights.
+
+    Attributes:
+        token_ids: The text, [N], N at least 2.
+        logprobs: Natural log-probability of every token but the first, given those before it, [N - 1].
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 class JsonResource(Record, frozen=True, kw_only=True, tag="json"):
@@ -131,6 +155,33 @@ class ResourceVersion(Record, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
+def write_probe(folder: Path, probe: WeightsProbe) -> None:
+    """Put the probe beside the weights in ``folder``."""
+    (folder / PROBE_FILE).write_bytes(msgspec.json.encode(probe))
+
+
+def read_probe(folder: Path) -> WeightsProbe | None:
+    """The probe beside the weights in ``folder``, ``None`` if there is none.
+
+    Raises:
+        ConfigError: The file is not a probe.
+    """
+    path = folder / PROBE_FILE
+    if not path.is_file():
+        return None
+    try:
+        probe = msgspec.json.decode(path.read_bytes(), type=WeightsProbe)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is not a probe of weights ({error}); export them again, or remove it") from error
+    # Of one token nothing can be predicted.
+    if len(probe.token_ids) < 2 or len(probe.logprobs) != len(probe.token_ids) - 1:
+        raise ConfigError(
+            f"{path} has {len(probe.token_ids)} tokens and {len(probe.logprobs)} log-probabilities, which must be one "
+            "fewer; export the weights again, or remove it"
+        )
+    return probe
+
+
 def _placeholders(template: str) -> Iterator[str]:
     parse = string.Formatter().parse
     for _, name, style, _ in parse(template):
@@ -146,5 +197,7 @@ def _render_jinja(template: str, values: dict[str, object]) -> str:
         sandbox = import_module("jinja2.sandbox")
     except ImportError as error:
         raise ConfigError("a jinja prompt template needs jinja2; run: pip install jinja2") from error
+    # Sandboxed, because prompts come from optimisers, that is from models. Strict, because an empty
+    # value would pass unseen.
     environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
     return str(environment.from_string(template).render(values))

@@ -1,14 +1,14 @@
 """The store kit: the store contract over the tables of a backend, and the memory store."""
 
-from agl.stores._memory import MemoryStore
-from agl.stores._memory_tables import MemoryTables
+from agl.stores._leases import MAX_ATTEMPTS, deadline
+from agl.stores._memory import MemoryStore, MemoryTables
 from agl.stores._operations import closed, documents_of, expire, unknown_attempt
-from agl.stores._reading import all_spans, read_recordings
-from agl.stores._rules import MAX_ATTEMPTS, MAX_SEQUENCE, deadline, is_wanted, placed, select, sort_key, start_of
+from agl.stores._queries import all_spans, is_wanted, read_recordings, select, sort_key, start_of
 from agl.stores._store import TableStore
 from agl.stores._tables import Backend, Reads, Tables, Work
 from agl.stores._tallies import counted, place_of, reward_of, share_of
 from agl.stores._urls import shown_url, web_parts, without_credentials
+from agl.stores._values import MAX_SEQUENCE, placed
 from agl.stores._wake_up import WakeUp
 
 __all__ = [

@@ -28,7 +28,9 @@ from agl.errors import ConflictError, FencedError, NotFoundError, StoreError
 from agl.schemas import Attempt, Claim, Outcome, Record, ResourceVersion, Rollout, Span
 from agl.schemas import _codec as codec
 from agl.schemas._rollout import NO_TALLY
-from agl.stores import _rules as rules
+from agl.stores import _leases as leases
+from agl.stores import _queries as queries
+from agl.stores import _values as values
 from agl.stores._tables import Reads, Tables
 from agl.stores._tallies import counted, share_of
 
@@ -80,9 +82,10 @@ def enqueue(tables: Tables, rollouts: Sequence[Rollout]) -> list[Rollout]:
     for rollout in rollouts:
         known = new.get(rollout.rollout_id) or tables.rollout(rollout.rollout_id)
         if known is None:
-            known = new[rollout.rollout_id] = rules.new_rollout(rollout, now=tables.now)
-        elif not rules.is_same(rules.definition(known), rules.definition(rules.copied(rollout))):
-            raise rules.conflict("rollout", rollout.rollout_id)
+            known = new[rollout.rollout_id] = values.new_rollout(rollout, now=tables.now)
+        # Copied first, as the known one was: a tuple in a task comes back as a list.
+        elif not values.is_same(values.definition(known), values.definition(values.copied(rollout))):
+            raise values.conflict("rollout", rollout.rollout_id)
         stored.append(known)
     tables.add(list(new.values()))
     return stored
@@ -92,10 +95,11 @@ def claim(
     tables: Tables, *, worker: str, limit: int, lease_s: float, experiment: str | None, claim_id: str
 ) -> list[Claim]:
     """See :meth:`agl.contracts.Store.claim`, without the waiting."""
+    # The same claim again: its answer was lost. Whatever was opened then is still the caller's.
     if claim_id and (running := tables.claimed(claim_id)):
         return running
     claims = [
-        rules.open_attempt(rollout, worker=worker, claim_id=claim_id, lease_s=lease_s, now=tables.now)
+        leases.open_attempt(rollout, worker=worker, claim_id=claim_id, lease_s=lease_s, now=tables.now)
         for rollout in tables.queued(experiment, limit)
     ]
     tables.save(claims)
@@ -106,13 +110,16 @@ def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
     """Take back attempts whose claimer left before it received them."""
     for claim in claims:
         current = tables.held(claim.attempt.attempt_id)
+        # Meanwhile it may have lapsed, or another call of the same worker may have renewed it.
         if current is not None and current.attempt == claim.attempt:
-            tables.save_rollouts([rules.release(current)])
+            tables.save_rollouts([leases.release(current)])
 
 
 def renew(tables: Tables, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
     """See :meth:`agl.contracts.Store.renew`."""
     found = [need_held(tables, attempt_id) for attempt_id in attempt_ids]
+    # An attempt that is decided has no lease; that its id is missing in the answer is how a worker
+    # learns of it.
     held = [claim for claim in found if claim.attempt.status == "running"]
     renewed = [replace(claim.attempt, lease_until=tables.now + lease_s, lease_s=lease_s) for claim in held]
     tables.save([replace(claim, attempt=a) for claim, a in zip(held, renewed, strict=True)], is_logged=False)
@@ -124,16 +131,19 @@ def finish(tables: Tables, outcomes: Sequence[Outcome]) -> list[Rollout]:
     after: dict[str, Claim] = {}
     decided: dict[str, Claim] = {}
     for outcome in outcomes:
-        rules.check_spans(outcome.spans, attempt_id=outcome.attempt_id)
+        values.check_spans(outcome.spans, attempt_id=outcome.attempt_id)
+        # Two outcomes of one attempt may come in one call.
         current = after.get(outcome.attempt_id) or need_held(tables, outcome.attempt_id)
-        settled = rules.settle(current, outcome, now=tables.now)
+        settled = leases.settle(current, outcome, now=tables.now)
         if settled is not None:
             decided[outcome.attempt_id] = settled
         after[outcome.attempt_id] = settled or current
+    # Before the attempts are saved as decided, or the outcome's own spans would be marked late.
     new = tables.insert_spans([span for outcome in outcomes for span in outcome.spans])
     own = _by_attempt(new)
     attempts = ((claim.rollout, counted(claim.attempt, own.pop(key, ()))) for key, claim in decided.items())
     _save_decided(tables, [Claim(rollout=rollout, attempt=attempt) for rollout, attempt in attempts])
+    # Spans of outcomes that were repeated; those of decided attempts were counted with them.
     _count(tables, own)
     return [after[outcome.attempt_id].rollout for outcome in outcomes]
 
@@ -156,7 +166,9 @@ def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
 
 def expire(tables: Tables) -> None:
     """Decide every attempt that is overdue; the first thing that every transaction does."""
-    lapsed = (rules.lapse(claim, now=tables.now) for claim in tables.overdue())
+    # Where a lost worker is noticed: tables.overdue() reads the index of deadlines, so that looking
+    # costs nothing while all workers are alive.
+    lapsed = (leases.end_overdue(claim, now=tables.now) for claim in tables.overdue())
     _save_decided(tables, [claim for claim in lapsed if claim is not None])
 
 
@@ -173,10 +185,13 @@ def _count(tables: Tables, spans: Mapping[str, Sequence[Span]]) -> None:
             continue
         claim = need_held(tables, attempt_id)
         after = counted(claim.attempt, own)
+        # Nothing that counts: most batches of spans have neither a call nor a reward.
         if after is claim.attempt:
             continue
         tables.save([replace(claim, attempt=after)], is_logged=False)
         if claim.rollout.is_finished and claim.rollout.attempt_id == attempt_id:
+            # A late reward changes a finished rollout's share: the new one is added and the old one
+            # taken out.
             tables.add_statistics([share_of(claim.rollout, after), share_of(claim.rollout, claim.attempt).negative])
 
 
@@ -189,7 +204,7 @@ def _by_attempt(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
 def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
     """See :meth:`agl.contracts.Store.append_spans`."""
-    rules.check_spans(spans)
+    values.check_spans(spans)
     for attempt_id, rollout_id in dict.fromkeys((span.attempt_id, span.rollout_id) for span in spans):
         _ = need_held(tables, attempt_id) if attempt_id else need_rollout(tables, rollout_id)
     _count(tables, _by_attempt(tables.insert_spans(spans)))
@@ -233,11 +248,13 @@ def recordings(
         if isinstance(spans, SpanQuery):
             parts = [_chosen(reads, rollout.rollout_id, spans)]
         else:
+            # "" stands for spans that belong to the rollout and to no attempt.
             ids = {"none": [], "deciding": [None], "all": ["", *(attempt.attempt_id for attempt in attempts)]}[spans]
             parts = [reads.spans(rollout.rollout_id, attempt_id=each, limit=most) for each in ids]
         is_whole = all(len(part) < most for part in parts)
         own = [span for part in parts for span in part]
         found.append(Recording(rollout=rollout, attempts=attempts, spans=own, is_whole=is_whole))
+        # Measured after reading: a store cannot know the size of a page before.
         max_bytes -= sum(len(codec.encode(span)) for span in own)
         if max_bytes < 0:
             break
@@ -246,9 +263,9 @@ def recordings(
 
 def _chosen(reads: Reads, rollout_id: str, query: SpanQuery) -> list[Span]:
     """A page of the attempt's spans that a query selects; reads the attempt in small parts, twice for an agent."""
-    around = Enclosing([rules.bare(span) for span in _scan(reads, rollout_id, query, 0)] if query.agent else [])
+    around = Enclosing([queries.bare(span) for span in _scan(reads, rollout_id, query, 0)] if query.agent else [])
     spans = _scan(reads, rollout_id, query, query.after)
-    return list(islice((span for span in spans if rules.is_chosen(span, query, around)), query.limit))
+    return list(islice((span for span in spans if queries.is_chosen(span, query, around)), query.limit))
 
 
 def _scan(reads: Reads, rollout_id: str, query: SpanQuery, after: int) -> Iterator[Span]:
@@ -263,22 +280,23 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     A rollout that is here already stays as it is; one that runs, or has another definition here, raises
     :class:`ConflictError`, and then nothing is added.
     """
-    rules.check_ids([recording.rollout for recording in recordings])
+    values.check_ids([recording.rollout for recording in recordings])
     known = {recording.rollout.rollout_id: tables.rollout(recording.rollout.rollout_id) for recording in recordings}
     for recording in recordings:
         there, here = recording.rollout, known[recording.rollout.rollout_id]
-        if here is not None and not rules.is_same(rules.definition(here), rules.definition(there)):
-            raise rules.conflict("rollout", there.rollout_id)
+        if here is not None and not values.is_same(values.definition(here), values.definition(there)):
+            raise values.conflict("rollout", there.rollout_id)
         if there.status == "running":
             raise ConflictError(f"rollout {there.rollout_id!r} is running; copy it once it has finished")
     new = [recording for recording in recordings if known[recording.rollout.rollout_id] is None]
-    tables.add([rules.unbegun(recording.rollout) for recording in new])
+    tables.add([values.unbegun(recording.rollout) for recording in new])
     spans = [span for recording in new for span in recording.spans]
     tables.insert_spans([span for span in spans if not span.is_late])  # in time, because no attempt is decided yet
     own = _by_attempt(spans)
     attempts = [(each.rollout, replace(attempt, tally=NO_TALLY)) for each in new for attempt in each.attempts]
     claims = [Claim(rollout=r, attempt=counted(a, own.get(a.attempt_id, ()))) for r, a in attempts]
     tables.save(claims, is_logged=False)
+    # After their attempts are saved as decided, by which the tables know them as late.
     tables.insert_spans([span for span in spans if span.is_late])
     tables.save_rollouts([recording.rollout for recording in new])
     finished = [recording.rollout for recording in new if recording.rollout.is_finished]
@@ -291,14 +309,14 @@ def publish(tables: Tables, versions: Sequence[ResourceVersion]) -> None:
     """See :meth:`agl.contracts.Store.publish`."""
     new: dict[tuple[str, str], ResourceVersion] = {}
     for version in versions:
-        rules.check_secrets(version)
-        version = rules.copied(version)
+        values.check_secrets(version)
+        version = values.copied(version)
         key = (version.name, version.version)
         known = new.get(key) or tables.version(*key)
         if known is None:
             new[key] = version
-        elif not rules.is_same(known, version):
-            raise rules.conflict("resource version", f"{version.name}@{version.version}")
+        elif not values.is_same(known, version):
+            raise values.conflict("resource version", f"{version.name}@{version.version}")
     for version in new.values():
         tables.add_version(version)
 
@@ -359,11 +377,14 @@ def save_state(
 ) -> None:
     """See :meth:`agl.contracts.Store.save_state`."""
     for key, value in (expected or {}).items():
+        # The second value: this very call may have been carried out before, and its answer lost.
         if (tables.get(document("state", last=key)) or b"") not in (value, states.get(key, value)):
             raise FencedError(f"state {key!r} was changed by another process; nothing was saved: load it again")
     pairs = documents_of(states)
     for entry in trained:
         for key, step in documents_of(entry).items():
+            # The ledger is what keeps a rollout from being trained twice, also by a trainer that
+            # was cut off and goes on.
             if tables.get(key) not in (None, step):
                 raise ConflictError(
                     f"{key[-200:]!r} was trained on in step {tables.get(key)!r} already and not in step {entry.step}; "
@@ -424,6 +445,7 @@ def documents_of(
     match kept:
         case LabelMove(name=name, label=label):
             history = document("moves", name, label, last=f"{kept.moved_at:024.9f}")  # as fine as a float
+            # Two keys for one move: the newest by label, which is read often, and the history.
             keys = [document("labels", name, last=label), history]
             return {**dict.fromkeys(keys, codec.encode(kept)), document("labelled", last=name): b""}
         case VersionScore(name=name, version=version):

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from agl import semconv
 from agl.contracts import Moments, Statistics
 from agl.episodes import ScoreOptions, counts, score
-from agl.episodes._scores import rank
+from agl.episodes._scores import by_name
 from agl.schemas import Attempt, Graded, Reward, Rollout, Span, Tally
-from agl.stores._rules import MAX_COUNT, is_name
+from agl.stores._queries import MAX_COUNT
+from agl.stores._values import is_name
 
 _BY_RULE = ScoreOptions()
 
@@ -30,7 +31,9 @@ def counted(attempt: Attempt, spans: Iterable[Span]) -> Attempt:
     graded: list[Graded] = []
     for span in spans:
         call, reward = span.call, span.reward
+        # A late call was made by an attempt that no longer counts.
         if call is not None and not span.is_late:
+            # Retries and failures too: they cost what they cost.
             calls += 1
             prompts += call.prompt_len or _reported(span, semconv.INPUT_TOKENS)
             responses += call.response_len or _reported(span, semconv.OUTPUT_TOKENS)
@@ -63,9 +66,11 @@ def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
     """The share of a finished rollout in the statistics of its step, by its deciding attempt if it has one."""
     tally, reward = attempt.tally if attempt else Tally(), reward_of(attempt)
     algorithm, step = rollout.metadata.get("algorithm"), rollout.metadata.get("step")
+    # One value: its mean is the value, its squared difference from it 0.
     moments = Moments() if reward is None or abs(reward) > _LARGEST else Moments(count=1, mean=reward)
     return Statistics(
         experiment=rollout.experiment,
+        # Metadata are the user's own and may hold anything under these keys.
         algorithm=algorithm if isinstance(algorithm, str) and is_name(algorithm) else "",
         step=step if type(step) is int and 0 <= step <= MAX_COUNT else None,
         mode=rollout.mode,
@@ -73,6 +78,7 @@ def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
         failed=int(rollout.status == "failed"),
         cancelled=int(rollout.status == "cancelled"),
         reward=moments,
+        # Never negative, although a clock may have been set back in between.
         seconds=max(0.0, rollout.finished_at - rollout.started_at) if rollout.started_at else 0.0,
         calls=tally.calls,
         prompt_tokens=tally.prompt_tokens,
@@ -87,14 +93,10 @@ def place_of(of: Statistics) -> tuple[str, str, int, str]:
 
 def _standing(graded: Sequence[Graded]) -> tuple[Graded, ...]:
     """Those that count, of each name the last one of the best source, in order of time."""
+    # Programs that report over OTLP may leave out times; then the order in which the store numbered them has to do.
     is_timed = all(each.start_ns > 0 for each in graded)
-    kept: dict[str, Graded] = {}
-    for each in sorted(graded, key=lambda each: (each.start_ns if is_timed else 0, each.sequence)):
-        held = kept.get(each.name)
-        if held is None or rank(each.source) <= rank(held.source):
-            kept.pop(each.name, None)
-            kept[each.name] = each
-    return tuple(kept.values())
+    ordered = sorted(graded, key=lambda each: (each.start_ns if is_timed else 0, each.sequence))
+    return tuple(by_name(ordered).values())
 
 
 def _reported(span: Span, name: str) -> int:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from agl._actors import Who
 from agl._lazy import lazy_names
 from agl._redact import redact
+from agl.tracing._activate import activate
 from agl.tracing._caller import who
-from agl.tracing._context import ActiveAttempt, activate, current, current_span_id
+from agl.tracing._context import ActiveAttempt, SpanRecorder, current, current_span_id
 from agl.tracing._import_watch import ImportWatch
 from agl.tracing._open_span import OpenSpan, current_span, note_model_call, open_span, stepped
 from agl.tracing._patches import Undo, around_attempts, patch, patch_subclasses
-from agl.tracing._recorder import SpanRecorder
 from agl.tracing._routing import WHO_HEADER, decode_names, upstreams_for
 from agl.tracing._span_values import plain
 from agl.tracing._spans import chat_spans, make_reward_span

@@ -1,20 +1,18 @@
-"""The current attempt, kept in one context variable that tasks, threads and executors inherit.
+"""The current attempt, kept in one context variable, with the spans that are open in it and a buffer for finished ones.
 
-:func:`activate` is the only way into a rollout. While at least one rollout is active in the process, threads and
-executors carry context variables and HTTP clients are watched; after the last one the originals are restored.
+:func:`agl.tracing.activate` sets it, and is the only way into a rollout.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from agl.contracts import Responder, Tracer, Upstream
 from agl.schemas import Span
-from agl.tracing import _patches
 from agl.tracing._spans import check_reward
 
 if TYPE_CHECKING:
@@ -42,6 +40,8 @@ class OpenSpans:
 
     def __init__(self) -> None:
         self._open: dict[str, OpenItem] = {}
+        # Spans that a tracer named as current before it opened them: the first mention is the best
+        # known beginning.
         self._named: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -63,11 +63,13 @@ class OpenSpans:
 
     def since(self, span_id: str) -> int:
         """The time at which a span began; until its tracer opens it, the time at which it was first named."""
+        # A dict's methods are atomic in CPython, so no lock is needed for one step.
         opened = self._open.get(span_id)
         return opened.since if opened is not None else self._named.setdefault(span_id, time.perf_counter_ns())
 
     def abandon_all(self) -> None:
         """End everything, the newest first."""
+        # The newest first, so that children end before their parents.
         for span_id in reversed(tuple(self._open)):
             if (opened := self.take(span_id)) is not None:
                 opened.abandon()
@@ -108,6 +110,8 @@ class ActiveAttempt:
         Raises:
             CaptureError: The span brings a reward that is NaN or infinite.
         """
+        # Here and not only in the store: the agent's own traceback shows where the number came
+        # from.
         check_reward(span.reward, span.rollout_id)
         try:
             self.record(span)
@@ -115,71 +119,73 @@ class ActiveAttempt:
             _log.exception("The span %r of attempt %s could not be recorded.", span.name, self.attempt_id)
 
 
+class SpanRecorder:
+    """A thread-safe buffer of finished spans, in the order in which they finished; it grows until it is drained.
+
+    The agent's threads only append; the runner drains in batches while the attempt runs and once more at its end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._spans: list[Span] = []
+
+    def __len__(self) -> int:
+        """The number of waiting spans."""
+        return len(self._spans)
+
+    def record(self, span: Span) -> None:
+        """Add a finished span; never raises."""
+        with self._lock:
+            self._spans.append(span)
+
+    def drain(self) -> list[Span]:
+        """Remove and return all waiting spans, oldest first."""
+        with self._lock:
+            taken, self._spans = self._spans, []
+        return taken
+
+
 EnteredSpans: TypeAlias = "tuple[OpenSpan, Any] | None"
 """The spans that a context has entered, as a linked list with the last one first; ``None`` for none."""
 
-_CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
-_ENTERED: ContextVar[EnteredSpans] = ContextVar("agl_entered_spans", default=None)
+# A context variable and no global: many rollouts run in one process, in tasks and threads.
+CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
+ENTERED: ContextVar[EnteredSpans] = ContextVar("agl_entered_spans", default=None)
 
 
 def current() -> ActiveAttempt | None:
     """The attempt to which the running code belongs, ``None`` outside a rollout."""
-    return _CURRENT.get()
+    return CURRENT.get()
 
 
 def entered_spans() -> EnteredSpans:
     """The spans that this context has entered, from the innermost open one; ended ones before it are dropped."""
-    found = _ENTERED.get()
+    found = ENTERED.get()
+    # The usual case needs no write.
     if found is None or found[0].is_open:
         return found
     while found is not None and not found[0].is_open:
         found = found[1]
-    _ENTERED.set(found)
+    ENTERED.set(found)
     return found
 
 
 def enter(span: "OpenSpan") -> None:
     """Make a span the innermost one of this context."""
-    _ENTERED.set((span, entered_spans()))
+    ENTERED.set((span, entered_spans()))
 
 
 def leave(span: "OpenSpan") -> None:
     """Make the span around ``span`` the innermost one again, if ``span`` is the innermost one here."""
-    found = _ENTERED.get()
+    found = ENTERED.get()
+    # Closed in another context, or out of order: entered_spans drops it there.
     if found is not None and found[0] is span:
-        _ENTERED.set(found[1])
-
-
-class activate:  # noqa: N801  # used like a function: with agl.tracing.activate(attempt)
-    """Make ``attempt`` current for the body, with the patches that it needs.
-
-    Activations nest and overlap freely between tasks and threads; enter and leave one in the same context. Spans and
-    unread streams that the body leaves open are recorded as incomplete when it ends. An activation that is entered
-    and never left stays for the rest of the process.
-    """
-
-    def __init__(self, attempt: ActiveAttempt) -> None:
-        self._attempt = attempt
-        self._stack = ExitStack()
-
-    def __enter__(self) -> ActiveAttempt:
-        with self._stack as stack:
-            _patches.hold(self)
-            stack.callback(_patches.release, self)
-            stack.callback(_ENTERED.reset, _ENTERED.set(None))
-            stack.callback(_CURRENT.reset, _CURRENT.set(self._attempt))
-            stack.callback(self._attempt.spans.abandon_all)
-            _patches.enter_scopes(stack, self._attempt)
-            self._stack = stack.pop_all()
-        return self._attempt
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        ENTERED.set(found[1])
 
 
 def current_span_id() -> str | None:
     """Id of the innermost span here: an open one, a framework's, or the attempt's root; ``None`` outside a rollout."""
-    attempt = _CURRENT.get()
+    attempt = CURRENT.get()
     return None if attempt is None else innermost(attempt)
 
 
@@ -191,9 +197,12 @@ def innermost(attempt: ActiveAttempt) -> str:
     here = entered_spans()
     while here is not None and not (here[0].attempt is attempt and here[0].is_parent and here[0].is_open):
         here = here[1]
+    # -1: every other span began after the root.
     span_id, since = (attempt.root_span_id, -1) if here is None else (here[0].span_id, here[0].since)
     for tracer in attempt.tracers:
         named = _span_named_by(tracer)
+        # Of two claims to be the innermost, the one that began later is inside the other: both
+        # enclose the running code.
         if named is not None and named != span_id and (began := attempt.spans.since(named)) > since:
             span_id, since = named, began
     return span_id

@@ -1,4 +1,4 @@
-"""Functions with which an agent reports rewards, observations, messages, objects and exceptions.
+"""Functions with which an agent reports rewards, observations, messages, objects, exceptions and its own operations.
 
 Outside a rollout every emitter returns at once, whatever its arguments, so instrumented code runs unchanged in
 production. Inside, each records one span below the innermost one. Emitted text is scrubbed of credentials; halves of
@@ -6,9 +6,11 @@ characters become escapes, and integers beyond 64 bits become text, because no s
 arguments raise; failures to record are logged.
 """
 
-import math
-from collections.abc import Mapping
-from typing import Any, SupportsFloat, TypeAlias, cast
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import TracebackType
+from typing import Any, Self, SupportsFloat, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -17,9 +19,10 @@ from agl._redact import redact
 from agl.errors import CaptureError
 from agl.schemas import Reward, RewardScope
 from agl.tracing._context import current, innermost
-from agl.tracing._open_span import open_span
+from agl.tracing._open_span import OpenSpan, open_span
 from agl.tracing._spans import make_reward_span
 
+F = TypeVar("F", bound=Callable[..., Any])
 RewardValue: TypeAlias = SupportsFloat | Mapping[str, SupportsFloat | None] | None
 
 _SCOPES = ("rollout", "turn", "span")
@@ -48,6 +51,7 @@ def emit_reward(
         CaptureError: Inside a rollout only: not a number, NaN or infinite, an unknown scope or dimension.
     """
     attempt = current()
+    # First of all: outside a rollout not even the arguments are looked at.
     if attempt is None:
         return
     if scope not in _SCOPES or (scope == "span" and not span_id):
@@ -55,12 +59,12 @@ def emit_reward(
             f"emit_reward got scope={scope!r} and span_id={span_id!r}; "
             'use scope="rollout", scope="turn", or scope="span" with the span_id it is about.'
         )
-    dimensions: dict[str, float | None] = {}
+    dimensions: dict[str, Any] = {}
+    scalar: Any = value
+    # The test of the type first: isinstance with an abstract class costs more than all else here.
     if type(value) is not float and isinstance(value, Mapping):
-        dimensions = _dimensions(cast("Mapping[str, Any]", value))
+        dimensions = {str(key): part for key, part in cast("Mapping[Any, Any]", value).items()}
         scalar = _primary(dimensions, primary)
-    else:
-        scalar = _finite(value, what="the reward")
     reward = Reward(
         value=scalar, name=name, dimensions=dimensions, scope=scope, span_id=span_id, feedback=redact(str(feedback))
     )
@@ -77,11 +81,8 @@ def emit_observation(*, role: str, content: Any) -> None:
 
 def emit_message(message: str, /, **attributes: Any) -> None:
     """Report a line of text, with further attributes."""
-    if current() is None:
-        return
-    if not isinstance(message, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
-        raise CaptureError(f"emit_message got {type(message).__name__}; pass text, or use emit_object for JSON values.")
-    _emit("message", {semconv.MESSAGE: message, **attributes})
+    if current() is not None:
+        _emit("message", {semconv.MESSAGE: str(message), **attributes})
 
 
 def emit_object(value: Any, /, *, name: str = "object", **attributes: Any) -> None:
@@ -93,6 +94,7 @@ def emit_object(value: Any, /, *, name: str = "object", **attributes: Any) -> No
     if current() is None:
         return
     try:
+        # Now and not at the end of the rollout: the agent may change the object afterwards.
         body = msgspec.to_builtins(value, str_keys=True)
     except (TypeError, RecursionError) as error:
         raise CaptureError(
@@ -103,24 +105,18 @@ def emit_object(value: Any, /, *, name: str = "object", **attributes: Any) -> No
 
 def emit_exception(error: BaseException, /, **attributes: Any) -> None:
     """Report an exception that the agent handled, with its traceback."""
-    if current() is None:
-        return
-    if not isinstance(error, BaseException):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
-        raise CaptureError(f"emit_exception got {type(error).__name__}; pass the exception that was caught.")
-    _emit(f"exception {type(error).__qualname__}", attributes, error)
+    if current() is not None:
+        _emit(f"exception {type(error).__qualname__}", attributes, error)
 
 
 def _emit(name: str, attributes: dict[str, Any], error: BaseException | None = None) -> None:
     """Record a span of this instant, below the innermost one."""
+    # Opened and closed at once, so that it lies below the innermost span like any other.
     span = open_span(name, attributes=attributes, is_current=False)
     span.close(error, status="unset" if error is None else "error", end_ns=span.start_ns)
 
 
-def _dimensions(value: Mapping[str, SupportsFloat | None]) -> dict[str, float | None]:
-    return {str(key): _finite(item, what=f"the dimension {key!r}") for key, item in value.items()}
-
-
-def _primary(dimensions: dict[str, float | None], primary: str) -> float | None:
+def _primary(dimensions: Mapping[str, Any], primary: str) -> Any:
     if primary:
         if primary not in dimensions:
             raise CaptureError(
@@ -130,15 +126,68 @@ def _primary(dimensions: dict[str, float | None], primary: str) -> float | None:
     return next(iter(dimensions.values())) if len(dimensions) == 1 else None
 
 
-def _finite(value: Any, *, what: str) -> float | None:
-    if value is None:
-        return None
-    if type(value) is not float and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
-        raise CaptureError(f"{what} is {value!r} ({type(value).__name__}); pass a number, None, or a mapping of them.")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise CaptureError(f"{what} is no finite number ({error}); pass one, None, or a mapping of them.") from error
-    if not math.isfinite(number):
-        raise CaptureError(f"{what} is {number}; pass a finite number, or None when there is no reward.")
-    return number
+class operation:  # noqa: N801  # used like a function: with agl.operation("search")
+    """Record a span around a ``with`` block, an ``async with`` block, or every call of a decorated function.
+
+    Spans, rewards and model calls made inside become its children. An exception passes through untouched and is
+    recorded; a failure to record is logged and never raised. Outside a rollout nothing happens. One object serves
+    one block; a decorator may run concurrently.
+
+    Args:
+        name: The span's name.
+        attributes: The span's attributes, such as ``**{"gen_ai.agent.name": "writer"}``; JSON values.
+    """
+
+    # On the class, because outside a rollout only the two attributes below are ever set.
+    _span: OpenSpan | None = None
+
+    def __init__(self, name: str, /, **attributes: Any) -> None:
+        self.name = name
+        self._attributes = attributes
+
+    @property
+    def span_id(self) -> str | None:
+        """Id of the open span, for ``emit_reward(..., scope="span", span_id=...)``; ``None`` outside a rollout."""
+        return (self._span.span_id or None) if self._span else None
+
+    def set(self, **attributes: Any) -> None:
+        """Add attributes while the block runs."""
+        self._attributes.update(attributes)
+
+    def __enter__(self) -> Self:
+        if current() is not None:
+            self._span = open_span(self.name, attributes=self._attributes)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._span is not None:
+            self._span.close(error)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function or coroutine function; generators are refused, use ``with`` inside them."""
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise CaptureError(
+                f"operation({self.name!r}) cannot decorate the generator {function.__qualname__}: "
+                "its span would end before its body runs. Use `with agl.operation(...)` inside it."
+            )
+        name, attributes = self.name, self._attributes
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with operation(name, **attributes):
+                return function(*args, **kwargs)
+
+        @wraps(function)
+        async def run_async(*args: Any, **kwargs: Any) -> Any:
+            with operation(name, **attributes):
+                return await function(*args, **kwargs)
+
+        return cast("F", run_async if inspect.iscoroutinefunction(function) else run)

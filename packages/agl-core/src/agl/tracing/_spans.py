@@ -1,5 +1,6 @@
 """Model calls and rewards as spans, by the GenAI conventions."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -8,10 +9,11 @@ from msgspec.structs import replace
 
 from agl import semconv
 from agl.errors import CaptureError
-from agl.schemas import Dialect, Json, ModelCall, Reward, Span, encode
+from agl.schemas import Dialect, Json, ModelCall, Reward, Span
 from agl.schemas._ids import new_span_id
 from agl.tracing._span_values import whole
 
+# chat is the convention's word for every other API.
 _OPERATIONS: dict[Dialect, str] = {"completions": semconv.OP_TEXT_COMPLETION, "embeddings": semconv.OP_EMBEDDINGS}
 
 
@@ -59,10 +61,19 @@ def make_reward_span(
     Numbers of other types become floats, and halves of characters become escapes.
 
     Raises:
-        CaptureError: The reward is NaN or infinite, or holds what is no number.
+        CaptureError: A value of the reward is NaN, infinite, or not a number.
     """
-    reward = _carried(reward, rollout_id)
-    check_reward(reward, rollout_id)
+    about = f"the reward {reward.name!a} of rollout {rollout_id!r}"
+    dimensions = {whole(key): _finite(part, f"{key!a} of {about}") for key, part in reward.dimensions.items()}
+    reward = replace(
+        reward,
+        value=_finite(reward.value, about),
+        name=whole(reward.name),
+        dimensions=dimensions,
+        weights={whole(key): float(part) for key, part in reward.weights.items()},
+        feedback=whole(reward.feedback),
+    )
+    # A reward is an instant: it has no duration.
     now, name = time.time_ns(), reward.name or "reward"
     attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: name}
     if reward.value is not None:
@@ -83,30 +94,21 @@ def make_reward_span(
     )
 
 
-def _carried(reward: Reward, rollout_id: str) -> Reward:
-    """The reward as stores carry it; the same object where they carry it as it is."""
+def _finite(value: Any, about: str) -> float | None:
+    """The number as a float, whatever class it is of, as NumPy and torch have their own."""
+    if value is None:
+        return None
+    if type(value) is not float and (isinstance(value, str | bytes) or not hasattr(value, "__float__")):
+        raise CaptureError(f"{about} is {value!r} ({type(value).__name__}); pass a number, or None.")
     try:
-        encode(reward)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    else:
-        return reward
-    try:
-        carried = replace(
-            reward,
-            value=None if reward.value is None else float(reward.value),
-            name=whole(reward.name),
-            dimensions={whole(key): None if part is None else float(part) for key, part in reward.dimensions.items()},
-            weights={whole(key): float(part) for key, part in reward.weights.items()},
-            feedback=whole(reward.feedback),
-        )
-        encode(carried)
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
         raise CaptureError(
-            f"the reward {reward.name!a} of rollout {rollout_id!r} cannot be stored: {error}; give finite numbers "
-            "with texts as names and feedback"
+            f"{about} is not a finite number ({error}); pass one, None, or a mapping of them."
         ) from error
-    return carried
+    if not math.isfinite(number):
+        raise CaptureError(f"{about} is {number}; pass a finite number, or None when there is no reward.")
+    return number
 
 
 def check_reward(reward: Reward | None, rollout_id: str) -> None:
@@ -128,6 +130,7 @@ def _attributes(call: ModelCall, framework_span_id: str) -> dict[str, Any]:
         semconv.FINISH_REASONS: [call.finish_reason] if call.finish_reason else None,
         semconv.MODEL_VERSION: call.model_version,
         semconv.ERROR_TYPE: _error_type(call),
+        # By this link, and never by names or times, a call is joined to the agent that made it.
         semconv.FRAMEWORK_SPAN_ID: framework_span_id,
         **_usage(_mapping(answer.get("usage")), call),
     }
@@ -137,16 +140,19 @@ def _attributes(call: ModelCall, framework_span_id: str) -> dict[str, Any]:
 def _error_type(call: ModelCall) -> str:
     if not call.error:
         return ""
+    # The conventions ask for the status code where there is one.
     return str(call.status_code) if call.status_code >= 400 else "incomplete" if call.status_code else "no_response"
 
 
 def _usage(counted: dict[str, Any], call: ModelCall) -> dict[str, int]:
     """Token counts: those of the ids where there are some, else the backend's."""
+    # OpenAI's word first, then that of Anthropic and of the Responses API.
     prompt = call.prompt_len or counted.get("prompt_tokens", counted.get("input_tokens"))
     response = call.response_len or counted.get("completion_tokens", counted.get("output_tokens"))
     pairs = ((semconv.INPUT_TOKENS, prompt), (semconv.OUTPUT_TOKENS, response))
     return {name: value for name, value in pairs if isinstance(value, int)}
 
 
+# The same as as_dict of agl.dialects, which a program that only emits rewards should not have to import.
 def _mapping(value: object) -> dict[str, Any]:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

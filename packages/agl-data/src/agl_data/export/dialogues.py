@@ -6,7 +6,7 @@ from typing import Any
 from agl.dialects import call_messages
 from agl.schemas import Episode, Span
 from agl_data.export.conversations import LEFT_OUT, arguments_of, function_of, objects_in
-from agl_inspect.chat_tools import chat_tools
+from agl_inspect.exports import chat_tools
 from agl_inspect.rollouts import comparable
 
 

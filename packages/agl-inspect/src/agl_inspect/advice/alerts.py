@@ -11,6 +11,7 @@ from agl_inspect.advice.suggestions import Suggestion
 from agl_inspect.records.state import run_key
 
 AlertKind = Literal["suggestion", "collapse"]
+"""What raised an alert."""
 
 
 class Alert(Record, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
-from agl_run.messages import Messages, value_for_agent
+from agl_run import Messages
+from agl_run.engine import value_for_agent
 
 TextResource = PromptTemplate | JsonResource
 """A resource that has a text; models and weights have none."""

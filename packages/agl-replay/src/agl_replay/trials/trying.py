@@ -71,7 +71,7 @@ async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, foun
         try:
             episodes = await collector.run(found.rollouts)
             found.is_complete = True
-            driver.reports.agreement.report(episodes, trains=False)
+            driver.agreement.report(episodes, trains=False)
         finally:
             await cancel_unfinished(driver.session.store, driver.name)
             found.ran = await _read(driver.session.store, collector, found.rollouts)

@@ -132,7 +132,11 @@ def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> 
 def _commands(result: FitResult, store_url: str) -> list[str]:
     """Return the commands that show the run; curves and suggestions need a step."""
     looks = [("runs",), ("show", "latest"), ("why", "latest"), ("data", "export", "--output", "runs.jsonl")]
-    of_steps = [("plot", result.experiment), ("suggest", result.experiment)] if any(result.steps.values()) else []
+    of_steps = (
+        [("metrics", "--plot", result.experiment), ("metrics", "--suggest", result.experiment)]
+        if any(result.steps.values())
+        else []
+    )
     return [command(*words, store_url=store_url) for words in (*looks, *of_steps)]
 
 
@@ -143,8 +147,8 @@ def _exports(result: FitResult, config: ExperimentConfig, store_url: str) -> dic
     for name in tuned:
         live = result.resources[name]  # after a rollback an older one than commands take by themselves
         which = f"{name}@{live}"
-        weights = [("export", which, "--format", "model", "--output", f"{name}-model")]
-        others = [("resources", "show", name, live), ("export", which, "--format", "json")]
+        weights = [("data", "export", which, "--format", "model", "--output", f"{name}-model")]
+        others = [("resources", "show", name, live), ("data", "export", which, "--format", "json")]
         words = weights if name in config.policy else others
         found[name] = ", ".join(command(*each, store_url=store_url) for each in words)
     return found

@@ -13,14 +13,12 @@ from statistics import fmean
 from agl.contracts import StepReport
 from agl.schemas import TERMINAL_ROLLOUT, Episode
 from agl_inspect.statistics import interval
+from agl_run.watch.observers import Batch, Observer
 
 _WINDOW_S = 30
 """Seconds over which the rate of rollouts is measured."""
 
 _MOST_REWARDS = 10_000
-
-_GIANT = 1e150
-"""Rewards from here on are not shown: sums of their squares are no floats."""
 
 
 class Tally:
@@ -130,23 +128,23 @@ class AlgorithmView:
     def collected(self, episodes: Iterable[Episode]) -> None:
         """Note the rewards of training rollouts of the step under way."""
         for episode in episodes:
-            if episode.reward is not None and abs(episode.reward) < _GIANT:
+            if episode.reward is not None:
                 self._groups[episode.rollout.group_id].append(episode.reward)
 
-    def stepped(self, report: StepReport, *, left: str) -> None:
+    def stepped(self, report: StepReport) -> None:
         """Note the end of a step, whose reported reward counts before the mean of its rollouts."""
-        self.step, self.left, self.is_finished, self.work = report.step, left, report.is_finished, None
+        self.step, self.is_finished, self.work = report.step, report.is_finished, None
         means = [fmean(rewards) for rewards in self._groups.values()]
         self._groups.clear()
         reward = report.metrics.get("reward", fmean(means) if means else math.nan)
-        if abs(reward) < _GIANT:
+        if math.isfinite(reward):
             low, high = interval(means)
             self.reward, self.spread = reward, (high - low) / 2 if math.isfinite(high) else None
             self.rewards.append(reward)
 
 
 @dataclass(kw_only=True)
-class RunView:
+class RunView(Observer):
     """The numbers of a run.
 
     Attributes:
@@ -160,6 +158,16 @@ class RunView:
     tallies: dict[str, Tally] = field(default_factory=dict[str, Tally])
     validation: tuple[int, float] | None = None
     best: tuple[int, float] | None = None
+
+    def batch(self, batch: Batch) -> None:
+        """Note the rewards of a step under way."""
+        if batch.trains and batch.is_own and batch.caller in self.algorithms:
+            self.algorithms[batch.caller].collected(batch.kept)
+
+    async def step(self, report: StepReport, *, algorithm: str) -> None:
+        """Note the end of a step."""
+        if algorithm in self.algorithms:
+            self.algorithms[algorithm].stepped(report)
 
     def tally(self, caller: str) -> Tally:
         """Return the counts of a caller's rollouts."""

@@ -9,8 +9,7 @@ from agl.schemas import Record, Rollout, Weights
 from agl_inspect.forecast import Observed, observe
 from agl_inspect.records import TRIAL, run_of
 from agl_run.plan import Plan
-from agl_run.run.collector import episode_of, read_finished, selection_of, training_reward
-from agl_run.watch.agreement import AgreementPolicy
+from agl_run.run.episodes import episode_of, read_finished, selection_of, training_reward
 
 LIMIT = 256
 """Rollouts at most that a plan is made from: the newest."""
@@ -85,7 +84,7 @@ async def read(store: Store, plan: Plan, source: Source, rollouts: Sequence[Roll
     selections = {config.name: selection_of(plan, config) for config in plan.config.algorithm}
     selections = selections or {"": selection_of(plan, None)}
     observed: dict[str, list[Observed]] = {name: [] for name in selections}
-    section, agreement = plan.config.experiment, AgreementPolicy(plan.config.experiment)
+    section = plan.config.experiment
     ids = [rollout.rollout_id for rollout in rollouts]
     others = {one.rollout_id: _another(rollouts, place) for place, one in enumerate(rollouts)}
     for start in range(0, len(ids), _BATCH):
@@ -93,7 +92,7 @@ async def read(store: Store, plan: Plan, source: Source, rollouts: Sequence[Roll
             other = others[recording.rollout.rollout_id]
             for name, selection in selections.items():
                 episode = episode_of(recording, selection)
-                trains, left_out = training_reward(episode, section, agreement)
+                trains, left_out = training_reward(episode, section)
                 observed[name].append(
                     observe(recording, episode, trains=trains, left_out=left_out, other=other.task if other else None)
                 )

@@ -14,7 +14,8 @@ from agl.schemas import Record
 from agl_inspect.advice import Suggestion
 from agl_inspect.records import AlgorithmState, Validation, has_fallen, run_key
 from agl_run.plan import VALIDATION
-from agl_run.run.driver import DrivenAlgorithm, Driver
+from agl_run.run.algorithm import DrivenAlgorithm
+from agl_run.run.driver import Driver
 from agl_run.run.finalists import missing_files
 
 RATE = 0.5

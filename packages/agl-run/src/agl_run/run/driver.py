@@ -1,35 +1,27 @@
-"""Drives the algorithms: sets each up, takes its steps, saves its state, and refuses to train a rollout twice."""
+"""Drives a run: commits the steps of its algorithms, validates between them, and tells its observers."""
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import (
-    Algorithm,
-    AlgorithmContext,
-    CheckedAlgorithm,
+    CallUse,
     Credit,
     ExperimentRecord,
     Metric,
-    Policy,
-    ReversibleAlgorithm,
     StepReport,
 )
-from agl.errors import AglError, ConfigError
-from agl.hints import did_you_mean
-from agl.schemas import Episode, Json, Resource, ResourceVersion
+from agl.schemas import Episode, Json
 from agl_inspect.advice import AlertKind, Suggestion, keep_alert
 from agl_inspect.records import (
     AlgorithmState,
     Validations,
-    deferred,
     experiment_of,
     failures_of,
     files_of,
@@ -37,31 +29,24 @@ from agl_inspect.records import (
     rewards_of,
     save_progress,
     saved_marks,
-    step_line,
-    trained_rollouts,
-    version_of_step,
 )
-from agl_inspect.rollouts import StepTallies, TrainingRecord, keep_tallies, save_training
 from agl_inspect.statistics import mean
-from agl_run.config.settings import changed_settings, training_settings
 from agl_run.display.progress import Progress
 from agl_run.display.run_view import AlgorithmView, RunView
 from agl_run.parts.counterfactual import check_replays
-from agl_run.parts.waiting import StepTimes, steps_in_all, told
 from agl_run.plan import VALIDATION
-from agl_run.run.collector import Collector, RunReports
+from agl_run.run.collector import Collector
 from agl_run.run.recorded import SourceReader, Sources
-from agl_run.run.saving import Collecting, SaveFn, to_end
 from agl_run.run.session import Session
 from agl_run.watch.agent_patterns import PatternReport
-from agl_run.watch.agreement import AgreementPolicy
+from agl_run.watch.agreement import AgreementReport
 from agl_run.watch.failures import FailureReport
 from agl_run.watch.sampling import SamplingReport
-from agl_run.watch.step_shares import StepShares
-from agl_run.watch.step_watch import StepWatch
+from agl_run.watch.steps import StepShares, StepWatch, TallyObserver
 
-ENDS_SOON_S = 1.0
-"""Seconds for which a run that stops says nothing, because a step that waits for rollouts ends at once."""
+if TYPE_CHECKING:
+    from agl_run.run.algorithm import DrivenAlgorithm
+    from agl_run.watch.observers import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +74,10 @@ class Driver:
         is_trial: Missed model calls are reported only, even if the settings say that they end the run.
 
     Attributes:
-        reports: The reports on the run's rollouts.
+        observers: Everything that watches the run, in the order in which it is called.
+        failures: The observer that counts the rollouts that failed.
+        patterns: The observer of patterns that match no agent.
+        agreement: The observer of model calls that are missing from the records.
         validations: The run's validations; load them first.
         view: The numbers of the run that a display shows.
         on_logged: Called when the store has new numbers.
@@ -104,15 +92,17 @@ class Driver:
         self.progress = progress
         url, names = session.store_url, [config.name for config in session.plan.config.algorithm]
         self.view = RunView(algorithms={name: AlgorithmView(name=name) for name in names})
-        self.reports = RunReports(
-            failures=FailureReport(store_url=url),
-            agreement=AgreementPolicy(session.plan.config.experiment, is_trial=is_trial, store_url=url),
-            sampling=SamplingReport(store_url=url),
-            patterns=PatternReport(),
-            view=self.view,
-            steps=StepTallies(),
-            shares=StepShares(session.worker.places, is_judged=bool(session.plan.config.reward)),
-            store_url=url,
+        self.failures, self.patterns = FailureReport(store_url=url), PatternReport(session.plan)
+        self.agreement = AgreementReport(session.plan.config.experiment, is_trial=is_trial, store_url=url)
+        self.observers: Sequence[Observer] = (
+            StepShares(session.worker.slots.count, is_judged=bool(session.plan.config.reward)),
+            TallyObserver(session.store, state),
+            SamplingReport(store_url=url),
+            self.failures,
+            self.patterns,
+            self.agreement,
+            self.view,
+            StepWatch(self._suggest),
         )
         self.validations = Validations(
             session.store,
@@ -157,20 +147,14 @@ class Driver:
 
     def collector(self, name: str, algorithm: AlgorithmConfig | None, *, credit: Credit | None = None) -> Collector:
         """Make a collector whose rollout ids contain ``name``."""
-        session = self.session
-        if session.worker.failure is None:
-            raise AglError("the worker is not running")
         return Collector(
-            plan=session.plan,
+            self.session,
             run=self.state.run,
             caller=name,
-            store=session.store,
-            feed=session.feed,
-            live=session.live.versions,
-            progress=lambda done, total, text: self.progress.update(f"{name} rollouts", done, total, text),
             algorithm=algorithm,
-            failure=session.worker.failure,
-            reports=self.reports,
+            observers=self.observers,
+            tally=self.view.tally(name),
+            progress=lambda done, total, text: self.progress.update(f"{name} rollouts", done, total, text),
             credit=credit,
             log=lambda step, values: self._note_replays(name, step, values),
         )
@@ -200,25 +184,29 @@ class Driver:
         """Return the number of steps that wait to be saved, of all algorithms or of one."""
         return sum(turn is None or turn is each for each, _ in self._waiting)
 
-    async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> StepReport:
-        """Log a step's metrics, save it with all that waits unless it may wait too, then tell the observers.
+    async def measure(
+        self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]] | None = None
+    ) -> dict[str, float]:
+        """Return the metrics of a step that its algorithm does not see: those of the observers, and of replays."""
+        found = dict(self._replays.pop(caller, {}))
+        for observer in self.observers:
+            found |= await observer.measure(caller, step=step, uses=uses or {})
+        return found
 
-        Returns the report with the metrics that the algorithm does not see.
+    async def _suggest(self, algorithm: str, found: Suggestion) -> None:
+        """Show what keeps an algorithm from learning, and store it as an alert."""
+        self.progress.say(f"{algorithm}: {found.evidence}. To change that: {found.change}")
+        await self.alert("suggestion", found, key=algorithm)
+
+    async def commit(self, turn: "DrivenAlgorithm", report: StepReport, *, is_stopping: bool) -> None:
+        """Log a step's metrics, save it with all that waits unless it may wait too, then call the plugins' observers.
 
         The metrics come first: a step that is saved is not repeated, so a kill in between would lose them. Those of a
         step that is repeated replace them.
         """
-        name = turn.name
-        metrics = {
-            **self._replays.pop(name, {}),
-            **self.reports.sampling.take(name),
-            **self.reports.shares.take(name),
-            **report.metrics,
-        }
-        report = msgspec.structs.replace(report, metrics=metrics)
         async with self._lock:
             number = self.state.turn + 1
-            await self._log(name, report, turn=number)
+            await self._log(turn.name, report, turn=number)
             self.state = msgspec.structs.replace(self.state, turn=number)
             self._waiting.append((turn, report))
             is_validated = self.is_validated(number)
@@ -228,8 +216,7 @@ class Driver:
                 self._due.append(await self.now())
         async with self._changed:
             self._changed.notify_all()
-        self._tell(name, report, turn=number)
-        return report
+        self._notify(turn.name, report, turn=number)
 
     async def now(self) -> Moment:
         """Return the present moment."""
@@ -280,7 +267,7 @@ class Driver:
             await self._changed.wait()
 
     async def alert(self, kind: AlertKind, found: Suggestion, *, key: str) -> None:
-        """Keep what a rule found in the run, once for each key, and let observers and sinks tell it."""
+        """Keep what a rule found in the run, once for each key, and let plugins and sinks report it."""
         if await keep_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
             facts = msgspec.structs.asdict(found)
             manager = self.session.plan.manager
@@ -320,7 +307,7 @@ class Driver:
             await self.session.store.log_metrics(metrics)
             self.on_logged()
 
-    def _tell(self, name: str, report: StepReport, *, turn: int) -> None:
+    def _notify(self, name: str, report: StepReport, *, turn: int) -> None:
         """Call the observers of a step."""
         plan = self.session.plan
         plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **self._place(name, turn))
@@ -331,7 +318,7 @@ class Driver:
     async def record(self, tasks: Sequence[Json]) -> None:
         """Run every task once and show a summary, for an experiment without an algorithm."""
         collected = await self.collector("record", None)(tasks, step=1, mode="test")
-        await keep_tallies(self.session.store, self.state, self.reports.steps.take("record", step=1, uses={}))
+        await self.measure("record", step=1)
         rewards = [episode.reward for episode in collected.episodes if episode.reward is not None]
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
         mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
@@ -371,322 +358,12 @@ class Driver:
             self.validated = episodes
         reward, failed = mean(rewards_of(episodes)), failures_of(episodes)
         report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
-        tallies = self.reports.steps.take(VALIDATION, step=step, uses={})
-        await keep_tallies(self.session.store, self.state, tallies)
+        await self.measure(VALIDATION, step=step)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated
         await self.validations.add(turn=step, versions=versions, steps=files, episodes=episodes, states=states)
-        self._tell(VALIDATION, report, turn=step)
+        self._notify(VALIDATION, report, turn=step)
         self.view_validations()
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)
         note = f" ({failed} of {len(tasks)} failed)" if failed else ""
         self.progress.say(f"validation reward after step {step}: {reward:.3f}{note}")
         return reward
-
-
-class DrivenAlgorithm:
-    """One algorithm in a schedule: sets it up when its turn comes, steps it, saves its state."""
-
-    def __init__(self, driver: Driver, config: AlgorithmConfig, state: AlgorithmState) -> None:
-        self._driver = driver
-        self._config = config
-        self._state = state
-        self._save: SaveFn | None = None
-        self._collecting = Collecting()
-        self._credit = driver.credit(config)
-        self._settings = training_settings(driver.session.plan.config, config)
-        self._algorithm: Algorithm | None = None
-        self._trained: set[str] = set()
-        self._published: list[str] = []
-        manager = driver.session.plan.manager
-        self._total = steps_in_all(manager.resolve(manager.algorithm(config.use)), config.params)
-        self._times = StepTimes()
-        self._watch = StepWatch(config.name)
-        self.is_finished = state.is_finished
-        self._view = driver.view.algorithms[config.name]
-        self._view.step, self._view.total, self._view.is_finished = state.step, self._total, state.is_finished
-
-    @property
-    def name(self) -> str:
-        """Its name within the experiment."""
-        return self._config.name
-
-    @property
-    def steps(self) -> int:
-        """Steps so far, including those before a restart."""
-        return self._state.step
-
-    @property
-    def tunes(self) -> tuple[str, ...]:
-        """Names of the resources that it tunes."""
-        return self._config.tunes
-
-    @property
-    def state(self) -> AlgorithmState:
-        """Its state after the last step."""
-        return self._state
-
-    async def save(self, *, must: bool) -> bool:
-        """Let the algorithm write what its state names; returns true once it has, see ``defer`` of its context."""
-        return self._save is None or await self._save(must)
-
-    async def check(self) -> None:
-        """Let the algorithm check its needs before its turn; builds and closes it."""
-        algorithm = self._build()
-        try:
-            if isinstance(algorithm, CheckedAlgorithm):
-                await algorithm.check(self._context())
-        finally:
-            await algorithm.close()
-
-    async def begin(self) -> None:
-        """Build, set up and restore the algorithm, once."""
-        if self._algorithm is not None:
-            return
-        session, name = self._driver.session, self._config.name
-        self._algorithm = algorithm = session.algorithm(self._config)
-        with told(f"setting up the algorithm {name}", say=self._driver.progress.say):
-            await algorithm.setup(self._context())
-        if self._state.step:
-            await algorithm.restore(self._state.state)
-            changed = ", ".join(changed_settings(self._state.settings, self._settings))
-            other = f" with other settings: {changed}" if changed else ""
-            self._driver.progress.say(f"{name}: continues after step {self._state.step}{other}")
-        self._trained = await trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
-        self._times = StepTimes()
-        self._view.has_begun = True
-        self._driver.progress.update(f"{name} steps", self._state.step, self._total)
-
-    async def step(self) -> None:
-        """Take one step; raises :class:`AglError` if it trains a rollout twice.
-
-        A step that is cancelled while others wait to be saved is only interrupted where it collects: in the middle of
-        an update the weights would belong to no step.
-        """
-        if self._algorithm is None:
-            raise AglError("begin() was not called")
-        name = self._config.name
-        self._published.clear()
-        report, is_stopping = await self._report(self._algorithm)
-        if report.step != self._state.step + 1 and not (report.is_finished and report.step == self._state.step):
-            raise AglError(
-                f"algorithm {name!r} reported step {report.step} after step {self._state.step}; "
-                "steps count from 1 and continue after a restore. This is a defect of the algorithm"
-            )
-        twice = self._trained.intersection(report.trained)
-        if twice:
-            raise AglError(
-                f"algorithm {name!r} trained {sorted(twice)[0]!r} a second time. This is a defect of the algorithm"
-            )
-        self._trained.update(report.trained)
-        self._state = AlgorithmState(
-            step=report.step,
-            is_finished=report.is_finished,
-            stop_reason=report.stop_reason,
-            state=dict(self._algorithm.state()),
-            settings=self._settings,
-        )
-        await self._keep_uses(report)
-        report = msgspec.structs.replace(report, published=tuple(self._published) or report.published, uses={})
-        whole = await to_end(self._driver.commit(self, report, is_stopping=is_stopping))
-        self.is_finished = report.is_finished
-        self._driver.progress.update(f"{name} rollouts", 0, 0)
-        left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
-        self._view.stepped(report, left=left)
-        self._driver.progress.update(f"{name} steps", report.step, self._total, left)
-        line = step_line(
-            name,
-            report.step,
-            metrics=report.metrics,
-            has_published=bool(report.published),
-            total=self._total,
-            ending=(report.stop_reason, left),
-        )
-        self._driver.progress.say(line)
-        for found in self._watch.add(whole):
-            self._driver.progress.say(f"{name}: {found.evidence}. To change that: {found.change}")
-            await self._driver.alert("suggestion", found, key=name)
-        if is_stopping:
-            raise asyncio.CancelledError
-
-    async def _report(self, algorithm: Algorithm) -> tuple[StepReport, bool]:
-        """Take a step; returns its report, and true if the run was stopped meanwhile."""
-        step = asyncio.ensure_future(algorithm.step())
-        try:
-            return await asyncio.shield(step), False
-        except asyncio.CancelledError:
-            if not self._driver.waiting():
-                step.cancel()
-                return await step, True
-            patience = ENDS_SOON_S if self._collecting.is_under_way else 0.0
-            self._collecting.stop()
-            telling = asyncio.get_running_loop().call_later(patience, self._tell_stopping, step)
-            try:
-                return await step, True
-            finally:
-                telling.cancel()
-
-    def _tell_stopping(self, step: "asyncio.Task[StepReport]") -> None:
-        """Say that a step goes on although the run stops: it is in its update."""
-        if not step.done():
-            self._driver.progress.say(
-                f"stopping {self.name} once it has ended its update and saved it; stop it again to end at once, "
-                "and --resume repeats what is not saved"
-            )
-
-    @property
-    def can_go_back(self) -> bool:
-        """True if the algorithm, which has begun, can continue from an earlier state."""
-        return isinstance(self._algorithm, ReversibleAlgorithm)
-
-    async def go_back(self, state: AlgorithmState | None, *, rate: float) -> AlgorithmState:
-        """Let the algorithm, which has begun, continue from an earlier state with smaller steps; returns its new state.
-
-        The live versions must be those of that state already. ``None`` is the state before its first step.
-        """
-        if not isinstance(self._algorithm, ReversibleAlgorithm):
-            raise AglError(f"algorithm {self.name!r} cannot go back to an earlier state")
-        await self._algorithm.go_back({} if state is None else state.state, rate=rate)
-        self._state = msgspec.structs.replace(self._state, state=dict(self._algorithm.state()))
-        return self._state
-
-    def stopped(self, reason: str) -> AlgorithmState:
-        """Return the state of the algorithm as one that ended for ``reason`` before its last step."""
-        return msgspec.structs.replace(self._state, is_finished=True, stop_reason=reason)
-
-    async def end(self) -> None:
-        """Save what waits to be saved, and release the algorithm."""
-        await self._save_last()
-        self._view.has_begun = False
-        self._driver.progress.update(f"{self._config.name} rollouts", 0, 0)
-        self._driver.progress.update(self._config.name, 0, 0)
-        self._driver.progress.update(f"{self._config.name} steps", 0, 0)
-        algorithm, self._algorithm = self._algorithm, None
-        if algorithm is not None:
-            await algorithm.close()
-
-    async def _keep_uses(self, report: StepReport) -> None:
-        """Store what the step did with each call, and its sums, before it is saved: no saved step lacks them."""
-        driver, algorithm, step = self._driver, self._config.name, report.step
-        records = {
-            rollout_id: TrainingRecord(
-                experiment=driver.name, run=driver.state.run, algorithm=algorithm, step=step, calls=calls
-            )
-            for rollout_id, calls in report.uses.items()
-        }
-        await save_training(driver.session.store, records)
-        tallies = driver.reports.steps.take(algorithm, step=step, uses=report.uses)
-        await keep_tallies(driver.session.store, driver.state, tallies)
-
-    async def _save_last(self) -> None:
-        """Save the steps that wait where a run ends before its time; says how many are repeated if that fails."""
-        driver, waiting = self._driver, self._driver.waiting()
-        if self._algorithm is None or not self._driver.waiting(self):
-            return
-        problem = "an update was interrupted"
-        try:
-            if await to_end(driver.save_waiting()):
-                return
-        except (AglError, OSError) as error:  # why the run ends is told, and not that it could not be saved either
-            problem = str(error)
-        count = "the last step is" if waiting == 1 else f"the last {waiting} steps are"
-        driver.progress.say(f"{count} not saved ({problem}); --resume repeats them with the rollouts that they had")
-
-    def _build(self) -> Algorithm:
-        manager = self._driver.session.plan.manager
-        return manager.build(manager.algorithm(self._config.use), **self._config.params)
-
-    def _context(self) -> AlgorithmContext:
-        driver, config = self._driver, self._config
-        session = driver.session
-        plan = session.plan
-        collector = driver.collector(config.name, config, credit=self._credit)
-        return AlgorithmContext(
-            experiment=plan.name,
-            name=config.name,
-            tunes=config.tunes,
-            train=plan.train,
-            val=plan.val,
-            validation=len(driver.validation_tasks),
-            validated=lambda: driver.validated,
-            seed=plan.config.experiment.seed,
-            workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.name),
-            folder=plan.folder,
-            store=session.store,
-            credit=self._credit,
-            collect=self._collecting.watched(collector),
-            sources=config.source,
-            recorded=self._collecting.watched(driver.recorded(config, collector)),
-            publish=self._publish,
-            propose=self._propose,
-            kept=lambda: driver.validations.kept(config.name),
-            live=session.live.versions,
-            endpoint=session.endpoint,
-            current=session.live.current,
-            policy=self._policy,
-            progress=self._work,
-            say=lambda text: driver.progress.say(f"{config.name}: {text}"),
-            clock=time.time,
-            defer=self._defer if driver.can_wait else None,
-            agents=config.agents,
-        )
-
-    def _defer(self, save: SaveFn) -> None:
-        self._save = save
-
-    def _work(self, done: int, total: int, text: str) -> None:
-        """Show what the algorithm does within a step."""
-        self._view.work = (done, total, text)
-        self._driver.progress.update(self._config.name, done, total, text)
-
-    def _policy(self, name: str) -> Policy:
-        policies = self._driver.session.policies
-        if name not in policies:
-            hint = did_you_mean(name, policies, otherwise=f"there are {sorted(policies)}")
-            raise ConfigError(f"there is no policy {name!r}; {hint}")
-        return policies[name]
-
-    async def _publish(
-        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
-    ) -> ResourceVersion:
-        driver = self._driver
-        waits = {} if self._save is None else deferred(driver.name, driver.state.run)
-        version = self._version(name, resource, step=step, metadata={**(metadata or {}), **waits})
-        version = await self._driver.session.publish(version)
-        self._published.append(f"{name}@{version.version}")
-        return version
-
-    async def _propose(
-        self,
-        name: str,
-        resource: Resource,
-        *,
-        step: int,
-        key: str,
-        parent: str = "",
-        metadata: Mapping[str, Json] | None = None,
-    ) -> ResourceVersion:
-        version = self._version(name, resource, step=step, metadata={**(metadata or {}), "candidate": True})
-        named = msgspec.structs.replace(version, version=f"{version.version}-{key}", parent=parent or version.parent)
-        return await self._driver.session.live.publish(named)
-
-    def _version(
-        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None
-    ) -> ResourceVersion:
-        driver, config = self._driver, self._config
-        if name not in config.tunes:
-            raise ConfigError(f"algorithm {config.name!r} may not publish {name!r}; it tunes {config.tunes}")
-        return ResourceVersion(
-            name=name,
-            version=version_of_step(driver.name, driver.state.run, config.name, step),
-            resource=resource,
-            parent=driver.session.live.current(name).version,
-            algorithm=config.name,
-            step=step,
-            created_at=time.time(),
-            metadata=dict(metadata or {}),
-        )
-
-
-def _make_folder(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path

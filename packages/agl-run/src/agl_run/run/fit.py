@@ -19,8 +19,9 @@ from agl_run.display.summary import LiveSummary
 from agl_run.parts.build import build_rewards, check_algorithms
 from agl_run.parts.waiting import told
 from agl_run.plan import Plan
+from agl_run.run.algorithm import DrivenAlgorithm
 from agl_run.run.collapse import CollapseError, CollapseGuard
-from agl_run.run.driver import DrivenAlgorithm, Driver, Moment
+from agl_run.run.driver import Driver, Moment
 from agl_run.run.finalists import Choice, choose
 from agl_run.run.resume import Beginning, begin
 from agl_run.run.schedule import run_schedule
@@ -145,9 +146,8 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
 async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
     """Run the experiment from its start or where it was stopped, and conclude the reports."""
     before, choice = await _run(driver, turns)
-    driver.reports.sampling.conclude()
-    driver.reports.patterns.conclude()
-    driver.reports.failures.conclude()
+    for observer in driver.observers:
+        observer.end()
     plan = driver.session.plan
     found = {one.turn: one.mean for one in driver.validations.all()} | ({} if before is None else {0: before})
     best, best_step = max(((mean, turn) for turn, mean in found.items()), default=(None, 0))
@@ -162,8 +162,8 @@ async def _fit(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> FitResult:
         steps={c.name: (await driver.load(c)).step for c in plan.config.algorithm},
         resources=driver.session.live.versions(),
         workdir=str(plan.workdir),
-        failed=driver.reports.failures.counts.failed,
-        errors=driver.reports.failures.counts.errors,
+        failed=driver.failures.counts.failed,
+        errors=driver.failures.counts.errors,
     )
 
 

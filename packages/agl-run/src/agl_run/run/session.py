@@ -38,7 +38,7 @@ from agl_run.parts.gateway import gateway_params, placed
 from agl_run.parts.models import policy_params
 from agl_run.parts.waiting import loading, told
 from agl_run.plan import Plan
-from agl_run.run.collector import FinishFeed
+from agl_run.run.finish_feed import FinishFeed
 from agl_run.run.lock import ExperimentLock
 from agl_run.worker.address import advertised_url, local_url
 from agl_run.worker.announcement import Announcement, Serving, make_serving, withdraw

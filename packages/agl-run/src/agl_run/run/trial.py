@@ -70,7 +70,7 @@ class Tasks:
         """Run tasks, ``samples`` times each; again for further ones."""
         collected = await self._collect(tasks, step=self._rounds, n=samples, mode=mode, keeps_all=True)
         self._rounds += 1
-        self._driver.reports.patterns.conclude()
+        self._driver.patterns.end()
         return collected.episodes
 
 

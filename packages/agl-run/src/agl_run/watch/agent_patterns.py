@@ -1,6 +1,6 @@
 """Reports ``agents`` and ``roles`` patterns, of policies, algorithms and credits, that match no recorded agent.
 
-A pattern that matches nothing is told after the first rollouts; a name within one, such as ``author`` in
+A pattern that matches nothing is reported after the first rollouts; a name within one, such as ``author`` in
 ``write|author``, only at the end of the run, because its agent may be needed late.
 """
 
@@ -14,6 +14,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.errors import ConfigError
 from agl.schemas import Episode, Transition
 from agl_run.plan import Plan
+from agl_run.watch.observers import Batch, Observer
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -24,13 +25,22 @@ _Matches = Callable[[str, str], object]
 """Matches a pattern with a name, as the user of the pattern does."""
 
 
-class PatternReport:
+class PatternReport(Observer):
     """The names of all patterns that have matched no agent in a run, with the names of the agents that were seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._checks: dict[str, AgentPatternCheck] = {}
         self._unmatched: dict[str, set[str]] = {}
         self._seen: set[str] = set()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
+
+    def batch(self, batch: Batch) -> None:
+        """Check the patterns that concern the caller; see :meth:`AgentPatternCheck.check`."""
+        if batch.mode != "val" and batch.caller not in self._checks:
+            self._checks[batch.caller] = AgentPatternCheck(self._plan, batch.algorithm, report=self)
+        if batch.mode != "val":
+            self._checks[batch.caller].check(batch.episodes, trains=batch.trains and batch.is_own)
 
     def see(self, calls: Sequence[Transition]) -> None:
         """Take the names of the agents behind calls."""
@@ -43,18 +53,18 @@ class PatternReport:
         self._unmatched[setting] = {part for part in left if not any(matches(part, name) for name in names)}
         return self._unmatched[setting] != parts
 
-    def tell(self, setting: str, text: str) -> None:
+    def warn(self, setting: str, text: str) -> None:
         """Log a warning about a setting, once in a run."""
-        if setting not in self._told:
-            self._told.add(setting)
+        if setting not in self._warned:
+            self._warned.add(setting)
             _LOG.warning("%s", text)
 
-    def conclude(self) -> None:
-        """Log a warning for each pattern with names that matched nothing, unless it was told of before."""
+    def end(self) -> None:
+        """Log a warning for each pattern with names that matched nothing, unless it was reported before."""
         for setting, parts in self._unmatched.items():
             if parts:
                 named = ", ".join(map(repr, sorted(parts)))
-                self.tell(setting, f"{setting}: {named} matched no agent, node or role in this run; {seen(self._seen)}")
+                self.warn(setting, f"{setting}: {named} matched no agent, node or role in this run; {seen(self._seen)}")
 
 
 class AgentPatternCheck:
@@ -78,7 +88,7 @@ class AgentPatternCheck:
         """Check a batch.
 
         Args:
-            episodes: The batch; one without model calls tells nothing.
+            episodes: The batch; one without model calls says nothing.
             trains: True if an algorithm trains on the calls, so that it needs some.
 
         Raises:
@@ -105,7 +115,7 @@ class AgentPatternCheck:
         text = f"{setting} matched none of the agents, nodes and roles of the first rollouts; {seen(_names(calls))}"
         if trains and self._algorithm is not None and policy in self._algorithm.tunes:
             raise ConfigError(text)
-        self._report.tell(setting, text)
+        self._report.warn(setting, text)
 
     def _check_algorithm(self, algorithm: AlgorithmConfig, calls: Sequence[Transition], *, trains: bool) -> None:
         setting = f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r}"
@@ -115,13 +125,13 @@ class AgentPatternCheck:
         if trains and all(call.reject == "not_selected" for call in calls):
             raise ConfigError(f"{setting} selected none of the calls of its policy; {seen(_names(calls))}")
         if not is_matched:
-            self._report.tell(setting, f"{setting} matched no agent, node or role; {seen(_names(calls))}")
+            self._report.warn(setting, f"{setting} matched no agent, node or role; {seen(_names(calls))}")
 
     def _check_role(self, role: "_Role", calls: Sequence[Transition]) -> None:
         names = {call.agent for call in calls if call.agent} if role.is_agents_alone else _names(calls)
         is_matched = self._report.add(role.setting, role.pattern, names, matches=role.matches)
         if self._is_first and not is_matched:
-            self._report.tell(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names)}")
+            self._report.warn(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names)}")
 
 
 @dataclass(frozen=True, kw_only=True)

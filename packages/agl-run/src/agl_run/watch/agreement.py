@@ -6,12 +6,14 @@ Every command that collects rollouts passes here, so that none of them is silent
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from agl.episodes import Verdict
 from agl.errors import RunError
 from agl.schemas import Episode, LooseCall
 from agl_inspect.stores import proposal
 from agl_run.config.records import ExperimentSection
+from agl_run.watch.observers import Batch, Observer
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -33,8 +35,19 @@ _REMEDIES = {
 _FATE = {"drop": "training leaves such rollouts out", "error": "such a rollout ends a run", "accept": ""}
 
 
-class AgreementPolicy:
-    """Applies ``unseen_calls`` and ``unattributed_calls``; reports missed calls, each kind once in a run.
+def settings_by_kind(section: ExperimentSection) -> dict[str, Verdict | Literal["error"]]:
+    """Return ``unseen_calls`` and ``unattributed_calls`` by the kind of calls that they are about."""
+    return {UNSEEN: section.unseen_calls, UNATTRIBUTED: section.unattributed_calls}
+
+
+def refusal(episode: Episode, section: ExperimentSection) -> str:
+    """Return the reason why a rollout is left out of training, ``""`` if there is none."""
+    settings = settings_by_kind(section)
+    return next((kind for kind, setting in settings.items() if setting != "accept" and _counts(episode, kind)), "")
+
+
+class AgreementReport(Observer):
+    """Reports model calls that are missing from the records, each kind once in a run.
 
     Args:
         section: Has the two settings.
@@ -44,17 +57,13 @@ class AgreementPolicy:
 
     def __init__(self, section: ExperimentSection, *, is_trial: bool = False, store_url: str = "") -> None:
         self._store_url = store_url
-        self._settings = {UNSEEN: section.unseen_calls, UNATTRIBUTED: section.unattributed_calls}
+        self._settings = settings_by_kind(section)
         self._is_trial = is_trial
-        self._told: set[tuple[str, bool]] = set()
+        self._reported: set[tuple[str, bool]] = set()
 
-    def verdict(self, kind: str) -> Verdict:
-        """Return the setting that decides if calls of such rollouts train."""
-        return "accept" if self._settings[kind] == "accept" else "drop"
-
-    def refusal(self, episode: Episode) -> str:
-        """Return the reason why the rollout is left out of training, ``""`` if there is none."""
-        return next((kind for kind in self._settings if _counts(episode, kind) and self.verdict(kind) == "drop"), "")
+    def batch(self, batch: Batch) -> None:
+        """Log a warning about the calls that are missing from a batch, as :meth:`report` does."""
+        self.report(batch.episodes, trains=batch.trains)
 
     def report(self, episodes: Sequence[Episode], *, trains: bool) -> None:
         """Log a warning about the calls that are missing from a batch.
@@ -97,8 +106,8 @@ class AgreementPolicy:
 
     def _is_new(self, kind: str, *, trains: bool) -> bool:
         """Return true the first time."""
-        is_new = (kind, trains) not in self._told
-        self._told.add((kind, trains))
+        is_new = (kind, trains) not in self._reported
+        self._reported.add((kind, trains))
         return is_new
 
 

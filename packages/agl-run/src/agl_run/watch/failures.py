@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from agl.errors import RunError
@@ -10,6 +10,7 @@ from agl.schemas import Attempt, Episode, Rollout
 from agl_inspect.records import error_of
 from agl_inspect.stores import proposal
 from agl_run.runners.repeats import kind_of
+from agl_run.watch.observers import Batch, Observer
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -83,7 +84,7 @@ class RolloutCounts:
         return ", ".join(f"{self._first[kind][0]} ({count})" for kind, count in self._errors.most_common(limit))
 
 
-class FailureReport:
+class FailureReport(Observer):
     """Counts all rollouts of a run, and reports at its end those that failed.
 
     Args:
@@ -95,18 +96,19 @@ class FailureReport:
         self._all = RolloutCounts()
         self._training = RolloutCounts()
 
-    def add(self, ended: Sequence[Ended], *, is_validation: bool) -> None:
+    def batch(self, batch: Batch) -> None:
         """Count the rollouts of one request."""
-        self._all.add(ended)
-        if not is_validation:
-            self._training.add(ended)
+        if batch.is_own:
+            ended = [(episode.rollout, episode.attempt) for episode in batch.episodes]
+            self._all.add(ended)
+            self._training.add(ended if batch.mode != "val" else ())
 
     @property
     def counts(self) -> RolloutCounts:
         """The rollouts so far."""
         return self._all
 
-    def conclude(self) -> None:
+    def end(self) -> None:
         """Log a warning if some rollouts failed.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Counts the training calls that asked for less than the policy's full distribution, and tells of each kind once.
+"""Counts the training calls that asked for less than the policy's full distribution, and reports each kind once.
 
 The gateway, or the wire hook where there is none, has overridden or kept what was asked, and has noted it on the
 call's span; so workers on other machines are counted like the experiment's own.
@@ -6,14 +6,16 @@ call's span; so workers on other machines are counted like the experiment's own.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from agl import semconv
+from agl.contracts import CallUse, Recording
 from agl.errors import ConfigError
 from agl.schemas import Span
 from agl_inspect.stores import proposal
 from agl_run.config.records import PolicyConfig
+from agl_run.watch.observers import Observer
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -22,7 +24,7 @@ _METRICS = {
     semconv.SAMPLING_KEPT: "calls_sampling_kept",
 }
 
-_TOLD = {
+_MESSAGES = {
     semconv.SAMPLING_OVERRIDDEN: "in training the policy samples from the full distribution (at temperature 1 where it "
     "is 0, which draws nothing), because the gradient would be biased otherwise; validation samples as the agent "
     'asks. [policy.%s] sampling = "refuse" refuses such calls, and "keep" lets them pass',
@@ -32,28 +34,28 @@ _TOLD = {
 }
 
 
-class SamplingReport:
+class SamplingReport(Observer):
     """The counts of a run, by algorithm and by policy; ``store_url`` is for the commands in its reports."""
 
     def __init__(self, *, store_url: str = "") -> None:
         self._store_url = store_url
         self._counts: dict[str, Counter[str]] = {}
-        self._told: set[tuple[str, str, str]] = set()
+        self._logged: set[tuple[str, str, str]] = set()
         self._total: Counter[str] = Counter()
 
-    def add(self, caller: str, spans: Iterable[Span]) -> None:
+    def rollout(self, caller: str, recording: Recording) -> None:
         """Count the calls among the spans of a rollout that ``caller`` collected; log a new parameter."""
-        for span in spans:
+        for span in recording.spans:
             for attribute in span.attributes.keys() & _METRICS.keys():
                 self._counts.setdefault(caller, Counter())[_METRICS[attribute]] += 1
                 self._total[attribute] += 1
-                self._tell(attribute, span)
+                self._log_new(attribute, span)
 
-    def take(self, caller: str) -> Mapping[str, float]:
-        """Return an algorithm's counts since the last time, as metrics of its step; none that are 0."""
+    async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
+        """Return an algorithm's counts since its last step, without those that are 0."""
         return {name: float(count) for name, count in self._counts.pop(caller, Counter()).items()}
 
-    def conclude(self) -> None:
+    def end(self) -> None:
         """Log the run's counts, if there are any."""
         if self._total:
             overridden, kept = (self._total[name] for name in (semconv.SAMPLING_OVERRIDDEN, semconv.SAMPLING_KEPT))
@@ -63,15 +65,14 @@ class SamplingReport:
                 kept,
             )
 
-    def _tell(self, attribute: str, span: Span) -> None:
+    def _log_new(self, attribute: str, span: Span) -> None:
         asked = cast("list[str]", span.attributes[attribute])
         policy = span.call.policy if span.call else ""
-        new = [text for text in asked if (policy, attribute, text.split(" ")[0]) not in self._told]
-        self._told.update((policy, attribute, text.split(" ")[0]) for text in new)
+        new = [text for text in asked if (policy, attribute, text.split(" ")[0]) not in self._logged]
+        self._logged.update((policy, attribute, text.split(" ")[0]) for text in new)
         if new:
-            told = _TOLD[attribute] % policy
             see = proposal("See", "show", span.rollout_id, store_url=self._store_url)
-            _LOG.warning("the agent asks for %s; %s.%s", ", ".join(new), told, see)
+            _LOG.warning("the agent asks for %s; %s.%s", ", ".join(new), _MESSAGES[attribute] % policy, see)
 
 
 def check_rules(policies: Mapping[str, PolicyConfig], *, trained: Iterable[str]) -> None:

@@ -1,10 +1,10 @@
-"""The places of a worker: how many agents run at once, and how long places were taken."""
+"""The slots of a worker: how many agents run at once, and how long slots were taken."""
 
 import time
 from collections.abc import Callable
 
 
-class Places:
+class Slots:
     """Counts the agents that run, and adds up the time that they do.
 
     Args:

@@ -25,7 +25,7 @@ from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
 from agl_run.runners.setup import SettlingGateway
 from agl_run.runners.storable import UNFIT, storable_outcome
-from agl_run.worker.slots import Places
+from agl_run.worker.slots import Slots
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -75,7 +75,7 @@ class Worker:
     """Runs attempts until it is stopped: ``async with Worker(setup):``.
 
     Attributes:
-        places: The agents that run.
+        slots: The agents that run.
         failure: Completes with the error for which the worker gave up; ``None`` before the start.
     """
 
@@ -83,7 +83,7 @@ class Worker:
         self._setup = setup
         self._name = worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self.places = Places(setup.concurrency)
+        self.slots = Slots(setup.concurrency)
         self._is_careful = False
         self._free = asyncio.Event()
         self._warnings = RepeatedWarnings()
@@ -159,15 +159,15 @@ class Worker:
         """Return the number of attempts that may start; after a suspect that is one, once nothing else runs."""
         while self._is_careful and self._running:
             await asyncio.wait(list(self._running.values()))
-        while not self._is_careful and self.places.free <= 0:
+        while not self._is_careful and self.slots.free <= 0:
             self._free.clear()
             await self._free.wait()
-        return 1 if self._is_careful else self.places.free
+        return 1 if self._is_careful else self.slots.free
 
     def _launch(self, claim: Claim, *, is_declined: bool) -> None:
         key = claim.attempt.attempt_id
         if not is_declined:
-            self.places.take()
+            self.slots.take()
         task = asyncio.create_task(self._decline(claim) if is_declined else self._run(claim))
         self._running[key] = task
         task.add_done_callback(lambda ended: self._ended(key, ended))
@@ -253,7 +253,7 @@ class Worker:
         try:
             return await self._setup.runner.execute(claim)
         finally:
-            self.places.leave()
+            self.slots.leave()
             self._free.set()
 
     async def _finish(self, outcome: Outcome) -> None:

@@ -179,7 +179,7 @@ class _Trajectory:
         try:
             found: dict[str, Any] = {"prompt_ids": pack_ids(prompt), "response_ids": pack_ids(answer)}
             found["logprobs"] = pack_floats(logprobs)
-        except (TypeError, OverflowError) as error:
+        except ValueError as error:
             raise DatasetError(
                 f"{self._place}: step {number + 1} has token ids or logprobs that are no numbers of 32 bits ({error}); "
                 "write them once more, or leave them out"

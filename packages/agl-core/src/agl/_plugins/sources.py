@@ -1,0 +1,107 @@
+"""Finds plugins by entry point, names their origin in messages, and checks that they fit this core before import."""
+
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+
+from agl._hookspecs import PROJECT
+from agl.errors import BrokenPluginError
+from agl.schemas import Record
+
+CORE = "agl-core"
+ENGINE = ("agl-inspect", "agl-run", "agl-store-sqlite")
+"""The distributions of the engine; their components load like the core's own where they are installed."""
+
+DISABLED_VARIABLE = "AGL_DISABLED_PLUGINS"
+STRICT_VARIABLE = "AGL_PLUGINS_STRICT"
+
+
+class Source(Record, frozen=True, kw_only=True):
+    """The origin of a plugin.
+
+    Attributes:
+        name: The entry point's name, or the one given to ``register``.
+        distribution: The installed distribution; ``""`` for a plugin that was registered as an object.
+        version: The distribution's version.
+        module: The module that the entry point names.
+        requires: The distribution's ``Requires-Dist`` lines.
+    """
+
+    name: str
+    distribution: str = ""
+    version: str = ""
+    module: str = ""
+    requires: tuple[str, ...] = ()
+
+    @property
+    def shown_name(self) -> str:
+        """The plugin as messages name it: ``'toy' (agl-toy 1.0)``."""
+        return f"{self.name!r} ({self.distribution} {self.version})" if self.distribution else repr(self.name)
+
+    @property
+    def remedy(self) -> str:
+        """The user's next step when the plugin fails."""
+        # Nobody can run without the core, so leaving it out is no advice.
+        if self.distribution == CORE:
+            return f"reinstall it (pip install --force-reinstall {CORE})"
+        disable = f"leave it out with {DISABLED_VARIABLE}={self.name}"
+        if not self.distribution:
+            return f"correct it or {disable}"
+        return f"upgrade it (pip install --upgrade {self.distribution}), remove it, or {disable}"
+
+
+def installed(distribution_name: str = "") -> list[tuple[Source, EntryPoint]]:
+    """The installed plugins, all or those of one distribution, in order of name, then distribution; none is imported.
+
+    ``EntryPoint.load`` imports one.
+    """
+    try:
+        points = distribution(distribution_name).entry_points if distribution_name else entry_points()
+    except PackageNotFoundError:
+        return []
+    found = [(_source_of(point), point) for point in points.select(group=PROJECT)]
+    return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
+
+
+def _source_of(point: EntryPoint) -> Source:
+    dist = point.dist
+    if dist is None:
+        return Source(name=point.name, module=point.value)
+    requires = tuple(dist.requires or ())
+    return Source(name=point.name, distribution=dist.name, version=dist.version, module=point.value, requires=requires)
+
+
+def check_bound(source: Source, core_version: str) -> None:
+    """Raise :class:`BrokenPluginError` when the distribution's own bound on the core excludes ``core_version``."""
+    # Imported here, because a process without plugins does not need it.
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    try:
+        requirements = [Requirement(line) for line in _lines_about_core(source.requires)]
+    except InvalidRequirement as error:
+        raise BrokenPluginError(
+            f"the plugin {source.shown_name} declares an unreadable requirement: {error}; {source.remedy}"
+        ) from error
+    for requirement in requirements:
+        if canonicalize_name(requirement.name) != CORE or (requirement.marker and not requirement.marker.evaluate()):
+            continue
+        # pip checks bounds when it installs, and a later upgrade of the core alone may break them.
+        # Pre-releases count, or every development version would be refused.
+        if not requirement.specifier.contains(core_version, prereleases=True):
+            raise BrokenPluginError(
+                f"the plugin {source.shown_name} requires {requirement}, but this is {CORE} {core_version}; "
+                f"install releases that fit together (pip install --upgrade {CORE} {source.distribution}), "
+                f"or {source.remedy}"
+            )
+
+
+def _lines_about_core(requires: Iterable[str]) -> list[str]:
+    # Nearly all lines are about other distributions, and parsing every one of them would slow down
+    # each start.
+    return [line for line in requires if line.replace("_", "-").replace(".", "-").lower().startswith(CORE)]
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one phrase: its type and message."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

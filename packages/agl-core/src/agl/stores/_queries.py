@@ -1,0 +1,138 @@
+"""Selects rollouts and spans by queries, in the same way for all stores, and reads all pages of paged answers."""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from msgspec.structs import replace
+
+from agl import semconv
+from agl._actors import NAMING, Enclosing
+from agl.contracts import Recording, RolloutQuery, SpanChoice, SpanQuery, Store
+from agl.errors import InvalidQueryError
+from agl.schemas import Rollout, Span
+from agl.schemas import _codec as codec
+
+MAX_COUNT = (1 << 63) - 1
+"""The largest number that every store can count to."""
+
+PAGE = 10_000
+"""Spans that :func:`all_spans` requests at once."""
+
+
+def check_page(given: Mapping[str, object], *queries: object) -> None:
+    """Raise :class:`InvalidQueryError` for a page, given or in a query, that no store can find."""
+    # Checked in one place for all methods, before a store sees the numbers: databases answer each
+    # in their own way to one that is too large.
+    for query in (*queries, *given.values()):
+        if isinstance(query, RolloutQuery | SpanQuery):
+            check_page({"limit": query.limit, "after": query.after})
+        if isinstance(query, RolloutQuery):
+            _check_start(query)
+    for name in ("limit", "after"):
+        if isinstance(value := given.get(name), int) and not 0 <= value <= MAX_COUNT:
+            raise InvalidQueryError(f"{name} = {value}; choose between 0 and {MAX_COUNT}")
+
+
+def _check_start(query: RolloutQuery) -> None:
+    """Raise :class:`InvalidQueryError` for a page behind a rollout whose field to sort by has another type."""
+    is_text = isinstance(query.after_value, str)
+    if query.after and query.sort != "rollout_id" and is_text != (query.sort == "status"):
+        raise InvalidQueryError(
+            f"after_value = {query.after_value!r} is no {query.sort} of a rollout; take the query of a page from "
+            "RolloutQuery.next, which sets it"
+        )
+
+
+def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
+    """The rollouts, named by id, that match a query, in its order."""
+    wanted = [rollout for rollout in rollouts if is_wanted(rollout, query)]
+    wanted.sort(key=sort_key(query), reverse=query.is_newest_first)
+    return wanted[: query.limit]
+
+
+def sort_key(query: RolloutQuery) -> Callable[[Rollout], tuple[Any, str]]:
+    """The key by which the rollouts of a query are sorted."""
+    # The id decides between equal values, so that every order is total and pages do not overlap.
+    return attrgetter(query.sort, "rollout_id")
+
+
+def start_of(query: RolloutQuery) -> tuple[Any, str]:
+    """The key of the last rollout on the page before."""
+    return query.after if query.sort == "rollout_id" else query.after_value, query.after
+
+
+def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
+    """True if the rollout matches the query, apart from its limit and ids."""
+    key, start = sort_key(query)(rollout), start_of(query)
+    is_behind = not query.after or (key < start if query.is_newest_first else key > start)
+    return (
+        is_behind
+        # The task as JSON text, as a person sees it in a console.
+        and (query.contains in rollout.rollout_id or query.contains in codec.to_json(rollout.task).decode())
+        and query.experiment in (None, rollout.experiment)
+        and query.mode in (None, rollout.mode)
+        and query.group_id in (None, rollout.group_id)
+        and (not query.status or rollout.status in query.status)
+    )
+
+
+def bare(span: Span) -> Span:
+    """The span without its contents, to find the actors around others."""
+    names = {key: value for key, value in span.attributes.items() if key in NAMING or key == semconv.FRAMEWORK_SPAN_ID}
+    if span.call is not None or span.reward is not None:  # else its name would be that of an operation around others
+        names.setdefault(semconv.OPERATION, "")
+    return replace(span, attributes=names, events=(), call=None, reward=None)
+
+
+def is_chosen(span: Span, query: SpanQuery, around: Enclosing) -> bool:
+    """True if a query selects the span, apart from its attempt and sequence."""
+    # invoke_agent is an agent, execute_tool a tool.
+    operation = str(span.attributes.get(semconv.OPERATION, "")).rpartition("_")[2]
+    kind = "call" if span.call is not None else "reward" if span.reward is not None else operation
+    is_named = query.name in ("", span.name) and query.contains in span.name
+    return is_named and query.kind in ("", kind) and query.agent in ("", around.who(span).agent)
+
+
+async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None) -> list[Span]:
+    """All spans of one attempt in order of ``sequence``, by default of the deciding or running one.
+
+    Raises :class:`agl.errors.NotFoundError` for an unknown rollout.
+    """
+    spans: list[Span] = []
+    while True:
+        after = spans[-1].sequence if spans else 0
+        page = await store.spans(rollout_id, attempt_id=attempt_id, after=after, limit=PAGE)
+        spans.extend(page)
+        # A page that is not full is the last one; asking for another would cost a request.
+        if len(page) < PAGE:
+            return spans
+
+
+async def read_recordings(
+    store: Store, query: RolloutQuery, *, spans: SpanChoice = "deciding"
+) -> AsyncIterator[Recording]:
+    """All rollouts that match a query, whatever its limit, with attempts and spans, in as few requests as possible.
+
+    With a :class:`~agl.contracts.SpanQuery` each rollout comes with the first page of its spans.
+
+    Raises :class:`agl.errors.NotFoundError` for an unknown id in ``query.ids``.
+    """
+    # A query by ids ends with the last id; without this, a request for the rest would name unknown
+    # ids.
+    left = len(query.ids)
+    while page := await store.recordings(query, spans=spans):
+        for recording in page:
+            is_paged = recording.is_whole or isinstance(spans, SpanQuery)
+            yield recording if is_paged else await _whole(store, recording, spans)
+        query = query.next(page[-1].rollout)
+        left -= len(page)
+        if query.ids and not left:
+            return
+
+
+async def _whole(store: Store, recording: Recording, spans: SpanChoice) -> Recording:
+    rollout_id = recording.rollout.rollout_id
+    attempts = [None] if spans == "deciding" else ["", *(attempt.attempt_id for attempt in recording.attempts)]
+    found = [span for attempt_id in attempts for span in await all_spans(store, rollout_id, attempt_id)]
+    return replace(recording, spans=found, is_whole=True)

@@ -1,0 +1,172 @@
+"""Checks and copies values on their way into a store, by the same rules for all stores."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, cast
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence
+from agl.errors import ConflictError, InvalidIdError, StoreError
+from agl.schemas import LLM, ResourceVersion, RetryPolicy, Rollout, Span
+from agl.schemas import _codec as codec
+from agl.schemas._ids import rollout_id_of
+from agl.stores._leases import MAX_ATTEMPTS
+
+_R = TypeVar("_R", bound=Struct)
+
+MAX_SEQUENCE = (1 << 24) - 1
+"""The highest sequence of a span of an attempt."""
+
+# Halves of characters (surrogates) cannot be encoded as UTF-8, and a slash would end a part of a path in a URL.
+_ID = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff/]{1,256}")
+
+_IDS: dict[type, Sequence[str]] = {
+    **{Rollout: ("rollout_id", "experiment"), ResourceVersion: ("name", "version"), LabelMove: ("label",)},
+    **{ExperimentRecord: ("name",), Presence: ("experiment", "member"), Metric: ("experiment",)},
+}
+"""The fields that name a new thing, by the record's type."""
+
+_MAY_BE_EMPTY = ("experiment", "member")
+
+
+def check_ids(values: Iterable[object]) -> None:
+    """Raise :class:`InvalidIdError` for a record, also one in a list, whose id or name no store takes."""
+    for value in values:
+        for field in _IDS.get(type(value), ()):
+            text: str = getattr(value, field)
+            if not _ID.fullmatch(text) and (text or field not in _MAY_BE_EMPTY):
+                raise InvalidIdError(
+                    f"{field} {text[:80]!a} of a {type(value).__name__} has {len(text)} characters; an id or a name "
+                    "has 1 to 256, without slashes, control characters and halves of characters: choose another"
+                )
+        if isinstance(value, list | tuple):
+            check_ids(cast("Sequence[object]", value))
+
+
+def is_name(text: str) -> bool:
+    """True for a text that stores take as an id or a name."""
+    return _ID.fullmatch(text) is not None
+
+
+def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
+    """The rollout as it enters the queue, detached from the caller's values.
+
+    Raises:
+        StoreError: It is not in its first state, allows too many attempts, or holds what msgpack cannot carry.
+    """
+    if rollout.status != "queued" or rollout.attempts or rollout.attempt_id is not None:
+        raise ConflictError(
+            f"rollout {rollout.rollout_id!r} is unknown here and comes as {rollout.status!r} with "
+            f"{rollout.attempts} attempts; only new rollouts can be queued: give it status 'queued' and no attempts"
+        )
+    # Stores keep the number of an attempt in 14 bits of a key, and a limit of 0 attempts would
+    # queue a rollout that is never tried.
+    for name, least in (("max_attempts", 1), ("max_losses", 0)):
+        limit: int = getattr(rollout.retry, name)
+        if not least <= limit <= MAX_ATTEMPTS:
+            raise StoreError(
+                f"rollout {rollout.rollout_id!r} has retry.{name} = {limit}; choose between {least} and {MAX_ATTEMPTS}"
+            )
+    # The store's clock, unless the rollout is copied from another store.
+    return replace(copied(rollout), created_at=rollout.created_at or now)
+
+
+def copied(record: _R) -> _R:
+    """A deep copy of any record; raises :class:`StoreError` for what cannot be stored."""
+    # By encoding and decoding, which is also the test whether it can be stored at all.
+    data = encoded(record)
+    try:
+        return codec.decode(data, type(record))
+    except ValueError as error:
+        raise _unfit(record, error) from error
+
+
+def encoded(value: object) -> bytes:
+    """The value as bytes; raises :class:`StoreError` for what cannot be stored."""
+    try:
+        return codec.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _unfit(value, error) from error
+
+
+def is_same(one: Struct, other: Struct) -> bool:
+    """True for two storable records with equal content; NaN equals itself here."""
+    # Encoded, because NaN in a task differs from itself, and a resumed run would find its own rollouts in conflict.
+    return one == other or codec.encode(one) == codec.encode(other)
+
+
+def _unfit(value: object, error: Exception) -> StoreError:
+    try:
+        shown = str(value)[:200]
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists in lists
+        shown = "too large to show"
+    return StoreError(
+        f"{type(value).__name__} cannot be stored: {error}; values must be JSON: "
+        f"None, bool, int, float, str, list and dict with str keys; it was {shown}"
+    )
+
+
+def definition(rollout: Rollout) -> Rollout:
+    """The rollout without its progress and seed, and without its retry policy, which a resumed run may have changed."""
+    # A rollout that is queued again may lack its seed or have another one; it is the same rollout.
+    metadata = {key: value for key, value in rollout.metadata.items() if key != "seed"}
+    return replace(unbegun(rollout), retry=RetryPolicy(), metadata=metadata, created_at=0.0)
+
+
+def unbegun(rollout: Rollout) -> Rollout:
+    """The rollout as it was queued."""
+    progress = {"attempts": 0, "failures": 0, "losses": 0, "started_at": 0.0, "finished_at": 0.0}
+    return replace(rollout, status="queued", attempt_id=None, **progress)
+
+
+def conflict(kind: str, key: str) -> ConflictError:
+    """The error for a repeated id with other content."""
+    return ConflictError(
+        f"{kind} {key!r} is already stored with other content; ids name one immutable value: "
+        "repeat the same content, or choose a new id"
+    )
+
+
+def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None:
+    """Raise :class:`ConflictError` for a span that no store takes.
+
+    Its ids contradict each other or the outcome that brings it, or its reward is NaN or infinite.
+    """
+    for span in spans:
+        # The last door: a NaN that is stored would make every average that meets it NaN.
+        if span.reward is not None and span.reward.fault:
+            raise ConflictError(
+                f"span {span.span_id!r} of rollout {span.rollout_id!r} brings the reward {span.reward.name!r} with "
+                f"{span.reward.fault}; give a finite number, or None when there is no reward"
+            )
+        if attempt_id is not None and span.attempt_id != attempt_id:
+            raise ConflictError(
+                f"span {span.span_id!r} belongs to attempt {span.attempt_id!r} and came with the outcome of "
+                f"{attempt_id!r}; append it separately"
+            )
+        if span.attempt_id and rollout_id_of(span.attempt_id) != span.rollout_id:
+            raise ConflictError(
+                f"span {span.span_id!r} names rollout {span.rollout_id!r} and attempt {span.attempt_id!r} of another; "
+                "set rollout_id to the attempt's rollout"
+            )
+
+
+def placed(span: Span, *, last: int, is_late: bool) -> Span:
+    """The span with its sequence, above ``last`` of its attempt; ``is_late`` if the attempt is decided."""
+    # A number that the writer chose stands if it is higher, so that a copied attempt keeps its
+    # numbers.
+    sequence = max(span.sequence, last + 1)
+    if sequence > MAX_SEQUENCE:
+        raise StoreError(f"attempt {span.attempt_id!r} has no room for sequence {sequence}, above {MAX_SEQUENCE}")
+    return replace(span, sequence=sequence, is_late=is_late)
+
+
+def check_secrets(version: ResourceVersion) -> None:
+    """Raise :class:`ConflictError` for an LLM that carries its key."""
+    if isinstance(version.resource, LLM) and version.resource.api_key:
+        raise ConflictError(
+            f"resource {version.name!r} version {version.version!r} holds an api_key, and a store keeps no secrets; "
+            "set api_key_env to the name of the environment variable that holds the key"
+        )

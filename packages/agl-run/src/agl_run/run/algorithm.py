@@ -1,0 +1,339 @@
+"""One algorithm in a schedule: sets it up, takes its steps, saves its state, refuses to train a rollout twice."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import Algorithm, AlgorithmContext, CheckedAlgorithm, Policy, ReversibleAlgorithm, StepReport
+from agl.errors import AglError, ConfigError
+from agl.hints import did_you_mean
+from agl.schemas import Json, Resource, ResourceVersion
+from agl_inspect.records import AlgorithmState, deferred, step_line, trained_rollouts, version_of_step
+from agl_inspect.rollouts import TrainingRecord, save_training
+from agl_run.config.settings import changed_settings, training_settings
+from agl_run.parts.waiting import StepTimes, steps_in_all, told
+from agl_run.run.driver import Driver
+from agl_run.run.saving import Collecting, SaveFn, to_end
+
+ENDS_SOON_S = 1.0
+"""Seconds for which a run that stops says nothing, because a step that waits for rollouts ends at once."""
+
+
+class DrivenAlgorithm:
+    """One algorithm in a schedule: sets it up when its turn comes, steps it, saves its state."""
+
+    def __init__(self, driver: Driver, config: AlgorithmConfig, state: AlgorithmState) -> None:
+        self._driver = driver
+        self._config = config
+        self._state = state
+        self._save: SaveFn | None = None
+        self._collecting = Collecting()
+        self._credit = driver.credit(config)
+        self._settings = training_settings(driver.session.plan.config, config)
+        self._algorithm: Algorithm | None = None
+        self._trained: set[str] = set()
+        self._published: list[str] = []
+        manager = driver.session.plan.manager
+        self._total = steps_in_all(manager.resolve(manager.algorithm(config.use)), config.params)
+        self._times = StepTimes()
+        self.is_finished = state.is_finished
+        self._view = driver.view.algorithms[config.name]
+        self._view.step, self._view.total, self._view.is_finished = state.step, self._total, state.is_finished
+
+    @property
+    def name(self) -> str:
+        """Its name within the experiment."""
+        return self._config.name
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, including those before a restart."""
+        return self._state.step
+
+    @property
+    def tunes(self) -> tuple[str, ...]:
+        """Names of the resources that it tunes."""
+        return self._config.tunes
+
+    @property
+    def state(self) -> AlgorithmState:
+        """Its state after the last step."""
+        return self._state
+
+    async def save(self, *, must: bool) -> bool:
+        """Let the algorithm write what its state names; returns true once it has, see ``defer`` of its context."""
+        return self._save is None or await self._save(must)
+
+    async def check(self) -> None:
+        """Let the algorithm check its needs before its turn; builds and closes it."""
+        algorithm = self._build()
+        try:
+            if isinstance(algorithm, CheckedAlgorithm):
+                await algorithm.check(self._context())
+        finally:
+            await algorithm.close()
+
+    async def begin(self) -> None:
+        """Build, set up and restore the algorithm, once."""
+        if self._algorithm is not None:
+            return
+        session, name = self._driver.session, self._config.name
+        self._algorithm = algorithm = session.algorithm(self._config)
+        with told(f"setting up the algorithm {name}", say=self._driver.progress.say):
+            await algorithm.setup(self._context())
+        if self._state.step:
+            await algorithm.restore(self._state.state)
+            changed = ", ".join(changed_settings(self._state.settings, self._settings))
+            other = f" with other settings: {changed}" if changed else ""
+            self._driver.progress.say(f"{name}: continues after step {self._state.step}{other}")
+        self._trained = await trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
+        self._times = StepTimes()
+        self._view.has_begun = True
+        self._driver.progress.update(f"{name} steps", self._state.step, self._total)
+
+    async def step(self) -> None:
+        """Take one step; raises :class:`AglError` if it trains a rollout twice.
+
+        A step that is cancelled while others wait to be saved is only interrupted where it collects: in the middle of
+        an update the weights would belong to no step.
+        """
+        if self._algorithm is None:
+            raise AglError("begin() was not called")
+        driver = self._driver
+        self._published.clear()
+        own, is_stopping = await self._report(self._algorithm)
+        self._check(own)
+        self._trained.update(own.trained)
+        self._state = AlgorithmState(
+            step=own.step,
+            is_finished=own.is_finished,
+            stop_reason=own.stop_reason,
+            state=dict(self._algorithm.state()),
+            settings=self._settings,
+        )
+        report = await self._measured(own)
+        await to_end(driver.commit(self, report, is_stopping=is_stopping))
+        self.is_finished = own.is_finished
+        await self._show(report, own.metrics)
+        if is_stopping:
+            raise asyncio.CancelledError
+
+    def _check(self, report: StepReport) -> None:
+        """Raise :class:`AglError` for a step out of order, and for one that trains a rollout again."""
+        name = self._config.name
+        if report.step != self._state.step + 1 and not (report.is_finished and report.step == self._state.step):
+            raise AglError(
+                f"algorithm {name!r} reported step {report.step} after step {self._state.step}; "
+                "steps count from 1 and continue after a restore. This is a defect of the algorithm"
+            )
+        if twice := self._trained.intersection(report.trained):
+            raise AglError(
+                f"algorithm {name!r} trained {sorted(twice)[0]!r} a second time. This is a defect of the algorithm"
+            )
+
+    async def _measured(self, report: StepReport) -> StepReport:
+        """Store what the step did with each call, and add what the observers measured, before the step is saved."""
+        driver, name = self._driver, self._config.name
+        records = {
+            rollout_id: TrainingRecord(
+                experiment=driver.name, run=driver.state.run, algorithm=name, step=report.step, calls=calls
+            )
+            for rollout_id, calls in report.uses.items()
+        }
+        await save_training(driver.session.store, records)
+        metrics = {**await driver.measure(name, step=report.step, uses=report.uses), **report.metrics}
+        published = tuple(self._published) or report.published
+        return msgspec.structs.replace(report, metrics=metrics, published=published, uses={})
+
+    async def _show(self, report: StepReport, metrics: Mapping[str, float]) -> None:
+        """Show a step by the algorithm's own metrics, and let the observers see all of them."""
+        name, progress = self._config.name, self._driver.progress
+        progress.update(f"{name} rollouts", 0, 0)
+        left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
+        self._view.left = left
+        progress.update(f"{name} steps", report.step, self._total, left)
+        line = step_line(
+            name,
+            report.step,
+            metrics=metrics,
+            has_published=bool(report.published),
+            total=self._total,
+            ending=(report.stop_reason, left),
+        )
+        progress.say(line)
+        for observer in self._driver.observers:
+            await observer.step(report, algorithm=name)
+
+    async def _report(self, algorithm: Algorithm) -> tuple[StepReport, bool]:
+        """Take a step; returns its report, and true if the run was stopped meanwhile."""
+        step = asyncio.ensure_future(algorithm.step())
+        try:
+            return await asyncio.shield(step), False
+        except asyncio.CancelledError:
+            if not self._driver.waiting():
+                step.cancel()
+                return await step, True
+            patience = ENDS_SOON_S if self._collecting.is_under_way else 0.0
+            self._collecting.stop()
+            telling = asyncio.get_running_loop().call_later(patience, self._tell_stopping, step)
+            try:
+                return await step, True
+            finally:
+                telling.cancel()
+
+    def _tell_stopping(self, step: "asyncio.Task[StepReport]") -> None:
+        """Say that a step goes on although the run stops: it is in its update."""
+        if not step.done():
+            self._driver.progress.say(
+                f"stopping {self.name} once it has ended its update and saved it; stop it again to end at once, "
+                "and --resume repeats what is not saved"
+            )
+
+    @property
+    def can_go_back(self) -> bool:
+        """True if the algorithm, which has begun, can continue from an earlier state."""
+        return isinstance(self._algorithm, ReversibleAlgorithm)
+
+    async def go_back(self, state: AlgorithmState | None, *, rate: float) -> AlgorithmState:
+        """Let the algorithm, which has begun, continue from an earlier state with smaller steps; returns its new state.
+
+        The live versions must be those of that state already. ``None`` is the state before its first step.
+        """
+        if not isinstance(self._algorithm, ReversibleAlgorithm):
+            raise AglError(f"algorithm {self.name!r} cannot go back to an earlier state")
+        await self._algorithm.go_back({} if state is None else state.state, rate=rate)
+        self._state = msgspec.structs.replace(self._state, state=dict(self._algorithm.state()))
+        return self._state
+
+    def stopped(self, reason: str) -> AlgorithmState:
+        """Return the state of the algorithm as one that ended for ``reason`` before its last step."""
+        return msgspec.structs.replace(self._state, is_finished=True, stop_reason=reason)
+
+    async def end(self) -> None:
+        """Save what waits to be saved, and release the algorithm."""
+        await self._save_last()
+        self._view.has_begun = False
+        self._driver.progress.update(f"{self._config.name} rollouts", 0, 0)
+        self._driver.progress.update(self._config.name, 0, 0)
+        self._driver.progress.update(f"{self._config.name} steps", 0, 0)
+        algorithm, self._algorithm = self._algorithm, None
+        if algorithm is not None:
+            await algorithm.close()
+
+    async def _save_last(self) -> None:
+        """Save the steps that wait where a run ends before its time; says how many are repeated if that fails."""
+        driver, waiting = self._driver, self._driver.waiting()
+        if self._algorithm is None or not self._driver.waiting(self):
+            return
+        problem = "an update was interrupted"
+        try:
+            if await to_end(driver.save_waiting()):
+                return
+        except (AglError, OSError) as error:  # the error that ends the run matters more than this one
+            problem = str(error)
+        count = "the last step is" if waiting == 1 else f"the last {waiting} steps are"
+        driver.progress.say(f"{count} not saved ({problem}); --resume repeats them with the rollouts that they had")
+
+    def _build(self) -> Algorithm:
+        manager = self._driver.session.plan.manager
+        return manager.build(manager.algorithm(self._config.use), **self._config.params)
+
+    def _context(self) -> AlgorithmContext:
+        driver, config = self._driver, self._config
+        session = driver.session
+        plan = session.plan
+        collector = driver.collector(config.name, config, credit=self._credit)
+        return AlgorithmContext(
+            experiment=plan.name,
+            name=config.name,
+            tunes=config.tunes,
+            train=plan.train,
+            val=plan.val,
+            validation=len(driver.validation_tasks),
+            validated=lambda: driver.validated,
+            seed=plan.config.experiment.seed,
+            workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.name),
+            folder=plan.folder,
+            store=session.store,
+            credit=self._credit,
+            collect=self._collecting.watched(collector),
+            sources=config.source,
+            recorded=self._collecting.watched(driver.recorded(config, collector)),
+            publish=self._publish,
+            propose=self._propose,
+            kept=lambda: driver.validations.kept(config.name),
+            live=session.live.versions,
+            endpoint=session.endpoint,
+            current=session.live.current,
+            policy=self._policy,
+            progress=self._work,
+            say=lambda text: driver.progress.say(f"{config.name}: {text}"),
+            clock=time.time,
+            defer=self._defer if driver.can_wait else None,
+            agents=config.agents,
+        )
+
+    def _defer(self, save: SaveFn) -> None:
+        self._save = save
+
+    def _work(self, done: int, total: int, text: str) -> None:
+        """Show what the algorithm does within a step."""
+        self._view.work = (done, total, text)
+        self._driver.progress.update(self._config.name, done, total, text)
+
+    def _policy(self, name: str) -> Policy:
+        policies = self._driver.session.policies
+        if name not in policies:
+            hint = did_you_mean(name, policies, otherwise=f"there are {sorted(policies)}")
+            raise ConfigError(f"there is no policy {name!r}; {hint}")
+        return policies[name]
+
+    async def _publish(
+        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
+    ) -> ResourceVersion:
+        driver = self._driver
+        waits = {} if self._save is None else deferred(driver.name, driver.state.run)
+        version = self._version(name, resource, step=step, metadata={**(metadata or {}), **waits})
+        version = await self._driver.session.publish(version)
+        self._published.append(f"{name}@{version.version}")
+        return version
+
+    async def _propose(
+        self,
+        name: str,
+        resource: Resource,
+        *,
+        step: int,
+        key: str,
+        parent: str = "",
+        metadata: Mapping[str, Json] | None = None,
+    ) -> ResourceVersion:
+        version = self._version(name, resource, step=step, metadata={**(metadata or {}), "candidate": True})
+        named = msgspec.structs.replace(version, version=f"{version.version}-{key}", parent=parent or version.parent)
+        return await self._driver.session.live.publish(named)
+
+    def _version(
+        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None
+    ) -> ResourceVersion:
+        driver, config = self._driver, self._config
+        if name not in config.tunes:
+            raise ConfigError(f"algorithm {config.name!r} may not publish {name!r}; it tunes {config.tunes}")
+        return ResourceVersion(
+            name=name,
+            version=version_of_step(driver.name, driver.state.run, config.name, step),
+            resource=resource,
+            parent=driver.session.live.current(name).version,
+            algorithm=config.name,
+            step=step,
+            created_at=time.time(),
+            metadata=dict(metadata or {}),
+        )
+
+
+def _make_folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path

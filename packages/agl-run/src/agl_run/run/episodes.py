@@ -1,0 +1,149 @@
+"""Reads finished rollouts as episodes, and decides which of them train and with which reward."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import Recording, RolloutQuery, SpanChoice, Store
+from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
+from agl.errors import MissingTokenIdsError
+from agl.schemas import Episode, Record, Span
+from agl.stores import read_recordings
+from agl_inspect.stores import proposal
+from agl_run.config.records import ExperimentSection
+from agl_run.plan import Plan
+from agl_run.watch.agreement import UNATTRIBUTED, UNSEEN, describe, refusal
+from agl_run.watch.failures import RolloutCounts
+
+
+def training_reward(episode: Episode, section: ExperimentSection) -> tuple[float | None, str]:
+    """Return the reward with which a rollout trains, or ``None`` and the reason for which it is left out."""
+    is_failed = episode.rollout.status != "succeeded"
+    if refused := refusal(episode, section):
+        return None, refused
+    if not is_failed and episode.reward is not None:
+        return episode.reward, ""
+    if (section.failed if is_failed else section.missing_reward) == "penalise":
+        return section.penalty, ""
+    return None, f"{episode.rollout.status}" if is_failed else "no reward"
+
+
+class EpisodeSelection(Record, frozen=True, kw_only=True):
+    """The selection of the calls that train and the rewards that count.
+
+    Attributes:
+        agents: Regular expression over agent names; ``None`` for all.
+        policy: The policy whose calls train; ``None`` for any.
+        options: How the episode is built.
+    """
+
+    agents: str | None = None
+    policy: str | None = None
+    options: EpisodeOptions = EpisodeOptions()
+
+
+def score_options(section: ExperimentSection) -> ScoreOptions:
+    """Return the selection of the rewards that train."""
+    return ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
+
+
+def selection_of(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
+    """Return the calls and rewards that count for an algorithm; all calls for ``None``."""
+    section = plan.config.experiment
+    policies = [name for name in algorithm.tunes if name in plan.config.policy] if algorithm else []
+    return EpisodeSelection(
+        agents=(algorithm.agents or None) if algorithm else None,
+        policy=policies[0] if len(policies) == 1 else None,
+        options=EpisodeOptions(
+            score=score_options(section),
+            unseen="accept" if section.unseen_calls == "accept" else "drop",
+            unattributed="accept" if section.unattributed_calls == "accept" else "drop",
+        ),
+    )
+
+
+async def read_episodes(store: Store, rollout_ids: Sequence[str], *, selection: EpisodeSelection) -> list[Episode]:
+    """Read the episodes of finished rollouts in the given order; ``selection`` chooses calls and rewards."""
+    return [episode_of(recording, selection) for recording in await read_finished(store, rollout_ids)]
+
+
+async def read_finished(
+    store: Store, rollout_ids: Sequence[str], *, kept: Mapping[str, tuple[str, list[Span]] | None] | None = None
+) -> list[Recording]:
+    """Read finished rollouts with the spans that decided them in the given order, with as few requests as possible.
+
+    Args:
+        store: The store that has them.
+        rollout_ids: Distinct ids.
+        kept: Attempt id and spans by rollout, where they are known already.
+    """
+    known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
+    recordings = await _recordings(store, list(known), spans="none")
+    for recording in recordings.values():
+        attempt_id, spans = known[recording.rollout.rollout_id]
+        if recording.rollout.attempt_id == attempt_id:  # another attempt may have decided the rollout
+            recordings[recording.rollout.rollout_id] = msgspec.structs.replace(recording, spans=spans)
+        else:
+            del known[recording.rollout.rollout_id]
+    recordings |= await _recordings(store, [each for each in rollout_ids if each not in known], spans="deciding")
+    return [recordings[rollout_id] for rollout_id in rollout_ids]
+
+
+async def _recordings(store: Store, rollout_ids: Sequence[str], *, spans: SpanChoice) -> dict[str, Recording]:
+    query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
+    found = [recording async for recording in read_recordings(store, query, spans=spans)] if rollout_ids else []
+    return {recording.rollout.rollout_id: recording for recording in found}
+
+
+def episode_of(recording: Recording, selection: EpisodeSelection) -> Episode:
+    """Build the episode of a finished rollout from the spans of its deciding attempt."""
+    rollout = recording.rollout
+    deciding = [attempt for attempt in recording.attempts if attempt.attempt_id == rollout.attempt_id]
+    return build_episode(
+        rollout,
+        deciding[0] if deciding else None,
+        recording.spans,
+        agent_match=selection.agents,
+        policy=selection.policy,
+        options=selection.options,
+    )
+
+
+def with_reward(episode: Episode, reward: float) -> Episode:
+    """Return an episode with the reward with which it trains."""
+    return episode if episode.reward == reward else msgspec.structs.replace(episode, reward=reward)
+
+
+def nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int], *, store_url: str) -> str:
+    """Word the error for a step none of whose rollouts trains."""
+    first = episodes[0]
+    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+    errors = RolloutCounts((episode.rollout, episode.attempt) for episode in episodes)
+    why = f"The errors: {errors.errors}" if errors.failed else _without_reward(episodes)
+    disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
+    if disagreed:
+        why = f"There are {describe(episodes, disagreed)}"
+    look = proposal("Look at one with", "show", errors.example or first.rollout.rollout_id, store_url=store_url)
+    return f"none of {len(episodes)} rollouts can be used: {counts}. {why}.{look}"
+
+
+def _without_reward(episodes: Iterable[Episode]) -> str:
+    names = sorted({name for episode in episodes for reward in episode.rewards for name in reward.dimensions})
+    if not names:
+        return "No reward was returned, emitted or computed"
+    return (
+        f"Their rewards are the dimensions {', '.join(names)} without a value; give one: "
+        "agl.Reward(value=..., dimensions=...), agl.emit_reward(..., primary=NAME), or reward_weights of [experiment]"
+    )
+
+
+def check_trainable(episodes: Sequence[Episode]) -> None:
+    """Raise when no call of any episode can be trained on for lack of token ids."""
+    calls = [transition for episode in episodes for transition in episode.transitions]
+    missing = [call for call in calls if call.reject == "missing_token_ids"]
+    if missing and len(missing) == len([call for call in calls if call.reject != "not_selected"]):
+        raise MissingTokenIdsError(
+            f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); training on "
+            "tokens needs them. Serve the model with agl's torch policy, vLLM or SGLang, which return them when asked"
+        )
