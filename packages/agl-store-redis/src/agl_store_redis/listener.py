@@ -43,9 +43,10 @@ class _CommitChannel:
         return read_clock(self._server, self._base)
 
     def wait(self, limit_s: float) -> Iterable[Message]:
-        message = self._messages.get_message(timeout=limit_s)
-        is_news = message is not None and message["type"] == "message"
-        return [read_message(message["data"].decode())] if is_news else []
+        message: Any = self._messages.get_message(timeout=limit_s)
+        if message is None or message["type"] != "message":
+            return []
+        return [read_message(message["data"].decode())]
 
     def interrupt(self) -> None:
         with suppress(

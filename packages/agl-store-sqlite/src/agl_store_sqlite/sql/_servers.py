@@ -195,8 +195,10 @@ def read_message(message: str) -> Message:
 class Channel(Closable, Protocol):
     """Messages of commits that one connection gets."""
 
-    is_outdated: bool
-    """True once another server may be in charge."""
+    @property
+    def is_outdated(self) -> bool:
+        """True once another server may be in charge."""
+        ...
 
     def clock(self) -> tuple[float, float | None]:
         """Return the server's time and the next deadline, in Unix seconds."""
