@@ -18,7 +18,7 @@ from agl.contracts import Presence, RewardSetup, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore, without_credentials
-from agl_inspect.records.hosts import place, worker_is_dead, worker_name
+from agl_inspect.records.workers import host_id, worker_is_dead, worker_name
 from agl_run import parse_config
 from agl_run.access.tokens import AdminKey
 from agl_run.config.records import ComponentConfig
@@ -114,7 +114,7 @@ def test_worker_of_this_machine_is_judged_and_one_of_an_equally_named_is_not() -
     own = worker_name()
     assert not worker_is_dead(own)
     assert worker_is_dead(own.replace(f":{os.getpid()}:", f":{ended.pid}:"))
-    assert not worker_is_dead(own.replace(f":{os.getpid()}:", f":{ended.pid}:").replace(place(), "0" * 12))
+    assert not worker_is_dead(own.replace(f":{os.getpid()}:", f":{ended.pid}:").replace(host_id(), "0" * 12))
     assert not worker_is_dead(f"{own.partition('@')[0]}:{ended.pid}:an-older-release")
 
 
@@ -225,7 +225,7 @@ def test_loopback_of_another_machine_names_the_setting_and_is_never_asked(tmp_pa
     given = asyncio.run(try_gateway(serving, gateway, is_given=True))
     assert given is not None
     assert "ConnectionRefusedError" in given.text
-    here = asyncio.run(try_gateway(msgspec.structs.replace(serving, place=place()), gateway, is_given=False))
+    here = asyncio.run(try_gateway(msgspec.structs.replace(serving, place=host_id()), gateway, is_given=False))
     assert here is not None
     assert "ConnectionRefusedError" in here.text
 

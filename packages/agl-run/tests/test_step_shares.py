@@ -14,7 +14,7 @@ from agl.contracts import AlgorithmContext, Metric, StepReport
 from agl.errors import GatewayLostError, PolicyError, RewardError
 from agl.schemas import Episode, ErrorInfo
 from agl.stores import MemoryStore
-from agl_inspect.records.rollouts import broke_in_reward
+from agl_inspect.records.names import broke_in_reward
 from agl_run import Quiet, Trainer
 from agl_run.runners.judging import judged
 from agl_run.runners.result import describe_error

@@ -7,12 +7,10 @@ a run that is killed in between decides the same when it is resumed.
 
 from collections.abc import Sequence
 
-import msgspec
-
 from agl.errors import AglError
 from agl.schemas import Record
 from agl_inspect.advice import Suggestion
-from agl_inspect.records import AlgorithmState, Validation, has_fallen, run_key
+from agl_inspect.records import AlgorithmState, Shelf, Validation, has_fallen, run_key
 from agl_run.plan import VALIDATION
 from agl_run.run.algorithm import DrivenAlgorithm
 from agl_run.run.driver import Driver
@@ -46,13 +44,12 @@ class CollapseGuard:
 
     def __init__(self, driver: Driver, turns: Sequence[DrivenAlgorithm]) -> None:
         self._driver, self._turns = driver, turns
-        self._key = run_key(driver.name, driver.state.run, "rollbacks")
+        self._shelf = Shelf(_Rollbacks, run_key(driver.name, driver.state.run, "rollbacks"))
         self._past = _Rollbacks()
 
     async def load(self) -> None:
         """Load how often the run went back before a restart."""
-        data = (await self._driver.session.store.load_state(self._key)).get(self._key)
-        self._past = self._past if data is None else msgspec.json.decode(data, type=_Rollbacks)
+        self._past = await self._shelf.get(self._driver.session.store) or self._past
 
     async def check(self, turn: int) -> None:
         """Act if the validation after ``turn`` steps, the newest one, and the one before it have fallen.
@@ -119,7 +116,7 @@ class CollapseGuard:
         for turn in affected:
             went[turn.name] = await turn.go_back(states.get(turn.name), rate=rate)
         past = _Rollbacks(count=self._past.count + 1, turn=self._driver.state.turn)
-        await self._driver.go_back(went, others={self._key: msgspec.json.encode(past)})
+        await self._driver.go_back(went, others=self._shelf.states({"": past}))
         self._past = past
         slower = f"; {' and '.join(went)}: {rate:g} times the configured learning rate" if went else ""
         return f"{told}, twice in a row: back to the versions {best.place}{slower}"

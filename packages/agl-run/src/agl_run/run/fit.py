@@ -237,7 +237,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
     last = driver.session.live.versions()
     choice = await choose(driver)
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
-    kept = last_versions(driver.name, driver.state.run, last)
+    kept = last_versions(driver.name, driver.state.run).states({"": dict(last)})
     await save_progress(driver.session.store, finished, algorithms=stopped, others=kept)
     return before, choice
 

@@ -7,8 +7,8 @@ import msgspec
 
 from agl.contracts import ExperimentRecord, SinkOutcome, Store
 from agl.errors import ConfigError, ExportError
+from agl_inspect.ownership import is_owned
 from agl_inspect.records import load_experiment
-from agl_inspect.retention import is_owned
 from agl_inspect.stores import without_password
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.parts.build import build_sinks

@@ -8,7 +8,7 @@ import agl
 from agl import PluginManager
 from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
-from agl_inspect.records import place
+from agl_inspect.records import host_id
 from agl_run.config.harnesses import agent_of, with_runner
 from agl_run.config.records import ExperimentConfig
 from agl_run.config.work_folder import work_folder
@@ -80,7 +80,7 @@ def differences(serving: Serving, plan: Plan) -> JoinProblem | None:
 async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
     """Check that this machine reaches the experiment's gateway; ``is_given`` if its address is an option's."""
     where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
-    if is_loopback(gateway.url) and serving.place != place() and not is_given:
+    if is_loopback(gateway.url) and serving.place != host_id() and not is_given:
         return JoinProblem(
             kind="gateway",
             text=f"{where} listens on its own machine only, and this is another one. There, set [gateway] params = "
@@ -104,7 +104,7 @@ async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: boo
 
 def unreachable_policies(serving: Serving) -> dict[str, str]:
     """Return the policies that only the experiment's machine reaches directly, with the remedy."""
-    if serving.place == place():
+    if serving.place == host_id():
         return {}
     return {
         upstream.name: f"a reward calls the policy {upstream.name!r} directly, which serves at {upstream.base_url} on "

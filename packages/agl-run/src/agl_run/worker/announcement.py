@@ -18,7 +18,7 @@ from agl.contracts import Presence, Store, Upstream
 from agl.errors import FencedError, StoreError
 from agl.schemas import LLM, Json, Record, new_trace_id, to_builtins
 from agl.stores import without_credentials
-from agl_inspect.records import OWNER, place
+from agl_inspect.records import OWNER, host_id
 from agl_run.plan import Plan
 
 _LOG = logging.getLogger("agl_run.run")
@@ -175,7 +175,7 @@ def make_serving(
         session=new_trace_id(),
         run=run,
         host=socket.gethostname(),
-        place=place(),
+        place=host_id(),
         release=agl.__version__,
         gateway_url=gateway_url,
         upstreams=tuple(_public(upstream) for upstream in upstreams),
