@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 from agl import semconv
 from agl.schemas import Span
 
+# A recursive agent may nest spans without end, and every transition carries its path.
 MAX_PATH = 64
 """The most names that a path keeps, the innermost ones, so that it does not grow with the depth of recursion."""
 
@@ -29,10 +30,15 @@ class Who(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """The names that ``agents`` of a policy is matched with: the innermost first, out to the nearest agent."""
+        # The agent comes last although it is the outermost: a policy that is declared for a node or
+        # role within an agent is more specific than one for the agent.
         return tuple(dict.fromkeys(name for name in (*reversed(self.inside), self.agent) if name))
 
 
 _ROOT = Who()
+# The names by which agents are selected come from attributes of the GenAI conventions and from
+# agl.node and agl.role, which the conventions lack
+# (https://opentelemetry.io/docs/specs/semconv/gen-ai/).
 _NAMES = frozenset({semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME, semconv.WORKFLOW_NAME})
 NAMING = _NAMES | {semconv.OPERATION}
 """The attributes of a span that name an actor."""
@@ -43,6 +49,8 @@ class Enclosing:
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans: Mapping[str, Span] = {span.span_id: span for span in spans}
+        # Filled from the outside in, so that siblings share the work: n spans cost n steps, however
+        # deep they are.
         self._known: dict[str, Who] = {}
 
     def who(self, span: Span) -> Who:
@@ -57,6 +65,8 @@ class Enclosing:
     def _climb(self, span: Span) -> Who:
         """Visit the spans around ``span`` up to the root, to a known one, or to a cycle in foreign data."""
         unvisited: list[Span] = []
+        # Spans of foreign programs arrive over OTLP as they are; one that is its own ancestor must
+        # not hang the reader.
         seen = {span.span_id}
         above = self._parent(span)
         while above is not None and above.span_id not in self._known and above.span_id not in seen:
@@ -64,6 +74,7 @@ class Enclosing:
             seen.add(above.span_id)
             above = self._parent(above)
         who = _ROOT if above is None else self._known.get(above.span_id, _ROOT)
+        # Outermost first, because the names of a span depend on those of the spans around it.
         for enclosing in reversed(unvisited):
             who = step_into(who, enclosing.attributes, _operation(enclosing))
             self._known[enclosing.span_id] = who
@@ -72,6 +83,8 @@ class Enclosing:
     def _parent(self, span: Span) -> Span | None:
         """The framework's span that the call carried, if it was recorded, else the span's own parent."""
         framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
+        # The wire hook sends the framework's current span along, because the call leaves in the
+        # HTTP client's own context, where the parent may be another library's span.
         found = self._spans.get(framework) if isinstance(framework, str) else None
         if found is None and span.parent_id is not None:
             found = self._spans.get(span.parent_id)
@@ -86,6 +99,7 @@ def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> 
         attributes: The span's attributes.
         operation: The name of a span that no convention describes, ``""`` for others.
     """
+    # Most spans name nobody (model calls, rewards, messages); this path has to be short.
     if not operation and _NAMES.isdisjoint(attributes):
         return around
     agent, node, role, tool = (
@@ -94,10 +108,15 @@ def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> 
     if not (agent or node or role or tool):  # else the name is that of the workflow around the span
         node = _name(attributes, semconv.WORKFLOW_NAME)
     inner = node or role or tool or operation
+    # Frameworks open several spans for one agent, such as a run and its steps; naming it again is
+    # not entering another one.
     if not (agent or inner) or (agent == around.named[0] and not inner):
         return around
     added = tuple(dict.fromkeys(name for name in (agent, inner) if name))
+    # Entering an agent starts a new scope: selecting the outer agent must not select its sub-
+    # agents' calls.
     inside = added if agent else (*around.inside, *added)
+    # Of each kind the nearest name stays in force until a span of that kind replaces it.
     named = tuple(new or old for new, old in zip((agent, node, role, operation), around.named, strict=True))
     return Who(
         next((name for name in named if name), ""),
@@ -114,6 +133,8 @@ def _name(attributes: Mapping[str, object], key: str) -> str:
 
 def _operation(span: Span) -> str:
     """The name that ``agl.operation`` was given; ``""`` for a span that a convention describes."""
+    # agl.operation records a plain internal span. What a convention describes is told from it by
+    # its operation attribute, and calls and rewards by their payload.
     is_plain = (
         span.kind == "internal"
         and span.call is None

@@ -13,8 +13,6 @@ from agl.tracing._context import current
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-MARK = "__agl_agent__"
-
 
 class Tracers:
     """The installed tracers as one object: an attribute is that of the first one that has it."""
@@ -33,6 +31,7 @@ class Tracers:
         )
 
 
+# A descriptor without __set__, so that an agent may keep an attribute of this name of its own.
 class _CurrentTracers:
     """The tracers of the running attempt, as an attribute that an agent's own of this name replaces."""
 
@@ -71,10 +70,9 @@ class LitAgent(Generic[T]):
 
 
 def agent(function: F) -> F:
-    """Mark a plain function, sync or async, as an agent; it stays callable as before.
+    """Mark a plain function, sync or async, as an agent for whoever reads it; it is returned as it is.
 
     It may take any of the parameters ``task``, ``resources``, ``rollout``, ``llm`` (the only LLM among the
     resources), ``prompt_template`` (likewise), or a resource's name; the first parameter of another name is the task.
     """
-    setattr(function, MARK, True)
     return function

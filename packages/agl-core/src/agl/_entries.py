@@ -48,6 +48,8 @@ class RewardEntry(Entry, frozen=True, kw_only=True):
         takes_setup: Whether the factory also takes ``setup``, an :class:`agl.contracts.RewardSetup`.
     """
 
+    # An option, because most rewards are plain functions of the spans and should not have to accept
+    # what they ignore.
     takes_setup: bool = False
 
 
@@ -65,6 +67,8 @@ class AlgorithmEntry(Entry, frozen=True, kw_only=True):
     """
 
     tunes: tuple[Literal["weights", "prompt_template", "json"], ...] = ("weights",)
+    # True by default: an algorithm that trains on tokens and does not say so would fail only after
+    # rollouts were paid for.
     needs_token_ids: bool = True
     shares: bool = False
 
@@ -76,7 +80,7 @@ class CreditEntry(Entry, frozen=True, kw_only=True):
 class RunnerEntry(Entry, frozen=True, kw_only=True):
     """Registers a runner; ``factory(setup=..., **params)`` builds an :class:`agl.contracts.Runner`.
 
-    ``setup`` is a ``RunSetup`` of ``agl-run``.
+    ``setup`` is a ``RunContext`` of ``agl-run``.
 
     Attributes:
         can_replay: Whether it answers the model calls of a replayed rollout from the recording; a credit that replays
@@ -139,4 +143,6 @@ class PluginStatus(Record, frozen=True, kw_only=True):
     state: PluginState
     components: tuple[str, ...] = ()
     error: str = ""
+    # Observers are isolated, so that this number is the only trace of one that fails again and
+    # again.
     failures: int = 0

@@ -24,6 +24,7 @@ from agl._entries import (
 )
 from agl.contracts import StepReport
 
+# One word for all four uses, so that a plugin's author has one name to remember.
 PROJECT = "agl"
 """Name of the pluggy project, of the marker, and of the entry-point group."""
 

@@ -19,6 +19,7 @@ def lazy_names(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[st
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home_of[name]), name)
+        # Kept on the package, so that the module's __getattr__ is asked only once for each name.
         setattr(sys.modules[package], name, value)
         return value
 

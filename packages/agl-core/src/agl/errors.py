@@ -108,6 +108,8 @@ class NotFoundError(StoreError):
         self.key = key
         self._hint = hint
 
+    # Exception's own pickling calls the class with its message, which is one argument where this
+    # takes two.
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild it from its parts, not from its message, so that it survives the way to another process."""
         return type(self), (self.kind, self.key, self._hint), vars(self)

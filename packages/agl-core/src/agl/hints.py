@@ -27,7 +27,11 @@ def pip_install(package: str) -> str:
     Where this core runs from a checkout, the checkout's packages are installed from there, with those that they need.
     """
     name, bracket, extras = package.partition("[")
+    # packages/agl-core/src/agl/hints.py: three levels up are the other packages, if this is a
+    # checkout.
     folders = _folders(Path(__file__).parents[3] / name)
+    # Each need is installed from the checkout too: pip would look for it in an index, and may find
+    # an older release or nothing.
     words = [word for folder in dict.fromkeys(folders) for word in ("-e", folder)] or [name]
     words[-1] += bracket + extras
     return shlex.join(["pip", "install", *words])

@@ -29,6 +29,8 @@ ERROR_TYPE = "error.type"
 USER_AGENT = "user_agent.original"
 SERVER_ADDRESS = "server.address"
 
+# The conventions know agents, tools and workflows; graphs have nodes, and teams have roles and
+# hand-offs.
 NODE = "agl.node"
 ROLE = "agl.role"
 HANDOFF_SOURCE = "agl.handoff.source"
@@ -40,6 +42,7 @@ OBSERVATION_ROLE = "agl.observation.role"
 OBSERVATION_CONTENT = "agl.observation.content"
 MESSAGE = "agl.message"
 OBJECT = "agl.object"
+# The conventions have no version of the weights, without which a rollout cannot be called stale.
 MODEL_VERSION = "agl.model_version"
 SPLIT_ARM = "agl.split.arm"
 SAMPLING_OVERRIDDEN = "agl.sampling.overridden"
@@ -60,6 +63,7 @@ OP_TEXT_COMPLETION = "text_completion"
 OP_EMBEDDINGS = "embeddings"
 OP_INVOKE_AGENT = "invoke_agent"
 OP_INVOKE_WORKFLOW = "invoke_workflow"
+# Ours, like handoff below, and formed like the verbs of the conventions.
 OP_INVOKE_NODE = "invoke_node"
 OP_EXECUTE_TOOL = "execute_tool"
 OP_HANDOFF = "handoff"

@@ -18,6 +18,8 @@ from agl._plugins.sources import Source, describe
 from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError
 from agl.hints import did_you_mean, pip_install
 
+# Only values that may have come from a file are converted; an object that a Python program passes
+# is taken as it is.
 _JSON = (str, bool, int, float, list, dict, type(None))
 
 
@@ -37,6 +39,8 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
         raise _not_installed(error, entry.factory, component, source) from error
     except AglError:
         raise
+    # A plugin's module may raise anything, and some scripts call sys.exit where they find no
+    # device.
     except (Exception, SystemExit) as error:  # a plugin's module may raise anything
         raise BrokenPluginError(
             f"{component} cannot be built: importing {entry.factory!r} of the plugin {source.shown_name} raised "
@@ -54,16 +58,20 @@ def checked_params(factory: Callable[..., Any], component: str, params: Mapping[
     """``params`` if the factory takes them, with JSON values converted to the annotated types."""
     try:
         parameters = inspect.signature(factory).parameters
+    # Classes and functions written in C have no signature; they check their arguments themselves.
     except ValueError:  # builtins have no signature
         return dict(params)
     named = {p.name: p for p in parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in params:
+        # The most common mistake in an experiment file is a misspelled parameter, so the message
+        # names the close one.
         if name not in named and not takes_any:
             raise ConfigError(f"{component} takes no parameter {name!r}; {_accepted(name, list(named))}")
     absent = ", ".join(repr(p.name) for p in named.values() if p.default is p.empty and p.name not in params)
     if absent:
         raise ConfigError(f"{component} needs the parameter {absent}; add it. Its parameters are: {', '.join(named)}")
+    # Read once for all parameters, because get_type_hints evaluates annotations that are strings.
     hints = _type_hints(factory)
     defaults = {p.name: p.default for p in named.values()}
     return {
@@ -103,6 +111,8 @@ def _attribute(module: Any, path: str) -> Any:
 
 def _not_installed(error: ModuleNotFoundError, factory: str, component: str, source: Source) -> AglError:
     name = (error.name or "").partition(".")[0]
+    # The plugin's own module is missing: the entry names what its distribution does not contain.
+    # Anything else is missing from the environment, and pip can help.
     if not name or name == factory.partition(".")[0].partition(":")[0]:
         return BrokenPluginError(
             f"{component} cannot be built: the plugin {source.shown_name} names {factory!r}, which does not exist "
@@ -117,6 +127,8 @@ def _install_line(module: str, source: Source) -> str:
     """The command that installs a module: the plugin's requirement or extra of that name, else the module's name."""
     for line in source.requires:
         project = re.split(r"[^\w.-]", line, maxsplit=1)[0]
+        # PEP 503: names of projects are equal without regard to case and to -, _ and dots; modules
+        # are written with _.
         if project.lower().replace("-", "_").replace(".", "_") != module.lower():
             continue
         package, extra = source.distribution, re.search(r"extra\s*==\s*['\"]([^'\"]+)", line)
@@ -133,6 +145,7 @@ def _accepted(name: str, accepted: list[str], *, what: str = "parameters") -> st
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    # Dataclasses and msgspec structs annotate the class, ordinary classes their __init__.
     for part in (factory, factory.__init__) if inspect.isclass(factory) else (factory,):
         with suppress(NameError, TypeError):  # imported for type checkers only, or no annotations at all
             found |= get_type_hints(part, include_extras=True)
@@ -147,7 +160,7 @@ def _converted(component: str, name: str, value: Any, hint: Any, default: Any = 
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        choices = list(_choices(hint))
+        choices = list(_choices(hint))  # msgspec names the wrong value of a Literal and not the right ones
         text = f"{value!r}; {_accepted(str(value), choices, what='choices')}" if choices else repr(value)
         raise ConfigError(f"{component}: the parameter {name!r} is wrong: {error}; got {text}") from error
     except TypeError:  # a type that JSON cannot carry: the factory judges it

@@ -18,7 +18,9 @@ E = TypeVar("E", bound=Entry)
 Key = tuple[Kind, str]
 
 KINDS: dict[type[Entry], Kind] = {
-    record: cast("Kind", record.__name__.removesuffix("Entry").lower()) for record in PROVIDERS.values()
+    # The kind's name follows from the record's, so that a new kind is declared in one place.
+    record: cast("Kind", record.__name__.removesuffix("Entry").lower())
+    for record in PROVIDERS.values()
 }
 RECORDS: dict[Kind, type[Entry]] = {kind: record for record, kind in KINDS.items()}
 
@@ -49,6 +51,7 @@ class QuarantinedPlugin:
 
 def key_of(entry: Entry) -> Key:
     """Kind and name of a component; a command's name begins with that of the command above it."""
+    # A plugin may derive a record of its own from ours; the nearest known one decides.
     kind: Kind = next(KINDS[record] for record in type(entry).__mro__ if record in KINDS)
     parent = entry.parent if isinstance(entry, CommandEntry) else ""
     return kind, f"{parent} {entry.name}" if parent else entry.name
@@ -56,6 +59,8 @@ def key_of(entry: Entry) -> Key:
 
 def is_likely_home(key: Key, source: Source) -> bool:
     """True if a plugin that was never imported is the likely home of a component."""
+    # A plugin that failed before it could name its components is known by two signs: its own name,
+    # which is often that of its only component, and the table of well-known components.
     return key[1] == source.name or (source.distribution != "" and known().get(key) == source.distribution)
 
 
@@ -64,6 +69,8 @@ class Catalog:
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[Source, Entry]] = {}
+        # Two plugins with one name would make the order of installation decide which one runs; both
+        # are refused until the user chooses.
         self._contested: dict[Key, str] = {}
 
     def add(self, source: Source, entries: Sequence[Entry], *, reserved: Iterable[str] = ()) -> None:
@@ -71,12 +78,16 @@ class Catalog:
 
         Components of the plugins named in ``reserved`` stay usable after such a clash.
         """
+        # Collected first and added at the end, because a plugin is admitted with all of its
+        # components or not at all.
         fresh: dict[Key, tuple[Source, Entry]] = {}
         for entry in entries:
             key = key_of(entry)
             owner = fresh.get(key) or self._entries.get(key)
             if owner is not None:
                 message = _clash(key, owner[0], source)
+                # What the engine itself registers stays usable, or a plugin could take the default
+                # store away.
                 if owner[0].name not in {*reserved, source.name}:
                     self._contested[key] = message
                 raise DuplicateComponentError(message)
@@ -129,12 +140,15 @@ def missing(
         plugins = ", ".join(plugin.source.shown_name for plugin in broken)
         parts.append(f"it may be in a plugin that failed to load: {plugins} (see: agl plugins check)")
     error = UnknownComponentError("; ".join(parts))
+    # The component may be in one of the plugins that failed to load; their tracebacks are what
+    # helps then.
     error.__cause__ = _cause(broken)
     return error
 
 
 def _suggestion(key: Key, names: Sequence[str]) -> str:
     kind, name = key
+    # Names are lower case; people write GRPO as the paper does.
     near = closest(name.lower(), [*names, *(one for known_kind, one in known() if known_kind == kind)])
     if key in known() or not near:
         return ""

@@ -19,7 +19,10 @@ from agl.hints import did_you_mean
 HOOKS = tuple(name for name in vars(AglSpec) if name.startswith(f"{PROJECT}_"))
 
 PROVIDERS: dict[str, type[Entry]] = {
-    name: record for name in HOOKS for record in get_args(get_type_hints(getattr(AglSpec, name))["return"])
+    # Read from the annotations of the specification, so that hook and record cannot diverge.
+    name: record
+    for name in HOOKS
+    for record in get_args(get_type_hints(getattr(AglSpec, name))["return"])
 }
 """Provider hooks and the type of record that each returns."""
 
@@ -32,6 +35,8 @@ _FACTORY = re.compile(r"[\w.]+:[\w.]+")
 def hookimpls(hooks: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
     """Implementations of one hook in order of registration, those marked ``tryfirst`` before, ``trylast`` after."""
     caller: pluggy.HookCaller = getattr(hooks.hook, hook)
+    # pluggy calls the last registered one first; here the order of names decides, and each
+    # implementation is called by itself.
     return sorted(caller.get_hookimpls(), key=lambda impl: (impl.trylast, not impl.tryfirst))
 
 
@@ -63,6 +68,8 @@ def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
             continue
         member = inspect.getattr_static(plugin, name)
         function = getattr(member, "__func__", member)
+        # Only its own functions: a module that imports another one's hook, to call it, does not
+        # implement it.
         if inspect.isfunction(function) and (home is None or function.__module__ == home):
             yield name, function
 
@@ -71,6 +78,8 @@ def _check_impl(caller: pluggy.HookCaller, impl: pluggy.HookImpl) -> None:
     if caller.spec is None and not impl.optionalhook:
         hint = did_you_mean(caller.name, HOOKS, otherwise=f"the hooks are {', '.join(HOOKS)}")
         raise PluginError(f"{caller.name} is no hook; {hint}")
+    # pluggy would run a wrapper around the other implementations; called by itself, it would only
+    # make a generator.
     if impl.wrapper or impl.hookwrapper:
         raise PluginError(f"{caller.name} is a wrapper; hooks are called one by one, so remove wrapper=True")
     if inspect.iscoroutinefunction(impl.function) or inspect.isasyncgenfunction(impl.function):
@@ -89,6 +98,7 @@ def _entries(impl: pluggy.HookImpl, hook: str, record: type[Entry]) -> Iterator[
 
 
 def _checked(entry: Entry, hook: str) -> Entry:
+    # Names stand in TOML, in URLs (the scheme of a store) and on command lines.
     if not isinstance(entry.name, str) or not _NAME.fullmatch(entry.name):  # pyright: ignore[reportUnnecessaryIsInstance]  # a plugin may pass anything
         raise PluginError(
             f"{hook} names a component {entry.name!r}; use lower case, digits and hyphens, starting with a letter"

@@ -77,9 +77,13 @@ class PluginManager:
         self._loaded: dict[str, Source] = {}
         self._broken: list[QuarantinedPlugin] = []
         self._skipped: list[Source] = []
+        # Kept for plugins that fail after naming components, so that asking for one of these names
+        # the culprit.
         self._named: dict[Source, tuple[Key, ...]] = {}
         self._failures: dict[str, int] = {}
         core = Source(name=CORE_PLUGIN, distribution=CORE, version=agl.__version__, module=builtin.__name__)
+        # The core registers through the same door as everybody; a hook that it cannot use is a
+        # defect of the hook.
         self._admit(core, builtin)
         for source, point in [found for distribution in ENGINE for found in installed(distribution)]:
             self._load(source, point)
@@ -111,6 +115,8 @@ class PluginManager:
     def load(self) -> None:
         """Load the installed plugins in order of name; one that fails is quarantined, or raised when strict."""
         for source, point in installed():
+            # Loaded when the manager was made, also with --no-plugins: without a store and a runner
+            # there is nothing to run.
             if source.distribution in ENGINE:
                 continue
             if self._disabled & {EVERY, source.name, source.distribution}:
@@ -208,6 +214,7 @@ class PluginManager:
         loaded = [self._status(source, "loaded", self._catalog.keys_of(source)) for source in self._loaded.values()]
         broken = [self._status(item.source, "broken", item.keys, error=str(item.error)) for item in self._broken]
         skipped = [self._status(source, "disabled") for source in self._skipped]
+        # The core's own components are always the first that load.
         rest = sorted([*loaded[1:], *broken, *skipped], key=lambda status: (status.name, status.distribution))
         return [loaded[0], *rest]
 
@@ -225,11 +232,14 @@ class PluginManager:
         try:
             check_bound(source, agl.__version__)
             self._admit(source, point.load())
+        # KeyboardInterrupt is let through: a person pressed Ctrl-C while something slow was
+        # imported.
         except (Exception, SystemExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
             failure = _failure(source, error)
             if self._strict:
                 raise failure from _cause_of(failure, error)
             if failure is not error:
+                # The message is one line; whoever debugs the plugin needs the traceback behind it.
                 failure.__cause__ = error
             self._broken.append(QuarantinedPlugin(source=source, error=failure, keys=self._named.get(source, ())))
             _log.warning("%s", failure)
@@ -244,6 +254,8 @@ class PluginManager:
             entries = components(self._hooks, plugin)
             self._named[source] = tuple(key_of(entry) for entry in entries)
             self._catalog.add(source, entries, reserved=(CORE_PLUGIN, "inspect", "run", "store-sqlite"))
+        # A plugin that fails half-way must leave no hooks behind, even where the user interrupted
+        # it.
         except BaseException:
             self._hooks.unregister(plugin)
             raise
@@ -261,6 +273,7 @@ class PluginManager:
 
     def _note_failure(self, plugin: str, hook: str, error: Exception) -> None:
         self._failures[plugin] = self._failures.get(plugin, 0) + 1
+        # Logged once: an observer that fails at every rollout would bury the run's own lines.
         if self._failures[plugin] == 1:
             source = self._loaded[plugin]
             _log.error(

@@ -40,6 +40,7 @@ class Source(Record, frozen=True, kw_only=True):
     @property
     def remedy(self) -> str:
         """The user's next step when the plugin fails."""
+        # Nobody can run without the core, so leaving it out is no advice.
         if self.distribution == CORE:
             return f"reinstall it (pip install --force-reinstall {CORE})"
         disable = f"leave it out with {DISABLED_VARIABLE}={self.name}"
@@ -71,6 +72,7 @@ def _source_of(point: EntryPoint) -> Source:
 
 def check_bound(source: Source, core_version: str) -> None:
     """Raise :class:`BrokenPluginError` when the distribution's own bound on the core excludes ``core_version``."""
+    # Imported here, because a process without plugins does not need it.
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
@@ -83,6 +85,8 @@ def check_bound(source: Source, core_version: str) -> None:
     for requirement in requirements:
         if canonicalize_name(requirement.name) != CORE or (requirement.marker and not requirement.marker.evaluate()):
             continue
+        # pip checks bounds when it installs, and a later upgrade of the core alone may break them.
+        # Pre-releases count, or every development version would be refused.
         if not requirement.specifier.contains(core_version, prereleases=True):
             raise BrokenPluginError(
                 f"the plugin {source.shown_name} requires {requirement}, but this is {CORE} {core_version}; "
@@ -92,6 +96,8 @@ def check_bound(source: Source, core_version: str) -> None:
 
 
 def _lines_about_core(requires: Iterable[str]) -> list[str]:
+    # Nearly all lines are about other distributions, and parsing every one of them would slow down
+    # each start.
     return [line for line in requires if line.replace("_", "-").replace(".", "-").lower().startswith(CORE)]
 
 

@@ -7,6 +7,8 @@ from agl.contracts._store import Store
 from agl.contracts._tracing import Upstream
 from agl.schemas import LLM, Json, Record, Resource, ResourceVersion
 
+# A policy in the experiment's process listens on a port that every user of the machine can reach,
+# so it asks for a key.
 POLICY_KEY_ENV = "AGL_POLICY_KEY"
 """Environment variable of the key that policies ask for which run in an experiment's own process."""
 
@@ -22,6 +24,8 @@ class ServedModel(Record, frozen=True, kw_only=True):
         sampling_parameters: Defaults that agents find in their resource.
     """
 
+    # Several, because a policy may run on several GPUs or machines; the gateway keeps a rollout at
+    # one of them, whose prefix cache is warm.
     base_urls: tuple[str, ...]
     model: str
     version: str = ""

@@ -23,6 +23,7 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def variance(self) -> float | None:
         """The unbiased variance, ``None`` below two values."""
+        # Bessel's correction, as in the group baselines of GRPO.
         return self.squares / (self.count - 1) if self.count > 1 else None
 
     def plus(self, other: "Moments") -> "Moments":
@@ -30,8 +31,11 @@ class Moments(Record, frozen=True, kw_only=True, omit_defaults=False):
         count = self.count + other.count
         if not count:
             return Moments()
+        # Chan, Golub and LeVeque (1979): with delta = mean_b - mean_a, M2 = M2_a + M2_b + delta^2
+        # n_a n_b / n. A negative n_b takes the set b out again.
         apart = other.mean - self.mean
         squares = self.squares + other.squares + apart * apart * self.count * other.count / count
+        # Taking values out may leave a rounding error below 0, of which a root cannot be taken.
         return Moments(count=count, mean=self.mean + apart * other.count / count, squares=max(0.0, squares))
 
 
@@ -76,5 +80,6 @@ class Statistics(Record, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def negative(self) -> "Statistics":
         """The share that takes these rollouts out of statistics that hold them, when it is added."""
+        # The mean stays: with a negative count, plus() weighs it against the other set's.
         reward = replace(self.reward, count=-self.reward.count, squares=-self.reward.squares)
         return replace(self, reward=reward, **{name: -getattr(self, name) for name in _SUMS})

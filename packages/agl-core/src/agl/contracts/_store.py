@@ -24,9 +24,12 @@ from msgspec.structs import replace
 from agl.contracts._statistics import Statistics
 from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
 
+# Large enough that a page costs little beside its request, small enough that a dozen readers at
+# once fit into a small machine's memory.
 PAGE_BYTES = 32 << 20
 """Bytes of spans after which a page of recordings ends."""
 
+# 63 bits: SQLite's and PostgreSQL's integers are signed.
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A number that every store can count to; stores refuse others with a :class:`~agl.errors.StoreError`."""
 
@@ -66,6 +69,8 @@ class RolloutQuery(Record, frozen=True, kw_only=True):
     ids: tuple[str, ...] = ()
     contains: str = ""
     sort: Literal["rollout_id", "created_at", "finished_at", "status"] = "rollout_id"
+    # A position by value and not by number: rollouts that arrive or vanish meanwhile do not shift
+    # the pages.
     after: str = ""
     after_value: str | float = ""
     limit: Count = 1000
@@ -113,6 +118,8 @@ class Recording(Record, frozen=True, kw_only=True):
     rollout: Rollout
     attempts: list[Attempt]
     spans: list[Span] = []
+    # An attempt may have more spans than a page takes; a reader that ignores this would judge a
+    # rollout by a part of it.
     is_whole: bool = True
 
 
@@ -166,6 +173,8 @@ class ExperimentRecord(Record, frozen=True, kw_only=True):
 
     name: str
     run: int = 1
+    # There is no "failed": a run that stopped for any reason may be resumed, and only its end is
+    # final.
     status: Literal["running", "finished"] = "running"
     live: dict[str, str] = {}
     turn: int = 0
@@ -199,7 +208,10 @@ class Presence(Record, frozen=True, kw_only=True):
     member: str = ""
     session: str
     since: float = 0.0
+    # By the store's clock, because the clocks of two machines may differ by more than a lease.
     seen_at: float = 0.0
+    # A reader compares it with the beat that it saw before, and needs no clock to see whether the
+    # member lives.
     beat: int = 0
     details: dict[str, Json] = {}
 
@@ -221,6 +233,8 @@ class Metric(Record, frozen=True, kw_only=True, omit_defaults=False):
     value: float
     time: float = 0.0
     run: Count = 1
+    # Algorithms that take turns have steps of their own; on this axis their curves can be laid over
+    # each other.
     experiment_step: Count | None = None
 
 
@@ -241,6 +255,8 @@ class Store(Protocol):
         lease_s: float = 60.0,
         wait_s: float = 0.0,
         experiment: str | None = None,
+        # Named by the caller, so that a claim whose answer was lost on the way can be repeated:
+        # otherwise the rollouts would wait for their leases to lapse.
         claim_id: str = "",
     ) -> list[Claim]:
         """Open attempts for up to ``limit`` of the oldest queued rollouts.
@@ -369,6 +385,8 @@ class Store(Protocol):
         *,
         experiment: ExperimentRecord | None = None,
         trained: Sequence[Trained] = (),
+        # Compare and set: two trainers of one experiment may both believe that they own it, and
+        # only one of them may save.
         expected: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write algorithm states by key, the experiment's record and its ledger, all or none.

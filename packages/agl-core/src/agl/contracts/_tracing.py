@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from agl.schemas import Record
 
+# The dialects are imported by those who read calls; a tracer does not need them.
 if TYPE_CHECKING:
     from agl.dialects import Request
 
@@ -86,6 +87,9 @@ class Upstream(Record, frozen=True, kw_only=True):
     api_key_env: str = ""
     is_trained: bool = False
     model_version: str = ""
+    # By the caller rather than by the model's name: frameworks give several agents one client, and
+    # so one model name.
     agents: str = ""
     replicas: tuple[str, ...] = ()
+    # What a request may do with the policy's distribution; agl.dialects.sampled has the reason.
     sampling: Literal["", "override", "refuse", "keep"] = ""

@@ -81,14 +81,18 @@ class CallUse(Record, frozen=True, kw_only=True):
         note: The reason why the call did not train, or a remark; ``""`` if there is nothing to say.
         tokens: Numbers of the R tokens that the call sampled, by name, each as packed little-endian float16, [R]:
             ``entropy`` of the policy before the token in nats, and ``advantage`` where the tokens differ in it; NaN for
-            tokens without one. The driver does not read them; ``agl_run.commands.token_values`` unpacks them.
+            tokens without one. The driver does not read them; ``agl_inspect.rollouts.token_values`` unpacks them.
     """
 
     span_id: str
+    # -1 and not None, because the record is stored once per call and step, and integers pack
+    # smallest.
     row: int = -1
     credit: float | None = None
     advantage: float | None = None
     note: str = ""
+    # Packed, and half precision: a step of 512 rollouts with 2,000 tokens each would otherwise
+    # store megabytes of numbers that people look at one call at a time.
     tokens: dict[str, bytes] = {}
 
 
@@ -112,6 +116,7 @@ class StepReport(Record, frozen=True, kw_only=True):
     trained: tuple[str, ...] = ()
     published: tuple[str, ...] = ()
     stop_reason: str = ""
+    # Left out for observers: a webhook that sends every report would send megabytes.
     uses: dict[str, tuple[CallUse, ...]] = {}
 
 
@@ -142,6 +147,7 @@ class CollectFn(Protocol):
         n: int = 1,
         mode: Literal["train", "val", "test"] = "train",
         resources: Mapping[str, str] | None = None,
+        # Without a key, two requests of one step and mode would name the same rollouts.
         key: str = "",
         keeps_all: bool = False,
         greedy: bool = False,
@@ -194,6 +200,7 @@ class Recorded(Record, frozen=True, kw_only=True):
         )
 
 
+# Not itertools.groupby: groups need not be contiguous in the rollouts of several sources.
 def _grouped(episodes: Sequence[Episode], key: Callable[[Rollout], object]) -> list[list[Episode]]:
     groups: dict[object, list[Episode]] = {}
     for episode in episodes:
@@ -204,6 +211,8 @@ def _grouped(episodes: Sequence[Episode], key: Callable[[Rollout], object]) -> l
 class RecordedFn(Protocol):
     """Reads the rollouts of the algorithms named in ``source``, so that another learns from them."""
 
+    # In versions and not in seconds: importance weights drift with the number of updates, however
+    # long they take.
     async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
         """The rollouts of the sources' finished steps above ``after``, a step by source.
 
@@ -317,7 +326,9 @@ class AlgorithmContext:
     progress: Callable[[int, int, str], None]
     say: Callable[[str], None]
     clock: Callable[[], float]
+    # Asked anew each time, because rolling back or resuming changes which steps are needed.
     kept: Callable[[], frozenset[int]] = frozenset
+    # None is the safe default: each step then writes all that its state names before it returns.
     defer: Callable[[Callable[[bool], Awaitable[bool]]], None] | None = None
     agents: str = ""
 

@@ -22,6 +22,7 @@ _READERS = {
     "messages": (messages.read_body, messages.read_stream),
 }
 
+# These reasons are stored with the call and shown by `agl show --why`, so they say what to do.
 NOT_ASKED = "token ids were not asked for: the policy is not in training"
 NO_IDS = (
     "the backend returned no token ids although they were requested; serve the model with vLLM >= 0.10.2, with "
@@ -68,6 +69,8 @@ def _answer(dialect: Dialect, exchange: Exchange) -> Answer:
         answer = read(exchange.response)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Answer(error=_unreadable(exchange, error))
+    # A 200 whose body has no choice, as proxies send it that time out; kept as a failed call,
+    # because the agent saw it.
     if not answer.choices and not answer.error:
         return Answer(error=_unreadable(exchange, None), model_version=answer.model_version)
     return answer
@@ -100,6 +103,8 @@ def _base(exchange: Exchange, answer: Answer) -> ModelCall:
     """The fields that the choices of one exchange share."""
     dialect, given = exchange.request.dialect, exchange.request.to_dict() or {}
     request, inputs = stored(exchange.request)
+    # Of bool, which is an int in Python, and of a text nothing follows; a backend would refuse
+    # them.
     asked = given.get("n")
     return ModelCall(
         request_id=exchange.request_id,
@@ -132,6 +137,7 @@ def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
     """The body of an answer without choices: an error's JSON; an embedding's without its vectors."""
     if exchange.status < 400 and dialect != "embeddings":
         return None
+    # Errors of providers repeat a part of the key that they refused.
     body = _object(redact(exchange.response.decode("utf-8", "replace")).encode())
     return {key: value for key, value in body.items() if key != "data"} if body else None
 
@@ -148,6 +154,7 @@ def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:
     prompt_ids, response_ids, problem = _pack(choice)
     logprobs, logprob_problem = _pack_logprobs(choice.logprobs or ())
     problem = problem or logprob_problem or _missing(base.dialect, choice, want_ids=want_ids)
+    # A stream may be cut after some choices are complete; each choice answers for itself.
     is_complete = choice.is_finished if base.is_streamed else base.is_complete
     cut = "" if is_complete else "the stream ended before the answer did"
     return msgspec.structs.replace(
@@ -181,6 +188,8 @@ def _pack_logprobs(values: Sequence[float | None]) -> tuple[bytes, str]:
 def _missing(dialect: Dialect, choice: Choice, *, want_ids: bool) -> str:
     """The reason why the tokens of a choice cannot be trained on; ``""`` when they can."""
     if choice.response_ids is None and choice.prompt_ids is None:
+        # Named before what is missing: without this reason a frozen model's calls would look like a
+        # defect of its backend.
         if not want_ids:
             return NOT_ASKED
         return NO_IDS_IN_MESSAGES if dialect == "messages" else NO_IDS
@@ -190,6 +199,8 @@ def _missing(dialect: Dialect, choice: Choice, *, want_ids: bool) -> str:
         return "the backend returned the response's token ids but not the prompt's"
     if choice.logprobs is None and choice.response_ids:
         return "the backend returned token ids without log-probabilities"
+    # The Responses API of vLLM leaves out those of tool calls and marker tokens. A row with shifted
+    # ones would train on the wrong ratios, so the call is rejected rather than padded.
     given, expected = len(choice.logprobs or ()), len(choice.response_ids)
     if given != expected:
         return f"{given} log-probabilities for {expected} response tokens"

@@ -17,6 +17,8 @@ from agl.schemas import Json
 ContentKey = Literal["message", "text"]
 
 
+# Only what is read: msgspec skips all other fields without making objects of them, which makes a
+# body of 200 tokens with top log-probabilities several times cheaper.
 class _Token(msgspec.Struct, gc=False):
     logprob: float | None = None
 
@@ -35,8 +37,10 @@ class _Choice(msgspec.Struct, gc=False):
     delta: dict[str, Any] | None = None
     text: str | None = None
     finish_reason: Any = None
+    # vLLM's: the stop string or token id that ended the answer.
     stop_reason: Any = None
     logprobs: _Logprobs | None = None
+    # vLLM puts these beside the choices of a chat completion, and within each of a completion.
     token_ids: list[int] | None = None
     response_token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -68,6 +72,7 @@ _BODY = msgspec.json.Decoder(_Body)
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _CHUNKS = msgspec.json.Decoder(list[_Chunk])
 _VERSION_FIELDS = ("model_version", "model_versions", "weight_versions")
+# Kept of the body; all else of it is in the choice, or in the packed tokens.
 _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "service_tier", "usage")
 
 
@@ -114,6 +119,7 @@ class _ChoiceBuilder:
     """Builds one choice of a stream from its deltas."""
 
     def __init__(self) -> None:
+        # Lists of parts, joined at the end: adding strings one by one may copy the text each time.
         self.texts: dict[str, list[str]] = {}
         self.fields: dict[str, Json] = {}
         self.calls: dict[int, dict[str, Json]] = {}
@@ -138,6 +144,8 @@ class _ChoiceBuilder:
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
         for key, value in delta.items():
+            # Argument texts come in pieces, by the call's index; the id and the name only with the
+            # first.
             if key == "tool_calls":
                 for call in dicts_in(value):
                     self._add_call(call)
@@ -148,6 +156,7 @@ class _ChoiceBuilder:
 
     def _add_call(self, part: dict[str, Any]) -> None:
         index = part.get("index")
+        # Some servers send whole calls, without an index.
         call = self.calls.setdefault(index if isinstance(index, int) else len(self.calls), {})
         given = as_dict(part.get("function"))
         function = call.setdefault("function", {"name": "", "arguments": ""})
@@ -164,6 +173,7 @@ class _ChoiceBuilder:
         message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
         if self.calls:
             message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
+            # OpenAI sends null beside tool calls and some servers "", and a plain body has null.
             message["content"] = message["content"] or None
         return {"message": message}
 
@@ -179,6 +189,7 @@ def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
             if builder is None:
                 builder = builders[choice.index] = _ChoiceBuilder()
             builder.add(choice)
+    # Servers report an error in the middle of a stream as an event, after the status 200.
     error = next((text for chunk in chunks if (text := error_text(chunk.error))), "")
     if not builders:
         return Answer(error=error)
@@ -191,6 +202,7 @@ def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
 
 def _head(found: list[bytes]) -> _Body:
     """The first event that is a readable chunk; it names id and model."""
+    # The first event may be a comment or a ping of a proxy.
     for data in found:
         try:
             return _BODY.decode(data)
@@ -202,6 +214,7 @@ def _head(found: list[bytes]) -> _Body:
 def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
     """The first chunk's head with the other chunks' fields: the first prompt ids, the last usage and versions."""
     for chunk in chunks:
+        # On the first chunk of a vLLM stream only.
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
         for name in ("usage", *_VERSION_FIELDS):
             if value := getattr(chunk, name):

@@ -79,12 +79,15 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
 
 def _add_call(messages: list[Message], call: Json) -> None:
     """Add a call to the assistant's message that it belongs to; adds that message if there is none."""
+    # The Responses API has a call as an item of its own; chat has it within the assistant's
+    # message.
     if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant", "content": None})
     messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]}
 
 
 def _tool_call(call_id: Any, name: Any, arguments: Any) -> Json:
+    # Anthropic sends the arguments as an object, OpenAI as JSON text.
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
@@ -107,6 +110,7 @@ def _chat_part(part: dict[str, Any]) -> dict[str, Any] | None:
         case "refusal":
             return {"type": "text", "text": as_text(part.get("refusal"))}
         case "input_image":
+            # By then a digest or a URL: the record holds no contents of media.
             return {"type": "image_url", "image_url": {"url": part.get("image_url") or part.get("file_id")}}
         case "image":
             source = as_dict(part.get("source"))
@@ -133,6 +137,8 @@ def _blocks(role: str, content: Any) -> Iterable[Message]:
     if not is_list(content):
         return [{"role": role, "content": content}]
     blocks = dicts_in(content)
+    # Anthropic returns results of tools in a message of the user, which chat splits into messages
+    # of the role tool; they come before the text because they answer the calls before it.
     results: list[Message] = [
         {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _content(block.get("content"))}
         for block in blocks

@@ -20,6 +20,7 @@ ENDPOINTS: dict[Dialect, str] = {
 
 def dialect_of(path: str) -> Dialect | None:
     """The wire format of the endpoint at ``path`` (a URL or its path), ``None`` for anything else."""
+    # Azure and gateways add a query, such as ?api-version=, and prefixes of their own.
     plain = path.split("?", 1)[0].rstrip("/")
     return next((dialect for dialect, suffix in ENDPOINTS.items() if plain.endswith(suffix)), None)
 
@@ -43,6 +44,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     request: Request
     request_id: str
+    # 0 is no HTTP status: the connection failed before one came.
     status: int = 0
     headers: Mapping[str, str] = {}
     response: bytes = b""

@@ -13,6 +13,7 @@ from agl.dialects._exchange import Answer, Choice
 from agl.dialects._foreign import as_dict, as_index, as_list, as_text, is_list, version_in
 from agl.dialects._sse import BODY, objects
 
+# They are kept packed in the record, so the JSON of the response goes without them.
 _DROPPED = ("prompt_token_ids", "token_ids", "logprobs")
 
 
@@ -45,7 +46,9 @@ def read_stream(data: bytes) -> Answer:
     """The answer in a stream, as far as it arrived."""
     events = objects(data)
     message: dict[str, Any] = {}
+    # By index: with parallel tools a server may interleave the deltas of several blocks.
     blocks: dict[int, dict[str, Any]] = {}
+    # The input of a tool comes as pieces of JSON text, which can be parsed at the end only.
     inputs: dict[int, list[str]] = {}
     is_finished, error = False, ""
     for event in events:
@@ -91,6 +94,7 @@ def _grow(block: dict[str, Any], delta: dict[str, Any], inputs: dict[int, list[s
 def _finish(message: dict[str, Any], event: dict[str, Any]) -> None:
     delta = as_dict(event.get("delta"))
     message.update({key: value for key, value in delta.items() if value is not None})
+    # message_start counts the input tokens, message_delta the output tokens.
     message["usage"] = {**as_dict(message.get("usage")), **as_dict(event.get("usage"))}
     message.update({key: event[key] for key in (*_DROPPED, "model_version", "model_versions") if key in event})
 

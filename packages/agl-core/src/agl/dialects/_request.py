@@ -55,6 +55,8 @@ _KINDS = frozenset(
 _PAYLOADS = frozenset({"data", "file_data", "url", "image_url", "file_url", "video_url", "file_id"})
 _MARKERS = (b"image", b"audio", b"video", b"file", b"document")
 
+# Raw values are slices of the body, so that a field that nobody reads costs nothing, and changing
+# one field leaves the bytes of all others as the client wrote them.
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decode = msgspec.json.decode
 
@@ -90,6 +92,7 @@ class Request:
 
     def get(self, key: str) -> Any:
         """The value of a top-level field; ``None`` where it is missing or broken. Do not change it."""
+        # A field that is read twice, such as the model, is decoded once.
         if key not in self._values and (raw := self._fields().get(key)) is not None:
             try:
                 self._values[key] = _decode(raw)
@@ -101,6 +104,8 @@ class Request:
         """The whole request; ``None`` unless it is a JSON object. Do not change the values in it."""
         fields = self._fields()
         found = {key: self.get(key) for key in fields}
+        # A field that could not be decoded is not in _values: then the request as a whole is
+        # broken.
         return found if self.is_object and len(self._values) == len(fields) else None
 
     def prepared(self, *, want_ids: bool, model: str = "") -> bytes:
@@ -131,14 +136,19 @@ class Request:
     def _id_fields(self) -> dict[str, Any]:
         match self.dialect:
             case "chat":
+                # vLLM takes the first, SGLang the second; a server ignores the other's, or refuses
+                # what it does not know, and then it can serve no policy in training.
                 return {"return_token_ids": True, "return_prompt_token_ids": True, "logprobs": True}
             case "completions":
                 asked = self.get("logprobs")
+                # Completions count: a number of alternatives, where 1 is the sampled token alone.
                 return {"return_token_ids": True, "logprobs": 1 if asked is None else asked}
             case "responses":
                 include = list(as_list(self.get("include")))
                 if _LOGPROBS_INCLUDE not in include:
                     include.append(_LOGPROBS_INCLUDE)
+                # vLLM's switch for raw messages with their tokens; OpenAI's for log-probabilities
+                # of the text.
                 return {"enable_response_messages": True, "include": include}
             case "messages":
                 return {"return_token_ids": True}
@@ -157,6 +167,7 @@ def sampled(asked: Request, rule: str) -> tuple[Request, dict[str, Json]]:
     sent and narrows; there are none without a rule.
     """
     found = {key: asked.get(key) for key in (*_NEUTRAL, *_TYPED, *_GUIDES)} if rule else {}
+    # None is what an absent field means, so it narrows nothing.
     before = {key: value for key, value in found.items() if value is not None and _narrows(key, value)}
     changes = {key: _NEUTRAL[key][0] for key in before if key in _NEUTRAL and rule == "override"}
     named = {semconv.SAMPLING_OVERRIDDEN: changes.keys(), semconv.SAMPLING_KEPT: before.keys() - changes.keys()}
@@ -169,6 +180,8 @@ def _narrows(key: str, value: Json) -> bool:
         fields = as_dict(value)
         kind = as_dict(fields.get("format", fields)).get("type") if fields else value
         return kind not in (None, "text", "auto", "none")
+    # Greedy decoding is no sample of any temperature, and log-probabilities at temperature 0 are
+    # undefined.
     return value == 0 if key == "temperature" else value not in _NEUTRAL.get(key, ())
 
 
@@ -208,6 +221,7 @@ def stored(request: Request) -> tuple[Json, tuple[str, ...]]:
     if fields is None:
         return request.body[:_MAX_BROKEN].decode("utf-8", "replace"), ()
     kept = {key: value for key, value in fields.items() if key not in _SECRET_KEYS}
+    # Remote tools are described with the headers that reach them, credentials included.
     for key in ("tools", "mcp_servers"):
         if is_list(kept.get(key)):
             kept[key] = [_clean(item) for item in as_list(kept[key])]
@@ -223,6 +237,7 @@ def _clean(item: Json) -> Json:
 
 def _may_hold_media(body: bytes) -> bool:
     """True if the request may hold media; quick, and never False for one that does."""
+    # Walking a long conversation costs more than a search for five words, and most have no media.
     return b'"type"' in body and any(marker in body for marker in _MARKERS)
 
 
@@ -245,6 +260,7 @@ def _walk(value: Json, found: list[str]) -> Json:
     entry = as_dict(value)
     if not entry:
         return value
+    # Anthropic's documents may hold their text in the request, which is tokens as any other.
     is_text = as_dict(entry.get("source")).get("type") in ("text", "content")
     if as_text(entry.get("type")) in _KINDS and not is_text:
         return _replace(entry, found)

@@ -14,6 +14,7 @@ from agl.dialects._exchange import Answer, Choice
 from agl.dialects._foreign import as_dict, as_list, as_text, dicts_in, is_list, version_in
 from agl.dialects._sse import BODY, objects
 
+# Each of these events repeats the whole response, so the items before it need not be put together.
 _FINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 _DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids", "logprobs", "instructions", "tools")
 
@@ -26,6 +27,7 @@ def read_body(data: bytes) -> Answer:
 def read_stream(data: bytes) -> Answer:
     """The answer in a stream: the final event's response, or the items that came before a cut."""
     events = objects(data)
+    # The final event is the last one or nearly so.
     for event in reversed(events):
         if event.get("type") in _FINAL and isinstance(event.get("response"), dict):
             return _answer(as_dict(event["response"]), is_finished=True)
@@ -33,6 +35,7 @@ def read_stream(data: bytes) -> Answer:
     first = next((event["response"] for event in events if isinstance(event.get("response"), dict)), None)
     if first is None:
         return Answer(error=error)
+    # Kept for people: a cut answer is rejected, and they want to see how far it came.
     partial = {**as_dict(first), "status": "in_progress", "output": _items(events)}
     answer = _answer(partial, is_finished=False)
     return msgspec.structs.replace(answer, error=error or answer.error)
@@ -85,6 +88,8 @@ def _value(token: Any) -> float | None:
 def _tokens(messages: Any, plain: Any) -> list[int] | None:
     if not is_list(messages):
         return as_list(plain) if is_list(plain) else None
+    # vLLM lists the raw messages of every turn of its built-in tools; together they are what the
+    # model read, or wrote.
     lists = [as_list(item["tokens"]) for item in dicts_in(messages) if "tokens" in item]
     return [number for tokens in lists for number in tokens] if lists else None
 

@@ -17,13 +17,17 @@ def payloads(body: bytes) -> tuple[list[bytes], bool]:
     An event of several data lines has them joined; a last event without its closing blank line was cut and is
     left out, unless its data is ``[DONE]``.
     """
+    # The specification (https://html.spec.whatwg.org/multipage/server-sent-events.html) allows CR,
+    # LF and CRLF as the end of a line; nearly every server sends LF.
     if b"\r" in body:
         body = body.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     events = body.split(b"\n\n")
+    # What follows the last blank line: nothing, or an event that was cut.
     tail = events.pop()
     found: list[bytes] = []
     is_done = tail.strip() == b"data: [DONE]"
     for event in events:
+        # The common form, without splitting lines; a stream has an event per token or two.
         data = event[6:] if event.startswith(b"data: ") and b"\n" not in event else _data_of(event)
         if data == _DONE:
             is_done = True
@@ -44,6 +48,9 @@ def decode_events(found: list[bytes], item: msgspec.json.Decoder[T], many: msgsp
     event takes the slow path.
     """
     try:
+        # A broken event makes this fail, or, in theory, two broken ones that complete each other;
+        # then the array has another length than the list and a record is lost, which costs less
+        # than decoding every stream twice.
         return many.decode(b"[" + b",".join(found) + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError):
         return [value for data in found if (value := _decode(data, item)) is not None]

@@ -20,6 +20,8 @@ from agl.schemas import LooseCall, Record, Span
 
 _CHATS = (semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content")  # compared with values of any type
 _OURS = (semconv.OP_EVALUATE,)
+# 5 ms: two clocks of one machine, the program's and the recorder's, are read at different points of
+# a call.
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]
@@ -45,11 +47,15 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
     reported = [span for span in own if _is_reported(span)]
     if not reported:
         return Agreement()
+    # A watch on clients sees one client and no framework: its spans say that a call was missed, not
+    # which part of the agent is observed.
     is_framework_there = not all(map(_is_watched, reported))
+    # In order of time, because the matching below takes the earliest call that fits.
     own.sort(key=lambda span: (span.start_ns, span.sequence))
     by_id = {span.span_id: span for span in own}
     calls = [span for span in own if span.call is not None]
     loose = [span for span in calls if _enclosing_span(span, by_id) is None]
+    # A call that names its span is linked or not; only one that names none may be matched by time.
     unnamed = [span for span in loose if semconv.FRAMEWORK_SPAN_ID not in span.attributes]
     unseen = _without_overlapping_call(_unseen(own, calls, by_id), unnamed)
     enclosing = Enclosing(own)
@@ -100,6 +106,8 @@ def _without_overlapping_call(chats: Sequence[Span], calls: Sequence[Span]) -> l
         begun = takewhile(lambda chat: chat.start_ns - _TOLERANCE_NS <= call.start_ns, left)  # noqa: B023  # used at once
         held = [chat for chat in begun if call.start_ns <= chat.end_ns + _TOLERANCE_NS and not _is_watched(chat)]
         if held:
+            # The one that ends first, so that the others stay for later calls: with intervals this
+            # greedy choice matches as many as any other.
             left.remove(min(held, key=lambda chat: chat.end_ns))
     return left
 
@@ -108,6 +116,8 @@ def _enclosing_span(span: Span, by_id: Mapping[str, Span]) -> Span | None:
     """The span around ``span``, ``None`` if that is the attempt's root."""
     framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
     found = by_id.get(framework) if isinstance(framework, str) else None
+    # The link that travelled with the call comes first: the parent may be a span of the HTTP
+    # client.
     found = found or by_id.get(span.parent_id or "")
     return None if found is None or found.name == semconv.ROOT_SPAN_NAME else found
 

@@ -23,6 +23,7 @@ class EpisodeCredit:
 
 
 def _assign(episode: Episode) -> list[CallCredit]:
+    # A rejected call reaches no row, so a number for it would be used by nobody.
     live = [call for call in episode.transitions if not call.reject]
     if not live:
         return []
@@ -31,5 +32,7 @@ def _assign(episode: Episode) -> list[CallCredit]:
             f"rollout {episode.rollout.rollout_id} has model calls to train on and no reward; return or emit one, add "
             "a reward emitter, or let the experiment drop or penalise rollouts without a reward"
         )
+    # Without a group the rollout is compared with itself alone, and an estimator gives it no
+    # advantage.
     baseline = episode.rollout.group_id or episode.rollout.rollout_id
     return [CallCredit(span_id=call.span_id, value=episode.reward, baseline=baseline) for call in live]

@@ -71,6 +71,8 @@ def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
     """Indices of calls that share a vocabulary: those of one policy, else of one model name."""
     found: dict[tuple[str, str], list[int]] = {}
     for index, call in enumerate(calls):
+        # Equal ids of two vocabularies are other texts, so that a match between them would be a
+        # coincidence. Models outside the experiment have no policy; their names have to do.
         found.setdefault((call.policy, "" if call.policy else call.model), []).append(index)
     return list(found.values())
 
@@ -92,9 +94,13 @@ class _ForestBuilder:
         prompts = [self._calls[i].prompt_ids for i in members]
         contexts = [self._calls[i].prompt_ids + self._calls[i].response_ids for i in members]
         links = link(prompts, contexts)
+        # Siblings with equal prompts and responses are leaves with equal contents. A later call continues
+        # one of them, and nobody can tell which; the newest one is taken.
         newest, older = [NONE] * len(members), [NONE] * len(members)  # stacks of leaves, by equal conversations
         for k, i in enumerate(members):
             anchor, same = links.anchor[k], links.same[k]
+            # An anchor that something extends already is no leaf: extending it again is a fork, and
+            # starts a branch.
             leaf = newest[links.same[anchor]] if anchor != NONE else NONE
             if leaf != NONE:
                 newest[links.same[anchor]] = older[leaf]
@@ -105,6 +111,8 @@ class _ForestBuilder:
             older[k], newest[same] = newest[same], k
 
     def forest(self) -> Forest:
+        # Sorted by their first call, so that a branch's number does not depend on the order of the
+        # policies.
         branches = sorted(branch.calls for branch in self._branches)
         number = [NONE] * len(self._calls)
         for index, calls in enumerate(branches):
@@ -145,6 +153,7 @@ class _Branch:
         origin: The branch that it forked from, and ``shared`` the tokens that it has in common with it.
     """
 
+    # Indices and not calls: the prompts of a long attempt add up to megabytes.
     calls: list[int]
     origin: "_Branch | None" = None
     shared: int = 0
@@ -182,7 +191,10 @@ class _DriftFinder:
             default=(0, NONE, b""),
             key=lambda found: found[0],
         )
+        # From bytes to tokens; ids are four bytes each.
         position = shared // 4
+        # Nothing is shared beyond what the prompt extends exactly, or one of the two ends there:
+        # then it is a fork or a cut, not drift.
         if call == NONE or position * 4 <= floor or position * 4 >= min(len(prompt), len(context)):
             return ""
         answered = self._answer_at(self.branch_of[call], position)
@@ -196,7 +208,9 @@ class _DriftFinder:
 
     def _answer_at(self, branch: _Branch | None, position: int) -> int:
         """The call whose answer holds ``position``, or begins at most ``DRIFT_SLACK`` tokens after it."""
+        # The tokens before a fork belong to the branch that it forked from.
         while branch is not None:
+            # Calls of a branch grow, so their starts are sorted.
             k = bisect_right(branch.calls, position, key=self._start_of) - 1
             if k >= 0:
                 return branch.calls[k] if position < _end_of(self.calls[branch.calls[k]]) else NONE

@@ -41,6 +41,7 @@ def link(queries: Sequence[bytes], entries: Sequence[bytes]) -> Links:
     sweep = _sweep(queries, entries)
     n = len(queries)
     anchor, before, after = [NONE] * n, [NONE] * n, [NONE] * n
+    # Backwards in time: each step takes away the entries that are too new for all earlier queries.
     for i in range(n - 1, -1, -1):
         anchor[i] = _earlier(sweep.enclosing, sweep.inside[i], i)
         before[i] = _earlier(sweep.left, sweep.left[i], i)
@@ -50,12 +51,16 @@ def link(queries: Sequence[bytes], entries: Sequence[bytes]) -> Links:
 
 def common_prefix(a: bytes, b: bytes) -> int:
     """Length in bytes of the longest common prefix of ``a`` and ``b``."""
+    # Slices compare in C, and the first block that differs is searched by arithmetic on one large
+    # integer.
     block, start, end = 4096, 0, min(len(a), len(b))
     while start < end and a[start : start + block] == b[start : start + block]:
         start += block
     if start >= end:
         return end
     stop = min(start + block, end)
+    # x & -x keeps the lowest set bit; in little-endian order that is in the first byte that
+    # differs.
     difference = int.from_bytes(a[start:stop], "little") ^ int.from_bytes(b[start:stop], "little")
     if not difference:
         return stop
@@ -86,8 +91,11 @@ def _sweep(queries: Sequence[bytes], entries: Sequence[bytes]) -> _Sweep:
     left, right = [NONE] * n, [NONE] * n
     stack: list[int] = []
     newest = NONE
+    # One sort of all strings; the keys are not copied.
     for item in sorted(range(2 * n), key=keys.__getitem__):
         key = keys[item]
+        # In sorted order the strings with a common prefix are contiguous, so an entry that does not
+        # enclose this string encloses no later one.
         while stack and not key.startswith(entries[stack[-1]]):
             stack.pop()
         top = stack[-1] if stack else NONE
@@ -112,6 +120,7 @@ def _earlier(links: list[int], j: int, i: int) -> int:
     while j >= i:
         above = links[j]
         if above >= i:
+            # Path halving, as in union-find: amortised nearly constant time for each step.
             above = links[j] = links[above]
         j = above
     return j

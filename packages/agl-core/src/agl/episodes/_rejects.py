@@ -48,6 +48,8 @@ def find_rejects(
         if call is None:
             continue
         reject = (
+            # In this order: where and when it was recorded, then the retry, then the selection,
+            # then defects. The first reason found is the one that a person would repair first.
             _outside(span, attempt_id)
             or superseded.get(index)
             or _unselected(call, who[span.span_id], policy, pattern)
@@ -82,11 +84,13 @@ def _superseded(spans: Sequence[Span]) -> dict[int, Reject]:
     The choices of one exchange share request id and retry count and differ in their index.
     """
     requests = [span.call.request_id for span in spans if span.call is not None and span.call.request_id]
+    # The usual case: nothing was retried.
     if len(set(requests)) == len(requests):
         return {}
     exchanges: dict[tuple[str, str], list[int]] = {}
     for index, span in enumerate(spans):
         if span.call is not None and span.call.request_id:
+            # Request ids are unique within an attempt only, for a program may choose them.
             exchanges.setdefault((span.attempt_id, span.call.request_id), []).append(index)
     found: dict[int, Reject] = {}
     for members in exchanges.values():
@@ -102,6 +106,7 @@ def _replaced_by_retry(spans: Sequence[Span], members: Sequence[int]) -> dict[in
         call = spans[index].call
         if call is None or not is_answered(call) or spans[index].is_late:
             continue
+        # A later retry replaces the choices of the earlier ones, even if it has fewer.
         if call.retry_count != retry:
             retry, answered = call.retry_count, {}
         answered[call.choice] = index
@@ -128,6 +133,8 @@ def _unselected(call: ModelCall, who: Who, policy: str | None, pattern: re.Patte
     if policy is not None and call.policy != policy:
         served = f"policy {call.policy!r}" if call.policy else f"model {call.model!r}, which is no configured policy,"
         return Reject(reason="not_selected", detail=f"{served} served it, not {policy!r}")
+    # Titles and summaries of a coding agent share its reward and have nothing to do with it, so
+    # they train only where they are named.
     if semconv.HELPER in who.named and not (pattern and pattern.search(semconv.HELPER)):
         detail = f"a helper call of {who.agent!r}, such as one for a title; agents = {semconv.HELPER!r} selects these"
         return Reject(reason="not_selected", detail=detail)
@@ -138,6 +145,7 @@ def _unselected(call: ModelCall, who: Who, policy: str | None, pattern: re.Patte
 
 
 def _matches(pattern: re.Pattern[str], who: Who) -> bool:
+    # search and not fullmatch, as Agent Lightning's agent_match works.
     return pattern.search(who.agent) is not None or any(pattern.search(name) for name in who.inside)
 
 
@@ -147,6 +155,8 @@ def _unusable(call: ModelCall) -> Reject | None:
         return Reject(reason="error", detail=f"{status}: {call.error}" if call.error else status)
     if not call.is_complete:
         return Reject(reason="incomplete", detail=f"the answer was cut after {call.response_len} tokens")
+    # Their ids stand for placeholders; training on them would teach the model to answer images that
+    # it was not shown.
     if call.inputs:
         return Reject(reason="non_token_input", detail=f"{len(call.inputs)} inputs are not tokens: {call.inputs[0]}")
     if call.ids_missing:
@@ -160,6 +170,8 @@ def _badly_packed(call: ModelCall) -> Reject | None:
         return Reject(reason="missing_token_ids", detail="the record has no prompt ids")
     if not call.response_ids:
         return Reject(reason="empty_response", detail="the model sampled no token")
+    # A record of a foreign program may hold anything; a row of torn ids would be garbage from there
+    # on.
     if len(call.prompt_ids) % 4 or len(call.response_ids) % 4:
         sizes = f"{len(call.prompt_ids)} and {len(call.response_ids)} bytes"
         return Reject(reason="length_mismatch", detail=f"packed ids of {sizes} are not whole int32 numbers")

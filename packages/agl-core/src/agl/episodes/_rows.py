@@ -15,6 +15,7 @@ def make_rows(transitions: Sequence[Transition], *, group_id: str) -> tuple[Row,
     prefix of them. The mask is 1 on the branch's own responses; a prefix that was forked from another branch is
     trained there and has mask 0 here, so that each sampled token is in exactly one row.
     """
+    # Transitions are in order of time, and so are the calls of a branch.
     branches: dict[int, list[Transition]] = {}
     for transition in transitions:
         if not transition.reject:
@@ -25,8 +26,11 @@ def make_rows(transitions: Sequence[Transition], *, group_id: str) -> tuple[Row,
 def _row(calls: Sequence[Transition], group_id: str) -> Row:
     last = calls[-1]
     ids = last.prompt_ids + last.response_ids
+    # mask: uint8 [T]; logprobs: float32 [T] as bytes, 4 each.
     mask, logprobs = bytearray(len(ids) // 4), bytearray(len(ids))
     segments: list[Segment] = []
+    # Only the branch's own answers: a shared prefix has its mask in the branch that sampled it, so
+    # that each sampled token has weight in exactly one row.
     for call in calls:
         start, stop = call.start, call.start + len(call.response_ids) // 4
         mask[start:stop] = b"\x01" * (stop - start)

@@ -16,8 +16,12 @@ from agl.schemas import Graded, Record, Reward, Span
 
 R = TypeVar("R", Graded, Reward)
 
+# An evaluator was declared in the experiment, an environment came with the task; hooks, people and
+# agents report beside them.
 _RANK = {"evaluator": 0, "environment": 1}
 _OTHER = 2
+# A late reward of the attempt's own, of its environment or agent, may come from a worker that was
+# declared lost, so it does not count.
 _FROM_OUTSIDE = frozenset({"evaluator", "hook", "human"})
 
 
@@ -57,6 +61,7 @@ def episode_reward(
 def counts(span: Span, options: ScoreOptions) -> bool:
     """True if a reward span is admitted: its source is trusted, and it is not the attempt's own late one."""
     reward = span.reward
+    # An agent that grades itself can learn to grade instead of to work.
     if reward is None or (reward.source == "agent" and not options.trust_agent):
         return False
     return not span.is_late or reward.source in _FROM_OUTSIDE
@@ -77,9 +82,11 @@ def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
     if options.weights:
         return _weighted(named, options.weights)
     best = min(_rank(reward.source) for reward in named.values())
+    # A worse source never breaks a tie among the best one's rewards.
     choice = {name: reward for name, reward in named.items() if _rank(reward.source) == best}
     if len(choice) > 1 and "" not in choice:
         names = ", ".join(sorted(choice))
+        # No guess: the sum, the mean and the first are three different objectives.
         return Score(value=None, note=f"several rewards were recorded ({names}); declare a key or weights for them")
     chosen = choice.get("") or next(iter(choice.values()))
     return Score(value=chosen.value, note=_shown_name(chosen, chosen.name))
@@ -105,6 +112,7 @@ def call_rewards(
             continue
         named = found.setdefault(about, {})
         named.pop(reward.name, None)
+        # None takes an earlier value of that name back.
         if reward.value is not None:
             named[reward.name] = reward.value
     return {span_id: sum(named.values()) for span_id, named in found.items() if named}
@@ -123,6 +131,7 @@ class _CallFinder:
         self._agents: dict[str, list[int]] | None = None
 
     def call_of(self, span: Span, reward: Reward) -> str | None:
+        # A reward about a span that names none is about the span in which it was reported.
         target = reward.span_id or (span.parent_id if reward.scope == "span" else None)
         if target is None:
             index = bisect_right(self._moments, self._timeline.start(span)) - 1
@@ -130,12 +139,14 @@ class _CallFinder:
         if target in self._call_ids:
             return target
         about = self._spans.get(target)
+        # An unknown span, or a call that is no candidate, such as a superseded one.
         if about is None or about.call is not None:
             return None
         return self._newest(self._timeline.end(about), self._enclosing.who(about).agent)
 
     def _newest(self, moment: Moment, agent: str) -> str | None:
         """The newest call that began at ``moment`` or before; one of ``agent``, if it made any."""
+        # Built on first use: most rewards are about the rollout or name their call.
         if self._agents is None:
             self._agents = {}
             for index, call in enumerate(self._calls):
@@ -182,6 +193,7 @@ def _weighted(named: Mapping[str, Reward], weights: Mapping[str, float]) -> Scor
             return Score(value=None, note=f"the weighted reward {name!r} is missing")
         total += weight * found[1]
     names = ", ".join(weights)
+    # Weights and rewards are finite, and their sum may still overflow.
     if not math.isfinite(total):
         return Score(value=None, note=f"the weighted sum of {names} is {total}")
     return Score(value=total, note=f"weighted sum of {names}")

@@ -23,6 +23,8 @@ class Timeline(NamedTuple):
 
 def chronological(spans: Sequence[Span]) -> Timeline:
     """Order by start time, then by the store's sequence; by sequence alone when a span has no start time."""
+    # One span without a time cannot be placed among others with one, so then the store's numbers
+    # order all of them.
     if all(span.start_ns > 0 for span in spans):
         return Timeline(sorted(spans, key=_start), _start, _end)
     return Timeline(sorted(spans, key=_sequence), _sequence, _sequence)
@@ -33,6 +35,7 @@ def _start(span: Span) -> Moment:
 
 
 def _end(span: Span) -> Moment:
+    # Programs that report over OTLP may send spans that end before they begin.
     return max(span.end_ns, span.start_ns), span.sequence
 
 

@@ -18,6 +18,8 @@ from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Sampling, Spa
 
 _KEPT = Reject(reason="", detail="")
 _PLAIN = Sampling()
+# Calls that are no part of what the rollout did. Others are rejected for training only, and a
+# reward about them still says which call it is about.
 _NEVER_REWARDED = frozenset({"superseded", "not_final", "late"})
 
 
@@ -119,6 +121,7 @@ def _transitions(
 
 def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
     """The reason why no call of an incompletely recorded attempt trains."""
+    # A tool's own model is no policy of the experiment: what it said is in the tool's result.
     missed = [call for call in found.unseen if not call.is_foreign]
     if missed and options.unseen == "drop":
         detail = f"{len(missed)} model calls of the attempt were not recorded; {missed[0].client} made one"
@@ -161,6 +164,8 @@ def _turns(calls: Sequence[Span], who: Mapping[str, Who]) -> list[int]:
     requests: dict[tuple[str, str], dict[str, int]] = {}
     turns: list[int] = []
     for span in calls:
+        # A turn is one decision of the agent; retries and the choices of n > 1 are samples of one
+        # decision.
         own = requests.setdefault((span.attempt_id, who[span.span_id].agent), {})
         request = span.call.request_id if span.call else ""
         turns.append(own.setdefault(request or span.span_id, len(own)))
@@ -190,6 +195,7 @@ def _transition(
         reward=reward,
         reject=reject.reason,
         detail=reject.detail or drift,
+        # The default of OpenAI's API.
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         is_distribution_changed=sampling != _PLAIN and sampling.changes_distribution,
         finish_reason=call.finish_reason,

@@ -11,5 +11,6 @@ Json: TypeAlias = Any
 """A value that JSON can carry: ``None``, bool, int, float, str, list or dict with str keys."""
 
 
+# omit_defaults keeps records small, and lets a field be added without touching what is stored.
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The base of every value: immutable, compared by content, encoded by :func:`agl.schemas.encode`."""

@@ -34,11 +34,15 @@ class Sampling(Record, frozen=True, kw_only=True):
     @property
     def changes_distribution(self) -> bool:
         """True if the sampled distribution differs from the model's own softmax at temperature 1."""
+        # 1 leaves the distribution whole for these, 0 for the offsets; for top_k it is 0 in some
+        # servers and -1 in others.
         factors = {self.temperature, self.top_p, self.repetition_penalty}
         offsets = (self.min_p, self.frequency_penalty, self.presence_penalty)
         return not factors <= {None, 1.0} or any(offsets) or self.top_k not in (None, 0, -1)
 
 
+# gc=False: a call holds no cycles, and tens of thousands of them would make each garbage collection
+# slow.
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One sampled answer of a model. A request with ``n > 1`` gives one record per choice.
 
@@ -76,6 +80,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     prompt_ids: bytes = b""
     response_ids: bytes = b""
     logprobs: bytes = b""
+    # A reason and not a flag: whoever trains wants to know what to change about the server.
     ids_missing: str = ""
     finish_reason: str = ""
     choice: int = 0

@@ -10,6 +10,7 @@ import msgspec
 
 T = TypeVar("T")
 
+# Made once; an encoder keeps its buffer.
 _ENCODER = msgspec.msgpack.Encoder()
 _JSON = msgspec.json.Encoder()
 

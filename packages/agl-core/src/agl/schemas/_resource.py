@@ -36,6 +36,7 @@ class LLM(Record, frozen=True, kw_only=True, tag="llm"):
         already, it is the endpoint itself.
         """
         is_routed = f"/rollout/{rollout_id}/attempt/{attempt_id}/" in self.endpoint
+        # Only a gateway understands such a path, and only an agent's own copy has a token.
         if rollout_id is None or attempt_id is None or not self.api_key or is_routed:
             return self.endpoint
         root = self.endpoint.removesuffix("/").removesuffix("/v1")
@@ -81,6 +82,7 @@ class PromptTemplate(Record, frozen=True, kw_only=True, tag="prompt_template"):
         """
         if self.engine != "f-string":
             return frozenset()
+        # A placeholder may look into its value: {task.name}, {rows[0]}.
         return frozenset(name.split(".")[0].split("[")[0] for name in _placeholders(self.template))
 
 
@@ -171,6 +173,7 @@ def read_probe(folder: Path) -> WeightsProbe | None:
         probe = msgspec.json.decode(path.read_bytes(), type=WeightsProbe)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is not a probe of weights ({error}); export them again, or remove it") from error
+    # Of one token nothing can be predicted.
     if len(probe.token_ids) < 2 or len(probe.logprobs) != len(probe.token_ids) - 1:
         raise ConfigError(
             f"{path} has {len(probe.token_ids)} tokens and {len(probe.logprobs)} log-probabilities, which must be one "
@@ -194,5 +197,7 @@ def _render_jinja(template: str, values: dict[str, object]) -> str:
         sandbox = import_module("jinja2.sandbox")
     except ImportError as error:
         raise ConfigError("a jinja prompt template needs jinja2; run: pip install jinja2") from error
+    # Sandboxed, because prompts come from optimisers, that is from models. Strict, because an empty
+    # value would pass unseen.
     environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
     return str(environment.from_string(template).render(values))

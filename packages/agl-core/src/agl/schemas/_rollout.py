@@ -38,6 +38,8 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
     """
 
     max_attempts: int = 1
+    # Losses are the machine's fault nearly always; a rollout that kills 21 workers in a row is the
+    # likelier cause.
     max_losses: int = 20
     timeout_s: float | None = None
     grace_s: float = 0.0
@@ -92,6 +94,7 @@ class Rollout(Record, frozen=True, kw_only=True):
     @property
     def visible_task(self) -> Json:
         """The task as an agent may see it, without its hidden keys."""
+        # A task that is a text or a list has no keys to hide.
         if not self.hidden or not _is_object(self.task):
             return self.task
         return {key: value for key, value in self.task.items() if key not in self.hidden}
@@ -110,6 +113,7 @@ class ErrorInfo(Record, frozen=True, kw_only=True):
     traceback: str = ""
 
 
+# array_like: a record of five values without their names, stored with every attempt.
 class Graded(Record, frozen=True, kw_only=True, array_like=True, gc=False):
     """A reward about a whole rollout, without its parts and words, and its place among the attempt's spans."""
 
@@ -135,6 +139,7 @@ class Tally(Record, frozen=True, kw_only=True, gc=False):
     graded: tuple[Graded, ...] = ()
 
 
+# One object for all attempts, for omit_defaults compares with the default by identity where it can.
 NO_TALLY = Tally()
 """The tally of an attempt without spans; records leave out this very object."""
 

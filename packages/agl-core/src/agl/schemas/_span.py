@@ -45,6 +45,8 @@ class Reward(Record, frozen=True, kw_only=True):
     @property
     def fault(self) -> str:
         """The first of its numbers that is not finite, such as ``"nan"`` or ``"inf as 'goal'"``; ``""`` without one."""
+        # JSON has no NaN and no infinity, and one of them in a group makes every advantage of the
+        # group NaN.
         if self.value is not None and not math.isfinite(self.value):
             return str(self.value)
         wrong = (f"{part} as {name!r}" for name, part in self.dimensions.items() if part and not math.isfinite(part))

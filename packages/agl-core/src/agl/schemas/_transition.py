@@ -73,6 +73,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     @property
     def is_truncated(self) -> bool:
         """True if the answer was cut at a limit of tokens, in any backend's words."""
+        # Google writes MAX_TOKENS.
         return self.finish_reason.lower() in _LIMITS
 
 

@@ -26,6 +26,8 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
     """The queued rollout as running, with its next attempt."""
     number = rollout.attempts + 1
     attempt = Attempt(
+        # Derived, so that a claim that is repeated after a crash of the store names the same
+        # attempt.
         attempt_id=attempt_id_of(rollout.rollout_id, number),
         rollout_id=rollout.rollout_id,
         number=number,
@@ -35,6 +37,7 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
         lease_s=lease_s,
         started_at=now,
     )
+    # Of the first attempt; the time of a rollout includes the attempts that failed.
     began = rollout.started_at or now
     running = replace(rollout, status="running", attempts=number, attempt_id=attempt.attempt_id, started_at=began)
     return Claim(rollout=running, attempt=attempt)
@@ -50,11 +53,15 @@ def release(claim: Claim) -> Rollout:
 def timeout_at(claim: Claim) -> float:
     """The time at which the attempt outlives ``retry.timeout_s`` and its grace; infinity without a limit."""
     retry = claim.rollout.retry
+    # The worker stops its agent at timeout_s; grace_s is the time that this takes. The store's own
+    # limit is for workers that do not.
     return math.inf if retry.timeout_s is None else claim.attempt.started_at + retry.timeout_s + retry.grace_s
 
 
 def deadline(claim: Claim) -> float:
     """The time at which the running attempt lapses or times out."""
+    # Whichever comes first: a worker that renews its lease for ever must not keep an attempt for
+    # ever.
     return min(claim.attempt.lease_until, timeout_at(claim))
 
 
@@ -66,6 +73,8 @@ def end_overdue(claim: Claim, *, now: float) -> Claim | None:
     if claim.attempt.status != "running" or deadline(claim) > now:
         return None
     attempt = claim.attempt
+    # Both may be over when the store looks, for nobody called it in between. What came first is
+    # what happened.
     if timeout_at(claim) <= attempt.lease_until:
         message = f"attempt {attempt.attempt_id} ran longer than retry.timeout_s = {claim.rollout.retry.timeout_s:g}"
         return decide(claim, status="timeout", error=ErrorInfo(type="agl.Timeout", message=message), now=now)
@@ -79,10 +88,13 @@ def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now:
     Only failures and timeouts count against ``max_attempts``. Lost workers have a limit of their own, and an attempt
     that was given back, ``lost`` without an error, counts against neither.
     """
+    # An attempt that its worker gave back, in good order and without an error, is nobody's fault.
     is_failure, is_loss = status in ("failed", "timeout"), status == "lost" and error is not None
     rollout = replace(
         claim.rollout, failures=claim.rollout.failures + is_failure, losses=claim.rollout.losses + is_loss
     )
+    # With max_losses = 0 the user asked for no second try, so the rollout is not called a killer of
+    # workers.
     if status == "lost" and rollout.retry.max_losses and not _may_lose_more(rollout):
         error = _quarantined(rollout, error)
     attempt = replace(claim.attempt, status=status, error=error, finished_at=now)
@@ -96,6 +108,7 @@ def _is_repeated(rollout: Rollout, status: AttemptStatus) -> bool:
     if status == "lost":
         return _may_lose_more(rollout)
     may_fail_more = rollout.failures < rollout.retry.max_attempts and rollout.attempts < MAX_ATTEMPTS
+    # Success and cancellation are never repeated, whatever retry_on says.
     return status in ("failed", "timeout") and status in rollout.retry.retry_on and may_fail_more
 
 
@@ -129,8 +142,11 @@ def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
             f"attempt {attempt.attempt_id!r} cannot finish as {outcome.status!r}; "
             f"an outcome is one of {sorted(TERMINAL_ATTEMPT)}"
         )
+    # The usual way; all else is a repetition, or a worker that comes too late.
     if attempt.status == "running":
         return decide(claim, status=outcome.status, error=outcome.error, now=now)
+    # The answer to an earlier call may have been lost on the way; the same outcome again is
+    # harmless.
     if attempt.status == outcome.status and (attempt.status == "lost" or attempt.error == outcome.error):
         return None
     why = f" ({attempt.error.message})" if attempt.error else ""

@@ -38,6 +38,7 @@ N = TypeVar("N", bound=Hashable)
 
 _Rest: TypeAlias = tuple[Any, Any, int, bytes, bytes]
 
+# Bytes below which zlib costs more than it saves; level 0 keeps one format for both.
 MIN_DEFLATED = 512
 
 
@@ -85,6 +86,7 @@ class MemoryTables:
         self.has_queued = False
         self._rollouts: dict[str, bytes] = {}
         self._order: dict[str, int] = {}
+        # Never reused: the order of the queue is that of the first enqueueing, also after a retry.
         self._added = 0
         self._listed: _Lists[tuple[str, str, str]] = _Lists()
         self._grouped: _Lists[str] = _Lists()
@@ -143,6 +145,8 @@ class MemoryTables:
         for claim in claims:
             attempt, attempt_id = claim.attempt, claim.attempt.attempt_id
             is_running = attempt.status == "running"
+            # Sorts equal deadlines by their rollouts' place in the queue, so that equal writes make
+            # equal tables.
             at = self._order[attempt.rollout_id], attempt.number, attempt_id
             self._attempts[attempt_id] = attempt
             self._due.put(attempt_id, (deadline(claim), *at), "" if is_running else None)
@@ -152,6 +156,7 @@ class MemoryTables:
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
+            # The attempt that its claimer never received is gone, and its number is given again.
             self._drop(rollout.rollout_id, attempt_id_of(rollout.rollout_id, rollout.attempts + 1))
             self._put(rollout)
 
@@ -172,6 +177,8 @@ class MemoryTables:
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         if query.ids:
             return queries.select([need_rollout(self, rollout_id) for rollout_id in query.ids], query)
+        # As many lists as there are experiments, modes and statuses together, each sorted by id: a
+        # page costs what it has.
         lists = [ids for key, ids in self._listed.lists.items() if _matches(key, query)]
         if query.group_id:
             lists = [self._grouped.lists.get(query.group_id, [])]
@@ -211,11 +218,14 @@ class MemoryTables:
         for span in spans:
             key, attempt = (span.rollout_id, span.attempt_id), self._attempts.get(span.attempt_id)
             kept = self._spans.setdefault(key, _Spans())
+            # The second test is for a span that comes twice in one call.
             if span.span_id not in kept.ids and (kept, span.span_id) not in rows:
                 is_late = attempt is not None and attempt.status != "running"
                 placed = values.placed(span, last=ends.get(key, (kept.sequences or [0])[-1]), is_late=is_late)
                 rows[kept, span.span_id] = placed, _pack(placed)
                 ends[key] = placed.sequence
+        # Packed first and added now: one span that cannot be packed must leave no trace of the
+        # others.
         for (kept, span_id), (placed, data) in rows.items():
             kept.sequences.append(placed.sequence)
             kept.packed.append(data)
@@ -255,6 +265,8 @@ class MemoryTables:
             for cursor in self._changes_of.pop(rollout_id):
                 del self._changes[cursor]
             del self._rollouts[rollout_id], self._order[rollout_id]
+        # Deleting from the middle of a list costs its length, so removed cursors stay until half of
+        # them are gone.
         if len(self._cursors) > 2 * len(self._changes) + 1000:
             self._cursors = list(self._changes)
 
@@ -316,6 +328,8 @@ def _pack(span: Span) -> bytes:
     call = span.call
     if call is None:
         return _joined(values.encoded(span), b"")
+    # The two high bytes of an id are nearly always 0 and deflate to nothing. The low ones look
+    # random, and deflating them would cost time and gain little.
     ids = call.prompt_ids + call.response_ids
     rest = values.encoded((call.request, call.response, len(call.prompt_ids), ids[2::4], ids[3::4]))
     bare = replace(call, request=None, response=None, prompt_ids=ids[0::4] + ids[1::4], response_ids=b"")
@@ -349,6 +363,8 @@ class _Memory:
     shown_url = "memory://"
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
+        # Two bells: workers wait for work, everybody else for changes, and a step of spans must not
+        # wake all workers.
         self.queued, self.changed = WakeUp(on_wait=self._pause_s), WakeUp(on_wait=self._pause_s)
         self._clock = clock
         self._lock = threading.Lock()
@@ -374,6 +390,7 @@ class _Memory:
             tables = self._tables
             cursor, tables.now, tables.has_queued = tables.cursor(), self._clock(), False
             try:
+                # Before the operation, so that it sees no attempt as running whose time is over.
                 expire(tables)
                 return act(tables)
             finally:
@@ -399,5 +416,6 @@ class MemoryStore(TableStore):
     def __init__(self, url: str = "memory://", *, clock: Callable[[], float] | None = None) -> None:
         if url.rstrip("/") != "memory:":
             raise StoreError(f"{url!r} is no URL of a memory store; write memory://, or sqlite:///runs.db for a file")
+        # A lease must not lapse because the machine's clock was corrected.
         offset = time.time() - time.monotonic()
         super().__init__(_Memory(clock=clock or (lambda: time.monotonic() + offset)))

@@ -83,6 +83,7 @@ def enqueue(tables: Tables, rollouts: Sequence[Rollout]) -> list[Rollout]:
         known = new.get(rollout.rollout_id) or tables.rollout(rollout.rollout_id)
         if known is None:
             known = new[rollout.rollout_id] = values.new_rollout(rollout, now=tables.now)
+        # Copied first, as the known one was: a tuple in a task comes back as a list.
         elif not values.is_same(values.definition(known), values.definition(values.copied(rollout))):
             raise values.conflict("rollout", rollout.rollout_id)
         stored.append(known)
@@ -94,6 +95,7 @@ def claim(
     tables: Tables, *, worker: str, limit: int, lease_s: float, experiment: str | None, claim_id: str
 ) -> list[Claim]:
     """See :meth:`agl.contracts.Store.claim`, without the waiting."""
+    # The same claim again: its answer was lost. Whatever was opened then is still the caller's.
     if claim_id and (running := tables.claimed(claim_id)):
         return running
     claims = [
@@ -108,6 +110,7 @@ def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
     """Take back attempts whose claimer left before it received them."""
     for claim in claims:
         current = tables.held(claim.attempt.attempt_id)
+        # Meanwhile it may have lapsed, or another call of the same worker may have renewed it.
         if current is not None and current.attempt == claim.attempt:
             tables.save_rollouts([leases.release(current)])
 
@@ -115,6 +118,8 @@ def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
 def renew(tables: Tables, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
     """See :meth:`agl.contracts.Store.renew`."""
     found = [need_held(tables, attempt_id) for attempt_id in attempt_ids]
+    # An attempt that is decided has no lease; that its id is missing in the answer is how a worker
+    # learns of it.
     held = [claim for claim in found if claim.attempt.status == "running"]
     renewed = [replace(claim.attempt, lease_until=tables.now + lease_s, lease_s=lease_s) for claim in held]
     tables.save([replace(claim, attempt=a) for claim, a in zip(held, renewed, strict=True)], is_logged=False)
@@ -127,15 +132,18 @@ def finish(tables: Tables, outcomes: Sequence[Outcome]) -> list[Rollout]:
     decided: dict[str, Claim] = {}
     for outcome in outcomes:
         values.check_spans(outcome.spans, attempt_id=outcome.attempt_id)
+        # Two outcomes of one attempt may come in one call.
         current = after.get(outcome.attempt_id) or need_held(tables, outcome.attempt_id)
         settled = leases.settle(current, outcome, now=tables.now)
         if settled is not None:
             decided[outcome.attempt_id] = settled
         after[outcome.attempt_id] = settled or current
+    # Before the attempts are saved as decided, or the outcome's own spans would be marked late.
     new = tables.insert_spans([span for outcome in outcomes for span in outcome.spans])
     own = _by_attempt(new)
     attempts = ((claim.rollout, counted(claim.attempt, own.pop(key, ()))) for key, claim in decided.items())
     _save_decided(tables, [Claim(rollout=rollout, attempt=attempt) for rollout, attempt in attempts])
+    # Spans of outcomes that were repeated; those of decided attempts were counted with them.
     _count(tables, own)
     return [after[outcome.attempt_id].rollout for outcome in outcomes]
 
@@ -158,6 +166,8 @@ def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
 
 def expire(tables: Tables) -> None:
     """Decide every attempt that is overdue; the first thing that every transaction does."""
+    # Where a lost worker is noticed: tables.overdue() reads the index of deadlines, so that looking
+    # costs nothing while all workers are alive.
     lapsed = (leases.end_overdue(claim, now=tables.now) for claim in tables.overdue())
     _save_decided(tables, [claim for claim in lapsed if claim is not None])
 
@@ -175,10 +185,13 @@ def _count(tables: Tables, spans: Mapping[str, Sequence[Span]]) -> None:
             continue
         claim = need_held(tables, attempt_id)
         after = counted(claim.attempt, own)
+        # Nothing that counts: most batches of spans have neither a call nor a reward.
         if after is claim.attempt:
             continue
         tables.save([replace(claim, attempt=after)], is_logged=False)
         if claim.rollout.is_finished and claim.rollout.attempt_id == attempt_id:
+            # A late reward changes a finished rollout's share: the new one is added and the old one
+            # taken out.
             tables.add_statistics([share_of(claim.rollout, after), share_of(claim.rollout, claim.attempt).negative])
 
 
@@ -235,11 +248,13 @@ def recordings(
         if isinstance(spans, SpanQuery):
             parts = [_chosen(reads, rollout.rollout_id, spans)]
         else:
+            # "" stands for spans that belong to the rollout and to no attempt.
             ids = {"none": [], "deciding": [None], "all": ["", *(attempt.attempt_id for attempt in attempts)]}[spans]
             parts = [reads.spans(rollout.rollout_id, attempt_id=each, limit=most) for each in ids]
         is_whole = all(len(part) < most for part in parts)
         own = [span for part in parts for span in part]
         found.append(Recording(rollout=rollout, attempts=attempts, spans=own, is_whole=is_whole))
+        # Measured after reading: a store cannot know the size of a page before.
         max_bytes -= sum(len(codec.encode(span)) for span in own)
         if max_bytes < 0:
             break
@@ -281,6 +296,7 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     attempts = [(each.rollout, replace(attempt, tally=NO_TALLY)) for each in new for attempt in each.attempts]
     claims = [Claim(rollout=r, attempt=counted(a, own.get(a.attempt_id, ()))) for r, a in attempts]
     tables.save(claims, is_logged=False)
+    # After their attempts are saved as decided, by which the tables know them as late.
     tables.insert_spans([span for span in spans if span.is_late])
     tables.save_rollouts([recording.rollout for recording in new])
     finished = [recording.rollout for recording in new if recording.rollout.is_finished]
@@ -361,11 +377,14 @@ def save_state(
 ) -> None:
     """See :meth:`agl.contracts.Store.save_state`."""
     for key, value in (expected or {}).items():
+        # The second value: this very call may have been carried out before, and its answer lost.
         if (tables.get(document("state", last=key)) or b"") not in (value, states.get(key, value)):
             raise FencedError(f"state {key!r} was changed by another process; nothing was saved: load it again")
     pairs = documents_of(states)
     for entry in trained:
         for key, step in documents_of(entry).items():
+            # The ledger is what keeps a rollout from being trained twice, also by a trainer that
+            # was cut off and goes on.
             if tables.get(key) not in (None, step):
                 raise ConflictError(
                     f"{key[-200:]!r} was trained on in step {tables.get(key)!r} already and not in step {entry.step}; "
@@ -426,6 +445,7 @@ def documents_of(
     match kept:
         case LabelMove(name=name, label=label):
             history = document("moves", name, label, last=f"{kept.moved_at:024.9f}")  # as fine as a float
+            # Two keys for one move: the newest by label, which is read often, and the history.
             keys = [document("labels", name, last=label), history]
             return {**dict.fromkeys(keys, codec.encode(kept)), document("labelled", last=name): b""}
         case VersionScore(name=name, version=version):

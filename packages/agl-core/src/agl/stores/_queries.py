@@ -22,6 +22,8 @@ PAGE = 10_000
 
 def check_page(given: Mapping[str, object], *queries: object) -> None:
     """Raise :class:`InvalidQueryError` for a page, given or in a query, that no store can find."""
+    # Checked in one place for all methods, before a store sees the numbers: databases answer each
+    # in their own way to one that is too large.
     for query in (*queries, *given.values()):
         if isinstance(query, RolloutQuery | SpanQuery):
             check_page({"limit": query.limit, "after": query.after})
@@ -51,6 +53,7 @@ def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
 
 def sort_key(query: RolloutQuery) -> Callable[[Rollout], tuple[Any, str]]:
     """The key by which the rollouts of a query are sorted."""
+    # The id decides between equal values, so that every order is total and pages do not overlap.
     return attrgetter(query.sort, "rollout_id")
 
 
@@ -65,6 +68,7 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
     is_behind = not query.after or (key < start if query.is_newest_first else key > start)
     return (
         is_behind
+        # The task as JSON text, as a person sees it in a console.
         and (query.contains in rollout.rollout_id or query.contains in codec.to_json(rollout.task).decode())
         and query.experiment in (None, rollout.experiment)
         and query.mode in (None, rollout.mode)
@@ -83,6 +87,7 @@ def bare(span: Span) -> Span:
 
 def is_chosen(span: Span, query: SpanQuery, around: Enclosing) -> bool:
     """True if a query selects the span, apart from its attempt and sequence."""
+    # invoke_agent is an agent, execute_tool a tool.
     operation = str(span.attributes.get(semconv.OPERATION, "")).rpartition("_")[2]
     kind = "call" if span.call is not None else "reward" if span.reward is not None else operation
     is_named = query.name in ("", span.name) and query.contains in span.name
@@ -99,6 +104,7 @@ async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None
         after = spans[-1].sequence if spans else 0
         page = await store.spans(rollout_id, attempt_id=attempt_id, after=after, limit=PAGE)
         spans.extend(page)
+        # A page that is not full is the last one; asking for another would cost a request.
         if len(page) < PAGE:
             return spans
 
@@ -112,6 +118,8 @@ async def read_recordings(
 
     Raises :class:`agl.errors.NotFoundError` for an unknown id in ``query.ids``.
     """
+    # A query by ids ends with the last id; without this, a request for the rest would name unknown
+    # ids.
     left = len(query.ids)
     while page := await store.recordings(query, spans=spans):
         for recording in page:

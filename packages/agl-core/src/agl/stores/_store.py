@@ -28,6 +28,8 @@ def _writes(
     @wraps(act)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
         check_ids((*args, *kwargs.values()))
+        # As a value and not as a closure: a store in another process, or in batches, carries out
+        # the same operation by its name.
         return await self.backend.write(Work(act=act, args=args, kwargs=kwargs))
 
     return method
@@ -42,6 +44,7 @@ def _reads(
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
         check_page(kwargs, *args)
         name = look.__name__
+        # A database that has a query of its own for it, such as counting, is asked first.
         return await self.backend.read(lambda reads: getattr(reads, name, partial(look, reads))(*args, **kwargs))
 
     return method
@@ -108,6 +111,8 @@ class TableStore:
         """See :meth:`agl.contracts.Store.claim`."""
         check_page({"limit": limit})
         how = {"worker": worker, "limit": limit, "lease_s": lease_s, "experiment": experiment, "claim_id": claim_id}
+        # Without a claim_id nobody can ask for the attempts again, so a caller that was cancelled
+        # gives them back.
         work = Work(act=operations.claim, kwargs=how, undo=None if claim_id else _unclaim)
         return await _until_found(lambda: self.backend.write(work), self.backend.queued, wait_s)
 
@@ -130,6 +135,7 @@ async def _until_found(look: Callable[[], Awaitable[list[T]]], wake_up: WakeUp, 
     """Call ``look`` after every ring until it finds something or ``wait_s`` seconds are over."""
     end = time.monotonic() + wait_s
     while True:
+        # Read before looking: a ring between looking and waiting then ends the wait at once.
         seen = wake_up.count
         found = await look()
         left_s = end - time.monotonic()

@@ -31,7 +31,9 @@ def counted(attempt: Attempt, spans: Iterable[Span]) -> Attempt:
     graded: list[Graded] = []
     for span in spans:
         call, reward = span.call, span.reward
+        # A late call was made by an attempt that no longer counts.
         if call is not None and not span.is_late:
+            # Retries and failures too: they cost what they cost.
             calls += 1
             prompts += call.prompt_len or _reported(span, semconv.INPUT_TOKENS)
             responses += call.response_len or _reported(span, semconv.OUTPUT_TOKENS)
@@ -64,9 +66,11 @@ def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
     """The share of a finished rollout in the statistics of its step, by its deciding attempt if it has one."""
     tally, reward = attempt.tally if attempt else Tally(), reward_of(attempt)
     algorithm, step = rollout.metadata.get("algorithm"), rollout.metadata.get("step")
+    # One value: its mean is the value, its squared difference from it 0.
     moments = Moments() if reward is None or abs(reward) > _LARGEST else Moments(count=1, mean=reward)
     return Statistics(
         experiment=rollout.experiment,
+        # Metadata are the user's own and may hold anything under these keys.
         algorithm=algorithm if isinstance(algorithm, str) and is_name(algorithm) else "",
         step=step if type(step) is int and 0 <= step <= MAX_COUNT else None,
         mode=rollout.mode,
@@ -74,6 +78,7 @@ def share_of(rollout: Rollout, attempt: Attempt | None) -> Statistics:
         failed=int(rollout.status == "failed"),
         cancelled=int(rollout.status == "cancelled"),
         reward=moments,
+        # Never negative, although a clock may have been set back in between.
         seconds=max(0.0, rollout.finished_at - rollout.started_at) if rollout.started_at else 0.0,
         calls=tally.calls,
         prompt_tokens=tally.prompt_tokens,

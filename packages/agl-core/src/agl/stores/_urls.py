@@ -11,6 +11,7 @@ def web_parts(url: str) -> SplitResult | None:
     """Return the parts of an ``http`` or ``https`` URL with a host; ``None`` for any other text, or a port of 0."""
     try:
         parts = urlsplit(url)
+        # Port 0 means "any free one" to a server, and nothing to a client.
         is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # of brackets or a port that are none
         return None
@@ -20,6 +21,7 @@ def web_parts(url: str) -> SplitResult | None:
 def without_credentials(url: str) -> str:
     """A well-formed URL without the user and password before its host; still good to connect to."""
     parts = urlsplit(url)
+    # From the right: a password may contain an @ that should have been quoted.
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 

@@ -61,17 +61,21 @@ def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
             f"rollout {rollout.rollout_id!r} is unknown here and comes as {rollout.status!r} with "
             f"{rollout.attempts} attempts; only new rollouts can be queued: give it status 'queued' and no attempts"
         )
+    # Stores keep the number of an attempt in 14 bits of a key, and a limit of 0 attempts would
+    # queue a rollout that is never tried.
     for name, least in (("max_attempts", 1), ("max_losses", 0)):
         limit: int = getattr(rollout.retry, name)
         if not least <= limit <= MAX_ATTEMPTS:
             raise StoreError(
                 f"rollout {rollout.rollout_id!r} has retry.{name} = {limit}; choose between {least} and {MAX_ATTEMPTS}"
             )
+    # The store's clock, unless the rollout is copied from another store.
     return replace(copied(rollout), created_at=rollout.created_at or now)
 
 
 def copied(record: _R) -> _R:
     """A deep copy of any record; raises :class:`StoreError` for what cannot be stored."""
+    # By encoding and decoding, which is also the test whether it can be stored at all.
     data = encoded(record)
     try:
         return codec.decode(data, type(record))
@@ -106,6 +110,7 @@ def _unfit(value: object, error: Exception) -> StoreError:
 
 def definition(rollout: Rollout) -> Rollout:
     """The rollout without its progress and seed, and without its retry policy, which a resumed run may have changed."""
+    # A rollout that is queued again may lack its seed or have another one; it is the same rollout.
     metadata = {key: value for key, value in rollout.metadata.items() if key != "seed"}
     return replace(unbegun(rollout), retry=RetryPolicy(), metadata=metadata, created_at=0.0)
 
@@ -130,6 +135,7 @@ def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None
     Its ids contradict each other or the outcome that brings it, or its reward is NaN or infinite.
     """
     for span in spans:
+        # The last door: a NaN that is stored would make every average that meets it NaN.
         if span.reward is not None and span.reward.fault:
             raise ConflictError(
                 f"span {span.span_id!r} of rollout {span.rollout_id!r} brings the reward {span.reward.name!r} with "
@@ -149,6 +155,8 @@ def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None
 
 def placed(span: Span, *, last: int, is_late: bool) -> Span:
     """The span with its sequence, above ``last`` of its attempt; ``is_late`` if the attempt is decided."""
+    # A number that the writer chose stands if it is higher, so that a copied attempt keeps its
+    # numbers.
     sequence = max(span.sequence, last + 1)
     if sequence > MAX_SEQUENCE:
         raise StoreError(f"attempt {span.attempt_id!r} has no room for sequence {sequence}, above {MAX_SEQUENCE}")

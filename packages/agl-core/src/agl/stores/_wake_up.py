@@ -19,6 +19,7 @@ class WakeUp:
 
     def __init__(self, *, on_wait: Callable[[], float] = lambda: math.inf) -> None:
         self._lock = threading.Lock()
+        # Futures by their loop: one store serves several threads, each with a loop of its own.
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._on_wait = on_wait
         self.count = 0
@@ -37,6 +38,8 @@ class WakeUp:
                 return
             self._waiting[future] = loop
         try:
+            # asyncio.wait and not wait_for, which cancels the future and raises; here a timeout is
+            # an ordinary end.
             await asyncio.wait((future,), timeout=max(0.0, min(timeout_s, self._on_wait())))
         finally:
             with self._lock:
@@ -46,6 +49,7 @@ class WakeUp:
         """Wake all waiting callers; may be called from any thread."""
         with self._lock:
             self.count += 1
+            # Swapped under the lock and woken outside of it: a woken caller may wait again at once.
             waiting, self._waiting = self._waiting, {}
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
         for future, loop in waiting.items():

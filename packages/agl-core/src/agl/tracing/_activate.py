@@ -34,13 +34,16 @@ class activate:  # noqa: N801  # used like a function: with agl.tracing.activate
         self._stack = ExitStack()
 
     def __enter__(self) -> ActiveAttempt:
+        # Whatever was entered is left again if a later step raises, such as a tracer's scope.
         with self._stack as stack:
             _patches.hold(self, _install)
             stack.callback(_patches.release, self)
             stack.callback(ENTERED.reset, ENTERED.set(None))
             stack.callback(CURRENT.reset, CURRENT.set(self._attempt))
+            # Runs before the context variable is reset, while the attempt is still the current one.
             stack.callback(self._attempt.spans.abandon_all)
             _patches.enter_scopes(stack, self._attempt)
+            # From here on __exit__ closes it.
             self._stack = stack.pop_all()
         return self._attempt
 
@@ -58,6 +61,7 @@ def _install() -> list[Undo]:
 def _submit(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
     @wraps(original)
     def submit(self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        # Outside a rollout the originals run, even while another thread is inside one.
         if current() is None:
             return original(self, fn, *args, **kwargs)
         # In an empty context, so that a worker thread started here inherits no rollout.
@@ -69,8 +73,11 @@ def _submit(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
 def _start(original: Callable[[Thread], None]) -> Callable[[Thread], None]:
     @wraps(original)
     def start(self: Thread) -> None:
+        # A thread whose run was replaced already, by a user or by us, is left alone.
         if current() is None or "run" in vars(self):
             return original(self)
+        # On the object and not on the class: subclasses override run, and this must come around
+        # theirs.
         vars(self)["run"] = _run_in(copy_context(), self)
         try:
             return original(self)
@@ -85,6 +92,7 @@ def _run_in(context: Context, thread: Thread) -> Callable[[], None]:
     run = thread.run
 
     def carried() -> None:
+        # Breaks the cycle between the thread and its replaced method.
         vars(thread).pop("run", None)
         context.run(run)
 

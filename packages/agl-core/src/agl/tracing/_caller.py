@@ -14,6 +14,7 @@ _log = logging.getLogger(__name__)
 _LATE_S = 2.0
 """Seconds that a tracer gets to record events that its framework delivers late, as CrewAI does."""
 
+# A limit for spans whose parents form a cycle, which foreign ids can make.
 _MAX_DEPTH = 10_000
 
 
@@ -32,13 +33,17 @@ def who(attempt: ActiveAttempt | None = None) -> Who:
 
 def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
     """The actors of a model call within that open span."""
+    # Nobody is named at the root, so there is nothing to wait for.
     if span_id == attempt.root_span_id:
         return Who()
     chain, is_whole = _enclosing(attempt, span_id)
+    # A framework that delivers its events late has a span that is named already and not open yet;
+    # waiting a little is better than losing the agent's name.
     if not is_whole:
         _wait_for_events(attempt)
         chain, _ = _enclosing(attempt, span_id)
     found = Who()
+    # From the outermost inwards, as step_into expects it.
     for enclosing in reversed(chain):
         found = step_into(found, *enclosing.actor_attributes())
     return found

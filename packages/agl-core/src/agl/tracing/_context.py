@@ -40,6 +40,8 @@ class OpenSpans:
 
     def __init__(self) -> None:
         self._open: dict[str, OpenItem] = {}
+        # Spans that a tracer named as current before it opened them: the first mention is the best
+        # known beginning.
         self._named: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -61,11 +63,13 @@ class OpenSpans:
 
     def since(self, span_id: str) -> int:
         """The time at which a span began; until its tracer opens it, the time at which it was first named."""
+        # A dict's methods are atomic in CPython, so no lock is needed for one step.
         opened = self._open.get(span_id)
         return opened.since if opened is not None else self._named.setdefault(span_id, time.perf_counter_ns())
 
     def abandon_all(self) -> None:
         """End everything, the newest first."""
+        # The newest first, so that children end before their parents.
         for span_id in reversed(tuple(self._open)):
             if (opened := self.take(span_id)) is not None:
                 opened.abandon()
@@ -106,6 +110,8 @@ class ActiveAttempt:
         Raises:
             CaptureError: The span brings a reward that is NaN or infinite.
         """
+        # Here and not only in the store: the agent's own traceback shows where the number came
+        # from.
         check_reward(span.reward, span.rollout_id)
         try:
             self.record(span)
@@ -142,6 +148,7 @@ class SpanRecorder:
 EnteredSpans: TypeAlias = "tuple[OpenSpan, Any] | None"
 """The spans that a context has entered, as a linked list with the last one first; ``None`` for none."""
 
+# A context variable and no global: many rollouts run in one process, in tasks and threads.
 CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
 ENTERED: ContextVar[EnteredSpans] = ContextVar("agl_entered_spans", default=None)
 
@@ -154,6 +161,7 @@ def current() -> ActiveAttempt | None:
 def entered_spans() -> EnteredSpans:
     """The spans that this context has entered, from the innermost open one; ended ones before it are dropped."""
     found = ENTERED.get()
+    # The usual case needs no write.
     if found is None or found[0].is_open:
         return found
     while found is not None and not found[0].is_open:
@@ -170,6 +178,7 @@ def enter(span: "OpenSpan") -> None:
 def leave(span: "OpenSpan") -> None:
     """Make the span around ``span`` the innermost one again, if ``span`` is the innermost one here."""
     found = ENTERED.get()
+    # Closed in another context, or out of order: entered_spans drops it there.
     if found is not None and found[0] is span:
         ENTERED.set(found[1])
 
@@ -188,9 +197,12 @@ def innermost(attempt: ActiveAttempt) -> str:
     here = entered_spans()
     while here is not None and not (here[0].attempt is attempt and here[0].is_parent and here[0].is_open):
         here = here[1]
+    # -1: every other span began after the root.
     span_id, since = (attempt.root_span_id, -1) if here is None else (here[0].span_id, here[0].since)
     for tracer in attempt.tracers:
         named = _span_named_by(tracer)
+        # Of two claims to be the innermost, the one that began later is inside the other: both
+        # enclose the running code.
         if named is not None and named != span_id and (began := attempt.spans.since(named)) > since:
             span_id, since = named, began
     return span_id

@@ -51,6 +51,7 @@ def emit_reward(
         CaptureError: Inside a rollout only: not a number, NaN or infinite, an unknown scope or dimension.
     """
     attempt = current()
+    # First of all: outside a rollout not even the arguments are looked at.
     if attempt is None:
         return
     if scope not in _SCOPES or (scope == "span" and not span_id):
@@ -60,6 +61,7 @@ def emit_reward(
         )
     dimensions: dict[str, Any] = {}
     scalar: Any = value
+    # The test of the type first: isinstance with an abstract class costs more than all else here.
     if type(value) is not float and isinstance(value, Mapping):
         dimensions = {str(key): part for key, part in cast("Mapping[Any, Any]", value).items()}
         scalar = _primary(dimensions, primary)
@@ -92,6 +94,7 @@ def emit_object(value: Any, /, *, name: str = "object", **attributes: Any) -> No
     if current() is None:
         return
     try:
+        # Now and not at the end of the rollout: the agent may change the object afterwards.
         body = msgspec.to_builtins(value, str_keys=True)
     except (TypeError, RecursionError) as error:
         raise CaptureError(
@@ -108,6 +111,7 @@ def emit_exception(error: BaseException, /, **attributes: Any) -> None:
 
 def _emit(name: str, attributes: dict[str, Any], error: BaseException | None = None) -> None:
     """Record a span of this instant, below the innermost one."""
+    # Opened and closed at once, so that it lies below the innermost span like any other.
     span = open_span(name, attributes=attributes, is_current=False)
     span.close(error, status="unset" if error is None else "error", end_ns=span.start_ns)
 

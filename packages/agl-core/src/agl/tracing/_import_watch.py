@@ -41,6 +41,7 @@ class ImportWatch(MetaPathFinder):
         """The other finders' spec of a watched name, with a loader that reports the module."""
         if fullname not in self._waiting:
             return None
+        # The real finders are asked in their order; this one only watches.
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((one for one in found if one is not None), None)
@@ -49,9 +50,11 @@ class ImportWatch(MetaPathFinder):
         return spec
 
     def _watch(self, loader: Any) -> None:
+        # On the loader object, which belongs to this one import.
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            # Removed before it runs, so that reloading the module later is not watched.
             del loader.exec_module
             execute(module)
             self._report(module)
@@ -59,6 +62,7 @@ class ImportWatch(MetaPathFinder):
         loader.exec_module = exec_module
 
     def _report(self, module: ModuleType) -> None:
+        # Stopped meanwhile: then nobody wants to know.
         if module.__name__ in self._waiting:
             self._waiting.discard(module.__name__)
             self._on_import(module)

@@ -50,6 +50,7 @@ class About(TypedDict, total=False):
     conversation: Annotated[str | None, semconv.CONVERSATION_ID]
 
 
+# The attribute of each word is written beside it above, once.
 _KEYS: dict[str, str] = {word: hint.__metadata__[0] for word, hint in About.__annotations__.items()}
 _OPERATIONS = {
     semconv.REQUEST_MODEL: semconv.OP_CHAT,
@@ -104,9 +105,11 @@ class OpenSpan:
         try:
             said = self._said
             for word, value in about.items():
+                # The host alone: a URL may carry a key in its path or query.
                 found = urlsplit(str(value)).hostname if word == "server" and value else value
                 if found is None:
                     said.pop(_KEYS[word], None)
+                # "" stands for unknown; the number 0 does not.
                 elif type(found) is not str or found:
                     said[_KEYS[word]] = plain(found)
             if attributes:
@@ -135,11 +138,13 @@ class OpenSpan:
             about: Keys of its subject that are known at its end, such as a tool's ``result``.
         """
         leave(self)
+        # Whoever takes it first ends it; every later close, from any thread, does nothing.
         if self.attempt is None or self.attempt.spans.take(self.span_id) is not self:
             return
         if about:
             self.set(**about)
         ended: dict[str, Any] = {"status": "ok", "events": tuple(events)}
+        # Closing a generator early is how readers stop, and no failure.
         if isinstance(error, BaseException) and not isinstance(error, GeneratorExit):
             ended = error_fields(error)
             error_type = type(error).__qualname__
@@ -173,12 +178,14 @@ class OpenSpan:
         """The attributes that name its actors, and the operation's name if no convention describes the span."""
         said, given = self._said, self._given()
         if given:
+            # Only the names: attributes of foreign spans may be large.
             said = {**{key: given[key] for key in NAMING if key in given}, **said}
         is_plain = self.kind == "internal" and not self._operation(said)
         return said, self._full_name("") if is_plain else ""
 
     def _given(self) -> Mapping[str, Any] | None:
         try:
+            # Read late, for frameworks fill attributes in while a span runs.
             return self.attributes() if callable(self.attributes) else self.attributes
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
             _log.exception("The attributes of the span %r could not be read.", self.name)
@@ -209,6 +216,7 @@ class OpenSpan:
 
     def _record(self, end_ns: int | None, ended: Mapping[str, Any]) -> None:
         attempt = self.attempt
+        # A stand-in is dropped where a real record of the call exists.
         if attempt is None or not (self.is_parent or self._is_only_record()):
             return
         try:
@@ -225,6 +233,7 @@ class OpenSpan:
                 name=self._full_name(operation),
                 kind=self.kind,
                 start_ns=self.start_ns,
+                # The system's clock may be set back while a span is open.
                 end_ns=max(self.start_ns, time.time_ns() if end_ns is None else end_ns),
                 attributes={semconv.OPERATION: operation, **attributes} if operation else attributes,
                 **ended,
@@ -298,6 +307,8 @@ def open_span(
         return _OUTSIDE
     try:
         parent = parent or innermost(attempt)  # before the clock is read: the enclosing span must begin first
+        # Two clocks: the first is shown and stored, the second orders spans within the process and
+        # never goes back.
         now, since = time.time_ns(), time.perf_counter_ns()
         opened = OpenSpan(
             attempt=attempt,
@@ -307,6 +318,7 @@ def open_span(
             name=name,
             kind=kind,
             start_ns=now if start_ns is None else start_ns,
+            # A start in the past on the clock is a start in the past here as well.
             since=since if start_ns is None else since - (now - start_ns),
             attributes=attributes,
             is_parent=not unless_called,
@@ -340,6 +352,8 @@ async def stepped(open_: Callable[[], OpenSpan], items: AsyncIterator[Any]) -> A
     async with aclosing(closed) if hasattr(items, "aclose") else nullcontext():
         with open_() as span:
             while True:
+                # Entered for each item alone: between two items the reader runs, in the same
+                # context and outside of this span.
                 with span.entered():
                     try:
                         item = await anext(items)
@@ -356,5 +370,6 @@ def note_model_call() -> None:
     """
     found = entered_spans()
     while found is not None:
+        # Every enclosing span, because a stand-in may stand around several others.
         found[0].model_calls += 1
         found = found[1]

@@ -43,6 +43,7 @@ class OtelProcessor(sdk.SpanProcessor):
     def on_start(self, span: sdk.Span, parent_context: context.Context | None = None) -> None:
         """Remember the current rollout, as the span may end in another context."""
         attempt = current()
+        # Only attempts that began while the tracer was installed.
         if attempt is None or attempt not in self._attempts:
             return
         try:
@@ -65,6 +66,7 @@ class OtelProcessor(sdk.SpanProcessor):
         if attempt in self._attempts:
             yield
             return
+        # So that OpenTelemetry's instrumentation makes children of the rollout, and not new traces.
         token = context.attach(trace.set_span_in_context(trace.NonRecordingSpan(_root_of(attempt))))
         self._attempts.add(attempt)
         try:
@@ -77,6 +79,7 @@ class OtelProcessor(sdk.SpanProcessor):
                     self._open.pop(span_id, None)
 
 
+# One processor for each provider, found again by later tracers; weak, so that a provider can go.
 _PROCESSORS: WeakKeyDictionary[sdk.TracerProvider, OtelProcessor] = WeakKeyDictionary()
 
 
@@ -110,6 +113,8 @@ def _provider() -> sdk.TracerProvider:
     found = trace.get_tracer_provider()
     if isinstance(found, sdk.TracerProvider):
         return found
+    # Without a limit: the default of 128 attributes drops the oldest first, which name the agent
+    # and the model.
     made = sdk.TracerProvider(span_limits=sdk.SpanLimits(max_span_attributes=sdk.SpanLimits.UNSET))
     trace.set_tracer_provider(made)
     return made
@@ -151,9 +156,11 @@ def _parent_of(span: sdk.ReadableSpan, attempt: ActiveAttempt) -> str:
     """OpenTelemetry's parent; where that is its current span, the innermost span of this context."""
     parent_id = trace.format_span_id(span.parent.span_id) if span.parent else attempt.root_span_id
     here = trace.format_span_id(trace.get_current_span().get_span_context().span_id)
+    # The program chose another parent than its current span; it knows why.
     if parent_id not in (here, attempt.root_span_id):
         return parent_id
     inner, parent = innermost(attempt), attempt.spans.get(parent_id)
+    # OpenTelemetry's parent began after the innermost span of ours, so it is the nearer one.
     is_outside = parent is not None and (inner == attempt.root_span_id or attempt.spans.since(inner) < parent.since)
     return parent_id if is_outside else inner
 

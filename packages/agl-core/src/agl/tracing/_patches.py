@@ -24,6 +24,7 @@ class _State:
     users: list[object] = field(default_factory=list[object])
     undo: list[Undo] = field(default_factory=list[Undo])
     scopes: list[ScopeMaker] = field(default_factory=list[ScopeMaker])
+    # Replacements are kept: patching again and again must not stack wrappers on a foreign patch.
     made: dict[tuple[Any, str], tuple[Any, Any]] = field(default_factory=dict[tuple[Any, str], tuple[Any, Any]])
 
 
@@ -33,6 +34,8 @@ _STATE = _State()
 def hold(user: object, apply: Callable[[], Iterable[Undo]]) -> None:
     """Patch the process by ``apply`` unless another user has, and keep ``user`` alive until :func:`release`."""
     with _STATE.lock:
+        # Counted and not nested: rollouts overlap, and the last one to end need not be the first
+        # that began.
         if not _STATE.users:
             _STATE.undo.extend(apply())
         _STATE.users.append(user)
@@ -60,6 +63,7 @@ def around_attempts(make: ScopeMaker) -> Undo:
 
 def enter_scopes(stack: ExitStack, attempt: object) -> None:
     """Enter the registered scopes on ``stack``."""
+    # A copy: a tracer may be installed or removed by another thread meanwhile.
     for make in tuple(_STATE.scopes):
         stack.enter_context(make(attempt))
 
@@ -69,11 +73,14 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
 
     A later foreign patch on top stays in place; the one below it is idle outside rollouts.
     """
+    # From vars and not by getattr, which would return a bound or inherited method.
     original = cast("Any", vars(owner)[name])
     replacement = _replacement(owner, name, original, make)
     setattr(owner, name, replacement)
 
     def undo() -> None:
+        # Somebody else patched on top: removing theirs would be a surprise, and ours does nothing
+        # outside rollouts.
         if getattr(owner, name) is replacement:
             setattr(owner, name, original)
 
@@ -102,6 +109,7 @@ def patch_subclasses(base: type[Any], wrappers: Mapping[str, Callable[[Any], Any
 
     for kind in _subclasses(base):
         watch(kind)
+    # Python calls __init_subclass__ for every class that is defined later.
     hook = classmethod(watch_new)
     setattr(base, "__init_subclass__", hook)  # noqa: B010  # its type has no room for a class method
 
@@ -110,6 +118,7 @@ def patch_subclasses(base: type[Any], wrappers: Mapping[str, Callable[[Any], Any
         is_watching = False
         if vars(base)["__init_subclass__"] is hook:
             delattr(base, "__init_subclass__") if former is None else setattr(base, "__init_subclass__", former)
+        # In reverse order, as each undo expects to find its own replacement.
         while undo:
             undo.pop()()
 

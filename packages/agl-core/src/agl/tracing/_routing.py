@@ -17,6 +17,7 @@ from agl.schemas import Dialect
 WHO_HEADER = "x-agl-who"
 """The header with the caller's names, innermost first, percent-encoded and separated by commas."""
 
+# Characters: servers refuse headers beyond 8 KB in all (nginx, aiohttp), and there are others.
 _MAX_HEADER = 4000
 
 
@@ -42,8 +43,11 @@ def upstreams_for(
         One policy; none where no policy serves the call; several, ordered by name, where the configuration is
         ambiguous.
     """
+    # The first kind of evidence that finds anything decides, even if it finds several: a weaker
+    # kind must not break its tie.
     for found in _by_evidence(upstreams, model, () if dialect == "embeddings" else names):
         if found:
+            # By name, so that the order of configuration never matters.
             return tuple(sorted(found, key=lambda upstream: upstream.name))
     if len(upstreams) == 1 and (url is None or is_same_host(url, upstreams[0].base_url)):
         return tuple(upstreams)
@@ -59,6 +63,7 @@ def _by_evidence(upstreams: Sequence[Upstream], model: str, names: Sequence[str]
         yield [upstream for upstream in upstreams if upstream.name == model]
         yield [upstream for upstream in upstreams if upstream.model == model]
         aliased = {upstream: _literal_length(upstream.aliases, model) for upstream in upstreams}
+        # The more literal characters an alias has, the more specific it is; "*" has none.
         best = max(aliased.values(), default=0)
         yield [upstream for upstream, length in aliased.items() if length == best >= 0]
 
@@ -81,6 +86,7 @@ def encode_names(names: Sequence[str]) -> str:
 
 def decode_names(text: str) -> tuple[str, ...]:
     """The names in a value of :data:`WHO_HEADER`, innermost first."""
+    # Cut, because the header comes from outside.
     return tuple(unquote(part) for part in text[: 2 * _MAX_HEADER].split(",") if part)
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 from agl._redact import redact
 from agl.schemas import SpanEvent
 
+# By exact type: subclasses, such as NumPy's float64, are not what msgpack carries.
 _PLAIN = frozenset({float, bool, type(None)})
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
 """The integers that msgpack carries."""
@@ -30,6 +31,7 @@ def _text(value: object) -> str:
 
 def whole(text: str) -> str:
     """``text`` with halves of characters, which no store carries, as escapes such as ``\\udcff``."""
+    # The test is nearly free, and most text is ASCII.
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
@@ -38,6 +40,7 @@ def plain(value: Any) -> Any:
 
     Other types become their text, and so do integers beyond 64 bits. Halves of characters become escapes.
     """
+    # The commonest type first; every attribute of every span passes here.
     if type(value) is str:
         return redact(whole(value))
     if type(value) in _PLAIN or (type(value) is int and _LEAST <= value <= _MOST):

@@ -13,6 +13,7 @@ from agl.schemas import Dialect, Json, ModelCall, Reward, Span
 from agl.schemas._ids import new_span_id
 from agl.tracing._span_values import whole
 
+# chat is the convention's word for every other API.
 _OPERATIONS: dict[Dialect, str] = {"completions": semconv.OP_TEXT_COMPLETION, "embeddings": semconv.OP_EMBEDDINGS}
 
 
@@ -72,6 +73,7 @@ def make_reward_span(
         weights={whole(key): float(part) for key, part in reward.weights.items()},
         feedback=whole(reward.feedback),
     )
+    # A reward is an instant: it has no duration.
     now, name = time.time_ns(), reward.name or "reward"
     attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: name}
     if reward.value is not None:
@@ -128,6 +130,7 @@ def _attributes(call: ModelCall, framework_span_id: str) -> dict[str, Any]:
         semconv.FINISH_REASONS: [call.finish_reason] if call.finish_reason else None,
         semconv.MODEL_VERSION: call.model_version,
         semconv.ERROR_TYPE: _error_type(call),
+        # By this link, and never by names or times, a call is joined to the agent that made it.
         semconv.FRAMEWORK_SPAN_ID: framework_span_id,
         **_usage(_mapping(answer.get("usage")), call),
     }
@@ -137,11 +140,13 @@ def _attributes(call: ModelCall, framework_span_id: str) -> dict[str, Any]:
 def _error_type(call: ModelCall) -> str:
     if not call.error:
         return ""
+    # The conventions ask for the status code where there is one.
     return str(call.status_code) if call.status_code >= 400 else "incomplete" if call.status_code else "no_response"
 
 
 def _usage(counted: dict[str, Any], call: ModelCall) -> dict[str, int]:
     """Token counts: those of the ids where there are some, else the backend's."""
+    # OpenAI's word first, then that of Anthropic and of the Responses API.
     prompt = call.prompt_len or counted.get("prompt_tokens", counted.get("input_tokens"))
     response = call.response_len or counted.get("completion_tokens", counted.get("output_tokens"))
     pairs = ((semconv.INPUT_TOKENS, prompt), (semconv.OUTPUT_TOKENS, response))

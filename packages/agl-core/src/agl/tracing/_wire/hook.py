@@ -42,6 +42,7 @@ from agl.tracing._wire.outgoing import (
 _log = logging.getLogger(__name__)
 
 _MODULES = ("httpx", "httpx2")
+# By name: the classes belong to httpx or httpx2, neither of which is imported here.
 _NO_CONNECTION = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol")
 
 
@@ -84,6 +85,7 @@ def install() -> Undo:
 
 def _wrap(module: ModuleType) -> list[Undo]:
     def send(original: Any) -> Any:
+        # A class of the client's own module, because httpx checks streams by isinstance.
         return _send(original, type("Tee", (Tee, module.SyncByteStream), {}), module.Response)
 
     def send_async(original: Any) -> Any:
@@ -151,6 +153,7 @@ class _WatchedRequest:
             _IS_SENDING.reset(self.outer)
         if error is None or self.call is None:
             return
+        # The gateway was never reached, so nobody else can have recorded the call.
         if self.is_recorded_here or type(error).__name__ in _NO_CONNECTION:
             self.call.finish(is_complete=False, error=describe(error))
         else:  # the gateway was reached, and has recorded the call
@@ -164,6 +167,7 @@ class _WatchedRequest:
                 self.call.discard()
             elif self.call is not None:
                 self.call.answered(response)
+                # A client that does not stream has read the body by now.
                 if response.is_stream_consumed or response.is_closed:
                     self.call.finish(is_complete=True, body=response.content)
                 else:
@@ -192,16 +196,21 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
     parent_id = innermost(attempt)
     names = _caller_names(attempt, call, parent_id)
     route = route_of(attempt, call, url=url, names=names)
+    # With a gateway, calls that do not go to it are other models' business, unless the user asked
+    # for them.
     if route is None or (route.target == "record" and attempt.gateway_url and not WireTracer.is_on()):
         return None
     canned = _canned_answer(attempt, call, parent_id)
     if canned is not None:
+        # No policy answered, and the record says what did: the version of the recording.
         no_policy = Upstream(name="", base_url="", model_version=canned.model_version)
         route = Route(target="record", url=url, upstream=no_policy)
     headers = [(name.lower(), value) for name, value in request.headers.raw]
     retries = retry_count_of(named := dict(headers))
     request_id = request_id_of(named, content or b"", retries)
     opened = None
+    # A request that is no model call may still go to the gateway, such as a reward; it needs the
+    # token and no record.
     if call is not None:
         note_model_call()
         asked, notes = sampled(call, route.upstream.sampling if route.upstream and route.wants_ids else "")

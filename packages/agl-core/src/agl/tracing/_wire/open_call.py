@@ -57,6 +57,7 @@ class OpenCall:
 
     @property
     def _key(self) -> str:
+        # Not the request's id: retries of one request may overlap in time.
         return f"call {id(self)}"
 
     def answered(self, response: Any) -> None:
@@ -72,6 +73,8 @@ class OpenCall:
 
     def finish(self, *, is_complete: bool, error: str = "", body: bytes | None = None) -> None:
         """Record the call; ``body`` is its decoded content where the client has read it already."""
+        # Whoever removes the call from the open ones records it, so that it is recorded exactly
+        # once.
         if self.discard():
             self._record(is_complete=is_complete, error=error, body=body)
 
@@ -87,6 +90,8 @@ class OpenCall:
     def _record(self, *, is_complete: bool, error: str, body: bytes | None) -> None:
         attempt, upstream = self.attempt, self.upstream
         try:
+            # The body is read only now: the agent has its answer, and does not wait for the
+            # parsing.
             calls = calls_of(
                 self._exchange(is_complete=is_complete, error=error, body=body),
                 policy=upstream.name if upstream else "",
@@ -99,6 +104,8 @@ class OpenCall:
                 attempt_id=attempt.attempt_id,
                 trace_id=attempt.trace_id,
                 parent_id=self.parent_id,
+                # The innermost span when the call left; recorded in this process, parent and
+                # framework's span are the same.
                 framework_span_id=self.parent_id,
                 about=self.about,
                 start_ns=self.start_ns,
@@ -118,6 +125,8 @@ class OpenCall:
             status=head.status,
             headers=head.headers,
             response=head.decoded(b"".join(self.chunks)) if body is None else body,
+            # By what came, not by what was asked: some servers answer a request for a stream with a
+            # plain body.
             is_streamed="text/event-stream" in head.headers.get("content-type", ""),
             is_complete=is_complete,
             latency_s=latency,
@@ -142,6 +151,7 @@ class _Head(NamedTuple):
         encoding = self.headers.get("content-encoding", "identity")
         if not body or encoding == "identity":
             return body
+        # The client's own response class knows the encodings that it offered to the server.
         return self.kind(200, headers={"content-encoding": encoding}, content=body).content
 
 
@@ -187,6 +197,7 @@ class Tee:
     def _watched(self) -> Generator[None]:
         try:
             yield
+        # The reader left early; close() says so.
         except GeneratorExit:
             raise
         except BaseException as error:

@@ -19,7 +19,10 @@ from agl.tracing._routing import WHO_HEADER, encode_names, is_same_host, upstrea
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
+# Of OpenAI, Anthropic, Azure and Google. A provider's key must not reach the gateway's log, and the
+# token takes its place.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"})
+# Written anew: the host is another, and the trace context is the attempt's.
 _ROUTE_HEADERS = frozenset(
     {b"host", b"traceparent", b"tracestate", b"x-agl-span-id", b"x-agl-request-id", WHO_HEADER.encode()}
 )
@@ -53,8 +56,10 @@ def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: S
     """
     if is_below(url, attempt.gateway_url):
         return Route(target="gateway", url=url)
+    # A body that is no JSON object names no model; the server will refuse it by itself.
     if call is None or not call.is_object:
         return None
+    # Without a gateway a call cannot be sent elsewhere, so names choose nothing.
     chosen_by = names if attempt.gateway_url else ()
     found = upstreams_for(attempt.upstreams, dialect=call.dialect, model=call.model, names=chosen_by, url=url)
     upstream = found[0] if len(found) == 1 else None
@@ -69,6 +74,7 @@ def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: S
 def is_below(url: str, root: str) -> bool:
     """True if ``url`` is ``root`` or below it; the host and port must be equal, not only start alike."""
     root = root.rstrip("/")
+    # http://host:80 must not match http://host:8000.
     return bool(root) and (url == root or url.startswith((root + "/", root + "?")))
 
 
@@ -107,6 +113,7 @@ def gateway_headers(
     headers = [(name, value) for name, value in given if name not in _DROPPED]
     if attempt.token:
         token = attempt.token.encode()
+        # Anthropic's clients send x-api-key; the gateway answers in the way that it was asked.
         has_key = any(name == b"x-api-key" for name, _ in given)
         headers.append((b"x-api-key", token) if has_key else (b"authorization", b"Bearer " + token))
     headers.append((b"traceparent", f"00-{attempt.trace_id}-{parent_id}-01".encode()))
@@ -123,6 +130,7 @@ def copy_request(request: Any, url: str, *, headers: Headers, body: bytes | None
     return type(request)(request.method, url, headers=headers, extensions=request.extensions, **content)
 
 
+# A context variable, because concurrent calls of one client retry independently.
 _RETRIED: ContextVar[tuple[int, str]] = ContextVar("agl_retried", default=(0, ""))
 
 
@@ -135,6 +143,8 @@ def request_id_of(headers: dict[bytes, bytes], body: bytes, retries: int) -> str
     if given:
         return given.decode("ascii", "replace")
     digest, previous = _RETRIED.get()
+    # Compared with the previous body of this context only; a collision would have to be the very
+    # next call.
     found = hash(body)
     if retries and previous and digest == found:
         return previous
