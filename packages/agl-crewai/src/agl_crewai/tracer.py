@@ -19,11 +19,7 @@ from agl.tracing import ActiveAttempt, SharedTracer, Undo, around_attempts, curr
 if TYPE_CHECKING:
     from agl_crewai.listener import Listener
 
-_QUIET = {
-    "CREWAI_DISABLE_TELEMETRY": "true",
-    "CREWAI_TRACING_ENABLED": "false",
-    "CREWAI_DISABLE_VERSION_CHECK": "true",
-}
+_QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false", "CREWAI_DISABLE_VERSION_CHECK": "true"}
 _SCOPE_END_S = 5.0
 """Seconds that the end of an attempt waits for CrewAI's handlers; they take milliseconds."""
 
