@@ -1,4 +1,6 @@
-"""The project's commands: ``nox -s demo`` runs the main job, ``nox -s tests`` passes every test.
+"""The project's commands: ``nox -s demo`` runs the main job, ``nox -s tests`` passes the tests.
+
+``nox -s everything`` runs the rest: other Pythons and releases, kills, VERL, Ray, PostgreSQL, package builds.
 
 Each package is tested in an environment that has what it needs and nothing more, made with uv, or with pip where uv is
 absent; there is no joint lock. Sessions whose needs are the same share an environment, and it is kept between runs.
@@ -12,8 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import nox
@@ -233,19 +234,36 @@ def check_types(session: nox.Session, tools: Environment, *paths: str) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that must pass: lint, types, layers, every package, integration, docs, package builds.
+    """The tests of a change: lint, types, layers, light packages, newest adapters, torch, an example, the docs.
 
-    Sessions run side by side, as many as there are cores and at most four; one or two that fail are tried once more,
-    alone, with the tests that failed. ``--keep-times`` among the arguments after ``--`` keeps how long they took, for
-    the estimate at the start; other arguments go to every pytest.
+    At most ten minutes on two idle cores. ``--keep-times`` among the arguments after ``--`` keeps how long the sessions
+    took, for the estimate at the start; other arguments go to every pytest.
+    """
+    run_side_by_side(session, QUICK, lambda name: ["-m", "not soak and not long"])
+
+
+@nox.session
+def everything(session: nox.Session) -> None:
+    """All other tests: long ones, other Pythons, oldest frameworks, every package by itself, VERL, Ray, builds."""
+    run_side_by_side(session, [*LONG, *REST], lambda name: ["-m", "long and not soak"] if name in LONG else [])
+
+
+def run_side_by_side(session: nox.Session, names: Sequence[str], options: Callable[[str], list[str]]) -> None:
+    """Run sessions, as many at a time as there are cores and at most four, with options of pytest for each.
+
+    One or two that fail are tried once more, alone, with the tests that failed.
     """
     arguments = [word for word in session.posargs if word != "--keep-times"]
     started = time.monotonic()
-    lanes = max(1, min(4, os.cpu_count() or 1))
     shutil.rmtree(MEMORY, ignore_errors=True)  # else a session that fails before its tests would repeat older ones
-    ended = SideBySide(EVERYTHING, lanes=lanes, command=partial(nox_session, arguments=arguments)).run(session.log)
-    again = partial(nox_session, arguments=[*arguments, "-n0", "--last-failed", "--last-failed-no-failures=all"])
-    ended = try_failed_again(ended, session.log, command=again)
+
+    def command(name: str, *more: str) -> list[str]:
+        return nox_session(name, [*options(name), *arguments, *more])
+
+    lanes = max(1, min(4, os.cpu_count() or 1))
+    ended = SideBySide(names, lanes=lanes, command=command).run(session.log)
+    retry = ("-n0", "--last-failed", "--last-failed-no-failures=all")
+    ended = try_failed_again(ended, session.log, command=lambda name: command(name, *retry))
     session.log(summary(ended, seconds=time.monotonic() - started))
     if "--keep-times" in session.posargs:
         keep_times(ended)
@@ -276,32 +294,59 @@ def types(session: nox.Session) -> None:
     check_types(session, tools, *sources, "tests/typing", "tools/mutants", *own)
 
 
-def on_every_python(name: str, folder: str, description: str) -> list[str]:
-    """Define a session for the tests in ``folder`` on every supported Python that is here; returns their names."""
+ENGINE = [f"packages/{name}/tests" for name in (*CORE, "agl-lightning") if name != "agl-data"]
+"""Tests of the core, of the engine and of what reads its records."""
+
+AROUND = [
+    f"packages/{name}/tests"
+    for name in (
+        *("agl-gateway", "agl-data", "agl-sinks", "agl-rewards", "agl-algo-apo", "agl-console", "agl-store-redis"),
+        *("agl-vllm", "agl-harness"),
+    )
+]
+"""Tests of the light packages around the engine."""
+
+
+def joint(session: nox.Session) -> Environment:
+    """The environment of all light packages, in which a change is tested; each has one of its own in ``everything``."""
+    named = (*CORE, "agl-lightning", *(folder.split("/")[1] for folder in AROUND))
+    needs = [need for name in PLUGINS if f"packages/{name}/tests" in AROUND for need in PLUGINS[name]]
+    clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME, PLOT, TERMINAL, *FITTED]
+    return environment(session, [*ours(*named), *TEST_TOOLS, *clients, *needs])
+
+
+@nox.session
+def engine(session: nox.Session) -> None:
+    """The core, the engine, and what reads its records."""
+    pytest(session, joint(session), *ENGINE)
+
+
+@nox.session
+def around(session: nox.Session) -> None:
+    """The light packages around the engine: gateway, data, sinks, rewards, prompts, console and others."""
+    pytest(session, joint(session), *AROUND)
+
+
+CORE_TESTS = [*ours(*CORE, "agl-lightning"), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, *FITTED]
+"""Requirements of the tests of the core and the engine alone."""
+
+
+def on_other_pythons() -> list[str]:
+    """Define a session for the engine's tests on every other supported Python that is here; returns their names."""
 
     def define(version: str) -> str:
         def test(session: nox.Session) -> None:
             tools = environment(session, CORE_TESTS, python=python_of(version))
-            pytest(session, tools, folder)
+            pytest(session, tools, *ENGINE, "-m", "not soak and not long")
 
-        test.__doc__ = description
-        nox.session(test, name=f"{name}-{version}")
-        return f"{name}-{version}"
+        test.__doc__ = f"The core and the engine on Python {version}."
+        nox.session(test, name=f"engine-{version}")
+        return f"engine-{version}"
 
-    return [define(version) for version in found(PYTHONS)]
-
-
-CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL]
-"""Requirements of the tests of the core, of agl-run and of agl-testing: the same, so that they share an environment."""
-
-core = on_every_python("core", "packages/agl-core/tests", "The core's tests.")
-run = on_every_python("run", "packages/agl-run/tests", "The tests of what runs experiments.")
+    return [define(version) for version in found(PYTHONS) if python_of(version)]
 
 
-@nox.session
-def testing(session: nox.Session) -> None:
-    """The conformance kit and the scripted model server."""
-    pytest(session, environment(session, CORE_TESTS), "packages/agl-testing/tests")
+others = on_other_pythons()
 
 
 @nox.session
@@ -642,24 +687,21 @@ def soak(session: nox.Session) -> None:
     pytest(session, tools, *folders, "-m", "soak", "-n0")
 
 
-EVERYTHING = [
-    *(
-        "lint",
-        "types",
-        *core,
-        *run,
-        "openai2",
-        "generic",
-        "testing",
-        "gateway",
-        "torch",
-        "tinker",
-        f"verl-{VERL_PYTHON}",
-    ),
-    *("integration", "docs", "site", "wheels", "deploy"),
-    *(f"adapter({package}-{versions})" for package in ADAPTERS for versions in ("oldest", "newest")),
+QUICK = [
+    *("lint", "types", "engine", "around", "torch", "docs", "example(calc)"),
+    *(f"adapter({package}-newest)" for package in ADAPTERS),
+]
+"""The sessions that ``tests`` runs, without their long tests."""
+
+LONG = ["engine", "around", "torch"]
+"""Those of them whose long tests ``everything`` runs."""
+
+REST = [
+    *others,
+    *("openai2", "generic", "gateway", "tinker", f"verl-{VERL_PYTHON}", "integration", "site", "wheels", "deploy"),
+    *(f"adapter({package}-oldest)" for package in ADAPTERS),
     *(f"plugin({package})" for package in PLUGINS),
     *(f"outside({name})" for name in ENVIRONMENTS),
-    *(f"example({name})" for name in EXAMPLES),
+    *(f"example({name})" for name in EXAMPLES if name != "calc"),
 ]
-"""The sessions that ``tests`` runs."""
+"""The other sessions of ``everything``."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_harness.installing import locate
+from agl_harness.installation import locate
 from agl_harness.table import load_table
 from tools.harness_matrix.cells import play
 from tools.harness_matrix.knobs import KNOBS

@@ -5,7 +5,8 @@
 One step of GRPO runs on a tiny model with a gateway, on an agent that writes a mark into its prompt. From the first
 call's departure to the optimiser's update, every call of a function and every return in the project's sources is
 watched: a file counts when an argument or a result there holds the mark, as text, bytes or token ids. The files of the
-policy server, which stands for any model, are counted apart. ``docs/explanation/data-flow.md`` quotes the result.
+policy server, which stands for any model, are counted apart. ``docs/explanation/data-flow.md`` leads through those to
+open first.
 
 It needs the environment of the session ``example(calc)``.
 """

@@ -27,7 +27,7 @@ REFUSED = {
     "from agl.schemas import _codec as codec\ncodec.encode(1)": "agl.schemas._codec:encode",
     "if 1:\n    from agl_run.config.records import ExperimentConfig": "agl_run.config.records:ExperimentConfig",
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from agl_run import Session": "agl_run:Session",
-    "FACTORY = 'agl_store_sqlite:SQLiteStore'": "agl_store_sqlite:SQLiteStore",
+    "FACTORY = 'agl_store_sqlite._store:SQLiteStore'": "agl_store_sqlite._store:SQLiteStore",
     "from agl_rewards.credit.turn import TurnCredit": "agl_rewards.credit.turn:TurnCredit",
 }
 
@@ -44,7 +44,7 @@ ACCEPTED = [
     "import agl\nagl.__version__, agl.Trainer.from_config",
     "import agl, agl.schemas\nagl.schemas.Attempt, agl.contracts.Store",
     "from agl import semconv\nsemconv.AGENT_NAME",
-    "from agl_run.commands import pass_manager",
+    "from agl_inspect.terminal import pass_manager",
     "FACTORY = 'agl_toy.tracer:Toy'",
     "FACTORY = 'agl.stores:MemoryStore'",
     "from agl_toy._inner import anything",

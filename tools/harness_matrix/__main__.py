@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agl.errors import AglError
-from agl_harness.installing import Program, install, version_of
+from agl_harness.installation import Program, install, version_of
 from agl_harness.table import SITUATIONS, Harness, load_table
 from tools.harness_matrix.cells import Result, play
 from tools.harness_matrix.knobs import KNOBS

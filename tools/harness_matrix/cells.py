@@ -15,7 +15,7 @@ from agl.episodes import build_episode
 from agl.schemas import Episode, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_harness.installing import Program
+from agl_harness.installation import Program
 from agl_harness.table import Harness, Model
 from agl_run.access import AttemptTokens
 from agl_testing.model_server import Cut, Reply, ScriptedModelServer, Status, Step

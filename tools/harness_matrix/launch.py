@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agl_harness.installing import Program
+from agl_harness.installation import Program
 from agl_harness.table import Harness, Model, fill
 
 _KEPT = ("LANG", "LC_ALL", "TZ")

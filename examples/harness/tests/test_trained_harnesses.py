@@ -21,7 +21,7 @@ pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch and torch")
 
 from agl.contracts import RolloutQuery
 from agl.episodes import build_episode
-from agl_store_sqlite._store import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 ROOT = Path(__file__).parents[3]
 SHELLS = {

@@ -21,9 +21,8 @@ from agl_algo_torch.learner.model import checkpoint_gradients
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.scoring import find_head
 from agl_algo_torch.learner.update_time import random_row, update_seconds
-from agl_inspect.forecast.costs import memory_of
+from agl_inspect.forecast.costs import Training, memory_of
 from agl_inspect.forecast.models import shape_from
-from agl_inspect.forecast.step_size import Training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

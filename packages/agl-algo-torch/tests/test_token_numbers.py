@@ -16,7 +16,7 @@ from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.sdpo import SDPO
-from agl_inspect.rollouts.training_records import token_values
+from agl_inspect.rollouts.training import token_values
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

@@ -156,7 +156,7 @@ def test_database_in_the_file_is_used_in_place_of_a_bundled_one(read) -> None:
         ('"tasks.jsonl"', '"/data/tasks.jsonl"', r"val is '/data/tasks.jsonl', a path outside"),
         ('"DEPLOY_MODEL_KEY"', '""\napi_key = "geheim"', r"policy.small.api_key .*looks like a credential"),
         ('"DEPLOY_MODEL_KEY"', '"sk-geheim-0123456789abcdef"', r"policy.small.api_key_env .*looks like a credential"),
-        ('"DEPLOY_MODEL_KEY"', '"A: b"', r"the api_key_env in the experiment's file is no name"),
+        ('"DEPLOY_MODEL_KEY"', '"A: b"', r"the api_key_env in the experiment's file is not the name"),
         ('"http://models.example/v1"', '"http://me:geheim@models/v1"', r"policy.small.base_url .*password"),
     ],
 )
@@ -193,7 +193,7 @@ def test_component_that_is_not_installed_is_named_with_the_line_that_installs_it
 
 def test_program_that_cannot_be_read_is_named(project: Path, read) -> None:
     (project / "deploy_agent.py").write_text("def solve(:\n")
-    with pytest.raises(ConfigError, match=r"deploy_agent.py of the agent is no Python"):
+    with pytest.raises(ConfigError, match=r"deploy_agent.py of the agent is not valid Python"):
         read()
 
 

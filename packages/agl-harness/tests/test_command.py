@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_harness import examining, find
+from agl_harness import examination, find
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.waiting import wait_until
 
@@ -54,8 +54,8 @@ def test_doctor_ends_a_harness_that_does_not_answer(project: Path, monkeypatch: 
     (project / "slow.toml").write_text(
         '[slow]\ncommand = ["sh", "-c", "echo $$$$ > $folder/pid; sleep 600", "$prompt"]\n'
     )
-    monkeypatch.setattr(examining, "_TURN_S", 3.0)
+    monkeypatch.setattr(examination, "_TURN_S", 3.0)
     monkeypatch.chdir(project)
-    found = examining.examine(find("slow.toml", folder=project), given="slow.toml")
+    found = examination.examine(find("slow.toml", folder=project), given="slow.toml")
     assert "it did not answer a task within 3 s" == found.problem
     wait_until(lambda: not Path("/proc", (project / "pid").read_text().strip()).exists())

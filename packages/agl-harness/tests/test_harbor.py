@@ -11,11 +11,11 @@ import pytest
 
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import Json
-from agl_harness.dockerfile import read_dockerfile
-from agl_harness.isolation import find_isolation
-from agl_harness.placing import layout_of
-from agl_harness.task_checks import read_tasks
-from agl_harness.task_folder import instruction_of, load_task
+from agl_harness.harbor_tasks.checks import read_tasks
+from agl_harness.harbor_tasks.dockerfile import read_dockerfile
+from agl_harness.harbor_tasks.folder import instruction_of, load_task
+from agl_harness.harbor_tasks.layout import layout_of
+from agl_harness.sandboxes.isolation import find_isolation
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import asks, dev
@@ -252,12 +252,12 @@ def test_what_a_task_needs_and_the_sandbox_lacks_is_named_before_a_run(
     ("files", "problem"),
     [
         ({"task.toml": "steps = [{ name = 'a' }]"}, "has steps"),
-        ({"task.toml": "x = "}, "is no valid TOML"),
+        ({"task.toml": "x = "}, "is not valid TOML"),
         ({"task.toml": "[agent]\ntimeout_sec = 'soon'"}, "Expected .*agent.timeout_sec"),
         ({"task.toml": "[agent]\ntimeout_sec = -1"}, "agent.timeout_sec"),
         ({"task.toml": "[environment]\nos = 'windows'"}, "is for windows"),
-        ({"task.toml": "artifacts = ['/app/../../etc/passwd']"}, "is no absolute path"),
-        ({"task.toml": "artifacts = [3]"}, "is no absolute path"),
+        ({"task.toml": "artifacts = ['/app/../../etc/passwd']"}, "is not an absolute path"),
+        ({"task.toml": "artifacts = [3]"}, "is not an absolute path"),
         ({"instruction.md": "\n"}, "is empty"),
         ({"instruction.md": "x" * (1 << 21)}, "has more than 1,048,576 bytes"),
         ({"environment/Dockerfile": "RUN true"}, "stands above FROM"),
@@ -288,7 +288,7 @@ def test_copy_never_takes_what_is_outside_of_the_environment(task: Path) -> None
         with pytest.raises(ConfigError, match="leads out of"):
             layout_of(load_task(task))
     write(task, {"environment/Dockerfile": "FROM x\nWORKDIR /app\nCOPY ../solution/solve.sh /app/"})
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         layout_of(load_task(task))
 
 

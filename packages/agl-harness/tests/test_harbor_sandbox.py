@@ -18,8 +18,8 @@ import pytest
 from agl.errors import ConfigError
 from agl_harness import PathError, SandboxError
 from agl_harness.conformance import SandboxConformance, sh
-from agl_harness.harbor_sandbox import HarborSandboxes
-from agl_harness.isolation import bubblewrap, find_isolation
+from agl_harness.sandboxes.harbor import HarborSandboxes
+from agl_harness.sandboxes.isolation import bubblewrap, find_isolation
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import asks, dev
@@ -61,7 +61,7 @@ def test_environment_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     script = f"""
 import asyncio, os
 from pathlib import Path
-from agl_harness.harbor_sandbox import HarborSandboxes
+from agl_harness.sandboxes.harbor import HarborSandboxes
 
 async def main():
     boxes = HarborSandboxes(base=Path({str(tmp_path)!r}), **{params(tmp_path / "environments")!r})

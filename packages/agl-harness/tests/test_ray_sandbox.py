@@ -12,8 +12,8 @@ import pytest
 from agl.errors import ConfigError
 from agl_harness import SandboxError
 from agl_harness.conformance import SandboxConformance, sh
-from agl_harness.isolation import find_isolation
-from agl_harness.ray_sandbox import RaySandboxes
+from agl_harness.sandboxes.isolation import find_isolation
+from agl_harness.sandboxes.ray_cluster import RaySandboxes
 from agl_testing.model_server import ScriptedModelServer
 
 from .conftest import asks, dev

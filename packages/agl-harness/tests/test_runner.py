@@ -10,7 +10,7 @@ import pytest
 
 from agl.errors import ConfigError
 from agl_harness import SandboxError
-from agl_harness.local import LocalSandbox
+from agl_harness.sandboxes.local import LocalSandbox
 from agl_run import Trainer, load_config, parse_config
 from agl_testing.model_server import ScriptedModelServer
 
@@ -179,7 +179,7 @@ def test_tests_find_the_sandbox_of_another_backend(
 
 BACKEND = """
 from pathlib import Path
-from agl_harness.local import LocalSandboxes
+from agl_harness.sandboxes.local import LocalSandboxes
 
 class Box:
     def __init__(self, inner):
@@ -308,7 +308,7 @@ def test_task_brings_its_own_files_and_hidden_tests(project: Path, model: Script
         ({"name": "add"}, "has no text 'prompt' for the harness, only name"),
         ({"name": "../secret", "prompt": "x"}, "leads out of the folder of 'repos/{name}'"),
         ({"name": "/etc", "prompt": "x"}, "leads out of the folder"),
-        ({"name": "none", "prompt": "x"}, "repos/none' is no folder"),
+        ({"name": "none", "prompt": "x"}, "repos/none' is not a folder"),
         ({"prompt": "x"}, "needs the field 'name' of the task, which has prompt"),
         ({"name": "add", "prompt": "x", "files": {"../x": ""}}, "leads out of the workspace"),
         ({"name": "add", "prompt": "x", "files": ["x"]}, "files of a task holds texts by path"),

@@ -13,8 +13,8 @@ import pytest
 from agl.errors import ConfigError, RunError
 from agl_harness import Limits, PathError, SandboxError
 from agl_harness.conformance import SandboxConformance
-from agl_harness.isolation import bubblewrap, find_isolation
-from agl_harness.local import LocalSandbox, LocalSandboxes
+from agl_harness.sandboxes.isolation import bubblewrap, find_isolation
+from agl_harness.sandboxes.local import LocalSandbox, LocalSandboxes
 from agl_testing.waiting import wait_until
 
 from .conftest import wait
@@ -317,7 +317,7 @@ def test_sandbox_of_a_killed_process_is_removed_and_a_kept_one_is_not(tmp_path: 
     script = f"""
 import asyncio, os
 from pathlib import Path
-from agl_harness.local import LocalSandboxes
+from agl_harness.sandboxes.local import LocalSandboxes
 
 async def main():
     boxes = LocalSandboxes(base=Path({str(tmp_path)!r}), isolation="none")
@@ -362,7 +362,7 @@ def test_folder_that_is_deeper_than_python_goes_is_removed(sandboxes: LocalSandb
 UNREADABLE = """
 import asyncio, concurrent.futures.thread, os, sys
 from pathlib import Path
-from agl_harness.local import LocalSandboxes
+from agl_harness.sandboxes.local import LocalSandboxes
 
 async def main():
     boxes = LocalSandboxes(base=Path(sys.argv[1]), isolation="none")

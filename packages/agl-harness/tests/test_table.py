@@ -71,7 +71,7 @@ def test_unknown_harness_names_the_close_one() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[mine", "no valid TOML"),
+        ("[mine", "not valid TOML"),
         ('command = ["x"]', "begin each harness with"),
         ('[mine]\ncommand = []\nprompt = "stdin"', "command is empty"),
         ('[mine]\ncommand = ["x"]', r"no argument of the command holds \$prompt"),

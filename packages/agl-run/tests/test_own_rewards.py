@@ -257,7 +257,7 @@ def test_reward_that_always_raises_is_told_once_and_counted_while_the_store_keep
     assert [f"the reward 'broken' raised KeyError: 'anser {n}'" for n in range(12)] == [
         error.partition(" at ")[0] for error in errors
     ]
-    assert {"agl_run.RewardError"} == {
+    assert {"agl.errors.RewardError"} == {
         episode.attempt.error.type for episode in result.episodes if episode.attempt and episode.attempt.error
     }
     first, tenth, last = told(caplog)

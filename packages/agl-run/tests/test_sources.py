@@ -98,7 +98,7 @@ def test_runner_that_is_not_installed_is_named_with_its_package(tmp_path: Path, 
     (site / "verifiers.py").write_text("wordle = None\n")  # what the library itself would be
     config = parse_config({"experiment": {"agent": "verifiers:wordle", "store": "memory://"}})
     with pytest.raises(
-        PluginError, match=r"no runner is named 'verifiers'; run: pip install .*'agl-environments[verifiers]'"
+        PluginError, match=r"no runner is named 'verifiers'; run: pip install -e packages/agl-core .*agl-environments"
     ):
         Trainer.from_config(config, folder=tmp_path, plugins=PluginManager()).plan()
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 import agl
 from agl.errors import PluginError
 from agl.stores import MemoryStore
-from agl_inspect.stores.opening import build_store
+from agl_inspect.stores import build_store
 from agl_inspect.terminal.program import cli
 from agl_run import Quiet
 from agl_testing.plugins import PluginFolder

@@ -24,7 +24,7 @@ from agl_testing.stores.older_layout import narrow_numbers
 WRITER = """
 import asyncio, sys
 from agl.schemas import Outcome, Rollout, Span
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 async def work(store, worker):
     for number in range(100000):
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 PATIENT = """
 import asyncio, sys
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 async def main():
     store = SQLiteStore(sys.argv[1])
@@ -62,7 +62,7 @@ asyncio.run(main())
 
 FULL = """
 import resource, sys
-from agl_run import SQLiteStore
+from agl_store_sqlite import SQLiteStore
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 try:

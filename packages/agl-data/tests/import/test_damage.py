@@ -240,7 +240,7 @@ def test_large_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
     assert large.stat().st_size > 50 << 20
 
     def peak(name: str) -> int:
-        command = [sys.executable, "-c", MEASURE, "import", name, "--store", f"sqlite:///{name}.db"]
+        command = [sys.executable, "-c", MEASURE, "data", "import", name, "--store", f"sqlite:///{name}.db"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         return int(done.stderr.split()[-1])
 

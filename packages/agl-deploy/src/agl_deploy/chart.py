@@ -1,4 +1,4 @@
-"""The Helm chart of an experiment, with its values, their schema, rules for Prometheus and a dashboard."""
+"""Writes the Helm chart of an experiment, with its values, their schema, rules for Prometheus and a dashboard."""
 
 from collections.abc import Iterator
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""The compose file: PostgreSQL, gateway, trainer, workers and console on one machine."""
+"""Writes the compose file: PostgreSQL, gateway, trainer, workers and console on one machine."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def _service(part: Part, needs: Needs, *, is_bundled: bool, gpus: int) -> dict[s
 
 
 def env_example(needs: Needs, folder: str) -> str:
-    """Return the example of ``.env``: every variable that needs a value, and none."""
+    """Return the example of ``.env``: every variable that needs a value, without values."""
     lines = [f"# Copy to {folder}/.env, which git and the images leave out, and give every variable a value."]
     for name, use in secrets_of(needs).items():
         lines += [f"# {use}", f"{name}="]

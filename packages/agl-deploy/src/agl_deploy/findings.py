@@ -123,7 +123,7 @@ def _of_policies(config: ExperimentConfig) -> Iterator[str]:
             yield f"[policy.{name}] model is {model!r}, a path of this machine: mount the folder where the trainer runs"
         if policy.use == "vllm" and "base_url" not in policy.params:
             yield (
-                f"[policy.{name}] starts vLLM beside the trainer, whose image has none: start its servers where the "
+                f"[policy.{name}] starts vLLM next to the trainer, whose image lacks it: start its servers where the "
                 "GPUs are, with /data of the trainer, and name their base_url"
             )
 
@@ -132,7 +132,7 @@ def variables(value: Any) -> Iterator[str]:
     """Yield the environment variables that a section of an experiment names, such as in ``api_key_env``.
 
     Raises:
-        ConfigError: One is no name of a variable.
+        ConfigError: A name is not that of a variable.
     """
     if isinstance(value, Mapping):
         for key, item in cast("Mapping[str, Any]", value).items():
@@ -149,7 +149,7 @@ def _variable(key: str, name: str) -> str:
     if _VARIABLE.fullmatch(name):
         return name
     raise ConfigError(
-        f"the {key} in the experiment's file is no name of an environment variable; write letters, digits and '_', "
+        f"the {key} in the experiment's file is not the name of a variable; write letters, digits and '_', "
         "as in OPENAI_API_KEY"
     )
 

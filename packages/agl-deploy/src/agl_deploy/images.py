@@ -1,4 +1,4 @@
-"""The files that images are built from: Dockerfile, requirements, the health check."""
+"""Writes the files that images are built from: Dockerfile, requirements, the health check."""
 
 import sys
 from collections.abc import Iterable

@@ -39,7 +39,7 @@ def read_imports(folder: Path, modules: Iterable[str], programs: Iterable[str] =
         programs: Files of programs, relative to the folder.
 
     Raises:
-        ConfigError: A file is no Python.
+        ConfigError: A file is not valid Python.
     """
     files, outside = dict.fromkeys(name for name in programs if name.endswith(".py")), dict[str, str]()
     for module in modules:
@@ -97,7 +97,7 @@ def _modules_in(folder: Path, file: str) -> Iterator[str]:
     try:
         tree = ast.parse((folder / file).read_bytes())
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{file} of the agent is no Python that can be read ({error}); correct it") from error
+        raise ConfigError(f"{file} of the agent is not valid Python ({error}); correct it") from error
     except OSError as error:
         raise ConfigError(
             f"cannot read {file}, which the experiment's file names: {error.strerror}; correct its name"

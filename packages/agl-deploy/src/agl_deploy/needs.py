@@ -99,7 +99,7 @@ def read_needs(file: Path, manager: PluginManager) -> Needs:
     needed = [name for name in absent if name in (*_EVERYWHERE, "agl-console")]
     if needed:
         raise ConfigError(
-            f"a deployment needs {', '.join(needed)}, and the pins are those of what is installed here; run: "
+            f"a deployment needs {', '.join(needed)}, and versions are pinned as they are installed here; run: "
             f"{' && '.join(pip_install(name) for name in needed)}"
         )
     store = config.experiment.store

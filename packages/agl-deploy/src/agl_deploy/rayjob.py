@@ -1,4 +1,4 @@
-"""The RayJob: the experiment on a Ray cluster of its own, which KubeRay makes and removes."""
+"""Writes the RayJob: the experiment on a Ray cluster of its own, which KubeRay makes and removes."""
 
 import json
 import re

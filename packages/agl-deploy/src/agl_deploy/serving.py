@@ -1,4 +1,4 @@
-"""The files that serve the labelled version of a policy's weights with vLLM, beside a deployment.
+"""Writes files that serve the labelled version of a policy's weights with vLLM, next to a deployment.
 
 The files name the label and no version: a version is promoted, or taken back, by moving the label.
 """

@@ -1,4 +1,4 @@
-"""The SkyPilot file: the experiment with its agents and its store on one machine of a cloud."""
+"""Writes the SkyPilot file: the experiment with its agents and its store on one machine of a cloud."""
 
 import shlex
 import sys

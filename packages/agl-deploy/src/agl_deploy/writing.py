@@ -1,7 +1,7 @@
 """Writes generated files without overwriting what somebody edited.
 
-A list of digests beside the files says how they were written, so that a file that nobody touched is replaced and one
-that was edited is not.
+A list of digests next to the files says how they were written: a file that nobody touched is replaced, and one that was
+edited is not.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def _digest(data: bytes) -> str:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the list; empty where there is none, or none that can be read: then every file counts as edited."""
+    """Return the list; empty where it is missing or unreadable, and then every file counts as edited."""
     try:
         found: object = json.loads((folder / DIGESTS).read_bytes())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """Coding harnesses for agl: the table that describes them, and the contract of the sandboxes that they run in."""
 
-from agl_harness.sandbox import (
+from agl_harness.sandboxes.contract import (
     NO_LIMITS,
     CopyableSandbox,
     Finished,

@@ -10,12 +10,12 @@ from pathlib import Path
 import click
 
 from agl.errors import ConfigError
-from agl_harness.examining import examine
-from agl_harness.installing import Program, install, locate, require, version_of
-from agl_harness.isolation import find_isolation
-from agl_harness.oracle import solve_all
+from agl_harness.examination import examine
+from agl_harness.harbor_tasks.folder import LACKS, Lack
+from agl_harness.harbor_tasks.oracle import solve_all
+from agl_harness.installation import Program, install, locate, require, version_of
+from agl_harness.sandboxes.isolation import find_isolation
 from agl_harness.table import SITUATIONS, Harness, find, load_table
-from agl_harness.task_folder import LACKS, Lack
 from agl_inspect.terminal import json_option, manager_of, print_json, print_table
 from agl_inspect.text import visible
 from agl_run.programs import exec_program
@@ -116,7 +116,7 @@ def oracle(tasks: str, without: Sequence[Lack], as_json: bool) -> None:
 def doctor(names: Sequence[str], as_json: bool) -> None:
     """Check that harnesses are installed and run: each gets one task, which a scripted model answers.
 
-    By default those that are installed are checked. The exit status is 1 if one does not work.
+    By default the installed ones are checked. The exit status is 1 if one does not work.
     """
     table = load_table()
     chosen = names or [name for name, entry in table.items() if locate(entry)]

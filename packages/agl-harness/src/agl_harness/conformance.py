@@ -7,7 +7,7 @@ class TestMine(SandboxConformance):
         return MySandboxes(base=tmp_path)
 ```
 
-Programs that are run are those of any system with ``sh`` and the usual small tools.
+Its tests run ``sh`` and the usual small tools only.
 """
 
 import asyncio
@@ -20,7 +20,15 @@ from typing import Any
 import pytest
 
 from agl.errors import ConfigError
-from agl_harness.sandbox import Finished, Limits, ManagedSandboxes, PathError, Sandbox, SandboxError, TaskSandboxes
+from agl_harness.sandboxes.contract import (
+    Finished,
+    Limits,
+    ManagedSandboxes,
+    PathError,
+    Sandbox,
+    SandboxError,
+    TaskSandboxes,
+)
 
 __all__ = ["SandboxConformance"]
 

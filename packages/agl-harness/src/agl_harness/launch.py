@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from agl.errors import AglError, ConfigError
-from agl_harness.installing import require
+from agl_harness.installation import require
 from agl_harness.table import Model, fill, find
 
 

@@ -29,13 +29,13 @@ def agl_rewards() -> Iterable[RewardEntry]:
     """Register the rewards that run tests."""
     yield RewardEntry(
         name="tests",
-        factory="agl_harness.testing:WorkspaceTests",
+        factory="agl_harness.workspace_tests:WorkspaceTests",
         summary="share of the tests that pass in a coding harness's workspace",
         takes_setup=True,
     )
     yield RewardEntry(
         name="harbor",
-        factory="agl_harness.grading:HarborTests",
+        factory="agl_harness.harbor_tasks.grading:HarborTests",
         summary="reward that a Harbor task's own tests write",
         takes_setup=True,
     )

@@ -5,9 +5,9 @@ from typing import Literal
 
 from agl.errors import ConfigError
 from agl.schemas import Json, Record
-from agl_harness.isolation import Kind
-from agl_harness.task_folder import Lack
-from agl_harness.usage import IS_KNOWN
+from agl_harness.harbor_tasks.folder import Lack
+from agl_harness.sandboxes.isolation import Kind
+from agl_harness.sandboxes.usage import IS_KNOWN
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -22,17 +22,17 @@ class HarnessSettings(Record, frozen=True, kw_only=True):
         policy: Name of the policy that it calls; by default the only one.
         prompt: Key of a task that holds its prompt, where the experiment has no prompt of its own.
         arguments: Further arguments of the harness.
-        context: Tokens of a prompt and its answer together at most, as the harness is told.
-        output: Tokens of an answer at most, as the harness is told.
+        context: Most tokens of a prompt with its answer, for the harness's own settings.
+        output: Most tokens of an answer, likewise.
         memory: Memory of all its processes at most, such as ``8GB``; ``""`` for no limit.
         processes: Number of its processes at most; 0 for no limit.
-        keep: Workspaces that stay in the experiment's work directory: those of attempts that ``failed``, ``never`` or
+        keep: When a workspace stays in the experiment's work directory: after attempts that ``failed``, ``never`` or
             ``always``.
         keep_at_most: Number of workspaces that stay; the oldest go first.
         sandbox: ``local``, the name of a backend in the entry-point group ``agl_sandboxes``, or ``module:attribute``.
         sandbox_params: Parameters of that backend.
         without: What Harbor tasks may ask for and the sandbox need not give, such as ``build`` for what a Dockerfile
-            installs; see :data:`agl_harness.task_folder.LACKS`.
+            installs; see :data:`agl_harness.harbor_tasks.folder.LACKS`.
         isolation: For ``local``: ``auto`` keeps rollouts apart with bubblewrap where it works, ``bwrap`` refuses to go
             without, ``none`` does not.
         hidden: Folders, relative to the experiment file, that the harness finds empty, besides that of the experiment
@@ -63,7 +63,7 @@ def bytes_of(size: str) -> int:
     """Return the bytes of a size such as ``8GB`` (1 GB is 2**30 bytes); 0 for ``""``.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: The text is not a size.
     """
     if not size:
         return 0

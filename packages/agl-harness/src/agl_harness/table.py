@@ -39,8 +39,8 @@ class Checked(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         version: The version that was tried.
         on: Day, as ``2026-11-23``.
-        passed: Those of :data:`SITUATIONS` that it mastered.
-        note: What to know about it.
+        passed: The :data:`SITUATIONS` that it mastered.
+        note: A remark for users.
     """
 
     version: str
@@ -125,8 +125,8 @@ class Model(Record, frozen=True, kw_only=True):
         base_url: Its address with ``/v1``.
         key: Its key.
         name: The name under which it is asked for.
-        context: Tokens of a prompt and its answer together at most, as the harness is told.
-        output: Tokens of an answer at most, as the harness is told.
+        context: Most tokens of a prompt with its answer, for the harness's own settings.
+        output: Most tokens of an answer, likewise.
     """
 
     base_url: str
@@ -165,7 +165,7 @@ def find(name: str, *, folder: Path) -> Harness:
         folder: Base of a relative file.
 
     Raises:
-        ConfigError: There is none; names the close match.
+        ConfigError: It does not exist; names the close match.
     """
     file, _, section = name.partition("#")
     if file.endswith(".toml"):
@@ -191,7 +191,7 @@ def _in_file(table: Mapping[str, Harness], section: str, *, name: str) -> Harnes
 
 
 def own_files(harness: Harness) -> list[Path]:
-    """Return what the command of a person's own entry names below ``$folder``: files beside it, or folders there."""
+    """Return the files and folders next to a person's own entry that its command names with ``$folder``."""
     words = [PurePosixPath(word) for word in harness.command if word.startswith("$folder/")]
     return [Path(harness.folder, *word.parts[1:2]) for word in words]
 
@@ -210,7 +210,7 @@ def fill(
         arguments: Further arguments of the experiment.
 
     Raises:
-        ConfigError: The prompt does not fit into an argument, or holds a null character, which none may.
+        ConfigError: The prompt does not fit into an argument, or holds a null character.
     """
     _check_prompt(harness, prompt)
     values: dict[str, str] = {
@@ -263,7 +263,7 @@ def _parse(text: str, *, source: str, folder: str) -> dict[str, Harness]:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is no valid TOML: {error}; correct that line") from None
+        raise ConfigError(f"{source} is not valid TOML: {error}; correct that line") from None
     return {name: _entry(name, section, source=source, folder=folder) for name, section in data.items()}
 
 

@@ -36,7 +36,7 @@ def tally_of_report(data: bytes) -> Tally | None:
 
 
 def tally_of_output(text: str) -> Tally | None:
-    """Count the tests in the output of pytest, unittest, node, cargo, or ``go test -v``; ``None`` if it is of none."""
+    """Count the tests in the output of pytest, unittest, node, cargo, or ``go test -v``; ``None`` for other output."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return next((found for count in _COUNTS if (found := count(plain)) is not None), None)
 

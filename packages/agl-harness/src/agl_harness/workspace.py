@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from agl.errors import ConfigError, RunError
 from agl.schemas import Json, Record
-from agl_harness.sandbox import WORKSPACE, Sandbox, SandboxError
-from agl_harness.task_folder import PREFIX
+from agl_harness.harbor_tasks.folder import PREFIX
+from agl_harness.sandboxes.contract import WORKSPACE, Sandbox, SandboxError
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 _GIT = "git:"
@@ -56,7 +56,7 @@ def filled(template: str, task: Json) -> str:
     """Fill the fields of a name from a task.
 
     Raises:
-        ConfigError: The task lacks a field, or its value is no name of a file or folder below another.
+        ConfigError: The task lacks a field, or its value leads out of a folder.
     """
     fields = fields_of(task)
 
@@ -80,7 +80,7 @@ def filled(template: str, task: Json) -> str:
 
 
 def fields_of(task: Json) -> dict[str, Any]:
-    """Return the fields of a task; none for one that is no object."""
+    """Return the fields of a task; empty for a task that is not an object."""
     return cast("dict[str, Any]", task) if isinstance(task, dict) else {}
 
 
@@ -106,9 +106,7 @@ def source_of(template: str, task: Json, *, folder: Path) -> Source | None:
     if name.startswith(_GIT) and not revision:
         raise ConfigError(f"the workspace {name!r} names no revision after its '@'; write one, such as @HEAD")
     if revision.startswith("-"):
-        raise ConfigError(
-            f"the revision {revision!r} begins with '-', which none does; name a commit, a tag or a branch"
-        )
+        raise ConfigError(f"the revision {revision!r} begins with '-'; name a commit, a tag or a branch")
     return Source(folder=str(_folder(folder / path).resolve()), revision=revision)
 
 
@@ -129,7 +127,7 @@ def _name(template: str, task: Json) -> str:
 
 def _folder(place: Path) -> Path:
     if not place.is_dir():
-        raise ConfigError(f"the workspace {str(place)!r} is no folder; name one relative to the experiment file")
+        raise ConfigError(f"the workspace {str(place)!r} is not a folder; name one relative to the experiment file")
     return place
 
 

@@ -20,6 +20,8 @@ from agl_run.display.progress import Progress
 from agl_run.run.trainer import Trainer
 from agl_run.worker.cluster_share import on_ray
 
+__all__ = ["experiment_argument", "make_trainer", "ray_option", "read_experiment", "store_of"]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KEYS = {"algorithm": AlgorithmConfig.__struct_fields__, "reward": ComponentConfig.__struct_fields__}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SQLA
 
 
 class TestPlugin(PluginConformance):
-    module = "agl_mlflow.plugin"
+    module = "agl_sinks.plugin"
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 class TestPlugin(PluginConformance):
-    module = "agl_tensorboard.plugin"
+    module = "agl_sinks.plugin"
 
 
 class TestTensorBoard(SinkConformance):

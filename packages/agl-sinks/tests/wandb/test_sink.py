@@ -19,7 +19,7 @@ from .offline import read_runs
 
 
 class TestPlugin(PluginConformance):
-    module = "agl_wandb.plugin"
+    module = "agl_sinks.plugin"
 
 
 class TestWandb(SinkConformance):

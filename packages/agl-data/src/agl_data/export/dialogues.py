@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from agl.dialects import call_messages
 from agl.schemas import Episode, Span
-from agl_inspect.chat_tools import chat_tools
+from agl_inspect.exports import chat_tools
 from agl_inspect.rollouts import comparable
 
 _LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})

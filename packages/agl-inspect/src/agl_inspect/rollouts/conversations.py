@@ -1,16 +1,17 @@
-"""The messages of calls as labelled texts for people; what an earlier call has shown is told apart.
+"""Turns the messages of calls into labelled texts for people, and describes how two conversations differ.
 
 Everything here was written by agents, models and tools, and may have any shape.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any, cast
 
 import msgspec
 
 from agl.schemas import Json, to_json
+from agl_inspect.text import short
 
 
 class ShownMessages:
@@ -43,7 +44,7 @@ def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [(f"{role} thinks", _plain(each)) for each in reasoning]
     if message.get("content"):
         found.append((role, _plain(message["content"])))
-    for call in _objects(message.get("tool_calls")):
+    for call in objects(message.get("tool_calls")):
         called = _object(call.get("function")) or _object(call.get("custom"))
         arguments = called.get("arguments", called.get("input", ""))
         found.append((f"{role} calls {called.get('name', '')}", _plain(arguments)))
@@ -65,7 +66,8 @@ def _part(part: Any) -> str:
     return part if isinstance(part, str) else to_json(part).decode()
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
+def objects(value: Any) -> list[dict[str, Any]]:
+    """Return the items of a list of any JSON as objects; others become empty ones."""
     return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
 
 
@@ -76,3 +78,61 @@ def _object(value: Any) -> dict[str, Any]:
 def comparable(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
     """Return messages without their empty parts: clients differ in whether one is absent, null or empty."""
     return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
+
+
+_CONTEXT = 24
+_LIMIT = 100
+_NOTHING = "nothing"
+
+
+def difference(then: Any, now: Any) -> str:
+    """Return ``was A, is B``, both cut to the differing part with a little context."""
+    if not (isinstance(then, str) and isinstance(now, str)):
+        return f"was {_whole(then)}, is {_whole(now)}"
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(then, now, strict=False))
+    start = max(0, sum(1 for _ in same) - _CONTEXT)
+    return f"was {_cut(then, start)}, is {_cut(now, start)}"
+
+
+def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
+    """Describe the first difference between ``asked`` and the most similar recorded request; ``""`` without any."""
+    if not recorded:
+        return ""
+    best = max(recorded, key=lambda messages: (_shared(asked, messages), -abs(len(messages) - len(asked))))
+    for number, (now, then) in enumerate(zip_longest(asked, best), start=1):
+        if now != then:
+            role = _role(now) or _role(then)
+            return f"message {number} ({role}) {difference(_content(then), _content(now))}"
+    return "the request was recorded, and made fewer times"
+
+
+def ending(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Describe a request by the last message of its conversation, on one line."""
+    if not messages:
+        return "an empty conversation"
+    return f"{_role(messages[-1])}: {short(messages[-1].get('content'), 120)}"
+
+
+def _role(message: Mapping[str, Any] | None) -> str:
+    return str(message.get("role", "")) if message else ""
+
+
+def _content(message: Mapping[str, Any] | None) -> Any:
+    if message is None:
+        return None
+    rest = {key: value for key, value in message.items() if key != "role"}
+    return rest["content"] if set(rest) == {"content"} else rest
+
+
+def _whole(value: Any) -> str:
+    if isinstance(value, str):
+        return _cut(value, 0)
+    return _NOTHING if value is None else short(value, _LIMIT)
+
+
+def _cut(text: str, start: int) -> str:
+    return repr(("…" if start else "") + short(text[start:], _LIMIT)) if text else _NOTHING
+
+
+def _shared(asked: Sequence[Any], recorded: Sequence[Any]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, recorded, strict=False)))

@@ -9,7 +9,7 @@ from agl import semconv
 from agl.contracts import CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
-from agl_inspect.rollouts.training_records import TrainingRecord, token_values
+from agl_inspect.rollouts.training import TrainingRecord, token_values
 
 _MOST_TOKENS = 2**53
 """Tokens of a call from which a count is no count."""

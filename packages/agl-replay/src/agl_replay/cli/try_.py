@@ -11,13 +11,12 @@ import msgspec
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl.schemas import Json
-from agl_inspect.records import keep_trial
 from agl_inspect.stores import MEMORY, command, without_password
 from agl_inspect.terminal import STOPPED, echo, json_option, pass_manager, print_json, with_store
 from agl_inspect.text import visible
-from agl_replay.trials.candidates import Contender, Given, contenders, new_placeholders, resource_of
-from agl_replay.trials.report import TrialReport, best_of, print_report, report_of, scores_of
-from agl_replay.trials.trying import Contest, Contested, try_versions
+from agl_inspect.versions import keep_trial
+from agl_replay.candidates import Contender, Given, contenders, new_placeholders, resource_of
+from agl_replay.trials import Contest, Contested, TrialReport, best_of, print_report, report_of, scores_of, try_versions
 from agl_run.engine import Plan, check_hidden, default_progress, load_dataset, run_blocking, store_url_of
 from agl_run.terminal import experiment_argument, make_trainer
 

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,7 +31,6 @@ from agl_inspect.records import (
     save_progress,
     saved_marks,
 )
-from agl_inspect.statistics import mean
 from agl_run.display.progress import Progress
 from agl_run.display.run_view import AlgorithmView, RunView
 from agl_run.parts.counterfactual import check_replays
@@ -356,7 +356,7 @@ class Driver:
         episodes = (await collector(tasks, step=step, mode="val", resources=versions)).episodes
         if not step:
             self.validated = episodes
-        reward, failed = mean(rewards_of(episodes)), failures_of(episodes)
+        reward, failed = fmean(rewards_of(episodes)), failures_of(episodes)
         report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
         await self.measure(VALIDATION, step=step)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated

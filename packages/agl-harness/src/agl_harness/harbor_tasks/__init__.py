@@ -1,0 +1,1 @@
+"""Harbor's tasks: their folders, what their Dockerfiles give a sandbox, and the reward of their tests."""

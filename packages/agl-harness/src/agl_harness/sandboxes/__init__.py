@@ -1,0 +1,1 @@
+"""Sandboxes: their contract, the local kind, and backends that make them elsewhere."""

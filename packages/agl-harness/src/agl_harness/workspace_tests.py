@@ -1,0 +1,206 @@
+"""The reward ``tests``: runs tests in a copy of the workspace, once the harness has ended.
+
+Hidden tests are copied in only then, over whatever the harness left in their place. The copy leaves the workspace as
+the harness left it, so that a kept one can be scored again.
+"""
+
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from agl.contracts import RewardSetup
+from agl.errors import ConfigError
+from agl.schemas import Reward, Rollout, Span
+from agl_harness.runner import base_environment
+from agl_harness.sandboxes.backends import RewardBackend
+from agl_harness.sandboxes.contract import WORKSPACE, CopyableSandbox, Finished, Limits, PathError, Sandbox
+from agl_harness.sandboxes.isolation import Kind
+from agl_harness.settings import bytes_of
+from agl_harness.tally import MAX_REPORT, Tally, tally_of_output, tally_of_report
+from agl_harness.workspace import checked_file, files_of, filled
+
+_CLEAR = (
+    'while IFS= read -r line; do path=${line#?}; [ -e "$path" ] || [ -L "$path" ] || continue; case $line in '
+    'd*) if [ -L "$path" ] || [ ! -d "$path" ]; then rm -rf -- "$path" || exit; else chmod u+rwx "$path"; fi ;; '
+    'f*) [ -L "$path" ] || chmod -R u+rwX "$path"; rm -rf -- "$path" || exit ;; esac; done'
+)
+"""Removes what is in the way of files: links and files where a folder (d) belongs, anything for a file (f)."""
+
+_CHECK = f'[ -f "$1" ] && [ ! -L "$1" ] && [ "$(wc -c < "$1")" -le {MAX_REPORT} ]'
+"""Succeeds for a plain file that is not too large for a report."""
+
+_FEEDBACK = 2_000
+"""Characters of the tests' output in a reward's feedback: its end."""
+
+
+class WorkspaceTests:
+    """Rewards a workspace by its tests.
+
+    Args:
+        setup: The experiment's folder.
+        command: The tests' command, as a text in a shell's notation or as words; ``python`` is the one that runs agl.
+        hidden: File or folder, relative to the experiment file, that is copied into the workspace before the tests run;
+            ``{name}`` is a field of the task.
+        into: Folder of the workspace that it is copied to; by default the workspace itself.
+        hidden_files: Key of a task that holds more such files, texts by path; name it in ``hidden`` of
+            ``[experiment]``, so that the harness does not get it.
+        score: ``share`` of the tests that passed, ``all`` for 1.0 if every test passed and else 0.0, or ``exit`` for
+            1.0 if the command's exit status is 0.
+        report: File of the workspace, with JUnit's XML, that the tests write; by default their output is read.
+        expected: Number of tests at least; missing ones count as failed.
+        timeout_s: Seconds that the tests may take; longer ones get 0.0.
+        memory: Memory that they may use.
+        processes: Number of processes that they may start.
+        sandbox: The backend of the harness's sandbox; by default the one that it ran in.
+        isolation: As for the harness.
+        params: Parameters of the backend.
+
+    Raises:
+        ConfigError: A parameter is wrong.
+    """
+
+    def __init__(  # noqa: PLR0913  # keyword-only; each is a key of the reward's params
+        self,
+        *,
+        setup: RewardSetup,
+        command: str | Sequence[str],
+        hidden: str = "",
+        into: str = "",
+        hidden_files: str = "",
+        score: str = "share",
+        report: str = "",
+        expected: int = 0,
+        timeout_s: float = 120.0,
+        memory: str = "8GB",
+        processes: int = 512,
+        sandbox: str = "",
+        isolation: Kind = "auto",
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._words = shlex.split(command) if isinstance(command, str) else list(command)
+        if not self._words:
+            raise ConfigError('the reward "tests" needs a command, such as command = "python -m unittest"')
+        if score not in ("share", "all", "exit"):
+            raise ConfigError(f'the reward "tests" has no score {score!r}; write "share", "all" or "exit"')
+        self._folder = setup.folder.absolute()
+        self._hidden = hidden
+        self._into = checked_file(into) if into else ""
+        self._hidden_files = hidden_files
+        self._score = score
+        self._report = checked_file(report) if report else ""
+        self._expected = expected
+        self._limits = Limits(seconds=timeout_s, memory=bytes_of(memory), processes=processes)
+        self._backend = RewardBackend("tests", folder=self._folder, named=sandbox, isolation=isolation, params=params)
+
+    async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
+        """Run the tests.
+
+        Raises:
+            SandboxError: The sandbox went away.
+            ConfigError: The hidden tests are missing, or the tests' program is.
+        """
+        sandbox = (await self._backend.attach(spans)).sandbox
+        if not isinstance(sandbox, CopyableSandbox):
+            return await self._test(sandbox, rollout)
+        copy = await sandbox.snapshot()
+        try:
+            return await self._test(copy, rollout)
+        finally:
+            await copy.close()
+
+    async def _test(self, sandbox: Sandbox, rollout: Rollout) -> Reward:
+        if not await self._bring(sandbox, rollout):
+            stuck = "what the harness left in the place of the hidden tests or of the report could not be removed"
+            return Reward(value=0.0, name="tests", feedback=stuck)
+        try:
+            done = await sandbox.exec(self._words, environment=base_environment(sandbox), limits=self._limits)
+        except FileNotFoundError as error:
+            raise ConfigError(f'the reward "tests" cannot run: {error}; correct its command') from None
+        tally = await self._tally(sandbox, done)
+        value = self._value(done, tally)
+        shown = f"{done.output}\n{done.errors}".strip()[-_FEEDBACK:]
+        if done.exceeded:
+            shown = f"the tests were stopped at {done.detail}\n{shown}"
+        return Reward(value=value, name="tests", feedback=shown)
+
+    async def _bring(self, sandbox: Sandbox, rollout: Rollout) -> bool:
+        """Copy the hidden tests into a workspace, in the place of what the harness left there, and of a report.
+
+        Returns false where that could not be removed.
+        """
+        with tempfile.TemporaryDirectory(prefix="agl-tests-") as folder:
+            files = self._tests_of(rollout, Path(folder))
+            in_the_way = [*files, *([PurePosixPath(WORKSPACE, self._report)] if self._report else [])]
+            if not await self._clear(sandbox, in_the_way):
+                return False
+            for path, source in files.items():
+                await sandbox.upload(source, str(path))
+        return True
+
+    async def _clear(self, sandbox: Sandbox, files: Sequence[PurePosixPath]) -> bool:
+        if not files:
+            return True
+        above = {parent for path in files for parent in path.parents if len(parent.parts) > 0}
+        lines = [f"d{sandbox.root / path}" for path in sorted(above)] + [f"f{sandbox.root / path}" for path in files]
+        done = await sandbox.exec(
+            ["/bin/sh", "-c", _CLEAR],
+            environment={"PATH": os.defpath},
+            stdin="".join(f"{line}\n" for line in lines).encode(),
+            limits=self._limits,
+        )
+        return done.code == 0
+
+    def _tests_of(self, rollout: Rollout, folder: Path) -> dict[PurePosixPath, Path]:
+        """Return the hidden files by path; files that the task holds are written to ``folder``."""
+        found: dict[str, Path] = {}
+        if self._hidden:
+            source = self._folder / filled(self._hidden, rollout.task)
+            if not source.exists():
+                raise ConfigError(
+                    f'the hidden tests {str(source)!r} do not exist; correct hidden of the reward "tests"'
+                )
+            found = _files(source)
+        texts = files_of(rollout.task, key=self._hidden_files) if self._hidden_files else {}
+        for number, (name, text) in enumerate(texts.items()):
+            found[checked_file(name)] = folder / str(number)
+            found[name].write_text(text, encoding="utf-8", newline="")
+        for name in found:
+            if "\n" in name:
+                raise ConfigError(f"the hidden test {name!r} has a line break in its name; name it without")
+        return {PurePosixPath(WORKSPACE, self._into, name): path for name, path in found.items()}
+
+    async def _tally(self, sandbox: Sandbox, done: Finished) -> Tally | None:
+        if not self._report:
+            return tally_of_output(f"{done.output}\n{done.errors}")
+        checked = await sandbox.exec(
+            ["/bin/sh", "-c", _CHECK, "sh", self._report], environment={"PATH": os.defpath}, limits=self._limits
+        )
+        if checked.code != 0:
+            return None
+        try:
+            return tally_of_report(await sandbox.read(f"{WORKSPACE}/{self._report}"))
+        except (OSError, PathError):
+            return None
+
+    def _value(self, done: Finished, tally: Tally | None) -> float:
+        if done.exceeded:
+            return 0.0
+        if self._score == "exit":
+            return float(done.code == 0)
+        if tally is None:
+            return 0.0
+        total = max(tally.total, self._expected)
+        share = tally.passed / total if total else 0.0
+        if self._score == "all":
+            return float(share == 1.0 and done.code == 0)
+        return min(share, 1.0)
+
+
+def _files(source: Path) -> dict[str, Path]:
+    """Return a file, or those in a folder, by path relative to the folder; links are followed."""
+    if source.is_file():
+        return {source.name: source.resolve()}
+    return {str(path.relative_to(source)): path.resolve() for path in sorted(source.rglob("*")) if path.is_file()}
