@@ -14,7 +14,7 @@ from agl.schemas import Json
 from agl_inspect.stores import MEMORY, command, without_password
 from agl_inspect.terminal import STOPPED, echo, json_option, pass_manager, print_json, with_store
 from agl_inspect.text import visible
-from agl_inspect.versions import keep_trial
+from agl_inspect.versions import add_trial
 from agl_replay.candidates import Contender, Given, contenders, new_placeholders, resource_of
 from agl_replay.trials import Contest, Contested, TrialReport, best_of, print_report, report_of, scores_of, try_versions
 from agl_run.engine import Plan, check_hidden, default_progress, load_dataset, run_blocking, store_url_of
@@ -194,7 +194,7 @@ def _keep(report: TrialReport, plan: Plan, manager: PluginManager) -> None:
     if not report.is_complete or url.startswith(MEMORY):
         return
     facts = {"experiment": report.experiment, "resource": report.resource, "source": report.source}
-    with_store(manager, url, lambda store: keep_trial(store, scores=scores_of(report), **facts))
+    with_store(manager, url, lambda store: add_trial(store, scores=scores_of(report), **facts))
 
 
 def _print(report: TrialReport, plan: Plan, *, is_full: bool) -> None:

@@ -8,7 +8,7 @@ from agl.contracts import Store
 from agl.errors import ConfigError
 from agl_inspect.advice import Fit, History, kind_of, parameters_of, runs_of_kind
 from agl_inspect.records import MAX_NAME, digest_of
-from agl_inspect.terminal import fit_and_keep, lacking, settings_of, with_store
+from agl_inspect.terminal import fit_and_record, lacking, settings_of, with_store
 from agl_run.config.settings import training_settings
 from agl_run.plan import Plan
 from agl_run.terminal import make_trainer, store_of
@@ -28,7 +28,7 @@ def propose_for(file: Path, manager: PluginManager, settings: tuple[str, ...]) -
 
     async def read(store: Store) -> tuple[Fit, str]:
         history = await _history_of_plan(store, plan)
-        found = await fit_and_keep(store, history)
+        found = await fit_and_record(store, history)
         names = {record.name for record in await store.experiments()}
         return found, _new_name(plan.name, names)
 
