@@ -189,7 +189,7 @@ def _optuna() -> Any:  # untyped here, so that type checkers need no optional pa
         return import_module("optuna")
     except ImportError as error:
         raise ConfigError(
-            f"fitting a model to runs needs Optuna and scikit-learn ({error}); run: pip install 'agl-run[suggest]'"
+            f"fitting a model to runs needs Optuna and scikit-learn ({error}); run: pip install 'agl-inspect[suggest]'"
         ) from error
 
 
