@@ -55,15 +55,15 @@ def with_text(resource: TextResource, text: str) -> TextResource:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"it is no UTF-8: {error.reason} at character {error.start}; save it as UTF-8") from None
+        raise ConfigError(f"it is not UTF-8: {error.reason} at character {error.start}; save it as UTF-8") from None
     if isinstance(resource, PromptTemplate):
         made: TextResource = PromptTemplate(template=text, engine=resource.engine)
     else:
         made = JsonResource(value=_value(resource.value, text))
     if isinstance(value_for_agent(resource), Messages) and not isinstance(value_for_agent(made), Messages):
         raise ConfigError(
-            'it is no list of messages, and the resource is a prompt of messages; write [{"role": "system", "content": '
-            '"..."}, ...] with the roles system, developer, user and assistant'
+            'it is not a list of messages, and the resource is a prompt of messages; write [{"role": "system", '
+            '"content": "..."}, ...] with the roles system, developer, user and assistant'
         )
     lost = sorted(_kept(resource) - placeholders(made))
     if lost:
@@ -102,7 +102,7 @@ def _value(old: Json, text: str) -> Json:
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"it is no JSON, which the resource is: {error}") from None
+        raise ConfigError(f"it is not JSON, as the resource is: {error}") from None
     if type(value) is not type(old) and not {type(old), type(value)} <= {int, float}:
         raise ConfigError(f"it is {_kind(value)}, and the resource is {_kind(old)}; keep the kind of the value")
     return value
@@ -126,7 +126,9 @@ def _names(template: str) -> frozenset[str]:
         raise ConfigError(f"its braces are broken: {error}; write literal braces as {{{{ and }}}}") from None
     wrong = sorted(name for name in names if not name.isidentifier())
     if wrong:
-        raise ConfigError(f"it has {{{wrong[0][:40]}}}, which is no placeholder; write literal braces as {{{{ and }}}}")
+        raise ConfigError(
+            f"it has {{{wrong[0][:40]}}}, which is not a placeholder; write literal braces as {{{{ and }}}}"
+        )
     return names
 
 
@@ -139,7 +141,7 @@ def _jinja_names(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(sandbox.SandboxedEnvironment().parse(template))
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"its line {error.lineno} is no jinja: {error.message}") from None
+        raise ConfigError(f"its line {error.lineno} is not a jinja template: {error.message}") from None
 
 
 MOST = 26
@@ -196,7 +198,7 @@ def resource_of(plan: Plan, name: str | None, given: Sequence[Given]) -> str:
     if names and names[0] in plan.resources:
         return names[0]
     if names:
-        kind = "is a policy, whose weights are no text" if names[0] in plan.config.policy else "is no resource"
+        kind = "is a policy, whose weights are not a text" if names[0] in plan.config.policy else "is not a resource"
         raise ConfigError(f"{names[0]!r} {kind}; {did_you_mean(names[0], there, otherwise=f'there are {there}')}")
     if len(there) > 1:
         raise ConfigError(f"which resource? the experiment has {', '.join(there)}; name one behind the file")
@@ -343,7 +345,7 @@ def _read(path: str) -> str:
     except OSError as error:
         raise ConfigError(f"cannot read the text {path!r}: {error.strerror or error}; correct --text-file") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the text {path!r} is no UTF-8: {error.reason} at byte {error.start}; convert it") from None
+        raise ConfigError(f"the text {path!r} is not UTF-8: {error.reason} at byte {error.start}; convert it") from None
 
 
 def _named(one: Contender) -> str:

@@ -142,7 +142,7 @@ def _task(text: str) -> Json:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
-            f'--task {text[:60]!r} is no JSON: {error}; write one such as \'{{"question": "2 + 2?"}}\''
+            f'--task {text[:60]!r} is not JSON: {error}; write one such as \'{{"question": "2 + 2?"}}\''
         ) from None
 
 
@@ -152,7 +152,7 @@ def _picked(text: str, count: int) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise ConfigError(f"--pick {text[:60]!r} is no list of positions; write one such as 0,3,7-9")
+            raise ConfigError(f"--pick {text[:60]!r} is not a list of positions; write one such as 0,3,7-9")
         start, end = int(first), int(last or first)
         if start > end or end >= count:
             raise ConfigError(f"--pick names {part.strip()[:30]}, and the positions of the tasks are 0 to {count - 1}")
