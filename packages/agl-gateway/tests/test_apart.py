@@ -25,8 +25,7 @@ from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.processes.gateway_process import GatewayProcess
 from agl_gateway.service import Settings
-from agl_run.access.placeholder_key import PLACEHOLDER_KEY
-from agl_run.access.tokens import AttemptTokens
+from agl_run.access.tokens import PLACEHOLDER_KEY, AttemptTokens
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually

@@ -20,7 +20,7 @@ from agl_inspect.forecast.costs import (
 from agl_inspect.forecast.models import ModelShape, shape_of_model
 from agl_inspect.forecast.observed import Observed
 from agl_inspect.forecast.queueing import forecast
-from agl_run.forecast.device_text import on_device
+from agl_run.forecast.text import on_device
 
 LLAMA_8B = {
     "num_hidden_layers": 32,

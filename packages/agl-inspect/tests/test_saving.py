@@ -14,7 +14,7 @@ from agl.stores import MemoryStore
 from agl_inspect.records.state import AlgorithmState, deferred, saved_marks, unsaved
 from agl_inspect.records.workers import worker_name
 from agl_inspect.versions import list_versions, shown
-from agl_run.checks.serving_files import served_from_disk
+from agl_run.checks.notices import served_from_disk
 from agl_run.run.saving import remove_unreachable, to_end
 
 

@@ -14,8 +14,7 @@ from agl.stores import MemoryStore
 from agl_inspect import stores
 from agl_inspect.stores import without_password
 from agl_inspect.terminal.program import cli
-from agl_run.cli.again import run_again
-from agl_run.cli.run import run
+from agl_run.cli.run import run, run_again
 from agl_store_sqlite._store import SQLiteStore
 
 AGENT = """

@@ -20,7 +20,7 @@ from agl_run.runners.judging import judged
 from agl_run.runners.result import describe_error
 from agl_run.watch.observers import Batch
 from agl_run.watch.steps import StepShares
-from agl_run.worker.slots import Slots
+from agl_run.worker.worker import Slots
 from tests.cases import ATTEMPT, ROLLOUT
 
 

@@ -13,7 +13,7 @@ from agl.hints import pip_install
 from agl.schemas import Record
 from agl_harness.installation import require, version_of
 from agl_harness.table import Harness
-from agl_run.programs import KeptProcess, PrintedText
+from agl_run.programs import BoundProcess, PrintedText
 
 _TURN_S = 120.0
 _WORD = "agl-harness-works"
@@ -77,7 +77,7 @@ def _turn(given: str) -> str:
 async def _run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
     """Run a program and end all that it started; returns its exit status and what it printed."""
     pipe = asyncio.subprocess.PIPE
-    kept = await KeptProcess.start(
+    kept = await BoundProcess.start(
         words, environment=environment, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
     )
     output, errors = PrintedText(), PrintedText()

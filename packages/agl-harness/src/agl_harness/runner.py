@@ -54,7 +54,7 @@ from agl_harness.settings import HarnessSettings, bytes_of
 from agl_harness.table import Launch, Model, find, own_files
 from agl_harness.table import fill as fill_launch
 from agl_harness.workspace import check_apart, fields_of, files_of, fill_workspace, source_of, task_folder_of
-from agl_run import AgentSpec, RunSetup
+from agl_run import AgentSpec, RunContext
 from agl_run.programs import describe_error
 
 _PASSED_ON = (
@@ -82,7 +82,7 @@ class HarnessRunner:
         ConfigError: A parameter is wrong, or the harness is not installed.
     """
 
-    def __init__(self, setup: RunSetup, **params: Any) -> None:
+    def __init__(self, setup: RunContext, **params: Any) -> None:
         agent = setup.agent
         if not agent.harness:
             raise ConfigError("the 'harness' runner needs the name of a harness: write [experiment] harness = \"pi\"")

@@ -1,8 +1,8 @@
 """Acts when training loses what it had learned: goes back to the best versions, stops, or only says so.
 
-A validation has fallen if its reward is below the best one by more than chance explains. The first one is told; when
-the next one has fallen too, the experiment does what ``on_collapse`` says. Everything that decides is in the store, so
-a run that is killed in between decides the same when it is resumed.
+A validation has fallen if its reward is below the best one by more than chance explains. The first time is reported;
+when the next validation has fallen too, the experiment does what ``on_collapse`` says. Everything that decides is in
+the store, so a run that is killed in between decides the same when it is resumed.
 """
 
 from collections.abc import Sequence
@@ -61,27 +61,27 @@ class CollapseGuard:
         if not fallen or all(turn.is_finished for turn in self._turns):
             return
         best, last = self._driver.validations.best, fallen[-1]
-        told = f"the validation reward has fallen: {last.words}, and {best.words}, by more than chance explains"
+        finding = f"the validation reward has fallen: {last.words}, and {best.words}, by more than chance explains"
         chosen = self._driver.session.plan.config.experiment.on_collapse
         if len(fallen) == 1:
-            self._say(f"{told}; if the next validation shows that too, {_INTENTIONS[chosen]}")
+            self._say(f"{finding}; if the next validation shows that too, {_INTENTIONS[chosen]}")
             return
         key = f"{best.turn}-{self._past.count}"
         try:
-            text = await self._react(chosen, best, told)
+            text = await self._react(chosen, best, finding)
         except CollapseError as error:
             await self._alert(f"{error}; the run stops", step=last.turn, key=key)
             raise
         self._say(text)
         await self._alert(text, step=last.turn, key=key)
 
-    async def _react(self, chosen: str, best: Validation, told: str) -> str:
+    async def _react(self, chosen: str, best: Validation, finding: str) -> str:
         """Do what the configuration says about a collapse; returns that in words."""
         if chosen == "continue":
-            return f'{told}; training goes on, because on_collapse is "continue"'
+            return f'{finding}; training goes on, because on_collapse is "continue"'
         if chosen == "stop":
-            raise CollapseError(f"{told}, twice in a row")
-        return await self._go_back(best, told)
+            raise CollapseError(f"{finding}, twice in a row")
+        return await self._go_back(best, finding)
 
     async def _alert(self, text: str, *, step: int, key: str) -> None:
         found = Suggestion(rule="collapse", algorithm=VALIDATION, step=step, evidence=text, change="")
@@ -99,17 +99,17 @@ class CollapseGuard:
             fallen.insert(0, one)
         return fallen
 
-    async def _go_back(self, best: Validation, told: str) -> str:
+    async def _go_back(self, best: Validation, finding: str) -> str:
         """Make the best versions live, and let the algorithms continue from them with smaller steps."""
         session, states = self._driver.session, self._driver.validations.states
         live = session.live.versions()
         changed = {name for name, version in best.versions.items() if live[name] != version}
         if not changed:
-            return f"{told}, twice in a row, and the versions are the same: something else has changed"
+            return f"{finding}, twice in a row, and the versions are the same: something else has changed"
         affected = [t for t in self._turns if not t.is_finished and t.steps and changed.intersection(t.tunes)]
         obstacle = await self._obstacle(best, affected)
         if obstacle:
-            raise CollapseError(f"{told}, twice in a row; training cannot go back, because {obstacle}")
+            raise CollapseError(f"{finding}, twice in a row; training cannot go back, because {obstacle}")
         rate = RATE ** (self._past.count + 1)
         await session.go_back(best.versions)
         went: dict[str, AlgorithmState] = {}
@@ -119,7 +119,7 @@ class CollapseGuard:
         await self._driver.go_back(went, others=self._shelf.states({"": past}))
         self._past = past
         slower = f"; {' and '.join(went)}: {rate:g} times the configured learning rate" if went else ""
-        return f"{told}, twice in a row: back to the versions {best.place}{slower}"
+        return f"{finding}, twice in a row: back to the versions {best.place}{slower}"
 
     async def _obstacle(self, best: Validation, affected: Sequence[DrivenAlgorithm]) -> str:
         """Return the reason why the run cannot go back, ``""`` if it can."""

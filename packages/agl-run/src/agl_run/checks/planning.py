@@ -1,6 +1,5 @@
 """Makes a plan from a configuration, with every check that needs no rollout."""
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,23 +9,20 @@ import msgspec
 
 from agl import PluginManager
 from agl.algorithms import AlgorithmConfig
-from agl.contracts import AlgorithmEntry, Store
+from agl.contracts import AlgorithmEntry, Store, Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
-from agl.stores import MAX_ATTEMPTS
+from agl.tracing import upstreams_for
 from agl_inspect.records import FEWEST_TASKS, MAX_NAME, NAME, PREFIX, experiment_of
 from agl_inspect.stores import check_store_url
 from agl_run.agents.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 from agl_run.agents.importing import OtherModuleError, make_importable
 from agl_run.checks.frameworks import check_frameworks
-from agl_run.config.dataset import as_tasks, check_hidden
-from agl_run.config.harnesses import HARNESS, agent_of, with_runner
+from agl_run.config.agent import HARNESS, agent_of, tasks_of, with_runner
+from agl_run.config.dataset import Tasks, as_tasks, check_hidden
 from agl_run.config.records import ExperimentConfig, ExperimentSection, GatewayConfig, ResourceConfig
 from agl_run.config.retention import limits_of
-from agl_run.config.roles import check_patterns
-from agl_run.config.sources import tasks_of
-from agl_run.config.tables import Tasks
 from agl_run.config.work_folder import work_folder
 from agl_run.deliver.exporting import check_different
 from agl_run.parts.rewards import check_known
@@ -140,40 +136,17 @@ def _check_section(plan: Plan) -> None:
             )
     if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
         raise ConfigError(f"an algorithm is called {VALIDATION!r}, a name reserved for validation; rename it")
-    _check_finite(section)
     if section.penalty and "penalise" not in (section.failed, section.missing_reward):
         raise ConfigError(
             f"experiment.penalty is {section.penalty:g}, and penalty is ignored unless failed or missing_reward is "
             '"penalise"; set one, or remove it'
-        )
-    if section.validate_every < 0:
-        raise ConfigError(
-            f"experiment.validate_every is {section.validate_every}; write the number of steps between validations, 0 "
-            "for only before and after"
-        )
-    if section.validation_limit < 0:
-        raise ConfigError(
-            f"experiment.validation_limit is {section.validation_limit}; write the most validation tasks, 0 for all"
         )
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
     _check_first(config)
     _check_runner(plan)
     limits_of(config.retention)
-    if config.schedule.every < 1:
-        raise ConfigError(f"schedule.every is {config.schedule.every}; it must be at least 1")
     _check_workdir(plan)
-
-
-def _check_finite(section: ExperimentSection) -> None:
-    """Raise ConfigError for a number of the section that would make rewards NaN or infinite."""
-    weights = {f"reward_weights.{name}": weight for name, weight in section.reward_weights.items()}
-    for key, number in {"penalty": section.penalty, **weights}.items():
-        if not math.isfinite(number):
-            raise ConfigError(
-                f"experiment.{key} is {number}, and no rollout could be compared with a reward that is; write a finite "
-                "number"
-            )
 
 
 def _check_workdir(plan: Plan) -> None:
@@ -187,18 +160,6 @@ def _check_workdir(plan: Plan) -> None:
 
 def _check_runner(plan: Plan) -> None:
     runner = plan.config.runner
-    for name, limit, least in (("max_attempts", runner.max_attempts, 1), ("max_losses", runner.max_losses, 0)):
-        if not least <= limit <= MAX_ATTEMPTS:
-            raise ConfigError(f"runner.{name} is {limit}; choose between {least} and {MAX_ATTEMPTS}")
-    if runner.concurrency < 0:
-        raise ConfigError(
-            f"runner.concurrency is {runner.concurrency}; it must be at least 1, or 0 to leave every attempt to "
-            "`agl worker`"
-        )
-    if runner.timeout_s is not None and runner.timeout_s <= 0:
-        raise ConfigError(
-            f"runner.timeout_s is {runner.timeout_s:g}; it must be above 0 seconds, or be left out for no limit"
-        )
     if plan.agent.command and runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
     if (runner.use == HARNESS) != bool(plan.agent.harness):
@@ -315,19 +276,10 @@ def _check_components(plan: Plan) -> None:
 
 
 def _check_gateway(gateway: GatewayConfig) -> None:
-    has_limit = gateway.process_above != GatewayConfig().process_above
-    if gateway.use == "none" and (gateway.params or gateway.advertise or gateway.ca):
-        raise ConfigError('gateway.params, gateway.advertise and gateway.ca are ignored with use = "none"; remove them')
-    if gateway.use == "none" and (gateway.process is True or has_limit):
-        raise ConfigError('gateway.process and gateway.process_above are ignored with use = "none"; remove them')
-    if gateway.process_above < 0:
+    if gateway.use == "none" and (gateway.params or gateway.advertise or gateway.ca or gateway.process is True):
         raise ConfigError(
-            f"gateway.process_above is {gateway.process_above}; write the number of attempts at once beyond which the "
-            "gateway gets a process of its own, 0 for always"
-        )
-    if gateway.process != "auto" and has_limit:
-        raise ConfigError(
-            'gateway.process_above is ignored unless process is "auto"; remove it, or take away gateway.process'
+            'gateway.params, gateway.advertise, gateway.ca and gateway.process are ignored with use = "none"; remove '
+            "them"
         )
 
 
@@ -493,3 +445,30 @@ def _check_agent(plan: Plan) -> None:
 def _provided(plan: Plan) -> Sequence[str]:
     """Return the names of the agent's parameters that its runner fills, which declares them as ``provides``."""
     return getattr(plan.manager.resolve(plan.manager.runner(plan.config.runner.use)), "provides", ())
+
+
+def check_patterns(patterns: Mapping[str, str]) -> None:
+    """Refuse ``agents`` patterns, by policy name, that are no regular expression or that share an agent's name.
+
+    Two expressions can overlap in ways that only a call shows; the gateway refuses such a call.
+
+    Raises:
+        ConfigError: A pattern is wrong; names the policies and the agent that both claim.
+    """
+    for policy, pattern in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"[policy.{policy}] agents = {pattern!r} is no regular expression: {error}; list names as in "
+                "'write|rewrite'"
+            ) from None
+    upstreams = [Upstream(name=policy, base_url="", agents=pattern) for policy, pattern in patterns.items()]
+    for name in (name for pattern in patterns.values() for name in pattern.split("|")):
+        claimed = [upstream.name for upstream in upstreams_for(upstreams, names=[name])]
+        if len(claimed) > 1:
+            first, second = sorted(claimed, key=list(patterns).index)[:2]
+            raise ConfigError(
+                f"[policy.{first}] and [policy.{second}] both take the calls of agent {name!r} "
+                f"(agents = {patterns[first]!r} and {patterns[second]!r}); let one policy name it"
+            )

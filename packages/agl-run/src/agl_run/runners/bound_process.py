@@ -32,7 +32,7 @@ KEEPER = str(Path(__file__).with_name("keeper.py"))
 """The keeper's script."""
 
 
-class KeptProcess:
+class BoundProcess:
     """A running program; what it prints is read from ``process``.
 
     Attributes:
@@ -54,7 +54,7 @@ class KeptProcess:
         stops_rest: bool = True,
         has_session: bool = True,
         **options: Any,
-    ) -> "KeptProcess":
+    ) -> "BoundProcess":
         """Start a program.
 
         Args:
@@ -97,7 +97,7 @@ class KeptProcess:
     @classmethod
     async def _spawn(
         cls, words: Sequence[str], control: socket.socket | None, *, is_leader: bool, **options: Any
-    ) -> "KeptProcess":
+    ) -> "BoundProcess":
         """Start a process; a cancelled caller waits until it has started, and kills it.
 
         asyncio itself waits forever if a start is cancelled before the pipes are connected.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agl_run.runners.kept import KeptProcess
+from agl_run.runners.bound_process import BoundProcess
 from agl_testing.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no keepers")
@@ -28,9 +28,9 @@ time.sleep(60)
 """Writes the id of a child in a session of its own, which holds the program's output open."""
 
 
-async def start(file: Path) -> KeptProcess:
+async def start(file: Path) -> BoundProcess:
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-    return await KeptProcess.start((sys.executable, "-c", PARENT, str(file)), environment=dict(os.environ), **pipes)
+    return await BoundProcess.start((sys.executable, "-c", PARENT, str(file)), environment=dict(os.environ), **pipes)
 
 
 @pytest.mark.parametrize("turns", range(1, 12))

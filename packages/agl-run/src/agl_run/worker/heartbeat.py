@@ -32,7 +32,7 @@ FAREWELL_S = 6.0
 _LOOK_S = 0.2
 
 
-class Serving(Record, frozen=True, kw_only=True):
+class RunningExperiment(Record, frozen=True, kw_only=True):
     """A running experiment, as recorded in its store.
 
     Attributes:
@@ -63,11 +63,11 @@ class Serving(Record, frozen=True, kw_only=True):
     beat: int = 0
 
 
-async def load_serving(store: Store, name: str) -> Serving | None:
+async def load_running(store: Store, name: str) -> RunningExperiment | None:
     """Read the record of the running experiment, ``None`` if there is none; a killed one leaves its record."""
     for presence in await store.presences(name, member=OWNER):
         found = {**presence.details, "session": presence.session, "beat": presence.beat}
-        return msgspec.convert(found, Serving)
+        return msgspec.convert(found, RunningExperiment)
     return None
 
 
@@ -91,10 +91,10 @@ def settings_of(plan: Plan) -> dict[str, Json]:
     return {**settings, "experiment.agent": agent} if agent else settings
 
 
-class Announcement:
-    """Maintains the record of a running experiment: ``async with Announcement(store, name, serving) as a:``."""
+class Heartbeat:
+    """Maintains the record of a running experiment: ``async with Heartbeat(store, name, serving) as a:``."""
 
-    def __init__(self, store: Store, name: str, serving: Serving, *, beat_s: float = BEAT_S) -> None:
+    def __init__(self, store: Store, name: str, serving: RunningExperiment, *, beat_s: float = BEAT_S) -> None:
         self._store = store
         self._name = name
         self._serving = serving
@@ -102,7 +102,7 @@ class Announcement:
         self._since = time.time()
         self._beating: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "Announcement":
+    async def __aenter__(self) -> "Heartbeat":
         """Write the record, and start the beat."""
         await self._write()
         self._beating = asyncio.create_task(self._beat())
@@ -160,7 +160,7 @@ class Announcement:
         await self._store.withdraw(self._name, [left.member for left in await self._store.presences(self._name)])
 
 
-def make_serving(
+def make_running(
     plan: Plan,
     *,
     run: int,
@@ -169,9 +169,9 @@ def make_serving(
     endpoints: Mapping[str, LLM],
     live: Mapping[str, str],
     requires_calls: bool,
-) -> Serving:
+) -> RunningExperiment:
     """Make the record of an experiment that starts now, without the keys in addresses."""
-    return Serving(
+    return RunningExperiment(
         session=new_trace_id(),
         run=run,
         host=socket.gethostname(),
