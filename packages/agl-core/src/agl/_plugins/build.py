@@ -14,8 +14,8 @@ from typing import Any, cast, get_args, get_type_hints
 import msgspec
 
 from agl._entries import Entry
-from agl._plugins.sources import Source, describe
-from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError
+from agl._plugins.sources import Source
+from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError, describe
 from agl.hints import did_you_mean, pip_install
 
 # Only values that may have come from a file are converted; an object that a Python program passes

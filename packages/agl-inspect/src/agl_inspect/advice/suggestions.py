@@ -428,7 +428,7 @@ class Alert(Record, frozen=True, kw_only=True):
     found: Suggestion
 
 
-async def keep_alert(store: Store, name: str, run: int, kind: AlertKind, found: Suggestion, *, key: str) -> bool:
+async def add_alert(store: Store, name: str, run: int, kind: AlertKind, found: Suggestion, *, key: str) -> bool:
     """Keep an alert unless the run has one under this key; returns true if it is new."""
     shelf, key = _alerts(name, run), f"{found.rule}/{key}"
     if await shelf.get(store, key):
