@@ -135,7 +135,7 @@ def test_run_without_metrics_is_answered_with_those_that_have_some() -> None:
     expected = "Error: run 3 of experiment 'calc' has no metrics; give --run one of these that has: 1, 2, or all\n"
     assert (1, expected) == (result.exit_code, result.output)
     assert (
-        "'0' is no run; write its number, from 1, or all"
+        "'0' is not a run; write its number, from 1, or all"
         in CliRunner().invoke(cli, ("metrics", "--plot", "--run", "0")).output
     )
 

@@ -457,5 +457,5 @@ def test_size_is_written_with_a_unit(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "10 QB", "-1MB", "1e9", "ten"])
 def test_size_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size; write 500MB, 10GB or 1TB"):
+    with pytest.raises(ValueError, match="is not a size; write 500MB, 10GB or 1TB"):
         parse_size(text)

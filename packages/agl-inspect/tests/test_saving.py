@@ -96,7 +96,7 @@ def test_work_that_is_cancelled_is_done_to_its_end_before_the_cancellation_goes_
 
 
 class Waits:
-    def __init__(self, *, save_every: int | str = "5%") -> None: ...
+    def __init__(self, *, saving: SimpleNamespace = SimpleNamespace(save_every="5%")) -> None: ...  # noqa: B008
 
 
 class SavesAlways:
@@ -115,7 +115,7 @@ class Elsewhere:
     ("algorithm", "params", "policy", "is_told"),
     [
         (Waits, {}, Elsewhere, True),
-        (Waits, {"save_every": 1}, Elsewhere, False),
+        (Waits, {"saving": {"save_every": 1}}, Elsewhere, False),
         (Waits, {}, InProcess, False),
         (SavesAlways, {}, Elsewhere, False),
     ],

@@ -17,7 +17,7 @@ from agl_inspect.rollouts.step_tallies import (
     Observed,
     StepTallies,
     StepTally,
-    keep_tallies,
+    add_tallies,
     read_tallies,
 )
 from tests.cases import ATTEMPT, ROLLOUT, agent_span, call_span
@@ -110,9 +110,9 @@ def test_only_agents_with_the_most_calls_are_kept() -> None:
 def test_sums_are_kept_with_their_run_and_a_repeated_step_replaces_its_own() -> None:
     async def body() -> None:
         store = MemoryStore()
-        await keep_tallies(store, RUN, [tally_of(played(1))])
-        await keep_tallies(store, RUN, [tally_of(played(1), played(2))])
-        await keep_tallies(store, replace(RUN, run=3), [tally_of(played(1))])
+        await add_tallies(store, RUN, [tally_of(played(1))])
+        await add_tallies(store, RUN, [tally_of(played(1), played(2))])
+        await add_tallies(store, replace(RUN, run=3), [tally_of(played(1))])
         assert [2] == [each.rollouts for each in await read_tallies(store, RUN)]
         assert [] == await read_tallies(store, replace(RUN, run=1))
 

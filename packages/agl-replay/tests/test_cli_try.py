@@ -266,10 +266,10 @@ def test_only_candidate_is_compared_with_the_labelled_version(folder: Path) -> N
 
 MISTAKES = [
     (["--text", "Add it"], "the text of --text cannot be tried: it lacks the placeholders {question}"),
-    (["--text", 'As {"sum": 1}: {question}'], 'it has {"sum"}, which is no placeholder; write literal braces as {{'),
+    (["--text", 'As {"sum": 1}: {question}'], 'it has {"sum"}, which is not a placeholder; write literal braces as {{'),
     (["--text", "{question} {"], "its braces are broken"),
     (["--text", " \n"], "it is empty"),
-    (["--text", "\udcff{question}"], "it is no UTF-8"),
+    (["--text", "\udcff{question}"], "it is not UTF-8"),
     (
         ["--text", "Sum: {question}", "--text", "Sum: {question}"],
         "two candidates have the same text, --text (sums-try-",
@@ -277,13 +277,13 @@ MISTAKES = [
     (["--text", "Add: {question}"], "two candidates have the same text, the experiment's file and --text"),
     ([], "there is nothing to try: name a candidate with --version, --text"),
     (["--version", "nine"], "there is no version 'nine' of 'style' yet, nor any other; give a text"),
-    (["--version", "llm@v1"], "'llm' is a policy, whose weights are no text"),
-    (["styl", "--text", CAREFUL], "'styl' is no resource; did you mean 'style'?"),
+    (["--version", "llm@v1"], "'llm' is a policy, whose weights are not a text"),
+    (["styl", "--text", CAREFUL], "'styl' is not a resource; did you mean 'style'?"),
     (["style", "--version", "other@v1"], "the candidates are of different resources, style and other"),
     (["--text-file", "none.txt"], "cannot read the text 'none.txt'"),
     (["--text", CAREFUL, "--pick", "1,8"], "--pick names 8, and the positions of the tasks are 0 to 7"),
-    (["--text", CAREFUL, "--pick", "1;2"], "--pick '1;2' is no list of positions"),
-    (["--text", CAREFUL, "--task", "{"], "--task '{' is no JSON"),
+    (["--text", CAREFUL, "--pick", "1;2"], "--pick '1;2' is not a list of positions"),
+    (["--text", CAREFUL, "--task", "{"], "--task '{' is not JSON"),
     (["--text", CAREFUL, "--task", "{}", "--limit", "1"], "--task gives the tasks themselves"),
     (["--text", CAREFUL, "--tasks", "open.jsonl"], "hidden key 'answer' is in no task of open.jsonl"),
     (
@@ -410,10 +410,10 @@ MESSAGES = [{"role": "system", "content": "Add."}, {"role": "user", "content": "
     [
         ('[{"role": "user", "content": "Add carefully: {question}"}]', ""),
         ('[{"role": "user", "content": "Add carefully"}]', "it lacks the placeholders {question}"),
-        ('[{"role": "boss", "content": "{question}"}]', "it is no list of messages"),
+        ('[{"role": "boss", "content": "{question}"}]', "it is not a list of messages"),
         ('{"question": "{question}"}', "it is an object, and the resource is a list"),
-        ("Add: {question}", "it is no JSON, which the resource is"),
-        ("[" * 100_000, "it is no JSON"),
+        ("Add: {question}", "it is not JSON, as the resource is"),
+        ("[" * 100_000, "it is not JSON"),
     ],
 )
 def test_prompt_of_messages_is_tried_as_json(folder: Path, text: str, message: str) -> None:
@@ -495,7 +495,7 @@ def test_interrupt_reports_what_is_done_and_leaves_nothing_queued(folder: Path) 
     [
         ("Add {{ question }} and {{ hint }}", ""),
         ("Add it", "it lacks the placeholders {{ question }}"),
-        ("{{ question", "its line 1 is no jinja"),
+        ("{{ question", "its line 1 is not a jinja template"),
     ],
 )
 def test_placeholders_of_a_jinja_template_must_stay(text: str, message: str) -> None:

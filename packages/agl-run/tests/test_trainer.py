@@ -43,7 +43,7 @@ value = { words = 3 }
 use = "grpo"
 tunes = "llm"
 credit = { use = "turn", params = { gamma = 0.9 } }
-params = { lr = 0.1 }
+params = { optim = { lr = 0.1 } }
 
 [[algorithm]]
 use = "apo"
@@ -79,7 +79,7 @@ def test_python_and_a_file_make_the_same_experiment(tmp_path: Path) -> None:
             "limits": JsonResource(value={"words": 3}),
         },
         algorithm=[
-            agl.GRPO(tunes="llm", credit=component("turn", gamma=0.9), lr=0.1),
+            agl.GRPO(tunes="llm", credit=component("turn", gamma=0.9), optim={"lr": 0.1}),
             algorithm("apo", tunes="prompt", name="late", source="grpo"),
         ],
         schedule=ScheduleConfig(mode="alternate", every=2, first=("grpo",)),

@@ -6,7 +6,7 @@ from agl import semconv
 from agl.episodes import Enclosing
 from agl.schemas import Record, Reward, Span, Transition
 from agl_console.contents import Contents, Text
-from agl_inspect.rollouts import in_tree
+from agl_inspect.rollouts import call_facts, in_tree
 
 AXIS = 1000
 """Units of the time axis, from the first start to the last end."""
@@ -105,18 +105,7 @@ def facts_of(span: Span) -> list[str]:
     target = span.attributes.get(semconv.HANDOFF_TARGET)
     if span.call is None:
         return [f"to {target}"] if target else []
-    call = span.call
-    prompt = call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS) or 0
-    answer = call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS) or 0
-    facts = [
-        call.policy or call.model,
-        f"version {call.model_version}" if call.model_version else "",
-        f"{prompt} + {answer} tokens" if prompt or answer else "",
-        call.finish_reason,
-        "" if call.is_complete else "cut",
-        f"error {call.status_code or ''} {call.error}".strip() if call.error else "",
-    ]
-    return [fact for fact in facts if fact]
+    return call_facts(span)
 
 
 def fate_of(transition: Transition | None) -> str:

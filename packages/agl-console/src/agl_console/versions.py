@@ -16,8 +16,8 @@ from agl_console.contents import LONGEST, Text
 from agl_console.split import SplitPart, split_part
 from agl_inspect.stores import command
 from agl_inspect.versions import (
-    KeptTrial,
     ListedVersion,
+    Trial,
     TrialScore,
     diff_versions,
     list_versions,
@@ -218,7 +218,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     )
 
 
-def trials_by_version(trials: Sequence[KeptTrial]) -> dict[str, list[TriedScore]]:
+def trials_by_version(trials: Sequence[Trial]) -> dict[str, list[TriedScore]]:
     """Return what the newest trials measured of each version; ``trials`` are in their order, newest first."""
     found: dict[str, list[TriedScore]] = {}
     for trial in trials:

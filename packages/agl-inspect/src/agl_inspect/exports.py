@@ -127,7 +127,7 @@ def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
         ids, answer, logprobs = (record.get(name, []) for name in _LISTS)
         packed = {"prompt_ids": pack_ids(ids), "response_ids": pack_ids(answer), "logprobs": pack_floats(logprobs)}
     except (TypeError, ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"it is no record of a model call: {error}") from error
+        raise ValueError(f"it is not a record of a model call: {error}") from error
     return replace(call, request=request, response=response, **packed)
 
 
@@ -136,7 +136,7 @@ def reward_of_record(record: Json) -> Reward:
     try:
         return replace(msgspec.convert(record, Reward), span_id=None)
     except msgspec.ValidationError as error:
-        raise ValueError(f"it is no record of a reward: {error}") from error
+        raise ValueError(f"it is not a record of a reward: {error}") from error
 
 
 _LISTS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")

@@ -105,7 +105,7 @@ def parse_duration(text: str) -> float:
     """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; raises :class:`ValueError` for others."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no duration; write 30m, 12h, 7d or 2w")
+        raise ValueError(f"{text!r} is not a duration; write 30m, 12h, 7d or 2w")
     return float(match[1]) * _SECONDS[match[2] or "s"]
 
 
@@ -113,7 +113,7 @@ def parse_size(text: str) -> int:
     """Parse a size such as ``10GB``, ``500 MiB`` or ``4096`` into bytes; raises :class:`ValueError` for others."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|[kKMGT]i?)B?", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no size; write 500MB, 10GB or 1TB")
+        raise ValueError(f"{text!r} is not a size; write 500MB, 10GB or 1TB")
     return round(float(match[1]) * _UNITS[match[2].upper()])
 
 

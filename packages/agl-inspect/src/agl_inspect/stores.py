@@ -53,7 +53,7 @@ def check_store_url(url: str, folder: Path) -> None:
     if "://" not in url or (url.startswith("sqlite:") and not url.startswith(SQLITE)) or url == SQLITE:
         path = url.removeprefix("sqlite:").lstrip("/") or "runs/agl.db"
         meant = "memory://" if path == "memory" else f"{SQLITE}{path}"
-        raise ConfigError(f"experiment.store is {url!r}, which is no URL of a store; write {meant}")
+        raise ConfigError(f"experiment.store is {url!r}, which is not the URL of a store; write {meant}")
     if url.startswith(SQLITE):
         from agl_store_sqlite import path_of
 

@@ -22,12 +22,12 @@ from agl_inspect.statistics import Comparison, compare, compare_tasks, interval
 from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 
 __all__ = [
-    "KeptTrial",
     "ListedVersion",
+    "Trial",
     "TrialScore",
+    "add_trial",
     "diff_versions",
     "is_of_file",
-    "keep_trial",
     "list_versions",
     "read_trials",
     "resource_text",
@@ -342,7 +342,7 @@ class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
     verdict: str = ""
 
 
-class KeptTrial(Record, frozen=True, kw_only=True, omit_defaults=False):
+class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A trial that ended.
 
     Attributes:
@@ -359,19 +359,17 @@ class KeptTrial(Record, frozen=True, kw_only=True, omit_defaults=False):
     scores: list[TrialScore]
 
 
-async def keep_trial(
-    store: Store, *, experiment: str, resource: str, source: str, scores: Sequence[TrialScore]
-) -> None:
+async def add_trial(store: Store, *, experiment: str, resource: str, source: str, scores: Sequence[TrialScore]) -> None:
     """Keep a trial of a resource beside those before it."""
     now = time.time()
-    kept = KeptTrial(time=now, experiment=experiment, resource=resource, source=source, scores=list(scores))
+    kept = Trial(time=now, experiment=experiment, resource=resource, source=source, scores=list(scores))
     await _trials_of(resource).add(store, {f"{now:017.6f}": kept})
 
 
-async def read_trials(store: Store, resource: str) -> list[KeptTrial]:
+async def read_trials(store: Store, resource: str) -> list[Trial]:
     """Return the trials of a resource, newest first."""
     return sorted((await _trials_of(resource).read(store)).values(), key=lambda trial: -trial.time)
 
 
-def _trials_of(resource: str) -> Shelf[KeptTrial]:
-    return Shelf(KeptTrial, f"trial/{resource}/")
+def _trials_of(resource: str) -> Shelf[Trial]:
+    return Shelf(Trial, f"trial/{resource}/")

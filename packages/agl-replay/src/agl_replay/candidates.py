@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,13 @@ from agl_run.engine import Plan, open_store, reached, value_for_agent
 TextResource = PromptTemplate | JsonResource
 """A resource that has a text; models and weights have none."""
 
-_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+_KINDS: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def text_of(resource: TextResource) -> str:
@@ -49,15 +55,15 @@ def with_text(resource: TextResource, text: str) -> TextResource:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"it is no UTF-8: {error.reason} at character {error.start}; save it as UTF-8") from None
+        raise ConfigError(f"it is not UTF-8: {error.reason} at character {error.start}; save it as UTF-8") from None
     if isinstance(resource, PromptTemplate):
         made: TextResource = PromptTemplate(template=text, engine=resource.engine)
     else:
         made = JsonResource(value=_value(resource.value, text))
     if isinstance(value_for_agent(resource), Messages) and not isinstance(value_for_agent(made), Messages):
         raise ConfigError(
-            'it is no list of messages, and the resource is a prompt of messages; write [{"role": "system", "content": '
-            '"..."}, ...] with the roles system, developer, user and assistant'
+            'it is not a list of messages, and the resource is a prompt of messages; write [{"role": "system", '
+            '"content": "..."}, ...] with the roles system, developer, user and assistant'
         )
     lost = sorted(_kept(resource) - placeholders(made))
     if lost:
@@ -76,10 +82,9 @@ def placeholders(resource: Resource) -> frozenset[str]:
     return frozenset(f"{{{name}}}" for text in _templates(resource) for name in _names(text))
 
 
-def unknown_placeholders(new: TextResource, old: TextResource, *, keys: Iterable[str]) -> list[str]:
+def unknown_placeholders(new: TextResource, old: TextResource, *, keys: Collection[str]) -> list[str]:
     """Return the placeholders that a new text has beyond the old one, and that no key of the tasks is called."""
-    known = set(keys)
-    return sorted(each for each in placeholders(new) - _kept(old) if each.strip("{} ") not in known)
+    return sorted(each for each in placeholders(new) - _kept(old) if each.strip("{} ") not in keys)
 
 
 def _kept(old: TextResource) -> frozenset[str]:
@@ -97,18 +102,14 @@ def _value(old: Json, text: str) -> Json:
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"it is no JSON, which the resource is: {error}") from None
+        raise ConfigError(f"it is not JSON, as the resource is: {error}") from None
     if type(value) is not type(old) and not {type(old), type(value)} <= {int, float}:
         raise ConfigError(f"it is {_kind(value)}, and the resource is {_kind(old)}; keep the kind of the value")
     return value
 
 
 def _kind(value: Any) -> str:
-    return (
-        "null"
-        if value is None
-        else next((words for kind, words in _KINDS.items() if isinstance(value, kind)), "a number")
-    )
+    return next((words for kind, words in _KINDS.items() if isinstance(value, kind)), "a number")
 
 
 def _templates(resource: Resource) -> list[str]:
@@ -125,7 +126,9 @@ def _names(template: str) -> frozenset[str]:
         raise ConfigError(f"its braces are broken: {error}; write literal braces as {{{{ and }}}}") from None
     wrong = sorted(name for name in names if not name.isidentifier())
     if wrong:
-        raise ConfigError(f"it has {{{wrong[0][:40]}}}, which is no placeholder; write literal braces as {{{{ and }}}}")
+        raise ConfigError(
+            f"it has {{{wrong[0][:40]}}}, which is not a placeholder; write literal braces as {{{{ and }}}}"
+        )
     return names
 
 
@@ -138,7 +141,7 @@ def _jinja_names(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(sandbox.SandboxedEnvironment().parse(template))
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"its line {error.lineno} is no jinja: {error.message}") from None
+        raise ConfigError(f"its line {error.lineno} is not a jinja template: {error.message}") from None
 
 
 MOST = 26
@@ -176,21 +179,6 @@ class Contender:
     words: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """The resource as the store has it.
-
-    Attributes:
-        present: The version that is live, or labelled, or the value in the experiment's file.
-        versions: All versions.
-        named: The versions that the command line names.
-    """
-
-    present: Contender
-    versions: Sequence[ResourceVersion]
-    named: dict[str, Contender]
-
-
 def resource_of(plan: Plan, name: str | None, given: Sequence[Given]) -> str:
     """Return the resource to try: the one that is named, here or in ``--version NAME@V``, or else the only one.
 
@@ -210,7 +198,7 @@ def resource_of(plan: Plan, name: str | None, given: Sequence[Given]) -> str:
     if names and names[0] in plan.resources:
         return names[0]
     if names:
-        kind = "is a policy, whose weights are no text" if names[0] in plan.config.policy else "is no resource"
+        kind = "is a policy, whose weights are not a text" if names[0] in plan.config.policy else "is not a resource"
         raise ConfigError(f"{names[0]!r} {kind}; {did_you_mean(names[0], there, otherwise=f'there are {there}')}")
     if len(there) > 1:
         raise ConfigError(f"which resource? the experiment has {', '.join(there)}; name one behind the file")
@@ -229,15 +217,15 @@ def contenders(plan: Plan, name: str, given: Sequence[Given]) -> tuple[Contender
             "there is nothing to try: name a candidate with --version, --text, --text-file or --edit; several are "
             "compared with the first, an only one with what is live today"
         )
-    known = _read_known(plan, name, given)
+    present, versions, named = _read_known(plan, name, given)
     found: list[Contender] = []
     for each in given:
         if each.option == "version":
-            found.append(known.named[each.value])
+            found.append(named[each.value])
         else:
-            base = found[-1] if found and each.option == "edit" else known.present
-            found.append(_of_text(plan, name, each, base, known.versions))
-    found = [known.present, *found] if len(found) == 1 else found
+            base = found[-1] if found and each.option == "edit" else present
+            found.append(_of_text(plan, name, each, base, versions))
+    found = [present, *found] if len(found) == 1 else found
     if len(found) > MOST:
         raise ConfigError(f"there are {len(found)} candidates, and {MOST} can be compared at once; leave some out")
     for place, one in enumerate(found):
@@ -247,16 +235,16 @@ def contenders(plan: Plan, name: str, given: Sequence[Given]) -> tuple[Contender
                 f"two candidates have the same text, {_named(same)} and {_named(one)}, so that any difference would be "
                 "chance; give each a text of its own"
             )
-    return known.present, found
+    return present, found
 
 
 def new_placeholders(plan: Plan, present: Contender, found: Sequence[Contender]) -> list[str]:
     """Return a line for each candidate whose text has placeholders that nothing is known to fill in."""
     objects = [cast("dict[str, Json]", task) for task in (*plan.train, *plan.val) if isinstance(task, dict)]
-    keys = {key for task in objects for key in task}
+    known = {key for task in objects for key in task}
     lines: list[str] = []
     for each in found:
-        if unknown := unknown_placeholders(each.resource, present.resource, keys=keys):
+        if unknown := unknown_placeholders(each.resource, present.resource, keys=known):
             lines.append(
                 f"{each.words} has the placeholder {', '.join(unknown)}, which the present text lacks: its rollouts "
                 "fail unless the agent fills it in"
@@ -264,8 +252,13 @@ def new_placeholders(plan: Plan, present: Contender, found: Sequence[Contender])
     return lines
 
 
-def _read_known(plan: Plan, name: str, given: Sequence[Given]) -> Known:
-    async def use() -> Known:
+_Known = tuple[Contender, Sequence[ResourceVersion], dict[str, Contender]]
+
+
+def _read_known(plan: Plan, name: str, given: Sequence[Given]) -> _Known:
+    """Return what is live today, all versions of the resource, and the versions that the command line names."""
+
+    async def use() -> _Known:
         store = open_store(plan)
         try:
             versions = await store.resources(name)
@@ -279,7 +272,7 @@ def _read_known(plan: Plan, name: str, given: Sequence[Given]) -> Known:
                             "--text-file or --edit"
                         )
                     named[each.value] = _of_version((await shown(store, name, which)).version, each.words)
-            return Known(present=await _present(store, plan, name, versions), versions=versions, named=named)
+            return await _present(store, plan, name, versions), versions, named
         finally:
             await store.close()
 
@@ -352,7 +345,7 @@ def _read(path: str) -> str:
     except OSError as error:
         raise ConfigError(f"cannot read the text {path!r}: {error.strerror or error}; correct --text-file") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the text {path!r} is no UTF-8: {error.reason} at byte {error.start}; convert it") from None
+        raise ConfigError(f"the text {path!r} is not UTF-8: {error.reason} at byte {error.start}; convert it") from None
 
 
 def _named(one: Contender) -> str:

@@ -20,8 +20,9 @@ from agl.errors import MissingTokenIdsError
 from agl_algo_verl.losses.choice import chosen_estimator
 from agl_algo_verl.rows.errors import RowTooLongError
 from agl_algo_verl.typed import from_bytes
-from agl_objectives.advantages import call_advantages, trained_tokens
+from agl_objectives.advantages import call_advantages
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
+from agl_objectives.groups import trained_tokens
 from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from agl.contracts import CallUse, Credit
     from agl.schemas import CallCredit, Episode, Row
     from agl_algo_verl.settings.settings import VerlSettings
-    from agl_objectives.advantages import Baseline
+    from agl_objectives.groups import Baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,13 @@
 """Advice on a run from its numbers: suggestions, alerts, differences between runs, and a ranking of parameters."""
 
 from agl_inspect.advice.past_runs import History, kind_of, parameters_of, runs_of_kind
-from agl_inspect.advice.ranking import Fit, KeptFit, read_fits
+from agl_inspect.advice.ranking import DatedFit, Fit, read_fits
 from agl_inspect.advice.run_differences import RunDifference, compare_runs
 from agl_inspect.advice.suggestions import (
     Alert,
     AlertKind,
     Suggestion,
-    keep_alert,
+    add_alert,
     read_alerts,
     suggestions_for,
     suggestions_of,
@@ -16,13 +16,13 @@ from agl_inspect.advice.suggestions import (
 __all__ = [
     "Alert",
     "AlertKind",
+    "DatedFit",
     "Fit",
     "History",
-    "KeptFit",
     "RunDifference",
     "Suggestion",
+    "add_alert",
     "compare_runs",
-    "keep_alert",
     "kind_of",
     "parameters_of",
     "read_alerts",

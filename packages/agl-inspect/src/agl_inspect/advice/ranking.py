@@ -424,22 +424,22 @@ def _at_the_edge(dimension: _Dimension, place: int) -> str:
     )
 
 
-class KeptFit(Record, frozen=True, kw_only=True, omit_defaults=False):
+class DatedFit(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A fit, and when it was made in Unix seconds."""
 
     time: float
     fit: Fit
 
 
-async def keep_fit(store: Store, record: ExperimentRecord, found: Fit) -> None:
+async def add_fit(store: Store, record: ExperimentRecord, found: Fit) -> None:
     """Keep a fit with the run from which it was asked for, in place of the one before."""
-    await _shelf(record).add(store, {"": KeptFit(time=time.time(), fit=found)})
+    await _shelf(record).add(store, {"": DatedFit(time=time.time(), fit=found)})
 
 
-async def read_fits(store: Store, records: Sequence[ExperimentRecord]) -> list[KeptFit]:
+async def read_fits(store: Store, records: Sequence[ExperimentRecord]) -> list[DatedFit]:
     """Return the fits that were kept with runs, the newest one for each set of comparable runs, newest first."""
     found = [kept for record in records if (kept := await _shelf(record).get(store))]
-    shown: list[KeptFit] = []
+    shown: list[DatedFit] = []
     for kept in sorted(found, key=lambda each: -each.time):
         runs = _names(kept)
         if not any(runs & _names(other) for other in shown):
@@ -447,9 +447,9 @@ async def read_fits(store: Store, records: Sequence[ExperimentRecord]) -> list[K
     return shown
 
 
-def _shelf(record: ExperimentRecord) -> Shelf[KeptFit]:
-    return Shelf(KeptFit, run_key(record.name, record.run, "fit"))
+def _shelf(record: ExperimentRecord) -> Shelf[DatedFit]:
+    return Shelf(DatedFit, run_key(record.name, record.run, "fit"))
 
 
-def _names(kept: KeptFit) -> set[tuple[str, int]]:
+def _names(kept: DatedFit) -> set[tuple[str, int]]:
     return {(run.experiment, run.run) for run in kept.fit.runs}

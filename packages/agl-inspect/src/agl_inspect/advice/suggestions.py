@@ -394,7 +394,7 @@ _RULES: dict[str, _Rule] = {
         "explained_variance",
         lambda share: share < 0,
         "the critic explains {:.0%} of the returns: less than their mean would",
-        "a higher critic_lr, critic_warmup = 10, or grpo, which needs no critic",
+        "a higher critic.lr, critic.warmup = 10, or grpo, which needs no critic",
         fewest=2 * _WINDOW,
     ),
     "no-pairs": _no_pairs,
@@ -428,7 +428,7 @@ class Alert(Record, frozen=True, kw_only=True):
     found: Suggestion
 
 
-async def keep_alert(store: Store, name: str, run: int, kind: AlertKind, found: Suggestion, *, key: str) -> bool:
+async def add_alert(store: Store, name: str, run: int, kind: AlertKind, found: Suggestion, *, key: str) -> bool:
     """Keep an alert unless the run has one under this key; returns true if it is new."""
     shelf, key = _alerts(name, run), f"{found.rule}/{key}"
     if await shelf.get(store, key):

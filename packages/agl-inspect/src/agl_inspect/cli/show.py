@@ -8,16 +8,15 @@ import click
 
 from agl import semconv
 from agl.contracts import SpanQuery, Store
-from agl.dialects import call_messages
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, ErrorInfo, Json, ModelCall, Record, Reward, Rollout, Span, to_json
+from agl.schemas import Attempt, ErrorInfo, Json, Record, Reward, Rollout, Span, to_json
 from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.cli.why import why
 from agl_inspect.records.metrics import RUN, LoggedRun, experiment_step, read_runs, step_line, version_of_step
 from agl_inspect.records.names import ORIGIN
 from agl_inspect.rollouts.answers import answer_counts, fork_origin
-from agl_inspect.rollouts.conversations import ShownMessages, labelled_texts
-from agl_inspect.rollouts.explanations import token_counts
+from agl_inspect.rollouts.conversations import ShownMessages, contents_of
+from agl_inspect.rollouts.explanations import call_facts
 from agl_inspect.rollouts.span_reader import SpanReader, in_tree
 from agl_inspect.terminal.opening import (
     LATEST,
@@ -38,18 +37,8 @@ CUT = 200
 TRACEBACK_LINES = 8
 """Lines of a traceback that are shown unless all of it is asked for: its end, where the error is."""
 
-_LABELS = {
-    semconv.TOOL_ARGUMENTS: "arguments",
-    semconv.TOOL_RESULT: "result",
-    semconv.MESSAGE: "message",
-    semconv.OBJECT: "object",
-    semconv.OBSERVATION_CONTENT: "says",
-    semconv.OUTPUT: "returned",
-}
-_ON_THE_LINE = (semconv.OBSERVATION_CONTENT, semconv.OUTPUT)
-"""Attributes that a span's own line begins to show."""
-
-_STACKTRACE = "exception.stacktrace"
+_ON_THE_LINE = ("says", "returned")
+"""Texts whose beginning a span's own line shows."""
 
 
 class Contents:
@@ -70,16 +59,13 @@ class Contents:
 
     def of(self, span: Span) -> list[str]:
         """Return the lines below the span's own."""
-        lines: list[str] = []
-        for name, label in _LABELS.items():
-            if name in span.attributes and (self.is_full or name not in _ON_THE_LINE):
-                lines += self.text(label, span.attributes[name])
-        lines += self._messages(span) if span.call is None else self._conversation(span.call)
-        if span.reward is not None and span.reward.feedback:
-            lines += self.text("feedback", span.reward.feedback)
-        for event in span.events:
-            if self.is_full and _STACKTRACE in event.attributes:
-                lines += self.traceback(str(event.attributes[_STACKTRACE]))
+        repeated, texts = contents_of(span, self._shown)
+        lines = [f"({repeated} messages as above)"] if repeated else []
+        for role, label, value in texts:
+            if role == "error":
+                lines += self.traceback(str(value)) if self.is_full else []
+            elif self.is_full or label not in _ON_THE_LINE:
+                lines += self.text(label, value)
         return lines
 
     def of_error(self, error: ErrorInfo) -> list[str]:
@@ -108,24 +94,6 @@ class Contents:
         kept = [line if len(line) <= CUT else f"{line[:CUT]}…" for line in lines[left_out:]]
         self.is_cut = self.is_cut or kept != lines
         return [f"… ({left_out} lines before)", *kept] if left_out else kept
-
-    def _conversation(self, call: ModelCall) -> list[str]:
-        """Return a call's messages behind those that it has in common with an earlier call."""
-        messages = call_messages(call)
-        common = self._shown.add(messages)
-        above = [f"({common} messages as above)"] if common else []
-        return above + [
-            line
-            for message in messages[common:]
-            for label, text in labelled_texts(message)
-            for line in self.text(label, text)
-        ]
-
-    def _messages(self, span: Span) -> list[str]:
-        """Return the messages that a framework reported with a call that was not recorded."""
-        named = ((semconv.INPUT_MESSAGES, "input"), (semconv.OUTPUT_MESSAGES, "output"))
-        given = [(label, span.attributes[name]) for name, label in named if name in span.attributes]
-        return [line for label, value in given for line in self.text(label, value)]
 
 
 async def read_steps(store: Store, experiment: str | None, run: int | None) -> list[dict[str, Json]]:
@@ -372,8 +340,7 @@ def line_of(span: Span) -> str:
     parts = [span.name]
     if span.reward is not None:
         parts.append(_reward(span.reward))
-    if span.call is not None:
-        parts.append(_call(span.call, token_counts(span)))
+    parts += call_facts(span)
     parts += [f"{key} {span.attributes[name]}" for key, name in _SHOWN.items() if name in span.attributes]
     for word, name in _SAMPLING.items():
         if asked := cast("list[str]", span.attributes.get(name, [])):
@@ -398,14 +365,6 @@ _SHOWN = {
 
 _SAMPLING = {"sampled without": semconv.SAMPLING_OVERRIDDEN, "sampled with": semconv.SAMPLING_KEPT}
 """In training a policy samples from its full distribution, apart from what cannot be changed."""
-
-
-def _call(call: ModelCall, counts: str) -> str:
-    parts = [call.policy or call.model, counts, "no token ids" if call.ids_missing else "", call.finish_reason]
-    parts.append(f"version {call.model_version}" if call.model_version else "")
-    parts.append("" if call.is_complete else "cut")
-    parts.append(f"ERROR {call.status_code or ''} {call.error}" if call.error else "")
-    return ", ".join(part for part in parts if part)
 
 
 def _reward(reward: Reward) -> str:

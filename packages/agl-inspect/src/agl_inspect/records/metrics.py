@@ -40,7 +40,7 @@ class _Run(click.ParamType[int]):
             return ALL
         if isinstance(value, str) and value.isdecimal() and int(value):
             return int(value)
-        self.fail(f"{value!r} is no run; write its number, from 1, or all", param, ctx)
+        self.fail(f"{value!r} is not a run; write its number, from 1, or all", param, ctx)
 
 
 RUN = _Run()

@@ -14,14 +14,15 @@ from agl_inspect.rollouts.answers import (
 from agl_inspect.rollouts.conversations import (
     ShownMessages,
     comparable,
+    contents_of,
     difference,
     ending,
     labelled_texts,
     nearest,
 )
-from agl_inspect.rollouts.explanations import explain, explain_training, reward_text, tokens_of
+from agl_inspect.rollouts.explanations import call_facts, explain, explain_training, reward_text, tokens_of
 from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader, in_tree, read_episode, reward_of
-from agl_inspect.rollouts.step_tallies import AgentTally, Observed, StepTallies, StepTally, keep_tallies, read_tallies
+from agl_inspect.rollouts.step_tallies import AgentTally, Observed, StepTallies, StepTally, add_tallies, read_tallies
 from agl_inspect.rollouts.training import TrainingRecord, is_saved, save_training, token_values, training_of
 
 __all__ = [
@@ -34,10 +35,13 @@ __all__ = [
     "StepTallies",
     "StepTally",
     "TrainingRecord",
+    "add_tallies",
     "answer_counts",
     "answer_of",
     "asked",
+    "call_facts",
     "comparable",
+    "contents_of",
     "difference",
     "encode_answer",
     "ending",
@@ -46,7 +50,6 @@ __all__ = [
     "explain_training",
     "in_tree",
     "is_saved",
-    "keep_tallies",
     "key_of",
     "labelled_texts",
     "nearest",

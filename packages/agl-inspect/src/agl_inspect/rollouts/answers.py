@@ -168,7 +168,7 @@ def text_answer(dialect: Dialect, request: Json, *, text: str, answer_id: str) -
         case "responses":
             return _response(head, body, text)
         case "embeddings":
-            raise ValueError("an embedding is no text")
+            raise ValueError("an embedding is not a text")
 
 
 def _completion(head: dict[str, Any], kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

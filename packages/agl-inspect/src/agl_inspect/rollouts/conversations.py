@@ -6,11 +6,13 @@ Everything here was written by agents, models and tools, and may have any shape.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile, zip_longest
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from agl.schemas import Json, to_json
+from agl import semconv
+from agl.dialects import call_messages
+from agl.schemas import Json, Span, to_json
 from agl_inspect.text import short
 
 
@@ -26,6 +28,43 @@ class ShownMessages:
         common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
         self._shown.update(digests)
         return common
+
+
+_LABELS = {
+    semconv.TOOL_ARGUMENTS: "arguments",
+    semconv.TOOL_RESULT: "result",
+    semconv.MESSAGE: "message",
+    semconv.OBJECT: "object",
+    semconv.OBSERVATION_CONTENT: "says",
+    semconv.OUTPUT: "returned",
+}
+_UNRECORDED = {semconv.INPUT_MESSAGES: "input", semconv.OUTPUT_MESSAGES: "output"}
+"""Attributes in which a framework reports the messages of a call that was not recorded."""
+
+_STACKTRACE = "exception.stacktrace"
+
+
+class SpanText(NamedTuple):
+    """A labelled text of a span; ``role`` is that of a message, ``error`` for a traceback, and ``""`` for the rest."""
+
+    role: str
+    label: str
+    value: Any
+
+
+def contents_of(span: Span, shown: ShownMessages) -> tuple[int, list[SpanText]]:
+    """Return how many messages of a call were shown before, and all other texts of the span."""
+    labels = _LABELS if span.call else {**_LABELS, **_UNRECORDED}
+    texts = [SpanText("", label, span.attributes[name]) for name, label in labels.items() if name in span.attributes]
+    messages = call_messages(span.call) if span.call else []
+    repeated = shown.add(messages)
+    for message in messages[repeated:]:
+        role = str(message.get("role", "message"))
+        texts += [SpanText(role, label, text) for label, text in labelled_texts(message)]
+    if span.reward is not None and span.reward.feedback:
+        texts.append(SpanText("", "feedback", span.reward.feedback))
+    traces = [event.attributes[_STACKTRACE] for event in span.events if _STACKTRACE in event.attributes]
+    return repeated, texts + [SpanText("error", "traceback", trace) for trace in traces]
 
 
 def _digests(messages: Sequence[Any]) -> Iterator[bytes]:

@@ -155,7 +155,7 @@ class StepTallies:
         return [_tally(caller, number, mode, seen, uses) for (number, mode), seen in found.items()]
 
 
-async def keep_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[StepTally]) -> None:
+async def add_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[StepTally]) -> None:
     """Keep the sums of steps with their run."""
     await _shelf(record).add(store, {f"{each.algorithm}/{each.mode}/{each.step}": each for each in tallies})
 

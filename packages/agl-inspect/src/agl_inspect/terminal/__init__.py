@@ -29,7 +29,7 @@ from agl_inspect.terminal.query import (
     seconds_of,
     span_options,
 )
-from agl_inspect.terminal.ranking import fit_and_keep, lacking, print_fit, settings_of
+from agl_inspect.terminal.ranking import fit_and_record, lacking, print_fit, settings_of
 from agl_inspect.text import short
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
     "filter_options",
     "find",
     "find_ids",
-    "fit_and_keep",
+    "fit_and_record",
     "given_options",
     "is_counted",
     "json_option",

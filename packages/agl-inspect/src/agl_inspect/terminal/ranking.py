@@ -11,7 +11,7 @@ from agl_inspect.advice.past_runs import (
     PastRun,
     history_of,
 )
-from agl_inspect.advice.ranking import FEWEST, Fit, fit, keep_fit
+from agl_inspect.advice.ranking import FEWEST, Fit, add_fit, fit
 from agl_inspect.records.metrics import choice
 from agl_inspect.records.state import load_experiment
 from agl_inspect.terminal.output import echo, print_table
@@ -75,16 +75,16 @@ async def suggest_next(store: Store, experiment: str | None) -> Fit:
             if await load_experiment(store, name)
             else f"there is no experiment {name!r}; {choice(name, await _names(store))}"
         )
-    return await fit_and_keep(store, history, experiment=name)
+    return await fit_and_record(store, history, experiment=name)
 
 
-async def fit_and_keep(store: Store, history: History, *, experiment: str = "") -> Fit:
+async def fit_and_record(store: Store, history: History, *, experiment: str = "") -> Fit:
     """Fit a model, and keep it with the experiment or the last run of the history."""
     found = await asyncio.to_thread(fit, history)
     if found.parameters:
         record = await load_experiment(store, experiment or history.runs[-1].experiment)
         if record is not None:
-            await keep_fit(store, record, found)
+            await add_fit(store, record, found)
     return found
 
 

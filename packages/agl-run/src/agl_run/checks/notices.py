@@ -64,10 +64,10 @@ def served_from_disk(plan: Plan) -> list[str]:
 
 
 def _can_wait(plan: Plan, algorithm: AlgorithmConfig) -> bool:
-    """Return true if steps may wait; an algorithm whose default is ``None`` decides by its other parameters."""
+    """Return true if steps may wait: the algorithm has the setting ``saving.save_every``, and it is not 1."""
     known = inspect.signature(plan.manager.resolve(plan.entry(algorithm))).parameters
-    default = known["save_every"].default if "save_every" in known else None
-    return algorithm.params.get("save_every", default) not in (None, 1)
+    default = getattr(known["saving"].default, "save_every", None) if "saving" in known else None
+    return algorithm.params.get("saving", {}).get("save_every", default) not in (None, 1)
 
 
 def _reads_files(plan: Plan, name: str) -> bool:

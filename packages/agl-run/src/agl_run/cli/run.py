@@ -21,7 +21,7 @@ from agl_inspect.terminal import (
     STOPPED,
     Modes,
     echo,
-    fit_and_keep,
+    fit_and_record,
     json_option,
     lacking,
     pass_manager,
@@ -213,7 +213,7 @@ def propose_for(file: Path, manager: PluginManager, settings: tuple[str, ...]) -
 
     async def read(store: Store) -> tuple[Fit, str]:
         history = await _history_of_plan(store, plan)
-        found = await fit_and_keep(store, history)
+        found = await fit_and_record(store, history)
         names = {record.name for record in await store.experiments()}
         return found, _new_name(plan.name, names)
 

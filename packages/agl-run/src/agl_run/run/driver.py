@@ -19,7 +19,7 @@ from agl.contracts import (
     StepReport,
 )
 from agl.schemas import Episode, Json
-from agl_inspect.advice import AlertKind, Suggestion, keep_alert
+from agl_inspect.advice import AlertKind, Suggestion, add_alert
 from agl_inspect.records import (
     AlgorithmState,
     Validations,
@@ -268,7 +268,7 @@ class Driver:
 
     async def alert(self, kind: AlertKind, found: Suggestion, *, key: str) -> None:
         """Keep what a rule found in the run, once for each key, and let plugins and sinks report it."""
-        if await keep_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
+        if await add_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
             facts = msgspec.structs.asdict(found)
             manager = self.session.plan.manager
             manager.notify("agl_alert_raised", experiment=self.name, run=self.state.run, kind=kind, **facts)

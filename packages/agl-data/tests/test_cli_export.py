@@ -180,7 +180,7 @@ def test_pipe_gets_what_is_written(tmp_path):
 def test_record_of_another_shape_is_no_call(record):
     whole = {"request_id": "r", "dialect": "chat", "model": "m"}
     given = {**whole, **record} if isinstance(record, dict) and record else record
-    with pytest.raises(ValueError, match="it is no record of a model call"):
+    with pytest.raises(ValueError, match="it is not a record of a model call"):
         call_of_record(given, request=None, response=None)
-    with pytest.raises(ValueError, match="it is no record of a reward"):
+    with pytest.raises(ValueError, match="it is not a record of a reward"):
         reward_of_record({"value": "high"})
