@@ -14,14 +14,12 @@ IMITATE = """data = "{data}"
 is_shuffled = false
 batch_size = {batch}
 updates_per_step = {updates}
-lr = {lr}
-warmup = 4
-betas = [0.9, 0.98]
+optim = {{ lr = {lr}, warmup = 4, betas = [0.9, 0.98] }}
 """
 LEARN = """steps = {steps}
 tasks_per_step = {tasks}
 group_size = {group}
-lr = {lr}
+optim = {{ lr = {lr} }}
 {params}"""
 
 
@@ -84,7 +82,7 @@ class World:
         lr: float = 3e-4,
     ) -> Curve:
         """Train with `grpo` or `sdpo` and return its curve."""
-        params = (self.words if use == "sdpo" else "") + "threads = 1\n"
+        params = (self.words if use == "sdpo" else "") + "compute = { threads = 1 }\n"
         text = LEARN.format(steps=steps, tasks=tasks, group=group, lr=lr, params=params)
         self._experiment(name, use=use, seed=seed, model=model, params=text)
         lines = (self.place / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

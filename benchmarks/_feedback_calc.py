@@ -62,7 +62,7 @@ tunes = "calc-lm"
 [algorithm.params]
 {params}
 """
-WORDS = 'sibling_words = "Right: {sibling}"\nfeedback_words = "Wrong: {feedback}"\nclosing_words = ""\n'
+WORDS = 'teacher = { sibling_words = "Right: {sibling}", feedback_words = "Wrong: {feedback}", closing_words = "" }\n'
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,10 +86,10 @@ tunes = "main_llm"
 [algorithm.params]
 {params}
 """
-WORDS = """sibling_words = "Right: {sibling}"
-feedback_words = "Wrong: {feedback}"
-closing_words = ""
-max_tokens = 48
+WORDS = """teacher.sibling_words = "Right: {sibling}"
+teacher.feedback_words = "Wrong: {feedback}"
+teacher.closing_words = ""
+teacher.max_tokens = 48
 """
 
 

@@ -34,7 +34,7 @@ from agl.schemas import (
     pack_ids,
     to_builtins,
 )
-from agl_inspect.rollouts import AgentTally, StepTally, keep_tallies
+from agl_inspect.rollouts import AgentTally, StepTally, add_tallies
 from agl_store_sqlite import SQLiteStore
 from benchmarks._harness import Figure, table
 
@@ -153,7 +153,7 @@ async def fill(path: Path, rollouts: int) -> None:
                 for name, value in values.items()
             ]
         )
-    await keep_tallies(store, experiment, [tally(step) for step in range(1, steps + 1)])
+    await add_tallies(store, experiment, [tally(step) for step in range(1, steps + 1)])
     for start in range(0, rollouts, BATCH):
         await record(store, range(start, min(rollouts, start + BATCH)))
     await store.close()

@@ -85,8 +85,12 @@ async def measure_grpo(folder: Path, model: Path) -> float:
 
 def make_grpo() -> Any:
     """GRPO on one thread of the CPU, with a budget that all rows fit in."""
-    sizes = {"tasks_per_step": TASKS, "group_size": ROLLOUTS, "token_budget": TASKS * ROLLOUTS * LENGTH}
-    return component("algorithm", "grpo", steps=2, threads=1, device="cpu", **sizes)
+    sizes = {
+        "tasks_per_step": TASKS,
+        "group_size": ROLLOUTS,
+    }
+    compute = {"threads": 1, "device": "cpu", "token_budget": TASKS * ROLLOUTS * LENGTH}
+    return component("algorithm", "grpo", steps=2, compute=compute, **sizes)
 
 
 class Player:

@@ -107,7 +107,11 @@ tasks_per_step = {self.tasks}
 group_size = {self.group}
 updates_per_step = {self.updates}
 epochs = {self.epochs}
+
+[algorithm.params.optim]
 lr = 1e-12
+
+[algorithm.params.compute]
 threads = 1
 device = "cpu"
 """

@@ -24,7 +24,7 @@ import msgspec
 
 import agl
 from agl.schemas import LLM, Rollout, new_rollout_id, to_json
-from agl_run import AgentSpec, AsyncRunner, Quiet, RunSetup, Worker, WorkerSetup
+from agl_run import AgentSpec, AsyncRunner, Quiet, RunContext, Worker
 from agl_store_sqlite import SQLiteStore
 from benchmarks._harness import Figure, table
 from benchmarks._load import Connection, make_request
@@ -177,9 +177,9 @@ def wake_up(folder: Path, count: int) -> Measured:
 
     async def work() -> list[float]:
         store = SQLiteStore(f"sqlite:///{folder}/wake.db")
-        setup = RunSetup(agent=AgentSpec.of(agent), store=store, secret=SECRET, resources=no_resources)
+        setup = RunContext(agent=AgentSpec.of(agent), store=store, secret=SECRET, resources=no_resources)
         waits: list[float] = []
-        async with Worker(WorkerSetup(store=store, runner=AsyncRunner(setup))):
+        async with Worker(setup, AsyncRunner(setup)):
             for number in range(count):
                 await asyncio.sleep(0.02)
                 begin = time.perf_counter()

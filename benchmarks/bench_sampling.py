@@ -25,7 +25,8 @@ from benchmarks.bench_verl import save_tokenizer
 TASKS, LEARNABLE, SOLVED = 40, 8, 16
 VOCABULARY = 300
 GOOD, STEPS = 0.9, 300
-COMMON = {"tasks_per_step": 4, "group_size": 4, "lr": 1e-2, "steps": STEPS, "device": "cpu", "threads": 1}
+COMMON = {"tasks_per_step": 4, "group_size": 4, "steps": STEPS}
+TABLES = {"optim": {"lr": 1e-2}, "compute": {"device": "cpu", "threads": 1}}
 ARMS: dict[str, dict[str, Any]] = {
     "neither": {},
     "refill = 4": {"refill": 4},
@@ -77,7 +78,7 @@ async def learn(folder: Path, *, seed: int, params: dict[str, Any]) -> Effort:
     """Train until the policy is good."""
     world = World(folder / "model", seed=seed)
     scenario = AlgorithmScenario(
-        make=lambda: component("algorithm", "grpo", **COMMON, **params),
+        make=lambda: component("algorithm", "grpo", **COMMON, **TABLES, sampling=params),
         play=world.play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(folder / "model"))},

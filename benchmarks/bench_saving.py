@@ -60,7 +60,13 @@ def seconds_per_step(model: Path, folder: Path, *, steps: int, save_every: int |
     work.mkdir()
     url = f"sqlite:///{work}/runs.db"
     grpo = algorithm(
-        "grpo", tunes="llm", steps=steps, tasks_per_step=2, group_size=4, device="cpu", save_every=save_every
+        "grpo",
+        tunes="llm",
+        steps=steps,
+        tasks_per_step=2,
+        group_size=4,
+        compute={"device": "cpu"},
+        saving={"save_every": save_every},
     )
     trainer = agl.Trainer(
         name="bench",

@@ -40,7 +40,11 @@ data = "out/good.jsonl"
 updates = {STEPS * 20}
 batch_size = 24
 updates_per_step = 20
+
+[algorithm.params.optim]
 lr = 1e-3
+
+[algorithm.params.compute]
 threads = 1
 
 [[algorithm]]
@@ -51,7 +55,11 @@ tunes = "main_llm"
 [algorithm.params]
 data = "out/pairs.jsonl"
 steps = {STEPS}
+
+[algorithm.params.optim]
 lr = 3e-5
+
+[algorithm.params.compute]
 threads = 1
 
 """

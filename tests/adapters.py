@@ -30,7 +30,7 @@ from agl.schemas import (
     unpack_ids,
 )
 from agl.stores import MemoryStore
-from agl_run import AgentSpec, AsyncRunner, RunSetup
+from agl_run import AgentSpec, AsyncRunner, RunContext
 from agl_testing.model_server import RecordedCall, ScriptedModelServer, decode
 
 SECRET = b"the secret of the adapters' tests"
@@ -121,7 +121,7 @@ async def _play(
             url = await gateway.start(store=store, upstreams=[upstream], secret=SECRET)
             stack.push_async_callback(gateway.stop)
         llm = LLM(endpoint=f"{url}/v1" if url else server.base_url, model=MODEL)
-        setup = RunSetup(
+        setup = RunContext(
             agent=AgentSpec.of(agent, folder=folder),
             store=store,
             secret=SECRET,

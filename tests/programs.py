@@ -77,7 +77,7 @@ class Place:
 
 def shorten_leases(seconds: float) -> None:
     """Let this process's leases of attempts and of the experiment last so long."""
-    from agl_inspect.retention.ownership import Ownership
+    from agl_inspect.ownership import Ownership
     from agl_run.worker import worker as worker
 
     worker.LEASE_S = seconds

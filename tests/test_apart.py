@@ -158,7 +158,7 @@ def test_gateway_gets_a_process_beyond_the_load_that_the_settings_name(
 ) -> None:
     file = experiment(steps=1)
     told: list[str] = []
-    for settings in ((), ("runner.concurrency=65",), ("gateway.process_above=2",), ("gateway.process=false",)):
+    for settings in ((), ("runner.concurrency=65",), ("gateway.process=false",)):
         words = [word for setting in settings for word in ("--set", setting)]
         process = agl("run", str(file), "--fresh", *words, cwd=file.parent)
         out, err = process.communicate(timeout=120)
@@ -168,7 +168,6 @@ def test_gateway_gets_a_process_beyond_the_load_that_the_settings_name(
     assert [
         "the gateway runs in this process: 3 attempts at once, and it gets its own above 64",
         "the gateway runs in a process of its own: 65 attempts at once",
-        "the gateway runs in a process of its own: 3 attempts at once",
         "the gateway runs in this process, as [gateway] process = false says",
     ] == told
 
@@ -191,8 +190,6 @@ def test_gateway_of_workers_elsewhere_has_a_process(agl: StartAgl, experiment: C
         (("experiment.store=memory://", "gateway.process=true"), "the store is in the memory of this process"),
         (("gateway.process=true", "gateway.params.spool=off"), 'take away spool = "off"'),
         (("gateway.process=maybe",), 'write process = true, process = false, or process = "auto"'),
-        (("gateway.process_above=-1",), "gateway.process_above is -1; write the number of attempts at once"),
-        (("gateway.process=true", "gateway.process_above=1"), 'process_above is ignored unless process is "auto"'),
         (("gateway.use=none", "gateway.process=true"), 'are ignored with use = "none"'),
     ],
 )

@@ -16,7 +16,7 @@ from agl import semconv
 from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import PromptTemplate, Rollout, Span
-from agl_inspect.advice.alerts import read_alerts
+from agl_inspect.advice.suggestions import read_alerts
 from agl_run import FitResult, Progress, Quiet
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.plugins import PluginFolder

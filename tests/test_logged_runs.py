@@ -121,7 +121,7 @@ def test_fresh_start_leaves_the_metrics_of_the_run_before_as_they_were() -> None
 @pytest.mark.usefixtures("twice")
 def test_plot_shows_the_newest_run_with_its_own_versions() -> None:
     drawn = shown("metrics", "--plot", "--algorithm", "stepper")
-    assert drawn.startswith("stepper reward: 0.75 at step 2\n")
+    assert "● stepper: 0.75 at step 2\n" in drawn
     assert ["one@calc-2-stepper-1", "one@calc-2-stepper-2"] == [
         line.split()[-1] for line in drawn.splitlines() if line.startswith("▲")
     ]
@@ -135,7 +135,7 @@ def test_run_without_metrics_is_answered_with_those_that_have_some() -> None:
     expected = "Error: run 3 of experiment 'calc' has no metrics; give --run one of these that has: 1, 2, or all\n"
     assert (1, expected) == (result.exit_code, result.output)
     assert (
-        "'0' is no run; write its number, from 1, or all"
+        "'0' is not a run; write its number, from 1, or all"
         in CliRunner().invoke(cli, ("metrics", "--plot", "--run", "0")).output
     )
 
@@ -182,7 +182,7 @@ def test_numbers_of_algorithms_that_take_turns_have_places_on_one_axis(fit: Fit)
     fit(*pair())
 
     assert ALTERNATING == places()
-    assert "two reward: 0.75 at step 4" in shown("metrics", "--plot")
+    assert "○ two: 0.75 at step 4" in shown("metrics", "--plot")
     assert "▲ step 4: two@calc-1-two-2" in shown("metrics", "--plot")
     assert "step  of all  reward\n1     2       0.75\n2     4       0.75\n" in shown("metrics", "--algorithm", "two")
     assert "of all" not in shown("metrics", "--algorithm", "validate")

@@ -14,9 +14,8 @@ from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord
 from agl.errors import ConfigError
-from agl_inspect.advice.fits import read_fits
-from agl_inspect.advice.history import History, Kind, PastRun
-from agl_inspect.advice.ranking import Fit, fit
+from agl_inspect.advice.past_runs import History, Kind, PastRun
+from agl_inspect.advice.ranking import Fit, fit, read_fits
 from agl_inspect.records.state import AlgorithmState
 from agl_inspect.records.validations import Validation
 from agl_inspect.terminal.program import cli

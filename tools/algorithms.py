@@ -23,11 +23,18 @@ use = "grpo"
 tunes = "small"
 
 [algorithm.params]
+group_size = 8
+
+[algorithm.params.optim]
 lr = 1e-5
-lora_rank = 16          # LoRA adapters instead of all weights; 0 trains all
+
+[algorithm.params.lora]
+rank = 16               # LoRA adapters instead of all weights; 0 trains all
 ```
 
-In Python the same is `agl.GRPO(tunes="small", lr=1e-5, lora_rank=16)`.
+In Python the same is `agl.GRPO(tunes="small", group_size=8, optim={"lr": 1e-5}, lora={"rank": 16})`.
+[Tables](#tables) of settings that several algorithms share are described once, at the end of this page.
+A table replaces only the keys that it names.
 `tunes`, `agents`, `source`, `credit` and `name` are keys of the entry: see [Experiment file](experiment-file.md).
 `agl check` refuses unknown parameters, values of the wrong type or sign, and a budget that is too small for the tasks.
 It calls the functions of `loss` and `estimator` once and refuses those that give no numbers to learn from.
@@ -37,7 +44,44 @@ It calls the functions of `loss` and `estimator` once and refuses those that giv
 def text() -> str:
     """The page as it has to be."""
     found = [(name, entry) for name, entry in components.entries() if components.kind_of(entry) == "algorithm"]
-    return "\n".join([_HEAD, *(_section(name, entry) for name, entry in found)])
+    sections = [_section(name, entry) for name, entry in found]
+    factories = [public(*entry.factory.split(":")) for _, entry in found]
+    records = {record.name: record for factory in factories for record in _records(factory)}
+    tables = [_table(records[name]) for name in sorted(records)]
+    return "\n".join([_HEAD, *sections, "## Tables\n", *tables])
+
+
+def _records(factory: Definition) -> Iterator[Definition]:
+    """The records of settings among a factory's parameters."""
+    for argument, _ in keywords(factory):
+        if argument.annotation and (record := _record(argument.annotation, factory.module)) is not None:
+            yield record
+
+
+def _record(annotation: ast.expr, module: str) -> Definition | None:
+    """The record of settings that an annotation names."""
+    found = find(module, annotation.id) if isinstance(annotation, ast.Name) else None
+    return found if found is not None and isinstance(found.node, ast.ClassDef) else None
+
+
+def _table(record: Definition) -> str:
+    """The description of a record, with the keys of the records that it extends."""
+    rows = "".join(
+        f"| `{ast.unparse(field.target)}` | {_type(field.annotation, owner.module)} | "
+        f"{'required' if field.value is None else _default(field.value, owner.module)} |\n"
+        for owner in _lineage(record)
+        for field in getattr(owner.node, "body", [])
+        if isinstance(field, ast.AnnAssign)
+    )
+    words = "\n\n".join(reference.prose(owner.doc, owner.module) for owner in reversed(_lineage(record)))
+    return f"### {record.name}\n\n{words}\n\n| Key | Type | Default |\n|---|---|---|\n{rows}"
+
+
+def _lineage(record: Definition) -> list[Definition]:
+    """A record after those that it extends and that have keys."""
+    bases = [_record(base, record.module) for base in getattr(record.node, "bases", [])]
+    above = [owner for base in bases if base is not None and base.name != "Settings" for owner in _lineage(base)]
+    return [*above, record]
 
 
 def _section(distribution: str, entry: Any) -> str:
@@ -60,16 +104,25 @@ def parameters(factory: Definition) -> Iterator[tuple[str, str, str]]:
 def keywords(factory: Definition) -> list[tuple[ast.arg, ast.expr | None]]:
     """The keyword arguments of a factory, a class or the function ``make``, with their defaults."""
     body = factory.node.body if isinstance(factory.node, ast.ClassDef) else [factory.node]
-    (given,) = [item.args for item in body if isinstance(item, ast.FunctionDef) and item.name in ("__init__", "make")]
+    made = [item.args for item in body if isinstance(item, ast.FunctionDef) and item.name in ("__init__", "make")]
+    if not made and isinstance(factory.node, ast.ClassDef):  # the constructor of the class that it extends
+        return keywords(public(factory.module, ast.unparse(factory.node.bases[0])))
+    (given,) = made
     return list(zip(given.kwonlyargs, given.kw_defaults, strict=True))
 
 
 def _type(annotation: ast.expr, module: str) -> str:
     """A type as the page shows it: the values of a choice, another type as it is written."""
     if isinstance(annotation, ast.Name) and (alias := find(module, annotation.id)) is not None:
+        if isinstance(alias.node, ast.ClassDef):
+            return f"[table](#{alias.name.lower()})"
         value = getattr(alias.node, "value", None)
-        if isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Literal":
-            return ", ".join(f"`{json.dumps(choice)}`" for choice in _choices(value.slice))
+        if isinstance(value, ast.Subscript):
+            return _type(value, alias.module)
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
+        return ", ".join(f"`{json.dumps(choice)}`" for choice in _choices(annotation.slice))
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        return _type(annotation.slice.elts[0], module)  # pyright: ignore[reportAttributeAccessIssue]  # a tuple
     return f"`{ast.unparse(annotation)}`".replace("|", "\\|")
 
 
@@ -82,6 +135,9 @@ def _default(node: ast.expr, module: str) -> str:
     """A default as an experiment file has it, also where a constant holds it."""
     if isinstance(node, ast.Name) and (constant := find(module, node.id)) is not None:
         node = getattr(constant.node, "value", node)
+    if isinstance(node, ast.Call):  # a record
+        changed = ", ".join(f"{key.arg} = {_default(key.value, module).strip('`')}" for key in node.keywords)
+        return f"`{{ {changed} }}`" if changed else "its own"
     try:
         value = ast.literal_eval(node)
     except ValueError:

@@ -78,6 +78,8 @@ def _type(annotation: ast.expr | None, module: str) -> str:
         return " | ".join(dict.fromkeys(parts))
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
         return ast.unparse(annotation)
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        return _type(annotation.slice.elts[0], module)  # pyright: ignore[reportAttributeAccessIssue]  # a tuple
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("tuple", "Sequence"):
         return "Iterable[Any]"
     if isinstance(annotation, ast.Subscript):
@@ -85,5 +87,5 @@ def _type(annotation: ast.expr | None, module: str) -> str:
     if isinstance(annotation, ast.Name) and annotation.id not in KNOWN:
         alias = find(module, annotation.id)
         value = getattr(alias.node, "value", None) if alias else None
-        return ast.unparse(value) if isinstance(value, ast.Subscript) else "Mapping[str, Any]"
+        return _type(value, alias.module) if alias and isinstance(value, ast.Subscript) else "Mapping[str, Any]"
     return ast.unparse(annotation) if annotation else "Any"

@@ -13,7 +13,7 @@ import pytest
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import Store
 from agl.schemas import Record
-from agl_inspect.terminal.program import cli
+from agl_inspect.terminal.program import Modes, cli
 from agl_run.config import records as config
 from agl_run.config.file import ONE_OR_SEVERAL
 
@@ -105,7 +105,7 @@ def test_experiment_file_has_every_section():
 
 
 def commands() -> Iterator[tuple[str, click.Command, click.Context]]:
-    """Every command with its path, subcommands included."""
+    """Every command with its path, subcommands and modes included."""
     waiting: list[tuple[str, click.Command, click.Context]] = [("agl", cli, click.Context(cli, info_name="agl"))]
     while waiting:
         path, command, context = waiting.pop()
@@ -115,6 +115,9 @@ def commands() -> Iterator[tuple[str, click.Command, click.Context]]:
                 child = command.get_command(context, name)
                 assert child is not None
                 waiting.append((f"{path} {name}", child, click.Context(child, info_name=name, parent=context)))
+        if isinstance(command, Modes):
+            for flag, mode in command.modes.items():
+                waiting.append((f"{path} {flag}", mode, click.Context(mode, info_name=flag, parent=context)))
 
 
 COMMANDS = {path: (command, context) for path, command, context in commands()}

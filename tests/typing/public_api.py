@@ -18,7 +18,7 @@ def entries(manager: PluginManager) -> None:
 
 def configuration() -> None:
     assert_type(agl.VERL({"trainer": {}}), AlgorithmConfig)
-    assert_type(agl.GRPO(tunes="main_llm", lr=1e-5), AlgorithmConfig)
+    assert_type(agl.GRPO(tunes="main_llm", optim={"lr": 1e-5}), AlgorithmConfig)
     assert_type(algorithm("rft", source="grpo").source, tuple[str, ...])
     assert_type(component("turn", gamma=0.9), ComponentConfig)
     assert_type(agl_run.policy("torch", model="m"), agl_run.PolicyConfig)

@@ -8,8 +8,8 @@ import agl
 
 
 def right() -> None:
-    agl.GRPO(tunes="small", lr=1e-5, lora_rank=16, estimator="rloo")
-    agl.GRPO({"lr": 1e-5}, agents="write")
+    agl.GRPO(tunes="small", optim={"lr": 1e-5}, lora={"rank": 16}, estimator="rloo")
+    agl.GRPO({"optim": {"lr": 1e-5}}, agents="write")
     agl.SFT(data="dialogues.jsonl")
     agl.APO(optimizer={"base_url": "http://127.0.0.1:8000/v1", "model": "m"}, budget="light", filled=["draft"])
     agl.GEPA(optimizer="judge", budget=60)

@@ -94,12 +94,17 @@ context_length = 2048
 [[algorithm]]
 use = "sft"
 tunes = "llm"
-params = {{ data = "dialogues.jsonl", updates = 300, updates_per_step = 300, batch_size = 4, lr = 4e-3, threads = 1 }}
+params.data = "dialogues.jsonl"
+params.updates = 300
+params.updates_per_step = 300
+params.batch_size = 4
+params.optim = {{ lr = 4e-3 }}
+params.compute = {{ threads = 1 }}
 
 [[algorithm]]
 use = "grpo"
 tunes = "llm"
-params = {{ steps = 1, tasks_per_step = 1, group_size = 8, lr = 1e-3, threads = 1 }}
+params = {{ steps = 1, tasks_per_step = 1, group_size = 8, optim.lr = 1e-3, compute.threads = 1 }}
 
 [schedule]
 mode = "sequential"

@@ -19,7 +19,7 @@ from agl_algo_torch.ppo import PPO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
-from .token_world import World, paid_by_another, published, run
+from .token_world import World, made, paid_by_another, published, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,7 @@ class SharedWorld(World):
 def scenario_of(make: Any, model_dir: Path, **params: Any) -> AlgorithmScenario:
     settings = {"steps": 3, "tasks_per_step": 4, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
     return AlgorithmScenario(
-        make=lambda: make(**settings),
+        make=lambda: made(make, **settings),
         play=SharedWorld().play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},
@@ -138,7 +138,7 @@ def test_a_resumed_run_holds_them_at_the_start_and_not_where_it_was_interrupted(
 
 
 def test_gradient_is_that_of_the_mean_distance_over_all_held_tokens(model_dir: Path, tmp_path: Path) -> None:
-    anchor = Anchor("grpo", coef=0.7, kl="k3", token_budget=8)
+    anchor = Anchor(coef=0.7, kl="k3")
     longer = other_call("payer-001", response_ids=pack_ids([*ANSWER, 63, 64]), temperature=0.5)
     episodes = [
         replace(episode, transitions=(call,))
@@ -148,9 +148,9 @@ def test_gradient_is_that_of_the_mean_distance_over_all_held_tokens(model_dir: P
     async def body() -> None:
         bench = AlgorithmBench(scenario_of(GRPO, model_dir, kl_coef=0.1), tmp_path)
         async with bench:
-            grpo = GRPO(anchor_coef=0.7, threads=1, device="cpu")
+            grpo = made(GRPO, anchor_coef=0.7, threads=1, device="cpu")
             await grpo.setup(bench.context())
-            learner = await grpo._tuned.learner(updates=0)
+            learner = await grpo._tuned.learner()
             model = learner.loaded.model
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -189,14 +189,14 @@ def test_gradient_is_that_of_the_mean_distance_over_all_held_tokens(model_dir: P
 )
 def test_other_calls_are_not_held(changes: dict[str, Any], model_dir: Path) -> None:
     (episode,) = paid_by_another(model_dir, count=1)
-    anchor = Anchor("grpo", coef=1.0, kl="k3", token_budget=64)
+    anchor = Anchor(coef=1.0, kl="k3")
     held = replace(episode, transitions=(other_call("payer-000"),))
     assert 1 == len(anchor.rows([held], policy="llm"))
     assert [] == anchor.rows([replace(episode, transitions=(other_call("payer-000", **changes),))], policy="llm")
-    assert [] == Anchor("grpo", coef=0.0, kl="k3", token_budget=64).rows([held], policy="llm")
+    assert [] == Anchor(coef=0.0, kl="k3").rows([held], policy="llm")
 
 
 @pytest.mark.parametrize(("params", "message"), [({"anchor_coef": -1.0}, "anchor_coef"), ({"kl": "k1"}, "k1")])
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        GRPO(**{"anchor_coef": 0.1, **params})
+        made(GRPO, **{"anchor_coef": 0.1, **params})

@@ -18,7 +18,7 @@ from agl_algo_torch.preferences import DPO, Pair, make_pairs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import World, check_gradient, mean_reward, paid_by_another, published, run, with_rewards
+from .token_world import World, check_gradient, made, mean_reward, paid_by_another, published, run, with_rewards
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def scenario_of(model_dir: Path, *, rows: int = 1, **params: Any) -> AlgorithmSc
         **params,
     }
     return AlgorithmScenario(
-        make=lambda: DPO(**{name: value for name, value in settings.items() if value is not None}),
+        make=lambda: made(DPO, **{name: value for name, value in settings.items() if value is not None}),
         play=World(rows=rows).play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},
@@ -86,7 +86,7 @@ def test_gradient_equals_that_of_the_whole_loss(model_dir: Path, tmp_path: Path)
         margins = torch.stack([ratios[pair.chosen] - ratios[pair.rejected] for pair in pairs])
         return -torch.nn.functional.logsigmoid(0.7 * margins).mean()
 
-    dpo = DPO(beta=0.7, lr=1e-9, threads=1, device="cpu", token_budget=12)
+    dpo = made(DPO, beta=0.7, lr=1e-9, threads=1, device="cpu", token_budget=12)
     check_gradient(dpo, AlgorithmBench(scenario_of(model_dir, rows=2, steps=1), tmp_path / "work"), group, pairs, loss)
 
 
@@ -114,20 +114,20 @@ def test_answers_to_different_tasks_of_a_group_are_no_pair(model_dir: Path) -> N
         msgspec.structs.replace(one, rollout=msgspec.structs.replace(one.rollout, task=task))
         for one, task in zip(played, tasks, strict=True)
     ]
-    pairs = DPO(lr=1e-9, threads=1, device="cpu").examples([group])
+    pairs = made(DPO, lr=1e-9, threads=1, device="cpu").examples([group])
     assert [("2", "0"), ("1", "3")] == [(pair.chosen[-1], pair.rejected[-1]) for pair in pairs]
 
 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"pairs": "some"}, "pairs = 'some'.*extremes"),
+        ({"pairs": "some"}, "'pairs' is wrong.*'some'.*extremes"),
         ({"group_size": 1}, "group of 2"),
-        ({"beta": 0.0}, "above 0"),
-        ({"min_gap": 0.0}, "min_gap = 0.0.*above 0"),
-        ({"steps": 0}, "steps.*at least 1"),
+        ({"beta": 0.0}, "'beta' is wrong: Expected `float` > 0.0; got 0.0"),
+        ({"min_gap": 0.0}, "'min_gap' is wrong"),
+        ({"optim_decay": "linear"}, "optim.decay = 'linear' falls to 0 at the last update"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DPO(**params)
+        made(DPO, **params)

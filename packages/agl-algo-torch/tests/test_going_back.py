@@ -20,7 +20,7 @@ from agl_algo_torch.rft import RFT
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import World
+from .token_world import World, made
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 COMMON = {"lr": 3e-3, "threads": 1, "device": "cpu"}
 GROUPS = {"steps": 4, "tasks_per_step": 2, "group_size": 4}
 ALGORITHMS = {
-    "grpo": lambda: GRPO(**COMMON, **GROUPS, keep=1, kl_coef=0.01),
-    "ppo": lambda: PPO(**COMMON, **GROUPS, keep=1),
-    "dpo": lambda: DPO(**COMMON, **GROUPS, keep=1),
-    "rft": lambda: RFT(**COMMON, **GROUPS, keep=1, min_reward=0.0),
+    "grpo": lambda: made(GRPO, **COMMON, **GROUPS, keep=1, kl_coef=0.01),
+    "ppo": lambda: made(PPO, **COMMON, **GROUPS, keep=1),
+    "dpo": lambda: made(DPO, **COMMON, **GROUPS, keep=1),
+    "rft": lambda: made(RFT, **COMMON, **GROUPS, keep=1, min_reward=0.0),
 }
 
 
@@ -84,7 +84,7 @@ def test_earlier_weights_and_moments_continue_with_a_smaller_rate(name: str, mod
 def test_critic_goes_on_with_the_smaller_rate_at_its_place_on_the_curve_after_a_restart_as_well(
     is_gone: bool, model_dir: Path, tmp_path: Path
 ) -> None:
-    make = lambda: PPO(**COMMON, **GROUPS, keep=1, critic_warmup=1, critic_lr=1e-3, decay="linear")  # noqa: E731
+    make = lambda: made(PPO, **COMMON, **GROUPS, keep=1, critic_warmup=1, critic_lr=1e-3, decay="linear")  # noqa: E731
     bench = bench_of(make, model_dir, tmp_path)
 
     def place(algorithm: Any) -> tuple[int, float]:

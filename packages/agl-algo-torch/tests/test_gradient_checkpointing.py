@@ -12,9 +12,9 @@ from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.learner.batch import from_tokens, micro_batches
 from agl_algo_torch.learner.critic import CriticLearner
-from agl_algo_torch.learner.model import LoraSettings, checkpoint_gradients, trainable_state
-from agl_algo_torch.learner.optim import OptimSettings
+from agl_algo_torch.learner.model import checkpoint_gradients, trainable_state
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
+from agl_objectives.settings import Compute, Lora, Optim
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ SAMPLES = [from_tokens("r", [(7 * place + n) % 200 for place in range(64)], [0, 
 
 
 def learner_of(model_dir: Path, *, device: str = "cpu", **settings: Any) -> PolicyLearner:
-    made = LearnerSettings(optim=OptimSettings(lr=1e-3), device=device, threads=1, **settings)
+    made = LearnerSettings(optim=Optim(lr=1e-3), compute=Compute(device=device, threads=1, **settings))
     return PolicyLearner(origin=Weights(uri=str(model_dir)), settings=made)
 
 
@@ -48,8 +48,8 @@ def gradient_and_kept(learner: PolicyLearner, critic: CriticLearner | None = Non
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, sum(kept.values())
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
-def test_layers_computed_again_give_the_same_gradient_and_keep_less(model_dir: Path, lora: LoraSettings | None) -> None:
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_layers_computed_again_give_the_same_gradient_and_keep_less(model_dir: Path, lora: Lora | None) -> None:
     expected, kept = gradient_and_kept(learner_of(model_dir, lora=lora))
     learner = learner_of(model_dir, lora=lora, gradient_checkpointing=True)
     modes = [module.training for module in learner.loaded.model.modules()]
@@ -65,11 +65,11 @@ def test_layers_computed_again_give_the_same_gradient_and_keep_less(model_dir: P
         modes = [module.training for module in learner.loaded.model.modules()]
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
-def test_critic_computes_its_layers_again_as_the_policy_does(model_dir: Path, lora: LoraSettings | None) -> None:
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_critic_computes_its_layers_again_as_the_policy_does(model_dir: Path, lora: Lora | None) -> None:
     def critic_pass(**settings: Any) -> tuple[dict[str, Any], int]:
         learner = learner_of(model_dir, lora=lora, **settings)
-        critic = CriticLearner(learner, OptimSettings(lr=1e-3), clip=0.5, token_budget=256)
+        critic = CriticLearner(learner, Optim(lr=1e-3), clip=0.5)
         torch.nn.init.ones_(critic.model.head.weight)  # at 0 the layers below would have no gradient
         return gradient_and_kept(learner, critic)
 

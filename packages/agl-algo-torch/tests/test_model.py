@@ -9,7 +9,6 @@ import torch
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner.model import (
-    LoraSettings,
     Reference,
     add_lora,
     load_model,
@@ -17,6 +16,7 @@ from agl_algo_torch.learner.model import (
     served_state,
     trainable_state,
 )
+from agl_objectives.settings import Lora
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def with_lora(model: Any) -> Any:
-    adapted = add_lora(model, LoraSettings(rank=4, alpha=8.0))
+    adapted = add_lora(model, Lora(rank=4, alpha=8.0))
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -71,7 +71,7 @@ def test_a_tokenizer_without_a_template_is_refused(make_loaded: Any, tmp_path: P
 
 
 def test_adapters_train_and_the_base_does_not(make_loaded: Any) -> None:
-    adapted = add_lora(make_loaded().model, LoraSettings(rank=4))
+    adapted = add_lora(make_loaded().model, Lora(rank=4))
     assert trainable_state(adapted)
     assert all(".lora_" in name for name in trainable_state(adapted))
 
@@ -97,7 +97,7 @@ def test_served_weights_are_a_copy(make_loaded: Any) -> None:
 def test_the_reference_stays_what_it_was_while_training_goes_on(make_loaded: Any, is_adapted: bool) -> None:
     model = make_loaded().model
     expected = logits(model)
-    trained = add_lora(model, LoraSettings(rank=4)) if is_adapted else model
+    trained = add_lora(model, Lora(rank=4)) if is_adapted else model
     reference = Reference(trained)
     with torch.no_grad():
         for parameter in trained.parameters():

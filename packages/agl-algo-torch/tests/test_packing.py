@@ -22,11 +22,11 @@ from transformers import (
 from agl.schemas import Weights
 from agl_algo_torch.learner.batch import RowSample, from_tokens, micro_batches
 from agl_algo_torch.learner.critic import CriticLearner
-from agl_algo_torch.learner.model import LoraSettings, add_lora
-from agl_algo_torch.learner.optim import OptimSettings
+from agl_algo_torch.learner.model import add_lora
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.learner.scoring import find_head
+from agl_objectives.settings import Compute, Lora, Optim
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ def test_packed_rows_have_the_values_and_gradients_of_padded_ones(model: Callabl
 
 
 def test_packed_rows_have_the_values_and_gradients_of_padded_ones_under_lora(make_loaded: Callable[..., Any]) -> None:
-    model: Any = add_lora(make_loaded().model, LoraSettings(rank=4))
+    model: Any = add_lora(make_loaded().model, Lora(rank=4))
     for name, p in model.named_parameters():
         if "lora_B" in name:  # it begins at zero, where one half of the gradient is zero too
             torch.nn.init.normal_(p, std=0.02)
@@ -145,11 +145,11 @@ def test_a_budget_of_packed_rows_counts_their_tokens_and_no_padding() -> None:
 
 
 def test_policy_and_critic_are_packed_when_they_are_opened(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = LearnerSettings(optim=OptimSettings(lr=1e-3), device="cpu", threads=1)
+    settings = LearnerSettings(optim=Optim(lr=1e-3), compute=Compute(device="cpu", threads=1))
     learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
     assert learner.notices == ()
     assert packs_rows(learner.loaded.model)
-    critic = CriticLearner(learner, settings.optim, clip=0.0, token_budget=100)
+    critic = CriticLearner(learner, settings.optim, clip=0.0)
     torch.nn.init.normal_(critic.model.head.weight)
     samples, shapes = rows(9, 30, 2), []
     trunk: Any = critic.model.trunk

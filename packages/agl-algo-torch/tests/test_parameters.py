@@ -1,11 +1,14 @@
 """Parameters that make no sense are refused when an algorithm is made, before a model is loaded."""
 
+import re
 from typing import Any
 
 import pytest
 
 from agl import PluginManager
 from agl.errors import AglError
+
+from .token_world import sorted_settings
 
 NEEDED: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -28,6 +31,7 @@ SHARED: dict[str, list[Any]] = {
     "betas": [[0.9, 1.0], [-0.1, 0.9]],
     "max_grad_norm": [0.0],
     "token_budget": [0, -1],
+    "dtype": ["float8"],
     "threads": [-1],
     "keep": [0],
 }
@@ -43,7 +47,7 @@ UPDATES: dict[str, list[Any]] = {
     "entropy_coef": [-0.1],
     "kl_coef": [-0.1],
     "anchor_coef": [-0.1],
-    "tis_cap": [-1.0],
+    "correction_cap": [-1.0],
     "overlong_limit": [-1],
     "aggregation": ["tokens"],
 }
@@ -60,22 +64,21 @@ OWN: dict[str, dict[str, list[Any]]] = {
         **UPDATES,
         "gamma": [-0.1, 1.5],
         "lam": [-0.1, 1.5],
-        "value_clip": [-0.5],
+        "critic_clip": [-0.5],
         "critic_warmup": [-1],
         "critic_lr": [-1e-5, 0.0],
     },
     "dpo": {**COLLECTED, "beta": [0.0], "min_gap": [0.0], "pairs_per_update": [0], "pairs": ["extreme"]},
     "ipo": {**COLLECTED, "beta": [0.0], "min_gap": [0.0], "pairs_per_update": [0], "pairs": ["extreme"]},
-    "kto": {**COLLECTED, "beta": [0.0], "weight_good": [0.0], "weight_bad": [-1.0], "rollouts_per_update": [0]},
+    "kto": {**COLLECTED, "beta": [0.0], "weights": [[0.0, 1.0], [1.0, -1.0], "even"], "rollouts_per_update": [0]},
     "rft": {**COLLECTED, "best": [-1], "rollouts_per_update": [0], "aggregation": ["tokens", "constant"]},
     "distill": {
         **{name: UPDATES[name] for name in ("steps", "tasks_per_step", "group_size", "updates_per_step", "epochs")},
         "loss": ["ppo-clib"],
-        "tis_cap": [-1.0],
-        "aggregation": ["tokens", "constant"],
+        "correction_cap": [-1.0],
+        "aggregation": ["tokens"],
         "teacher": [""],
         "reward_coef": [-0.1],
-        "teacher_wait_s": [-1.0],
     },
     "sdpo": {
         **{name: UPDATES[name] for name in ("steps", "tasks_per_step", "group_size")},
@@ -112,7 +115,8 @@ def manager() -> PluginManager:
 
 
 def build(manager: PluginManager, algorithm: str, **params: Any) -> None:
-    manager.build(manager.algorithm(algorithm), **{**NEEDED[algorithm], **params})
+    entry = manager.algorithm(algorithm)
+    manager.build(entry, **sorted_settings(manager.resolve(entry), {**NEEDED[algorithm], **params}))
 
 
 @pytest.mark.parametrize(("algorithm", "name", "value"), CASES)
@@ -122,7 +126,8 @@ def test_value_that_makes_no_sense_is_refused_with_the_parameters_name(
     with pytest.raises(AglError) as caught:
         build(manager, algorithm, **{name: value})
     message = str(caught.value)
-    assert {"overlong_limit": "overlong", "critic_lr": "lr", "loss_params": "clip"}.get(name, name) in message
+    field = re.sub("^(lora|critic|correction|gae|teacher)_", "", name)
+    assert {"loss_params": "clip"}.get(name, field) in message
     assert 1 == len(message.splitlines())
 
 
@@ -136,7 +141,9 @@ def test_setting_that_would_change_nothing_is_refused_where_it_has_no_effect_alo
     with pytest.raises(AglError, match=f'{algorithm} got loss = "kl-cov", .* and a step has one update'):
         build(manager, algorithm, loss="kl-cov")
     with pytest.raises(AglError, match=f'{algorithm} got loss = "kl-cov", .* and a step has one update'):
-        build(manager, algorithm, loss="kl-cov", replay=0.5)  # the old policy of replayed tokens is the step's as well
+        build(
+            manager, algorithm, loss="kl-cov", replay_share=0.5
+        )  # the old policy of replayed tokens is the step's as well
     for params in ({"updates_per_step": 2}, {"epochs": 2}):
         build(manager, algorithm, loss="kl-cov", **params)
 

@@ -21,9 +21,10 @@ from agl_algo_torch.learner.model import checkpoint_gradients
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.scoring import find_head
 from agl_algo_torch.learner.update_time import random_row, update_seconds
-from agl_inspect.forecast.costs import memory_of
+from agl_inspect.forecast.costs import Training, memory_of
 from agl_inspect.forecast.models import shape_from
-from agl_inspect.forecast.step_size import Training
+
+from .token_world import made
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,7 +122,7 @@ def test_memory_of_a_step_is_what_the_forecast_says(sizes: dict[str, int], is_ch
 
 
 def test_update_is_measured_on_rows_of_the_given_lengths(model_dir: Path) -> None:
-    grpo = GRPO(steps=1, tasks_per_step=2, group_size=4, threads=1, device="cpu", updates_per_step=2, kl_coef=0.1)
+    grpo = made(GRPO, steps=1, tasks_per_step=2, group_size=4, threads=1, device="cpu", updates_per_step=2, kl_coef=0.1)
 
     seconds = grpo.measure_update(Weights(uri=str(model_dir)), [(40, 10)] * 8)
 
@@ -143,11 +144,11 @@ def test_measurement_of_many_long_rows_tries_a_part_and_scales(monkeypatch: pyte
 
 
 def test_rows_of_a_token_and_answers_longer_than_rows_are_measured(model_dir: Path) -> None:
-    grpo = GRPO(steps=1, tasks_per_step=2, group_size=4, threads=1, device="cpu")
+    grpo = made(GRPO, steps=1, tasks_per_step=2, group_size=4, threads=1, device="cpu")
 
     assert grpo.measure_update(Weights(uri=str(model_dir)), [(1, 1), (5, 9), (3, 0)]) > 0
 
 
 def test_weights_that_are_not_here_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        GRPO(steps=1).measure_update(Weights(uri="./nowhere"), [(4, 2)])
+        made(GRPO, steps=1).measure_update(Weights(uri="./nowhere"), [(4, 2)])

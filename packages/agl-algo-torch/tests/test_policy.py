@@ -15,8 +15,9 @@ from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate, ResourceVersion, Weights
 from agl_algo_torch.learner.checkpoint import save_served
-from agl_algo_torch.learner.model import LoadedModel, LoraSettings, add_lora
+from agl_algo_torch.learner.model import LoadedModel, add_lora
 from agl_algo_torch.serving.policy import TorchPolicy
+from agl_objectives.settings import Lora
 from agl_testing.waiting import eventually
 
 Make = Callable[..., LoadedModel]
@@ -100,7 +101,7 @@ def test_loading_merges_an_adapter_into_its_base(
     pytest.importorskip("peft", reason="adapters need the extra lora")
     base = make_loaded(seed=2)
     save_served(base, tmp_path / "base")
-    model = add_lora(make_loaded(seed=2).model, LoraSettings(rank=4))
+    model = add_lora(make_loaded(seed=2).model, Lora(rank=4))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

@@ -10,9 +10,9 @@ import torch
 from agl.schemas import Weights
 from agl_algo_torch.learner.batch import from_tokens, micro_batches
 from agl_algo_torch.learner.model import load_model, trainable_state
-from agl_algo_torch.learner.optim import OptimSettings
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.learner.typed_torch import backward
+from agl_objectives.settings import Compute, Optim
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ SAMPLES = [from_tokens("r", [10 * n, 20, 30 + n, 40, 50, 60 + n], [0, 1, 1, 1, 1
 
 
 def learner_of(model_dir: Path, dtype: str) -> PolicyLearner:
-    settings = LearnerSettings(optim=OptimSettings(lr=1e-6), device="cpu", dtype=dtype, threads=1)
+    settings = LearnerSettings(optim=Optim(lr=1e-6), compute=Compute(device="cpu", dtype=dtype, threads=1))
     return PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
 
 

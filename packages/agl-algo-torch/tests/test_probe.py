@@ -10,7 +10,8 @@ import torch
 
 from agl.schemas import read_probe
 from agl_algo_torch.learner.checkpoint import make_probe, save_served
-from agl_algo_torch.learner.model import LoraSettings, add_lora, load_model, trainable_state
+from agl_algo_torch.learner.model import add_lora, load_model, trainable_state
+from agl_objectives.settings import Lora
 
 if TYPE_CHECKING:
     from agl.schemas import Weights
@@ -32,7 +33,7 @@ def test_the_probe_of_an_export_is_what_a_fresh_reader_of_the_files_finds(
 ) -> None:
     loaded = load_model(str(model_dir), device="cpu")
     if is_lora:
-        object.__setattr__(loaded, "model", add_lora(loaded.model, LoraSettings(rank=4)))
+        object.__setattr__(loaded, "model", add_lora(loaded.model, Lora(rank=4)))
     before = make_probe(loaded)
     with torch.no_grad():
         for parameter in trainable_state(loaded.model).values():

@@ -18,8 +18,7 @@ from agl.errors import ConfigError
 from agl.schemas import CallCredit, Weights, unpack_ids
 from agl_algo_torch.data.preparation import prepare
 from agl_algo_torch.grpo import GRPO
-from agl_objectives.advantages import baseline_of
-from agl_objectives.groups import GREEDY, NO_BASELINE
+from agl_objectives.groups import GREEDY, NO_BASELINE, baseline_of
 from agl_objectives.registry import find_estimator
 from agl_run import Quiet, policy
 from agl_store_sqlite._store import SQLiteStore
@@ -27,7 +26,7 @@ from agl_testing.commands import run_agl
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import World, paid_by_another, run, with_rewards
+from .token_world import World, made, paid_by_another, run, with_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +52,7 @@ class GreedyWorld(World):
 def scenario_of(model_dir: Path, world: World, **params: Any) -> AlgorithmScenario:
     settings = {"steps": 3, "tasks_per_step": 2, "group_size": 2, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
     return AlgorithmScenario(
-        make=lambda: GRPO(estimator="remax", **settings),
+        make=lambda: made(GRPO, estimator="remax", **settings),
         play=world.play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},
@@ -156,7 +155,7 @@ def test_tasks_whose_greedy_rollout_has_no_reward_are_left_out_with_the_reason(m
 
 def test_rounds_that_compare_rollouts_with_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"refill = 2, which replaces groups whose rollouts do not differ.*greedy"):
-        GRPO(estimator="remax", refill=2)
+        made(GRPO, estimator="remax", refill=2)
 
 
 async def write(task: dict[str, str], llm: agl.LLM) -> float:

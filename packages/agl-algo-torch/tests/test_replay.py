@@ -20,13 +20,14 @@ from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.learner.batch import RowSample
 from agl_algo_torch.learner.replay import ReplayBuffer
 from agl_algo_torch.ppo import PPO
+from agl_objectives.settings import Replay
 from agl_run import Quiet, policy
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.commands import run_agl
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import World, run
+from .token_world import World, made, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +51,7 @@ class TestConformance(AlgorithmConformance):
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario_of(model_dir, replay=0.5, updates_per_step=2)
+        return scenario_of(model_dir, replay_share=0.5, updates_per_step=2)
 
 
 class TestConformanceOfPPO(AlgorithmConformance):
@@ -58,7 +59,7 @@ class TestConformanceOfPPO(AlgorithmConformance):
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario_of(model_dir, made=PPO, replay=0.5, updates_per_step=2, critic_warmup=1)
+        return scenario_of(model_dir, made=PPO, replay_share=0.5, updates_per_step=2, critic_warmup=1)
 
 
 def reports_of(tmp_path: Path, model_dir: Path, **params: Any) -> list[StepReport]:
@@ -78,7 +79,7 @@ def row(rollout: str, *, advantage: float = 1.0, behaviour: float = -1.0) -> Row
 
 
 def buffer(*, share: float = 0.5, bound: float = 2.0, max_staleness: int = 2) -> ReplayBuffer:
-    return ReplayBuffer("grpo", share=share, bound=bound, max_staleness=max_staleness)
+    return ReplayBuffer("grpo", Replay(share=share, bound=bound, max_staleness=max_staleness))
 
 
 def uses(*rollouts: str) -> dict[str, tuple[CallUse, ...]]:
@@ -142,7 +143,7 @@ def test_weights_are_the_ratio_to_the_policy_that_drew_the_tokens_up_to_the_boun
     for behaviour in (-1.0, -0.5, -3.0):
         known: Any = Known(-1.0)
         none: Any = None
-        rows += kept.weighed([row("a", behaviour=behaviour)], objective=known, model=none, device=torch.device("cpu"))
+        rows += kept.weighed([row("a", behaviour=behaviour)], objective=known, learner=none)
     weights = [float(each.importance[1]) for each in rows if each.importance is not None]
     assert [1.0, pytest.approx(0.60653, abs=1e-4), 2.0] == weights
     assert {"replay_weight": pytest.approx(3.60653 / 3, abs=1e-4), "replay_truncated": pytest.approx(1 / 3)} == (
@@ -163,7 +164,7 @@ def test_a_saved_buffer_goes_on_as_if_it_had_not_been_saved(tmp_path: Path) -> N
 
 
 def test_a_step_replays_rollouts_beside_its_own_and_the_ledger_has_each_once(model_dir: Path, tmp_path: Path) -> None:
-    reports = reports_of(tmp_path, model_dir, replay=0.5)
+    reports = reports_of(tmp_path, model_dir, replay_share=0.5)
     loud = {name for name, calls in reports[0].uses.items() if any(call.advantage for call in calls)}
     assert [0.0, len(loud)] == [report.metrics["rollouts_replayed"] for report in reports[:2]]
     trained = [rollout for report in reports for rollout in report.trained]
@@ -180,7 +181,7 @@ def test_a_step_replays_rollouts_beside_its_own_and_the_ledger_has_each_once(mod
 def test_ppo_replays_for_the_policy_once_the_critic_has_learned_alone(model_dir: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"made": PPO, "critic_warmup": 1, "critic_lr": 1e-2, "updates_per_step": 2, "lr": 1e-4}
     plain = reports_of(tmp_path / "plain", model_dir, **settings)
-    mixed = reports_of(tmp_path / "mixed", model_dir, **settings, replay=0.5)
+    mixed = reports_of(tmp_path / "mixed", model_dir, **settings, replay_share=0.5)
     assert [0.0, 0.0, 8.0] == [report.metrics["rollouts_replayed"] for report in mixed[:3]]
     assert set(mixed[1].trained) <= set(mixed[2].uses), "the first step whose policy was trained"
     assert not set(mixed[0].trained) & set(mixed[2].uses)
@@ -194,7 +195,7 @@ def test_ppo_replays_for_the_policy_once_the_critic_has_learned_alone(model_dir:
 
 def test_replayed_rollouts_change_the_update_and_none_without_a_share(model_dir: Path, tmp_path: Path) -> None:
     plain = reports_of(tmp_path / "plain", model_dir, steps=2)
-    mixed = reports_of(tmp_path / "mixed", model_dir, steps=2, replay=0.5)
+    mixed = reports_of(tmp_path / "mixed", model_dir, steps=2, replay_share=0.5)
     assert "rollouts_replayed" not in plain[1].metrics
     assert plain[0].metrics["grad_norm"] == mixed[0].metrics["grad_norm"]
     further = 2 * mixed[1].metrics["rollouts_replayed"]  # two tokens each
@@ -203,8 +204,8 @@ def test_replayed_rollouts_change_the_update_and_none_without_a_share(model_dir:
 
 
 def test_importance_weights_reach_the_loss_where_the_sampler_is_not_corrected(model_dir: Path, tmp_path: Path) -> None:
-    loose = reports_of(tmp_path / "loose", model_dir, steps=2, replay=0.5, tis_cap=0.0)
-    tight = reports_of(tmp_path / "tight", model_dir, steps=2, replay=0.5, tis_cap=0.0, replay_bound=1e-6)
+    loose = reports_of(tmp_path / "loose", model_dir, steps=2, replay_share=0.5, correction_cap=0.0)
+    tight = reports_of(tmp_path / "tight", model_dir, steps=2, replay_share=0.5, correction_cap=0.0, replay_bound=1e-6)
     assert 1.0 == tight[1].metrics["replay_truncated"]
     assert loose[1].metrics["grad_norm"] != tight[1].metrics["grad_norm"]
 
@@ -212,16 +213,15 @@ def test_importance_weights_reach_the_loss_where_the_sampler_is_not_corrected(mo
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"replay": 1.0}, "replay = 1, which leaves no room"),
-        ({"replay": -0.5}, "replay = -0.5; it is a share, between 0 and 1"),
-        ({"replay": 0.5, "replay_bound": 0.0}, "replay_bound = 0.0.*above 0"),
-        ({"replay": 0.5, "replay_max_staleness": 0}, "replay_max_staleness = 0.*at least 1 version"),
-        ({"replay_bound": 3.0}, "replay_bound without replay"),
+        ({"replay_share": 1.0}, "'replay.share' is wrong: Expected `float` < 1.0; got 1.0"),
+        ({"replay_share": -0.5}, "'replay.share' is wrong: Expected `float` >= 0.0; got -0.5"),
+        ({"replay_share": 0.5, "replay_bound": 0.0}, "'replay.bound' is wrong: Expected `float` > 0.0; got 0.0"),
+        ({"replay_share": 0.5, "replay_max_staleness": 0}, "'replay.max_staleness' is wrong: .* >= 1; got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        GRPO(**params)
+        made(GRPO, **params)
 
 
 async def say(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> float:
@@ -236,13 +236,13 @@ def test_agl_why_names_both_steps_that_trained_on_a_rollout(
     make_loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGL_SECRET", "x" * 32)
-    made = make_loaded()
-    made.model.save_pretrained(tmp_path / "model")
-    made.tokenizer.save_pretrained(tmp_path / "model")
-    settings: dict[str, Any] = {"device": "cpu", "threads": 1, "tunes": "llm"}
+    loaded = make_loaded()
+    loaded.model.save_pretrained(tmp_path / "model")
+    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    settings: dict[str, Any] = {"compute": {"device": "cpu", "threads": 1}, "tunes": "llm"}
     trainer = agl.Trainer(
         name="again",
-        algorithm=algorithm("grpo", steps=2, tasks_per_step=1, group_size=2, replay=0.5, **settings),
+        algorithm=algorithm("grpo", steps=2, tasks_per_step=1, group_size=2, replay={"share": 0.5}, **settings),
         policies={"llm": policy("torch", model=str(tmp_path / "model"), threads=1)},
         store=f"sqlite:///{tmp_path}/runs.db",
         folder=tmp_path,

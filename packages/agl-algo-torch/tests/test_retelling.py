@@ -8,7 +8,7 @@ import pytest
 
 from agl.errors import ConfigError
 from agl_algo_torch.data.feedback import Lesson
-from agl_algo_torch.data.lessons import Retelling, Words
+from agl_algo_torch.data.lessons import Retelling, SelfTeacher
 
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 6*7?"}]
 
@@ -80,11 +80,11 @@ def test_template_without_a_place_for_a_lesson_is_refused(make_tokenizer: Any, t
 
 
 def test_message_holds_what_there_is_to_tell() -> None:
-    words = Words(sibling="Right: {sibling}", feedback="Wrong: {feedback}", closing="Again.")
+    words = SelfTeacher(sibling_words="Right: {sibling}", feedback_words="Wrong: {feedback}", closing_words="Again.")
     assert "Right: 42\n\nWrong: 41\n\nAgain." == words.message(Lesson(sibling="42", feedback="41"))
     assert "Wrong: {sibling}\n\nAgain." == words.message(Lesson(feedback="{sibling}"))
 
 
 def test_words_without_a_place_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"feedback_words = 'Wrong'.*\{feedback\}"):
-        Words(sibling="{sibling}", feedback="Wrong", closing="")
+    with pytest.raises(ValueError, match=r"feedback_words = 'Wrong'.*\{feedback\}"):
+        SelfTeacher(feedback_words="Wrong")

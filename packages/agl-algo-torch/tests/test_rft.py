@@ -15,7 +15,7 @@ from agl_algo_torch.rft import NONE_GOOD, RFT
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import World, mean_reward, paid_by_another, published, run
+from .token_world import World, made, mean_reward, paid_by_another, published, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ def scenario_of(model_dir: Path, **params: Any) -> AlgorithmScenario:
         **params,
     }
     return AlgorithmScenario(
-        make=lambda: RFT(**{name: value for name, value in settings.items() if value is not None}),
+        make=lambda: made(RFT, **{name: value for name, value in settings.items() if value is not None}),
         play=World().play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},
@@ -128,5 +128,5 @@ def test_settings_that_would_be_ignored_are_refused(
 def test_groups_keep_their_best_and_the_earlier_of_equals(model_dir: Path) -> None:
     group: Sequence[Episode] = paid_by_another(model_dir, count=8)
     ranked = sorted(group, key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
-    kept = RFT(min_reward=-1.0, best=3)._good(group)
+    kept = made(RFT, min_reward=-1.0, best=3)._good(group)
     assert [e.rollout.rollout_id for e in ranked[:3]] == [e.rollout.rollout_id for e in kept]

@@ -84,9 +84,15 @@ tunes = "llm"
 steps = {steps}
 tasks_per_step = 2
 group_size = 4
+
+[algorithm.params.optim]
 lr = 3e-3
+
+[algorithm.params.compute]
 threads = 1
 device = "cpu"
+
+[algorithm.params.saving]
 save_every = {save_every}
 """
 

@@ -13,7 +13,7 @@ from transformers import GraniteForCausalLM as Granite
 
 from agl_algo_torch.learner import scoring
 from agl_algo_torch.learner.batch import MicroBatch, from_tokens, micro_batches
-from agl_algo_torch.learner.model import LoraSettings, add_lora, computing, load_model
+from agl_algo_torch.learner.model import add_lora, computing, load_model
 from agl_algo_torch.learner.scoring import (
     Scores,
     entropy,
@@ -23,6 +23,7 @@ from agl_algo_torch.learner.scoring import (
     token_logprobs,
     whole_logits,
 )
+from agl_objectives.settings import Lora
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,7 +112,7 @@ def test_chunks_score_like_all_logits_at_once_under_lora(
     if "lm_head" in targets:  # an adapter of the head alone
         loaded.model.lm_head.weight = torch.nn.Parameter(loaded.model.lm_head.weight.detach().clone())
         loaded.model.config.tie_word_embeddings = False
-    model: Any = add_lora(loaded.model, LoraSettings(rank=4, targets=targets))
+    model: Any = add_lora(loaded.model, Lora(rank=4, targets=targets))
     for name, p in model.named_parameters():
         if "lora_B" in name:  # it begins at zero, where one half of the gradient is zero too
             torch.nn.init.normal_(p, std=0.02)

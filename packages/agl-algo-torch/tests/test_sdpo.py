@@ -14,14 +14,14 @@ from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Span, Weights, unpack_ids
 from agl_algo_torch.data.feedback import Lesson
-from agl_algo_torch.data.lessons import Retelling, Teaching, Words
+from agl_algo_torch.data.lessons import Retelling, SelfTeacher, Teaching
 from agl_algo_torch.learner.model import load_model
-from agl_algo_torch.sdpo import CLOSING_WORDS, FEEDBACK_WORDS, NOTHING_TO_LEARN, SDPO, SIBLING_WORDS, scaled_logprobs
+from agl_algo_torch.sdpo import NOTHING_TO_LEARN, SDPO, scaled_logprobs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .chat_world import ChatWorld
-from .token_world import run
+from .token_world import made, run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +47,7 @@ def model_dir(model_dir: Path) -> Path:
 def scenario_of(model_dir: Path, world: ChatWorld | None = None, **params: Any) -> AlgorithmScenario:
     settings = {"steps": 3, "tasks_per_step": 2, "group_size": 4, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
     return AlgorithmScenario(
-        make=lambda: SDPO(**settings),
+        make=lambda: made(SDPO, **settings),
         play=(world or ChatWorld()).play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},
@@ -97,7 +97,7 @@ def first_update(
         async with bench:
             algorithm: Any = bench.scenario.make()
             await algorithm.setup(bench.context())
-            learner = await algorithm._tuned.learner(updates=0)
+            learner = await algorithm._tuned.learner()
 
             def keep(report: dict[str, float]) -> dict[str, float]:
                 named = learner.loaded.model.named_parameters()
@@ -231,7 +231,7 @@ def test_success_is_taught_only_where_its_teacher_agrees(
     bench, found = first_update(tmp_path, model_dir, world, group_size=2, **params)
     loaded = load_model(str(model_dir), device="cpu")
     retelling = Retelling(loaded.tokenizer, max_tokens=1024)
-    words = Words(sibling=SIBLING_WORDS, feedback=FEEDBACK_WORDS, closing=CLOSING_WORDS)
+    words = SelfTeacher()
     total, tokens, unheard = torch.zeros(()), 0, 0
     groups: dict[str, list[Episode]] = {}
     for episode in bench.collected.values():
@@ -368,15 +368,14 @@ def test_prompts_beyond_the_context_are_left_out(tmp_path: Path, model_dir: Path
 
 
 SETTINGS: list[tuple[Mapping[str, Any], str]] = [
-    ({"sources": ()}, r"sources = \[\].*siblings"),
-    ({"sources": ("tool",)}, "sources.*'tool'.*did you mean 'tools'"),
-    ({"sources": ("siblings",), "group_size": 1}, "group_size is 1"),
+    ({"sources": []}, r"teacher.sources' is wrong: Expected `array` of length >= 1.*siblings"),
+    ({"sources": ["tool"]}, "teacher.sources' is wrong: Invalid enum value 'tool'.*choices are: tools, rewards"),
+    ({"sources": ["siblings"], "group_size": 1}, "group_size is 1"),
     ({"grpo_coef": 1.0, "group_size": 1}, "group_size is 1"),
-    ({"sources": ("tools",), "teach_successes": "all"}, "teach_successes.*siblings"),
-    ({"teach_successes": "agree"}, "teach_successes = 'agree'.*'agreed'"),
-    ({"divergence": "js"}, "divergence = 'js'.*jsd"),
-    ({"teacher_start": 1.5}, "teacher_start"),
-    ({"aggregation": "constant"}, "aggregation = 'constant'"),
+    ({"teach_successes": "agree"}, "teacher.teach_successes' is wrong.*'agreed'"),
+    ({"divergence": "js"}, "'divergence' is wrong.*'js'.*jsd"),
+    ({"teacher_start": 1.5}, "'teacher.start' is wrong: Expected `float` <= 1.0; got 1.5"),
+    ({"aggregation": "constant"}, "'aggregation' is wrong.*'constant'.*token, sequence"),
     ({"estimator": "rloo"}, "sdpo got estimator = 'rloo' without grpo_coef, so nothing uses it"),
     ({"estimator": "remax"}, "sdpo got estimator = 'remax', which compares with greedy rollouts"),
     ({"sibling_words": "Right."}, r"sibling_words = 'Right.'.*\{sibling\}"),
@@ -386,7 +385,7 @@ SETTINGS: list[tuple[Mapping[str, Any], str]] = [
 @pytest.mark.parametrize(("params", "message"), SETTINGS)
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SDPO(**params)
+        made(SDPO, **params)
 
 
 def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.learner.checkpoint import save_served
-from agl_algo_torch.learner.model import LoadedModel, LoraSettings, add_lora, load_model
+from agl_algo_torch.learner.model import LoadedModel, add_lora, load_model
 from agl_algo_torch.serving.served_weights import ServedWeights
 from agl_objectives.adapters import HeldAdapter
+from agl_objectives.settings import Lora
 
 peft = pytest.importorskip("peft", reason="adapters need the extra lora")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
@@ -50,7 +51,7 @@ class Stock:
     def adapter(self, number: int, *, seed: int = 0, **settings: object) -> tuple[Weights, LoadedModel]:
         weights, loaded = self.base(seed)
         torch.manual_seed(100 + number)
-        model = add_lora(loaded.model, LoraSettings(**{"rank": 4, **settings})).eval()  # type: ignore[arg-type]
+        model = add_lora(loaded.model, Lora(**{"rank": 4, **settings})).eval()  # type: ignore[arg-type]
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_" in name:

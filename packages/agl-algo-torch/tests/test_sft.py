@@ -18,6 +18,8 @@ from agl_algo_torch.sft import SFT
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
+from .token_world import made
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -53,7 +55,7 @@ def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
 def scenario_of(model_dir: Path, **params: Any) -> AlgorithmScenario:
     def make() -> SFT:
         settings = {"batch_size": 4, "updates_per_step": 2, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
-        return SFT(data="dialogues.jsonl", **settings)
+        return made(SFT, data="dialogues.jsonl", **settings)
 
     def play(_: RolloutOrder) -> Episode:
         raise AssertionError("supervised fine-tuning collects nothing")
@@ -232,7 +234,7 @@ def test_resuming_after_the_checkpoint_is_gone_says_so(model_dir: Path, tmp_path
 @pytest.mark.parametrize("broken", [{"batch_size": 0}, {"updates": -1}, {"keep": 0}, {"updates_per_step": 0}])
 def test_counts_below_their_least_are_refused(broken: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(broken))):
-        SFT(data="x", **broken)
+        made(SFT, data="x", **broken)
 
 
 @pytest.mark.gpu

@@ -16,12 +16,12 @@ from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.sdpo import SDPO
-from agl_inspect.rollouts.training_records import token_values
+from agl_inspect.rollouts.training import token_values
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .chat_world import TOKENS, ChatWorld
-from .token_world import run
+from .token_world import made, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +69,7 @@ def calls_of(report: StepReport, bench: AlgorithmBench) -> list[tuple[CallUse, R
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_entropies_are_those_of_the_policy_that_sampled(model_dir: Path, tmp_path: Path, epochs: int) -> None:
-    report, bench = step_of(lambda: GRPO(epochs=epochs, **COMMON), model_dir, tmp_path)
+    report, bench = step_of(lambda: made(GRPO, epochs=epochs, **COMMON), model_dir, tmp_path)
     model = load_model(str(model_dir), device="cpu").model
     measured = [each for each in calls_of(report, bench) if each[0].advantage]
     assert len(measured) >= 8
@@ -85,12 +85,12 @@ def test_entropies_are_those_of_the_policy_that_sampled(model_dir: Path, tmp_pat
 
 
 def test_silent_rollouts_cost_no_pass_and_have_no_entropy(model_dir: Path, tmp_path: Path) -> None:
-    report, bench = step_of(lambda: GRPO(**COMMON), model_dir, tmp_path, reward=1.0)
+    report, bench = step_of(lambda: made(GRPO, **COMMON), model_dir, tmp_path, reward=1.0)
     assert [{}] * 2 * len(bench.collected) == [use.tokens for use, _, _ in calls_of(report, bench)]
 
 
 def test_ppo_reports_the_advantage_of_every_token(model_dir: Path, tmp_path: Path) -> None:
-    report, bench = step_of(lambda: PPO(lam=0.5, **COMMON), model_dir, tmp_path)
+    report, bench = step_of(lambda: made(PPO, lam=0.5, **COMMON), model_dir, tmp_path)
     found = calls_of(report, bench)
     assert 2 * len(bench.collected) == len(found)
     assert {TOKENS} == {len(token_values(use, "entropy")) for use, _, _ in found}
@@ -108,7 +108,9 @@ def test_distillation_reports_the_teachers_preference_of_every_token(
     teacher = make_loaded(seed=9)
     teacher.model.save_pretrained(tmp_path / "teacher")
     teacher.tokenizer.save_pretrained(tmp_path / "teacher")
-    report, bench = step_of(lambda: Distill(teacher=str(tmp_path / "teacher"), **COMMON), model_dir, tmp_path / "work")
+    report, bench = step_of(
+        lambda: made(Distill, teacher=str(tmp_path / "teacher"), **COMMON), model_dir, tmp_path / "work"
+    )
     model = load_model(str(tmp_path / "teacher"), device="cpu").model
     found = calls_of(report, bench)
     assert 2 * len(bench.collected) == len(found)
@@ -121,7 +123,7 @@ def test_distillation_reports_the_teachers_preference_of_every_token(
 
 
 def test_sdpo_reports_the_teachers_preference_of_taught_tokens(model_dir: Path, tmp_path: Path) -> None:
-    report, bench = step_of(lambda: SDPO(**COMMON), model_dir, tmp_path)
+    report, bench = step_of(lambda: made(SDPO, **COMMON), model_dir, tmp_path)
     values = [value for use, _, _ in calls_of(report, bench) for value in token_values(use, "advantage")]
     assert values
     assert all(map(math.isfinite, values))

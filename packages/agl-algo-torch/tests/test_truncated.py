@@ -100,5 +100,5 @@ def test_long_call_loses_reward_and_no_other_call_pays_for_it() -> None:
 @pytest.mark.parametrize("make", [GRPO, PPO])
 @pytest.mark.parametrize("lengths", [{"overlong_limit": 10}, {"overlong_limit": 10, "overlong_buffer": 11}])
 def test_lengths_that_do_not_go_together_are_refused(make: Callable[..., Any], lengths: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"overlong_limit = 10 and overlong_buffer = \d+; give the most tokens"):
+    with pytest.raises(ConfigError, match=r"overlong_limit is 10 and overlong_buffer \d+; give the most tokens"):
         make(**lengths)

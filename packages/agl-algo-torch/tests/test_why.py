@@ -27,7 +27,7 @@ from agl_testing.commands import run_agl
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import World, paid_by_another, run
+from .token_world import World, made, paid_by_another, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ def report_of(make: Any, weights: Weights, folder: Path, *, rows: int = 1) -> tu
 
 
 def test_every_call_of_grpo_has_its_credit_advantage_and_row(weights: Weights, tmp_path: Path) -> None:
-    report, bench = report_of(lambda: GRPO(**COMMON), weights, tmp_path, rows=2)
+    report, bench = report_of(lambda: made(GRPO, **COMMON), weights, tmp_path, rows=2)
     assert set(report.trained) == set(report.uses) == set(bench.collected)
     for rollout_id, calls in report.uses.items():
         reward = bench.collected[rollout_id].reward
@@ -65,7 +65,7 @@ def test_every_call_of_grpo_has_its_credit_advantage_and_row(weights: Weights, t
 
 
 def test_ppo_reports_the_mean_advantage_of_a_calls_tokens(weights: Weights, tmp_path: Path) -> None:
-    report, bench = report_of(lambda: PPO(**COMMON), weights, tmp_path)
+    report, bench = report_of(lambda: made(PPO, **COMMON), weights, tmp_path)
     calls = [call for found in report.uses.values() for call in found]
     assert 2 * len(bench.collected) == len(calls)
     # Whitened over the step's tokens, of which every call has one.
@@ -75,11 +75,11 @@ def test_ppo_reports_the_mean_advantage_of_a_calls_tokens(weights: Weights, tmp_
 
 
 def test_rft_and_dpo_say_why_a_rollout_was_left_out(weights: Weights, tmp_path: Path) -> None:
-    report, _ = report_of(lambda: RFT(best=1, min_reward=0.0, **COMMON), weights, tmp_path / "rft")
+    report, _ = report_of(lambda: made(RFT, best=1, min_reward=0.0, **COMMON), weights, tmp_path / "rft")
     notes = [call.note for _, call in _named(report.uses) if call.row < 0]
     assert ["its rollout is not among those that are imitated (min_reward, best)"] == sorted(set(notes))
     assert 2 * 2 == sum(call.row >= 0 for _, call in _named(report.uses)), "the best of each of two groups, two calls"
-    report, _ = report_of(lambda: DPO(min_gap=0.1, **COMMON), weights, tmp_path / "dpo")
+    report, _ = report_of(lambda: made(DPO, min_gap=0.1, **COMMON), weights, tmp_path / "dpo")
     for name, call in _named(report.uses):
         sides = (
             ("chosen in 1 pairs", "rejected in 1 pairs") if name in report.trained else ("its rollout is in no pair",)

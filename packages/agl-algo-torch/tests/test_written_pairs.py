@@ -17,7 +17,7 @@ from agl_algo_torch.preferences import DPO, IPO, KTO
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
-from .token_world import published, run
+from .token_world import made, published, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,12 +135,12 @@ def test_file_without_pairs_is_refused(text: str, tmp_path: Path) -> None:
 )
 def test_settings_that_pairs_of_texts_make_idle_are_refused(ignored: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"data = 'p.jsonl', so {next(iter(ignored))} would be ignored"):
-        DPO(data="p.jsonl", **ignored)
+        made(DPO, data="p.jsonl", **ignored)
 
 
 def test_recorded_logprobs_are_no_reference_of_texts() -> None:
     with pytest.raises(ConfigError, match=r'so reference = "behaviour" would be ignored'):
-        DPO(data="p.jsonl", reference="behaviour")
+        made(DPO, data="p.jsonl", reference="behaviour")
 
 
 class TestConformanceOfKto(AlgorithmConformance):
@@ -191,6 +191,6 @@ def test_answer_without_a_label_or_a_text_is_named(row: dict[str, Any], message:
 
 def test_settings_that_texts_make_idle_are_refused_by_ipo_and_kto() -> None:
     with pytest.raises(ConfigError, match="ipo reads what it learns from in data = 'p', so pairs would be ignored"):
-        IPO(data="p", pairs="all")
+        made(IPO, data="p", pairs="all")
     with pytest.raises(ConfigError, match="kto reads what it learns from in data = 'p', so good_from would be ignored"):
-        KTO(data="p", good_from=0.5)
+        made(KTO, data="p", good_from=0.5)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
+from agl import AlgorithmEntry, PluginManager
 from agl.schemas import Episode, Rollout, Row, Segment, Transition, Weights, pack_floats, pack_ids
 from agl_algo_torch.learner.model import load_model
 from agl_algo_torch.preferences import PreferenceAlgorithm, live_rows
@@ -165,7 +168,7 @@ def check_gradient(
     async def body() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         async with bench:
             await algorithm.setup(bench.context())
-            learner = await algorithm._tuned.learner(updates=0)
+            learner = await algorithm._tuned.learner()
             rows = {e.rollout.rollout_id: live_rows(e) for e in group}
             references = {name: reference * (1 + index) for index, name in enumerate(rows)}
             model = learner.loaded.model
@@ -197,3 +200,28 @@ def log_policy(model: Any, rows: Sequence[Any]) -> torch.Tensor:
         chosen = logp.gather(1, row.ids[1:, None])[:, 0]
         total = total + chosen[row.mask[1:]].sum()
     return total
+
+
+def made(factory: Callable[..., Any], **given: Any) -> Any:
+    """Return an algorithm with settings by their bare names, so that a test can change one of several at a time."""
+    entry = AlgorithmEntry(name=factory.__name__.lower(), factory=factory, summary="under test")
+    return PluginManager().build(entry, **sorted_settings(factory, given))
+
+
+def sorted_settings(factory: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return settings sorted into the tables of an algorithm.
+
+    A name that is in several tables, or is the name of a parameter as well, begins with its table's: `critic_lr`.
+    """
+    own = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
+    tables = {name: default.__struct_fields__ for name, default in own.items() if isinstance(default, msgspec.Struct)}
+    params: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in own:
+            params[name] = value
+            continue
+        spelt = [(table, name.removeprefix(f"{table}_")) for table in tables if name.startswith(f"{table}_")]
+        plain = [(table, name) for table in sorted(tables, key=lambda table: table != "optim")]
+        table, field = next((table, field) for table, field in (*spelt, *plain) if field in tables[table])
+        params.setdefault(table, {})[field] = value
+    return params

@@ -17,7 +17,7 @@ from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_verl.local.worker import VerlWorker
 from agl_algo_verl.rows.rows import RowSample
 from agl_algo_verl.settings.settings import read_settings
-from agl_inspect.rollouts.training_records import token_values
+from agl_inspect.rollouts.training import token_values
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, FinishedCredit
 from agl_testing.conformance.bench import AlgorithmBench
 

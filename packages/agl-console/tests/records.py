@@ -25,7 +25,7 @@ from agl.schemas import (
     to_builtins,
     to_json,
 )
-from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, keep_tallies
+from agl_inspect.rollouts.step_tallies import AgentTally, StepTally, add_tallies
 
 TRAINING = "agl.training"
 """The attribute of a span that says what a step made of a rollout."""
@@ -284,7 +284,7 @@ async def fill(store: Store) -> None:
         await store.save_state({f"experiment/{name}/1/algorithm/grpo": state}, experiment=experiment)
         await store.log_metrics(numbers(name, steps=steps, speed=speed))
     await store.save_state({"experiment/sums/1/fit": fitted(), "trial/style/1": tried()})
-    await keep_tallies(store, ExperimentRecord(name="sums"), tallies(60))
+    await add_tallies(store, ExperimentRecord(name="sums"), tallies(60))
     await store.announce(Presence(experiment="sums-slow", session="s"))
     await store.save_state({}, experiment=ExperimentRecord(name="refused", agent="team:solve"))
     for number in range(12):

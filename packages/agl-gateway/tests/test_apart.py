@@ -25,8 +25,7 @@ from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.processes.gateway_process import GatewayProcess
 from agl_gateway.service import Settings
-from agl_run.access.placeholder_key import PLACEHOLDER_KEY
-from agl_run.access.tokens import AttemptTokens
+from agl_run.access.tokens import PLACEHOLDER_KEY, AttemptTokens
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.waiting import eventually
@@ -194,7 +193,7 @@ async def test_process_that_hangs_is_ended_and_started_again(apart, caplog):
 
 
 async def test_stop_does_not_wait_for_the_next_start(apart, caplog, monkeypatch):
-    monkeypatch.setattr("agl_gateway.processes.gateway_process._FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr("agl_gateway.processes.supervisor._FIRST_PAUSE_S", 60.0)
     async with apart() as (_, gateway):
         os.kill(gateway.pid, signal.SIGKILL)
         await eventually(lambda: "started again in 60 s" in caplog.text)

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import zstandard
 
-from agl_gateway.relay.json_values import check_values
+from agl_gateway.relay.bodies import check_values
 from agl_gateway.wire.problems import Problem
 from agl_testing.waiting import stopwatch
 

@@ -27,7 +27,7 @@ from agl_gateway.traffic.split_report import split_report
 from agl_gateway.traffic.splits import parse_split
 from agl_inspect.records import labels as labels
 from agl_inspect.terminal.program import cli
-from agl_inspect.versions.lineage import arms
+from agl_inspect.versions import arms
 from agl_run.access.tokens import AttemptTokens
 from agl_store_sqlite._store import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer

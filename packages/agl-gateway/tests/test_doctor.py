@@ -14,7 +14,7 @@ import pytest
 from agl import PluginManager
 from agl.contracts import Presence
 from agl.stores import MemoryStore
-from agl_gateway.cli.examination import Finding, Patient, examine, forget_gone, patient_of, ports, transport
+from agl_gateway.cli.doctor import Finding, Patient, examine, forget_gone, patient_of, ports, transport
 from agl_gateway.processes.presence import GATEWAYS
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_run.access.tokens import AttemptTokens
@@ -122,7 +122,7 @@ async def test_gateway_that_is_gone_is_named_until_it_is_forgotten(tmp_path, man
 
 async def test_clock_of_a_store_that_differs_is_named(monkeypatch, manager, tmp_path):
     store = SkewedStore()
-    monkeypatch.setattr("agl_gateway.cli.examination.build_store", lambda manager, url: store)
+    monkeypatch.setattr("agl_gateway.cli.doctor.build_store", lambda manager, url: store)
     (finding,) = (await wrong(Patient(store_url="memory://", spool=tmp_path), manager)).values()
     assert "clock of the store" == finding.check
     assert "differs from this machine's by 12" in finding.text

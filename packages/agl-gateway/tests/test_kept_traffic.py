@@ -203,7 +203,7 @@ def test_conversation_that_was_left_out_stays_so_until_it_is_over():
     now = [0.0]
     traffic = KeptTraffic(Share(max_spans_per_minute=1), idle_s=100.0, clock=lambda: now[0])
     assert "" == traffic.left_out_by("one")
-    traffic.count()
+    traffic.count(is_recorded=True)
     assert "max_spans_per_minute" == traffic.left_out_by("two")
     now[0] = 90.0  # the minute is over, the conversation is not
     assert "max_spans_per_minute" == traffic.left_out_by("two")

@@ -14,7 +14,7 @@ from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_gateway.record.exchanges import RequestIds, span_id_of, trace_of
-from agl_gateway.relay.gate import Gate
+from agl_gateway.relay.routing import Gate
 from agl_gateway.status.metrics import SpanRate, render
 from agl_gateway.status.openapi import openapi_document
 from agl_gateway.store_api.contract import METHODS, Fault, error_of, fault_of
@@ -81,16 +81,17 @@ async def test_queue_length_follows_the_feed():
     store = MemoryStore()
     await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=n) for n in range(3)])
     queue = QueueLength(store)
-    feed = Feed(store, on_changes=(queue.on_changes,), on_gap=lambda: None)
+    feed = Feed(store=store, on_changes=(queue.on_changes,), on_gap=lambda: None)
     cursor = await store.cursor()
     await queue.load()
-    await feed.start(cursor)
+    following = asyncio.create_task(feed.follow(cursor))
     assert 3 == len(queue)
     (claim,) = await store.claim(worker="w")
     await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=9) for _ in range(2)])
     await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded")])
     await eventually(lambda: 4 == len(queue))
-    await feed.stop()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
     await store.close()
 
 

@@ -11,7 +11,7 @@ from agl.schemas import Attempt, Claim, ErrorInfo, Outcome, Rollout, new_rollout
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run import Worker, WorkerSetup
+from agl_run import RunContext, Worker
 from agl_run.access.tokens import AdminKey
 from agl_run.worker.remote_gateway import GuardedRunner, RemoteGateway
 from agl_testing.waiting import eventually
@@ -161,7 +161,7 @@ async def test_worker_gives_back_what_its_gateway_lost() -> None:
         attempts = await store.attempts(rollout.rollout_id)
         return attempts if len(attempts) >= 5 else []
 
-    async with Worker(WorkerSetup(store=store, runner=runner, concurrency=1, gateway=Gone())):
+    async with Worker(RunContext(store=store, concurrency=1, gateway=Gone()), runner):
         attempts = await eventually(five)
     assert {"lost"} == {attempt.status for attempt in attempts[:4]}
     assert {f"{attempt.attempt_id} is cut off" for attempt in attempts[:4]} == {

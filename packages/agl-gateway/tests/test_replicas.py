@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
-from agl_gateway.relay.replicas import Replicas
-from agl_gateway.relay.routing import Router
+from agl_gateway.relay.routing import Replicas, Router
 from agl_testing.model_server import Cut, Reply, ScriptedModelServer, Status
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -82,16 +81,15 @@ def test_rollouts_share_the_servers_evenly_and_keep_theirs(at_once):
     def begin(rollout_id, turns):
         url = replicas.ranked(rollout_id)[0]
         calls[url] += 1
-        holder = replicas.under_way(f"{url}/chat/completions")
-        holder.__enter__()
-        running.append((now + draw.expovariate(1.0), rollout_id, turns, url, holder))
+        replicas.begun(f"{url}/chat/completions")
+        running.append((now + draw.expovariate(1.0), rollout_id, turns, url))
 
     while tasks or running:
         while tasks and len(running) < at_once:
             begin(*tasks.pop())
         running.sort(key=lambda call: -call[0])
-        now, rollout_id, turns, url, holder = running.pop()
-        holder.__exit__(None, None, None)
+        now, rollout_id, turns, url = running.pop()
+        replicas.ended(f"{url}/chat/completions")
         if turns > 1:
             begin(rollout_id, turns - 1)
             kept += running[-1][3] == url
@@ -102,15 +100,14 @@ def test_rollouts_share_the_servers_evenly_and_keep_theirs(at_once):
 def test_a_slow_servers_rollouts_go_to_their_next_server_until_it_has_caught_up():
     replicas = Replicas(["http://a/v1", "http://b/v1", "http://c/v1"])
     first, second, third = replicas.ranked("ro-1")
-    holders = [replicas.under_way(f"{first}/chat/completions") for _ in range(4)]
-    for holder in holders:
+    for _ in range(4):
         assert first == replicas.ranked("ro-1")[0]
-        holder.__enter__()
+        replicas.begun(f"{first}/chat/completions")
     assert [second, third, first] == replicas.ranked("ro-1")
     replicas.failed(f"{second}/chat/completions")
     assert [third, first, second] == replicas.ranked("ro-1")
-    for holder in holders:
-        holder.__exit__(None, None, None)
+    for _ in range(4):
+        replicas.ended(f"{first}/chat/completions")
     assert [first, third, second] == replicas.ranked("ro-1")
 
 

@@ -22,8 +22,7 @@ from agl.errors import ConfigError, StoreError
 from agl.schemas import Outcome, Rollout, Span, new_rollout_id, new_span_id
 from agl_gateway.cli.serve import admin_key_of, parse_upstream
 from agl_gateway.client import HttpStore
-from agl_inspect.retention.removal import RetentionLimits
-from agl_inspect.retention.turns import retaining
+from agl_inspect.retention import RetentionLimits, retaining
 from agl_run.access.tokens import AttemptTokens
 from agl_testing.waiting import eventually
 

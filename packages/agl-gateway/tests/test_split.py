@@ -35,7 +35,7 @@ from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.traffic.splits import parse_split, placement_of
 from agl_inspect.records import labels as labels
-from agl_inspect.statistics.comparison import student_quantile
+from agl_inspect.statistics import student_quantile
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens
 from agl_store_sqlite._store import SQLiteStore

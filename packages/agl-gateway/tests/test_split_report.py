@@ -20,7 +20,7 @@ from agl.stores import MemoryStore
 from agl_gateway.traffic.split_report import SplitReport, split_report
 from agl_gateway.traffic.splits import Split, check_labels, parse_split, pins_of, place_rollout, placement_of
 from agl_inspect.records import labels as labels
-from agl_inspect.statistics.comparison import compare, interval, student_quantile
+from agl_inspect.statistics import compare, interval, student_quantile
 from agl_inspect.terminal.program import cli
 from agl_store_sqlite._store import SQLiteStore
 

@@ -190,9 +190,9 @@ async def test_full_spool_refuses_calls_before_the_model_is_asked(serving, serve
         _, token = await open_attempt(it)
         spool = it.recorder.spool
         if limit == "calls":
-            spool._max_calls = 2
+            spool.max_calls = 2
         else:
-            spool._max_bytes = 1
+            spool.max_bytes = 1
         store.is_gone = True
         kept = 2 if limit == "calls" else 1
         assert {200} == {(await call(it, token))[0] for _ in range(kept)}

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from agl.contracts import Upstream
 from agl.dialects import call_messages
-from agl_gateway.relay import relay
-from agl_gateway.relay.stream_end import StreamEnd
+from agl_gateway.relay import streams
+from agl_gateway.relay.streams import StreamEnd
 from agl_testing.model_server import Reply
 
 from .test_relay import BODIES, NATIVE
@@ -109,7 +109,7 @@ async def streamed(it: Any, token: str, path: str, body: Any) -> str:
 @pytest.fixture
 def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The body of a stream that stays open after its last event is taken for ended soon."""
-    monkeypatch.setattr(relay, "_END_OF_BODY_S", 0.05)
+    monkeypatch.setattr(streams, "_END_OF_BODY_S", 0.05)
 
 
 @pytest.mark.parametrize("endpoint", BODIES)
@@ -226,7 +226,7 @@ async def test_last_event_ends_the_stream_though_the_body_stays_open_and_its_pie
 async def test_last_event_and_the_end_of_the_body_end_the_stream_at_once(
     stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
-    monkeypatch.setattr(relay, "_END_OF_BODY_S", 300.0)
+    monkeypatch.setattr(streams, "_END_OF_BODY_S", 300.0)
     async with streaming(*answer_of(endpoint)) as (backend, upstreams):
         backend.may_end.set()
         async with stage(upstreams=upstreams, native_apis=NATIVE, spool=str(tmp_path)) as it:

@@ -14,7 +14,7 @@ import pytest
 from agl.errors import StoreError
 from agl.schemas import ModelCall, Sampling, Span, encode
 from agl.stores import MemoryStore
-from agl_gateway.record import attempt_writer
+from agl_gateway.record import recorder as attempt_writer
 from agl_gateway.record.storable import storable
 from agl_store_sqlite._store import SQLiteStore
 

@@ -23,7 +23,7 @@ from agl.schemas import (
 )
 from agl.stores import read_recordings
 from agl_gateway.client import HttpStore
-from agl_run import RunSetup
+from agl_run import RunContext
 from agl_run.access.tokens import AdminKey, AttemptTokens, IssuedClaim
 from agl_run.agents.agent import AgentSpec
 from agl_run.worker.remote_gateway import RemoteGateway
@@ -226,7 +226,7 @@ async def test_claims_bring_the_tokens_of_their_attempts_and_agents_call_with_th
         [again] = await the.worker.claim(worker="w", experiment="mine", claim_id="a lost answer")
         assert isinstance(claim, IssuedClaim)
         assert claim.attempt == again.attempt
-        setup = RunSetup(agent=AgentSpec(command=("true",)), store=the.worker, secret=None, resources=none)
+        setup = RunContext(agent=AgentSpec(command=("true",)), store=the.worker, secret=None, resources=none)
         token = setup.token_of(claim)
         assert token not in repr(claim)
         async with the.it.openai(token) as client:

@@ -14,7 +14,7 @@ from agl.schemas import Claim, Episode, Rollout, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_langchain.tracer import LangChainTracer
-from agl_run import AgentSpec, AsyncRunner, RunSetup
+from agl_run import AgentSpec, AsyncRunner, RunContext
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -56,7 +56,7 @@ async def play(server: ScriptedModelServer, upstreams: list[Upstream]) -> tuple[
     async def resources(_: Rollout) -> dict[str, Any]:
         return {}
 
-    setup = RunSetup(
+    setup = RunContext(
         agent=AgentSpec.of(team),
         store=store,
         secret=SECRET,

@@ -14,7 +14,7 @@ from agl.schemas import LLM, Attempt, Episode, ModelCall, Rollout, Span, new_rol
 from agl.stores import MemoryStore
 from agl.tracing import OtelTracer, WireTracer
 from agl_gateway.embedded import EmbeddedGateway
-from agl_run import AgentSpec, AsyncRunner, RunSetup, Worker, WorkerSetup
+from agl_run import AgentSpec, AsyncRunner, RunContext, Worker
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, ToolCall
 from tests.adapters import ANYBODY, check_callers, check_selection
 
@@ -99,7 +99,7 @@ async def _play(
     async def resources(_: Rollout) -> dict[str, Any]:
         return {"main": llm}
 
-    setup = RunSetup(
+    setup = RunContext(
         agent=AgentSpec.of(agent),
         store=store,
         secret=SECRET,
@@ -115,7 +115,7 @@ async def _play(
         concurrency=count,
     )
     rollouts = [Rollout(rollout_id=new_rollout_id(), task={"question": f"#{i}# {task}"}) for i in range(count)]
-    async with Worker(WorkerSetup(store=store, runner=AsyncRunner(setup), concurrency=count, gateway=proxy)):
+    async with Worker(setup, AsyncRunner(setup)):
         await store.enqueue(rollouts)
         played = [await _finished(store, rollout.rollout_id) for rollout in rollouts]
     if proxy is not None:

@@ -14,7 +14,7 @@ from agl.errors import AglError, ConfigError, DatasetError, UnknownComponentErro
 from agl.hints import pip_install
 from agl.tracing import WireTracer
 from agl_run import ExperimentConfig, Quiet, Trainer, load_config, parse_config
-from agl_run.checks.checks import make_plan
+from agl_run.checks.planning import make_plan
 from agl_run.plan import Plan
 from agl_run.terminal import make_trainer, read_experiment
 
@@ -151,15 +151,13 @@ def test_group_key_is_looked_for_in_every_task(tmp_path: Path) -> None:
         (section(validation_limit=-1), "experiment.validation_limit is -1; write the most validation tasks, 0 for all"),
         (section(group_key="qq"), "group_key is 'qq', which task 1 of train lacks: {'q': 1}; did you mean 'q'"),
         (section(on_collapse="stop"), "on_collapse is 'stop', and only validations between the steps show a collapse"),
-        (section(penalty=float("nan"), failed="penalise"), "experiment.penalty is nan, and no rollout could be"),
-        (section(reward_weights={"goal": float("inf")}), r"experiment.reward_weights.goal is inf.* a finite number"),
         (section(penalty=-1.0), 'penalty is ignored unless failed or missing_reward is "penalise"'),
         ({"schedule": {"every": 4}}, "schedule.every is ignored in mode 'sequential'"),
         ({"runner": {"concurrency": -1}}, "must be at least 1, or 0 to leave"),
         ({"runner": {"timeout_s": 0.0}}, "above 0 seconds"),
         (
             {"gateway": {"use": "none", "params": {"port": 1}}},
-            "gateway.params, gateway.advertise and gateway.ca are ignored",
+            "gateway.params, gateway.advertise, gateway.ca and gateway.process are ignored",
         ),
         ({"algorithm": [{"use": "weights-toy", "tunes": "mian"}]}, "tunes 'mian'.*did you mean 'main'"),
         (

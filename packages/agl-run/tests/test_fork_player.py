@@ -9,7 +9,7 @@ import pytest
 from agl.contracts import DIVERGED, REPLAY_VERSION, ForkPlan
 from agl.dialects import Request
 from agl.schemas import to_json
-from agl_inspect.rollouts.recorded import RecordedAnswer
+from agl_inspect.rollouts.answers import RecordedAnswer
 from agl_run.replay.fork_player import REFUSED, ForkPlayer, ForkScript
 
 Call = tuple[str, str]

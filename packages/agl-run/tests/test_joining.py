@@ -18,7 +18,7 @@ from agl.contracts import Presence, RewardSetup, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
 from agl.stores import MemoryStore, without_credentials
-from agl_inspect.records.hosts import place, worker_is_dead, worker_name
+from agl_inspect.records.workers import host_id, worker_is_dead, worker_name
 from agl_run import parse_config
 from agl_run.access.tokens import AdminKey
 from agl_run.config.records import ComponentConfig
@@ -32,11 +32,11 @@ from agl_run.worker.admission import (
     try_gateway,
     unreachable_policies,
 )
-from agl_run.worker.announcement import Announcement, Serving, load_serving, make_serving
 from agl_run.worker.current import PinnedResources
+from agl_run.worker.heartbeat import Heartbeat, RunningExperiment, load_running, make_running
 from agl_run.worker.remote import RemoteWorker
 from agl_run.worker.remote_gateway import RemoteGateway
-from agl_run.worker.unclaimed import WorkerWatch
+from agl_run.worker.unclaimed import UnclaimedReport
 from agl_testing.waiting import eventually
 
 AGENT = "def solve(task, prompt):\n    return 1.0\n"
@@ -56,11 +56,11 @@ def a_plan(folder: Path, **changes: Any) -> Plan:
     return make_worker_plan(parse_config(data), folder=folder, manager=PluginManager())
 
 
-def a_serving(plan: Plan, **changes: Any) -> Serving:
+def a_serving(plan: Plan, **changes: Any) -> RunningExperiment:
     """The description that the experiment of ``plan`` publishes."""
     upstream = Upstream(name="main", base_url="http://me:my-key@127.0.0.1:8000/v1", model="small")
     llm = LLM(endpoint="http://me:my-key@127.0.0.1:8000/v1", model="small", api_key="my-key")
-    serving = make_serving(
+    serving = make_running(
         plan,
         run=1,
         gateway_url="http://10.0.0.1:4748",
@@ -114,7 +114,7 @@ def test_worker_of_this_machine_is_judged_and_one_of_an_equally_named_is_not() -
     own = worker_name()
     assert not worker_is_dead(own)
     assert worker_is_dead(own.replace(f":{os.getpid()}:", f":{ended.pid}:"))
-    assert not worker_is_dead(own.replace(f":{os.getpid()}:", f":{ended.pid}:").replace(place(), "0" * 12))
+    assert not worker_is_dead(own.replace(f":{os.getpid()}:", f":{ended.pid}:").replace(host_id(), "0" * 12))
     assert not worker_is_dead(f"{own.partition('@')[0]}:{ended.pid}:an-older-release")
 
 
@@ -128,13 +128,13 @@ def test_experiment_is_joined_while_it_runs_and_versions_follow(tmp_path: Path) 
     async def work() -> None:
         store = MemoryStore()
         plan = a_plan(tmp_path)
-        async with Announcement(store, "experiment", a_serving(plan)) as announcement:
+        async with Heartbeat(store, "experiment", a_serving(plan)) as announcement:
             await announcement.update({"main": "v2"})
-            found = await load_serving(store, "experiment")
+            found = await load_running(store, "experiment")
             assert found is not None
             assert {"main": "v2"} == found.live
             assert differences(found, plan) is None
-        assert await load_serving(store, "experiment") is None
+        assert await load_running(store, "experiment") is None
         await store.close()
 
     asyncio.run(work())
@@ -154,7 +154,7 @@ def test_worker_reports_while_it_takes_part(tmp_path: Path, monkeypatch: pytest.
             reports = [each for each in await store.presences(plan.name) if each.member]
             return any(each.beat >= 2 and each.seen_at > each.since > 0 for each in reports)
 
-        async with Announcement(store, plan.name, serving):
+        async with Heartbeat(store, plan.name, serving):
             running = asyncio.create_task(worker.run())
             await eventually(has_reported)
             running.cancel()
@@ -169,11 +169,11 @@ def test_end_waits_for_workers_to_take_leave(tmp_path: Path) -> None:
     async def work() -> None:
         store = MemoryStore()
         async with asyncio.TaskGroup() as group:
-            async with Announcement(store, "experiment", a_serving(a_plan(tmp_path))):
+            async with Heartbeat(store, "experiment", a_serving(a_plan(tmp_path))):
                 await store.announce(Presence(experiment="experiment", member="somebody", session="s"))
 
                 async def is_over() -> bool:
-                    return await load_serving(store, "experiment") is None
+                    return await load_running(store, "experiment") is None
 
                 async def leave() -> None:
                     await eventually(is_over)
@@ -225,7 +225,7 @@ def test_loopback_of_another_machine_names_the_setting_and_is_never_asked(tmp_pa
     given = asyncio.run(try_gateway(serving, gateway, is_given=True))
     assert given is not None
     assert "ConnectionRefusedError" in given.text
-    here = asyncio.run(try_gateway(msgspec.structs.replace(serving, place=place()), gateway, is_given=False))
+    here = asyncio.run(try_gateway(msgspec.structs.replace(serving, place=host_id()), gateway, is_given=False))
     assert here is not None
     assert "ConnectionRefusedError" in here.text
 
@@ -301,7 +301,7 @@ def test_person_is_told_that_nobody_claims() -> None:
     async def work() -> list[str]:
         store = MemoryStore()
         said: list[str] = []
-        async with WorkerWatch(store, "small", say=said.append, first_s=0.05):
+        async with UnclaimedReport(store, "small", say=said.append, first_s=0.05):
             await asyncio.sleep(0.2)
             assert [] == said
             await store.enqueue([Rollout(rollout_id="r", task={}, experiment="small")])

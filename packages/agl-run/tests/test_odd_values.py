@@ -28,7 +28,7 @@ from agl.schemas import (
     encode,
 )
 from agl.stores import MemoryStore
-from agl_run import AgentSpec, AsyncRunner, RunSetup, Worker, WorkerSetup
+from agl_run import AgentSpec, AsyncRunner, RunContext, Worker
 from agl_run.runners import child
 from agl_run.runners.process import ProcessRunner
 from agl_run.runners.storable import storable_outcome, storable_span
@@ -47,9 +47,9 @@ async def no_resources(_: Rollout) -> NamedResources:
     return {}
 
 
-def setup_of(store: Store, agent: Any, *, folder: str = "") -> RunSetup:
+def setup_of(store: Store, agent: Any, *, folder: str = "") -> RunContext:
     spec = AgentSpec.of(agent, folder=folder)
-    return RunSetup(agent=spec, store=store, secret=b"x" * 32, resources=no_resources)
+    return RunContext(agent=spec, store=store, secret=b"x" * 32, resources=no_resources)
 
 
 async def finished(
@@ -59,7 +59,7 @@ async def finished(
     retry = RetryPolicy(max_attempts=1)
     queued = [Rollout(rollout_id=f"r{number}", task=task, retry=retry) for number, task in enumerate(tasks)]
     await store.enqueue(queued)
-    worker = Worker(WorkerSetup(store=store, runner=runner, concurrency=len(tasks)))
+    worker = Worker(RunContext(store=store, concurrency=len(tasks)), runner)
     async with asyncio.timeout(60), worker:
         if meanwhile is not None:
             await meanwhile()

@@ -11,11 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from agl.stores import MemoryStore
-from agl_inspect.stores import hints
-from agl_inspect.stores.urls import without_password
+from agl_inspect import stores
+from agl_inspect.stores import without_password
 from agl_inspect.terminal.program import cli
-from agl_run.cli.again import run_again
-from agl_run.cli.run import run
+from agl_run.cli.run import run, run_again
 from agl_store_sqlite._store import SQLiteStore
 
 AGENT = """
@@ -125,16 +124,16 @@ def test_command_names_no_store_that_it_finds_by_itself(folder: Path, monkeypatc
     (folder / "runs").mkdir()
     url = f"sqlite:///{folder / 'runs/only.db'}"
     SQLiteStore(url)
-    assert "agl show latest" == hints.command("show", "latest", store_url=url)
+    assert "agl show latest" == stores.command("show", "latest", store_url=url)
     monkeypatch.setenv("AGL_STORE", "other.db")
-    assert "agl show latest --store runs/only.db" == hints.command("show", "latest", store_url=url)
+    assert "agl show latest --store runs/only.db" == stores.command("show", "latest", store_url=url)
     monkeypatch.setenv("AGL_STORE", "runs/only.db")
-    assert "agl show latest" == hints.command("show", "latest", store_url=url)
+    assert "agl show latest" == stores.command("show", "latest", store_url=url)
 
 
 def test_command_has_no_password_and_none_is_proposed_for_a_store_in_memory() -> None:
     given = "postgresql://ann:secret@db:5432/agl?password=secret&schema=x"
     assert "postgresql://ann@db:5432/agl?schema=x" == without_password(given)
     assert "http://host:4748" == without_password("http://:token@host:4748")
-    memory = hints.address_of(MemoryStore())
-    assert "" == hints.proposal("See", "show", "x", store_url=memory)
+    memory = stores.address_of(MemoryStore())
+    assert "" == stores.proposal("See", "show", "x", store_url=memory)

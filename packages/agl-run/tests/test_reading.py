@@ -10,7 +10,7 @@ from agl.contracts import REPLAY
 from agl.errors import NotFoundError, RunError
 from agl.schemas import Rollout, Span
 from agl.stores import MemoryStore, all_spans
-from agl_inspect.records.rollouts import step_name
+from agl_inspect.records.names import step_name
 from agl_run.replay.script import load_script
 
 

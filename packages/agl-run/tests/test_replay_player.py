@@ -17,8 +17,7 @@ from agl.contracts import REPLAY, ReplayPlan, Upstream, replay_of
 from agl.errors import AglError
 from agl.schemas import Rollout, to_builtins
 from agl.tracing import ActiveAttempt, SpanRecorder, activate
-from agl_inspect.rollouts.recorded import RecordedAnswer, recorded_answers
-from agl_inspect.rollouts.streams import stream_of
+from agl_inspect.rollouts.answers import RecordedAnswer, recorded_answers, stream_of
 from agl_run.replay.player import Player, ReplayScript
 from agl_testing.model_server import Reply, ScriptedModelServer, Status, ToolCall
 

@@ -16,7 +16,7 @@ from agl.errors import ConfigError, StoreError
 from agl.schemas import NamedResources, Rollout, Span
 from agl.stores import MemoryStore
 from agl_inspect.records import state as saved
-from agl_run import AgentSpec, AsyncRunner, Quiet, RunSetup, Trainer
+from agl_run import AgentSpec, AsyncRunner, Quiet, RunContext, Trainer
 from agl_run.run.schedule import concurrent, sequential
 from agl_run.runners.command import CommandRunner
 from agl_run.runners.process import ProcessRunner
@@ -109,7 +109,7 @@ def test_spans_that_the_store_refused_come_with_the_attempts_end(monkeypatch: py
 
     async def run() -> list[str]:
         store = Refusing()
-        setup = RunSetup(agent=AgentSpec.of(agent), store=store, secret=b"x" * 32, resources=no_resources)
+        setup = RunContext(agent=AgentSpec.of(agent), store=store, secret=b"x" * 32, resources=no_resources)
         runner = AsyncRunner(setup)
         await runner.start()
         await store.enqueue([Rollout(rollout_id="r", task=1)])
@@ -126,7 +126,7 @@ def test_child_that_died_while_it_waited_is_replaced() -> None:
     async def run() -> str:
         store = MemoryStore()
         spec = AgentSpec(path="agl_testing.conformance.agents:behave")
-        setup = RunSetup(agent=spec, store=store, secret=b"x" * 32, resources=no_resources)
+        setup = RunContext(agent=spec, store=store, secret=b"x" * 32, resources=no_resources)
         runner = ProcessRunner(setup)
         await runner.start()
         (child,) = runner._idle
@@ -153,7 +153,7 @@ def test_program_of_an_agent_finds_no_key_but_its_own_in_its_environment(
 
     async def run() -> object:
         store = MemoryStore()
-        setup = RunSetup(
+        setup = RunContext(
             agent=AgentSpec(command=(sys.executable, "-c", code)),
             store=store,
             secret=b"x" * 32,

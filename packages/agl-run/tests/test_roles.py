@@ -3,7 +3,7 @@
 import pytest
 
 from agl.errors import ConfigError
-from agl_run.config.roles import check_patterns
+from agl_run.checks.planning import check_patterns
 
 
 def test_patterns_that_name_one_agent_twice_are_refused():

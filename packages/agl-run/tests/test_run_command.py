@@ -16,9 +16,8 @@ from agl import semconv
 from agl.schemas import Attempt, Claim, Outcome, RetryPolicy, Rollout
 from agl.schemas._ids import attempt_id_of, new_rollout_id
 from agl.stores import MemoryStore
-from agl_run import AgentSpec, RunSetup
-from agl_run.runners.command import CommandRunner
-from agl_run.runners.printed import HEAD, LINE, TAIL, PrintedText
+from agl_run import AgentSpec, RunContext
+from agl_run.runners.command import HEAD, LINE, TAIL, CommandRunner, PrintedText
 
 MB = 1 << 20
 
@@ -34,7 +33,7 @@ def run(program: str, *, timeout_s: float | None = None) -> Outcome:
         attempt_id=attempt_id_of(rollout.rollout_id, 1), rollout_id=rollout.rollout_id, number=1, worker="test"
     )
     spec = AgentSpec(command=(sys.executable, "-c", program))
-    setup = RunSetup(agent=spec, store=MemoryStore(), secret=b"a secret of these tests", resources=no_resources)
+    setup = RunContext(agent=spec, store=MemoryStore(), secret=b"a secret of these tests", resources=no_resources)
     return asyncio.run(CommandRunner(setup).execute(Claim(rollout=rollout, attempt=attempt)))
 
 

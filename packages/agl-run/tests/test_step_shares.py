@@ -14,13 +14,13 @@ from agl.contracts import AlgorithmContext, Metric, StepReport
 from agl.errors import GatewayLostError, PolicyError, RewardError
 from agl.schemas import Episode, ErrorInfo
 from agl.stores import MemoryStore
-from agl_inspect.records.rollouts import broke_in_reward
+from agl_inspect.records.names import broke_in_reward
 from agl_run import Quiet, Trainer
 from agl_run.runners.judging import judged
 from agl_run.runners.result import describe_error
 from agl_run.watch.observers import Batch
 from agl_run.watch.steps import StepShares
-from agl_run.worker.slots import Slots
+from agl_run.worker.worker import Slots
 from tests.cases import ATTEMPT, ROLLOUT
 
 

@@ -9,7 +9,7 @@ import pytest
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import Claim, Outcome, Rollout
 from agl.stores import MemoryStore
-from agl_run import Worker, WorkerSetup
+from agl_run import RunContext, Worker
 from agl_store_sqlite._store import SQLiteStore
 
 
@@ -62,7 +62,7 @@ def test_worker_stopped_while_its_claim_is_answered_holds_nothing(store: Store) 
     async def body() -> None:
         held = Held(store)
         await store.enqueue([Rollout(rollout_id=f"r{number}", task=None) for number in range(3)])
-        async with asyncio.timeout(60), Worker(WorkerSetup(store=held, runner=Idle(), concurrency=3)):
+        async with asyncio.timeout(60), Worker(RunContext(store=held, concurrency=3), Idle()):
             await held.is_held.wait()
         rollouts = await store.rollouts(RolloutQuery())
         ended = [(each.status, each.error) for r in rollouts for each in await store.attempts(r.rollout_id)]
@@ -78,7 +78,7 @@ def test_worker_stops_though_its_store_does_not_answer(monkeypatch: pytest.Monke
 
     async def body() -> None:
         silent = Silent(MemoryStore())
-        async with asyncio.timeout(60), Worker(WorkerSetup(store=silent, runner=Idle())):
+        async with asyncio.timeout(60), Worker(RunContext(store=silent), Idle()):
             await silent.is_held.wait()
 
     asyncio.run(body())

@@ -5,7 +5,7 @@ import asyncio
 from agl.contracts import RolloutQuery
 from agl.schemas import Claim, ErrorInfo, Outcome, RetryPolicy, Rollout
 from agl.stores import MemoryStore
-from agl_run.worker.worker import Worker, WorkerSetup
+from agl_run import RunContext, Worker
 
 LOST = ErrorInfo(type="agl.LeaseLapsed", message="silent")
 
@@ -46,7 +46,7 @@ async def run_all(losses: dict[str, int]) -> tuple[MemoryStore, Watched]:
     store, runner = MemoryStore(), Watched()
     for name, times in losses.items():
         await lose(store, name, times=times)
-    async with Worker(WorkerSetup(store=store, runner=runner, concurrency=3)):
+    async with Worker(RunContext(store=store, concurrency=3), runner):
         async with asyncio.timeout(30):
             while await store.rollouts(RolloutQuery(status=("queued", "running"))):
                 await asyncio.sleep(0.01)
@@ -70,7 +70,7 @@ def test_stopped_worker_gives_back_what_it_declines() -> None:
     async def body() -> None:
         store = MemoryStore()
         await lose(store, "a", times=2)
-        async with Worker(WorkerSetup(store=store, runner=Watched(), concurrency=3)):
+        async with Worker(RunContext(store=store, concurrency=3), Watched()):
             while (await store.rollouts(RolloutQuery()))[0].attempts < 3:
                 await asyncio.sleep(0)
         found = (await store.rollouts(RolloutQuery()))[0]

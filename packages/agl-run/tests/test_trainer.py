@@ -1,7 +1,6 @@
 """The trainer's constructor: the same experiment as the file's, and messages for slips."""
 
 import asyncio
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from agl import PluginManager, PromptTemplate
 from agl.algorithms import algorithm, component
 from agl.errors import ConfigError, PluginError
 from agl.schemas import LLM, JsonResource
-from agl.stores import MemoryStore
 from agl_run import PolicyConfig, Quiet, RunnerConfig, ScheduleConfig, Trainer, load_config, parse_config
 
 FILE = """
@@ -45,7 +43,7 @@ value = { words = 3 }
 use = "grpo"
 tunes = "llm"
 credit = { use = "turn", params = { gamma = 0.9 } }
-params = { lr = 0.1 }
+params = { optim = { lr = 0.1 } }
 
 [[algorithm]]
 use = "apo"
@@ -81,7 +79,7 @@ def test_python_and_a_file_make_the_same_experiment(tmp_path: Path) -> None:
             "limits": JsonResource(value={"words": 3}),
         },
         algorithm=[
-            agl.GRPO(tunes="llm", credit=component("turn", gamma=0.9), lr=0.1),
+            agl.GRPO(tunes="llm", credit=component("turn", gamma=0.9), optim={"lr": 0.1}),
             algorithm("apo", tunes="prompt", name="late", source="grpo"),
         ],
         schedule=ScheduleConfig(mode="alternate", every=2, first=("grpo",)),
@@ -168,52 +166,16 @@ def test_unknown_component_is_named_with_the_next_step(arguments: dict[str, Any]
         trainer.plan(lambda task: 1.0, ["t"])
 
 
-class Nothing:
-    """Neither a section nor a component."""
+def test_model_among_the_policies_is_answered_with_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"policies\['main'\] is LLM\(.* belongs to initial_resources"):
+        Trainer(policies={"main": LLM()})  # pyright: ignore[reportArgumentType]  # the slip
 
 
-SECTIONS = (
-    "algorithm", "n_runners", "adapter", "initial_resources", "policies", "store", "name", "runner", "credit",
-    "rewards", "tracers", "schedule", "gateway", "exporters", "disabled_plugins", "progress", "plugins", "folder",
-    "agent", "train", "val", "seed", "hidden", "group_key", "workdir", "validate_every", "failed", "penalty",
-)  # fmt: skip
-WRONG = {"number": 0.125, "list": [0.125], "object": Nothing(), "class": Nothing, "bytes": b"torch"}
-FITTING = {("penalty", "number"), ("rewards", "class")}
-
-
-@pytest.mark.parametrize(
-    ("section", "kind"), [(name, kind) for name in SECTIONS for kind in WRONG if (name, kind) not in FITTING]
-)
-def test_argument_of_a_wrong_type_is_named_with_what_it_takes(section: str, kind: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Trainer(**{section: WRONG[kind]})
-    message = str(caught.value)
-    named = {"n_runners": "concurrency"}.get(section, section)
-    assert named in message.partition(" is ")[0].partition(" has ")[0]
-    assert re.search("; (give|write|call) ", message)
-    assert 1 == len(message.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"policies": "torch"}, "policies is 'torch', of the type str; give model servers by name, such as"),
-        ({"policies": {"main": LLM()}}, r"policies\['main'\] is LLM\(.*, of the type LLM; .* belongs to initial_res"),
-        (
-            {"runner": {"use": "process"}},
-            r"runner is .*, of the type dict; give a name, or agl_run.r",
-        ),
-        ({"gateway": None}, 'gateway is None, of the type NoneType; give "auto" or "none"'),
-        ({"tracers": ["otel", 3]}, r"tracers\[1\] is 3, of the type int; give names"),
-        ({"plugins": PluginManager}, "plugins is <class .*, a class; give an agl.PluginManager"),
-        ({"store": MemoryStore}, "store is <class .*, a class; give a URL"),
-    ],
-)
-def test_slip_in_the_type_of_an_argument_is_answered_with_the_right_one(
-    arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Trainer(**arguments)
+def test_section_may_be_a_table_as_in_the_file() -> None:
+    config = Trainer(runner={"use": "process"}).config  # pyright: ignore[reportArgumentType]  # as a file has it
+    assert "process" == config.runner.use
+    with pytest.raises(ConfigError, match="gateway is 5; write a table"):
+        Trainer(gateway=5)  # pyright: ignore[reportArgumentType]  # the slip
 
 
 @pytest.mark.parametrize("method", ["fit", "dev"])

@@ -6,8 +6,7 @@ from pathlib import Path
 import agl
 from agl.contracts import RolloutQuery
 from agl.schemas import Outcome, Rollout
-from agl_inspect.retention.removal import RetentionLimits
-from agl_inspect.retention.turns import retaining
+from agl_inspect.retention import RetentionLimits, retaining
 from agl_run import Quiet, RetentionConfig
 from agl_store_postgres.store import PostgresStore
 from agl_testing.waiting import eventually

@@ -88,7 +88,7 @@ def test_transaction_that_met_another_one_is_repeated_on_what_is_there_by_then(
         ]
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(writer, "begin", meeting)
-        write = other.backend._write  # type: ignore[attr-defined]  # the other one is not disturbed
+        write = other.backend._writer._act  # type: ignore[attr-defined]  # the other one is not disturbed
         monkeypatch.setattr(write, "_begin", lambda needs: _undisturbed(write, needs))
         await store.append_spans([make_span(claim, name="two", call=call)])
         spans = await all_spans(store, "a")

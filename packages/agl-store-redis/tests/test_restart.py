@@ -214,7 +214,8 @@ def test_store_goes_to_the_new_primary_when_its_own_becomes_a_replica(pair: tupl
 
 def test_primary_that_stays_a_replica_is_named(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
     primary, replica = pair
-    monkeypatch.setattr(connections, "RESTART_WAIT_S", 0.5)
+    for module in ("agl_store_sqlite.sql._servers", "agl_store_redis.writer"):
+        monkeypatch.setattr(f"{module}.RESTART_WAIT_S", 0.5)
 
     async def body() -> None:
         store = RedisStore(primary.url())
@@ -248,7 +249,8 @@ def test_closed_store_leaves_no_mark_of_its_writer(server: Server, url: str) -> 
 def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "RESTART_WAIT_S", 1.0)
+    for module in ("agl_store_sqlite.sql._servers", "agl_store_redis.writer"):
+        monkeypatch.setattr(f"{module}.RESTART_WAIT_S", 1.0)
 
     async def body() -> None:
         store = RedisStore(url)
@@ -259,7 +261,8 @@ def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
                 await store.enqueue([Rollout(rollout_id="b", task=None)])
             with pytest.raises(StoreError, match="cannot be reached"):
                 await store.cursor()
-            monkeypatch.setattr(connections, "RESTART_WAIT_S", 300.0)
+            for module in ("agl_store_sqlite.sql._servers", "agl_store_redis.writer"):
+                monkeypatch.setattr(f"{module}.RESTART_WAIT_S", 300.0)
             waiting = asyncio.create_task(store.claim(worker="w", wait_s=300))
             await asyncio.sleep(0.2)
             begin = time.monotonic()

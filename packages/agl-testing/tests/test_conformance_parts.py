@@ -14,7 +14,7 @@ from agl.contracts import Tracer
 from agl.errors import AglError
 from agl.schemas import CallCredit, Claim, Episode, ErrorInfo, Outcome, Reward, Rollout, Span, new_span_id
 from agl.tracing import OpenSpan, current, open_span
-from agl_run import RunSetup
+from agl_run import RunContext
 from agl_testing.conformance import (
     CreditConformance,
     RewardCase,
@@ -361,7 +361,7 @@ def test_broken_credit_fails_the_test_that_protects_from_it(broken: type[PlainCr
 class NaiveRunner:
     """Calls the agent, swallows every error, knows no time limit."""
 
-    def __init__(self, setup: RunSetup) -> None:
+    def __init__(self, setup: RunContext) -> None:
         self.agent = setup.agent.load()
 
     async def start(self) -> None: ...

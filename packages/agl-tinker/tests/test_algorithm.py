@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl import AlgorithmEntry, PluginManager
 from agl.contracts import POLICY_KEY_ENV
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, ResourceVersion, Row, Segment, Transition, Weights, pack_floats, pack_ids
@@ -70,8 +71,9 @@ async def play(order: RolloutOrder) -> Episode:
 
 
 def make(**settings: Any) -> Tinker:
-    small = {"steps": 3, "tasks_per_step": 2, "group_size": 4, "lora_rank": 4, "lr": 0.01}
-    return Tinker(**{**small, **settings})
+    small = {"steps": 3, "tasks_per_step": 2, "group_size": 4, "lora_rank": 4, "optim": {"lr": 0.01}}
+    entry = AlgorithmEntry(name="tinker", factory=Tinker, summary="under test")
+    return PluginManager().build(entry, **{**small, **settings})
 
 
 def scenario_of(served: Served, make: Callable[[], Tinker] = make, **more: Any) -> AlgorithmScenario:
@@ -96,7 +98,9 @@ class TestTinkerWithChosenTasks(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, served: Served) -> AlgorithmScenario:
         train = [{"question": f"q{number}"} for number in range(12)]
-        return scenario_of(served, lambda: make(group_size=2, refill=2, curriculum="frontier"), train=train)
+        return scenario_of(
+            served, lambda: make(group_size=2, sampling={"refill": 2, "curriculum": "frontier"}), train=train
+        )
 
 
 async def complete_run(bench: AlgorithmBench) -> list[dict[str, float]]:
@@ -115,7 +119,9 @@ async def complete_run(bench: AlgorithmBench) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
 def test_reward_rises(served: Served, tmp_path: Path, loss: str) -> None:
-    scenario = scenario_of(served, lambda: make(steps=12, group_size=8, loss=loss, lr=0.02, updates_per_step=2))
+    scenario = scenario_of(
+        served, lambda: make(steps=12, group_size=8, loss=loss, optim={"lr": 0.02}, updates_per_step=2)
+    )
     found = asyncio.run(complete_run(AlgorithmBench(scenario, tmp_path)))
     first, last = (sum(metrics["reward"] for metrics in part) / 2 for part in (found[:2], found[-2:]))
     assert last > first + 0.2, [metrics["reward"] for metrics in found]
@@ -240,13 +246,13 @@ def test_setup_refuses_what_the_server_lacks(
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"loss": "pppo"}, "loss = 'pppo', which is unknown; did you mean 'ppo'"),
-        ({"estimator": "gae"}, "use one of grpo, dr_grpo, rloo"),
-        ({"group_size": 1}, "group_size is 1; give 2 or more"),
-        ({"lora_rank": 0}, "each must be at least 1"),
-        ({"lr": 0.0}, "lr must be above 0"),
-        ({"betas": (0.9, 1.0)}, "betas = (0.9, 1.0)"),
-        ({"eps": -1e-8}, "eps = -1e-08"),
+        ({"loss": "pppo"}, "did you mean 'ppo'"),
+        ({"estimator": "gae"}, "its choices are: grpo, dr_grpo, rloo"),
+        ({"group_size": 1}, "'group_size' is wrong: Expected `int` >= 2; got 1"),
+        ({"lora_rank": 0}, "'lora_rank' is wrong: Expected `int` >= 1; got 0"),
+        ({"optim": {"lr": 0.0}}, "'optim.lr' is wrong: Expected `float` > 0.0; got 0.0"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "'optim.betas' is wrong: Expected `float` < 1.0"),
+        ({"sampling": {"refil": 2}}, "no parameter 'sampling.refil'; did you mean 'sampling.refill'"),
     ],
 )
 def test_parameters_are_refused_at_once(settings: dict[str, Any], part: str) -> None:

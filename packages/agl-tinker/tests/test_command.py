@@ -1,4 +1,4 @@
-"""The command: its key, its other name, and what is missing."""
+"""The command: its key, and what is missing."""
 
 import asyncio
 from pathlib import Path
@@ -17,19 +17,6 @@ from .world import KEY
 
 def run_agl(*words: str) -> Result:
     return CliRunner().invoke(cli, words)
-
-
-def test_serve_tinker_is_the_command() -> None:
-    found = run_agl("serve", "--tinker", "--help")
-    assert "serve --tinker [OPTIONS] MODEL" in found.output
-    assert "--samplers" in found.output
-
-
-def test_serve_tinker_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGL_DISABLED_PLUGINS", "tinker")
-    found = run_agl("serve", "--tinker", "model")
-    assert 2 == found.exit_code
-    assert "is in the plugin 'tinker'" in found.output
 
 
 def test_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

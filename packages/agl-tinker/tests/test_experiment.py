@@ -56,7 +56,7 @@ steps = {steps}
 tasks_per_step = 2
 group_size = 4
 lora_rank = 4
-lr = 0.01
+optim = {{ lr = 0.01 }}
 """
 
 Start = Callable[..., "subprocess.Popen[str]"]

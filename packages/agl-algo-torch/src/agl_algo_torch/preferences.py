@@ -1,24 +1,50 @@
-"""Trains a policy by the log-ratios of whole rollouts to a reference policy, for `dpo`, `ipo` and `kto`.
+"""DPO, IPO and KTO: learn from the better and the worse of recorded rollouts, with no sampling while they train.
 
-The log-ratio of a rollout is r = log pi(rollout) - log ref(rollout), where log pi(rollout) sums over the policy's
-tokens of all its turns and rows. One step:
+All three compare the policy with a reference policy by the log-ratio of whole rollouts,
+
+    r = log pi(rollout) - log ref(rollout),   log pi(rollout) = sum over the policy's tokens of all its turns and rows
+
+and differ in the loss that they make of it. w and l are the chosen and the rejected of two rollouts of one task, and
+m = r(w) - r(l) is their margin.
+
+    dpo   loss = -log sigmoid(beta m)
+          Rafailov et al. 2023, "Direct Preference Optimization" (arXiv 2305.18290), equation 7; beta r is the implicit
+          reward.
+    ipo   loss = (m - 1 / (2 beta))^2
+          Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences" (arXiv
+          2310.12036), equation 17; beta is its tau.
+    kto   loss = 1 - sigmoid(beta (r - z)) for a good rollout, 1 - sigmoid(beta (z - r)) for a bad one, each weighted
+          Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization" (arXiv 2402.01306),
+          equation 8. z, the point of reference, estimates KL(pi || ref) and has no gradient.
+
+Where preferences hardly contradict each other, DPO's loss pulls the policy away from the reference without an end; IPO
+stops at the margin 1 / (2 beta). KTO needs no pairs, and so fits feedback such as a thumb up or down. One step:
 
     1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for; or read
        `data`, pairs of texts or labelled ones, instead
-    2. examples: what the algorithm makes of the rewards, such as pairs or labels
+    2. examples: pairs or labels, from the rewards of a group
     3. `epochs` passes over the examples, so many at a time
     4. publish the new weights
 
 An update needs the ratios of all its rollouts at once, and their rows need not fit into one micro-batch. A first pass
-without gradient gives the ratios, and the algorithm says -d loss / d r of each rollout; this factor then weights the
-tokens of a second pass, whose loss is linear in log pi. That is exact and costs one more forward pass.
+without gradient gives the ratios, and `_judge` says -d loss / d r of each rollout; this factor then weights the tokens
+of a second pass, whose loss is linear in log pi. That is exact and costs one more forward pass.
 
 Deviations from the papers, and why:
-- Preferences come from rewards, not from people.
+- Preferences come from rewards, not from people. A group gives the best against the worst, or every pair, whose rewards
+  differ by `min_gap` at least. For KTO a rollout is good if its reward is at least `good_from`; without that it is
+  compared with the mean of its group, and has no label if it equals it.
 - A rollout has several turns; observations between them are masked, because the policy did not write them.
 - `reference = "behaviour"` takes the recorded log-probabilities of the sampler as the reference. No second model is
   held then, and the reference is the policy that acted. `"start"` is the papers': the policy when the algorithm began.
 - The temperature that a call was sampled with is part of the policy here, in pi and in the reference.
+- IPO takes r as a rollout's mean per token, as its authors advise and TRL computes it. With sums, a long rollout's
+  margin is hundreds of nats off its target from the start.
+- KTO's z is the mean of r over the update's rollouts, good and bad, at least 0. The paper pairs prompts with answers of
+  other prompts, because its answers were not sampled from the policy; ours were, so their mean is the estimate itself.
+  With a source of old rollouts it is that of the policy that acted, and with `data` of somebody else: more rough.
+- KTO's paper sets the two weights by hand so that both kinds count about the same; `weights = "balanced"` takes them
+  from their numbers in each step. A step with one kind only is not balanced.
 """
 
 from __future__ import annotations
@@ -30,11 +56,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.data.supply import RolloutSupply
+from agl_algo_torch.data.preparation import live_rows
+from agl_algo_torch.data.supply import Age, RolloutSupply, Supplied
 from agl_algo_torch.data.written_pairs import (
     WrittenAnswer,
     WrittenPair,
@@ -42,17 +69,13 @@ from agl_algo_torch.data.written_pairs import (
     check_source,
     read_answers,
     read_pairs,
-    told,
+    reading_notice,
 )
-from agl_algo_torch.learner.batch import RowSample, from_row, micro_batches, recompute_logprobs
-from agl_algo_torch.learner.model import LoraSettings
-from agl_algo_torch.learner.optim import OptimSettings
-from agl_algo_torch.learner.packing import packs_rows
 from agl_algo_torch.learner.policy_learner import LearnerSettings, mean
-from agl_algo_torch.learner.tuned_policy import TunedPolicy, at_least_one, one_of
+from agl_algo_torch.learner.tuned_policy import TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward
 from agl_objectives.reports import averaged
-from agl_objectives.saving import SAVE_EVERY
+from agl_objectives.settings import Compute, Count, Lora, Optim, Positive, Saving
 from agl_objectives.tasks import by_task
 from agl_objectives.uses import call_uses
 
@@ -62,22 +85,45 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agl.contracts import AlgorithmContext, CallUse
-    from agl.schemas import Episode, Json
+    from agl.schemas import Episode
+    from agl_algo_torch.learner.batch import RowSample
     from agl_algo_torch.learner.policy_learner import PolicyLearner
 
 ReferenceKind = Literal["start", "behaviour"]
+Pairing = Literal["extremes", "all"]
+
+MIN_GAP = 1e-6
+"""Rewards that are no further apart are equal; above the rounding of their sums."""
 
 
-class Example(Protocol):
-    """Something to learn from, made of one rollout or more."""
-
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """Ids of its rollouts."""
-        ...
+def sigmoid(x: float) -> float:
+    """Return the logistic function."""
+    # Two forms of one function, each with an exponent that is never positive, so nothing overflows.
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
 
 
-E = TypeVar("E", bound=Example)
+def dpo_loss(margin: float, *, beta: float) -> tuple[float, float]:
+    """Return -log sigmoid(beta m) and -d loss / d m = beta sigmoid(-beta m), equation 7 of DPO's paper.
+
+    The slope is near beta where the policy has the pair the wrong way round, and near 0 where it already prefers the
+    chosen rollout clearly.
+    """
+    x = beta * margin
+    # log sigmoid(x) = -log(1 + exp(-x)) = min(x, 0) - log(1 + exp(-|x|)), which loses no digits for large |x|.
+    return math.log1p(math.exp(-abs(x))) - min(x, 0.0), beta * sigmoid(-x)
+
+
+def ipo_loss(margin: float, *, beta: float) -> tuple[float, float]:
+    """Return (m - 1 / (2 beta))^2 and -d loss / d m, equation 17 of IPO's paper; the margin is per token."""
+    distance = margin - 1 / (2 * beta)
+    return distance**2, -2 * distance
+
+
+def kto_loss(ratio: float, *, point: float, is_good: bool, beta: float) -> tuple[float, float]:
+    """Return 1 - sigmoid(+-beta (r - z)) and -d loss / d r, equation 8 of KTO's paper, for a weight of 1."""
+    sign = 1.0 if is_good else -1.0
+    value = sigmoid(beta * sign * (ratio - point))  # v, how much better than z the rollout is in the policy's eyes
+    return 1.0 - value, sign * beta * value * (1.0 - value)  # the derivative of a sigmoid s is s (1 - s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +147,24 @@ class Judgement:
     metrics: dict[str, float]
 
 
+class Example(Protocol):
+    """Something to learn from, made of one rollout or more."""
+
+    @property
+    def rollouts(self) -> tuple[str, ...]:
+        """Ids of its rollouts."""
+        ...
+
+
+E = TypeVar("E", bound=Example)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered(Generic[E]):
     """The examples of one step, and the rows that they are made of.
 
     Attributes:
-        examples: Of rollouts, or of what stands for them in `rows`.
+        examples: Of rollouts, or of the texts that stand for them in `rows`.
         rows: The rows of all rollouts in examples.
         metrics: To log.
         trained: Ids of the rollouts that are trained.
@@ -116,53 +174,57 @@ class Gathered(Generic[E]):
 
     examples: list[E]
     rows: list[RowSample]
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     trained: tuple[str, ...] = ()
     uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
     stop_reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceSettings:
-    """The settings that these algorithms share; `per_update` examples make one optimizer update."""
+class PreferenceAlgorithm(Supplied, ABC, Generic[E]):
+    """One policy that learns from rollouts against a reference; subclasses choose the examples and judge them."""
 
-    learner: LearnerSettings
-    reference: ReferenceKind
-    epochs: int
-    per_update: int
-    token_budget: int
-    keep: int
-    save_every: int | str
+    left_out: str
+    """Why a rollout that is in no example teaches nothing."""
 
-
-class PreferenceAlgorithm(ABC, Generic[E]):
-    """One policy that learns from rollouts against a reference; subclasses choose the examples and judge them.
-
-    Args:
-        name: The algorithm's registered name.
-        left_out: Why a rollout that is in no example teaches nothing.
-        supply: Where its rollouts come from.
-        settings: See :class:`PreferenceSettings`.
-    """
-
-    def __init__(self, name: str, *, supply: RolloutSupply, settings: PreferenceSettings, left_out: str) -> None:
-        one_of(name, reference=(settings.reference, get_args(ReferenceKind)))
-        at_least_one(name, epochs=settings.epochs, token_budget=settings.token_budget, keep=settings.keep)
-        self._settings, self._left_out = settings, left_out
-        has_reference = settings.reference == "start"
+    def __init__(
+        self,
+        name: str,
+        *,
+        data: str,
+        supply: RolloutSupply,
+        reference: ReferenceKind,
+        epochs: int,
+        per_update: int,
+        optim: Optim,
+        lora: Lora,
+        compute: Compute,
+        saving: Saving,
+        idle: Mapping[str, bool],
+    ) -> None:
+        """Take the settings; `idle` says for each other one that `data` would make idle if it is set."""
+        ignored = {**supply.given, **idle, 'reference = "behaviour"': reference == "behaviour"}
+        check_ignored(data, ignored, algorithm=name)
+        self._data, self._supply = data, supply
+        self._reference: ReferenceKind = reference
+        self._epochs, self._per_update = epochs, per_update
         self._tuned = TunedPolicy(
-            settings=settings.learner,
-            algorithm=name,
-            keep=settings.keep,
-            save_every=settings.save_every,
-            has_reference=has_reference,
+            name,
+            settings=LearnerSettings(optim=optim, lora=lora, compute=compute),
+            saving=saving,
+            has_reference=reference == "start",
         )
-        self._supply = supply
-        self._step, self._updates = 0, 0
 
     @abstractmethod
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[E]:
         """Return what the groups of a step teach; rollouts without a reward or without tokens teach nothing."""
+
+    @abstractmethod
+    def read(self, context: AlgorithmContext) -> int:
+        """Read the examples of `data`; returns how many there are."""
+
+    @abstractmethod
+    def written(self, *, tokenizer: object, max_tokens: int) -> Gathered[E]:
+        """Return the examples of `data`."""
 
     @abstractmethod
     def counts(self, examples: Sequence[E]) -> dict[str, float]:
@@ -170,42 +232,40 @@ class PreferenceAlgorithm(ABC, Generic[E]):
 
     @abstractmethod
     def sides(self, examples: Sequence[E]) -> dict[str, str]:
-        """Return the part that each rollout takes in the examples, in words, by its id."""
+        """Return the part that each rollout takes in the examples, as text, by its id."""
 
     @abstractmethod
     def judge(self, examples: Sequence[E], ratios: Mapping[str, Ratio]) -> Judgement:
         """Return the loss of an update's examples and its slopes, given the ratios of their rollouts by id."""
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned, and where the rollouts come from."""
-        self.begin(context)
-        self._supply.begin(context)
-
-    def begin(self, context: AlgorithmContext) -> None:
-        """Take the context, and check that one policy with reachable weights is tuned."""
+        """Check that one policy with reachable weights is tuned, and where the examples come from."""
         self._context = context
         self._tuned.begin(context)
+        if not self._data:
+            self._supply.begin(context)
+            return
+        check_source(self._data, context.sources, algorithm=context.name)
+        context.say(f"{context.name}: {reading_notice(self.read(context), self._data)}")
 
     async def step(self) -> StepReport:
         """Take groups, make examples, update, save and publish."""
-        step = self._step + 1
-        learner = await self._tuned.learner(updates=self._updates)
+        learner = await self._tuned.learner()
         moves = learner.moves
 
-        # 1. Take groups, and make examples of them.
-        given = await self.gather(step, learner)
+        # 1. and 2. Take groups, and make examples of them.
+        given = await self._gather(self._tuned.step + 1, learner)
 
-        # 2. Update.
+        # 3. Update.
         started = time.perf_counter()
         self._tuned.start_updates()
         metrics = given.metrics | self.counts(given.examples) | await self._train(learner, given.examples, given.rows)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 3. Make the new weights live; without an update they are what they were. Save them unless that may wait.
-        published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
-        self._step, self._updates = step, learner.updates
+        # 4. Make the new weights live; without an update they are what they were. Save them unless that may wait.
+        published = await self._tuned.finish(has_moved=learner.moves > moves)
         return StepReport(
-            step=step,
+            step=self._tuned.step,
             is_finished=bool(given.stop_reason),
             metrics=metrics,
             trained=given.trained,
@@ -214,50 +274,39 @@ class PreferenceAlgorithm(ABC, Generic[E]):
             uses=given.uses,
         )
 
-    async def gather(self, step: int, learner: PolicyLearner) -> Gathered[E]:
-        """Return what a step learns from: by default the examples of the groups of its supply."""
-        del learner
+    async def _gather(self, step: int, learner: PolicyLearner) -> Gathered[E]:
+        """Return the examples of `data` if there is one, else those of the groups of the supply."""
+        if self._data:
+            loaded = learner.loaded
+            found = self.written(tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
+            return replace(found, stop_reason=f"{step} steps done" if step >= self._supply.own_steps else "")
         given = await self._supply.take(step)
         examples = self.examples(given.groups)
         # A rollout may be in several examples, but its rows are built once.
         used = {rollout for example in examples for rollout in example.rollouts}
-        rows = [row for group in given.groups for e in group if e.rollout.rollout_id in used for row in live_rows(e)]
+        episodes = [episode for group in given.groups for episode in group]
+        rows = [row for e in episodes if e.rollout.rollout_id in used for row in live_rows(e)]
         return Gathered(
             examples=examples,
             rows=rows,
             metrics=given.metrics,
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
-            uses=self._uses(given.groups, examples),
+            uses=self._uses(episodes, self.sides(examples)),
             stop_reason=given.stop_reason,
         )
 
-    def state(self) -> Mapping[str, Json]:
-        """Return the counts, how far the sources were read, the newest checkpoint and the version it started from."""
-        own: dict[str, Json] = {"step": self._step, "updates": self._updates}
-        return own | self._supply.state() | self._tuned.state(step=self._step)
-
-    async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments and the reference included."""
-        self._step, self._updates = int(state["step"]), int(state["updates"])
-        self._supply.restore(state)
-        await self._tuned.restore(state)
-
-    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
-        await self._tuned.go_back(state, rate=rate, updates=self._updates)
+    def _uses(self, episodes: Sequence[Episode], sides: Mapping[str, str]) -> dict[str, tuple[CallUse, ...]]:
+        """Return what became of every call, by rollout id."""
+        uses: dict[str, tuple[CallUse, ...]] = {}
+        for episode in episodes:
+            rollout = episode.rollout.rollout_id
+            live = {call.span_id for call in episode.transitions} if rollout in sides else ()
+            uses[rollout] = call_uses(episode, trained=live, note=sides.get(rollout, ""), left_out=self.left_out)
+        return uses
 
     def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many tasks a step draws of so many, and how often it runs each, for `agl check --forecast`."""
-        return self._supply.size(tasks)
-
-    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `steps` exceeds the steps done, or when an exhausted source continues."""
-        del tasks
-        return self._supply.has_more(state, step=int(state["step"]), sources_go_on=sources_go_on)
-
-    async def close(self) -> None:
-        """Drop the model and the reference."""
-        self._tuned.close()
+        """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
+        return (0, 0) if self._data else super().step_size(tasks)
 
     async def _train(self, learner: PolicyLearner, examples: list[E], rows: list[RowSample]) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates."""
@@ -268,38 +317,26 @@ class PreferenceAlgorithm(ABC, Generic[E]):
         by_rollout: defaultdict[str, list[RowSample]] = defaultdict(list)
         for row in rows:
             by_rollout[row.rollout].append(row)
-        epochs, size = self._settings.epochs, self._settings.per_update
         reports: list[dict[str, float]] = []
-        for epoch in range(epochs):
+        for epoch in range(self._epochs):
             order = list(examples)
             # Seeded by what a resumed run knows too, so that it sees the examples in the same order.
-            random.Random(f"{self._context.seed}/{self._context.name}/{self._step}/{epoch}").shuffle(order)
-            for start in range(0, len(order), size):
-                part = order[start : start + size]
+            seed = f"{self._context.seed}/{self._context.name}/{self._tuned.step}/{epoch}"
+            random.Random(seed).shuffle(order)
+            for start in range(0, len(order), self._per_update):
+                part = order[start : start + self._per_update]
                 reports.append(await asyncio.to_thread(self._update, learner, part, by_rollout, reference))
-                self._context.progress(epoch * len(order) + start + len(part), epochs * len(order), "update")
+                self._context.progress(epoch * len(order) + start + len(part), self._epochs * len(order), "update")
         return averaged(reports)
-
-    def _uses(self, groups: Sequence[Sequence[Episode]], examples: Sequence[E]) -> dict[str, tuple[CallUse, ...]]:
-        """Return what became of every call, by rollout id."""
-        sides = self.sides(examples)
-        uses: dict[str, tuple[CallUse, ...]] = {}
-        for episode in (episode for group in groups for episode in group):
-            rollout = episode.rollout.rollout_id
-            live = {call.span_id for call in episode.transitions} if rollout in sides else ()
-            uses[rollout] = call_uses(episode, trained=live, note=sides.get(rollout, ""), left_out=self._left_out)
-        return uses
 
     def _reference_sums(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
         """Return log ref(rollout) by rollout, in nats, before the step's first update."""
-        learner.use_threads()
-        if self._settings.reference == "behaviour":
+        if self._reference == "behaviour":
             # The sampler recorded log pi_behaviour of every token that it drew; the mask removes what it read.
             return _rollout_sums(rows, [row.behaviour * row.mask for row in rows])
         # The policy as it was when this algorithm began, asked about the same tokens at the same temperatures.
-        budget, device = self._settings.token_budget, learner.loaded.device
         with self._tuned.reference.active() as model:
-            return _rollout_sums(rows, recompute_logprobs(model, rows, token_budget=budget, device=device))
+            return _rollout_sums(rows, learner.logprobs(rows, model=model))
 
     def _update(
         self,
@@ -309,59 +346,21 @@ class PreferenceAlgorithm(ABC, Generic[E]):
         reference: Mapping[str, float],
     ) -> dict[str, float]:
         """Do one optimizer update on whole examples and return its metrics."""
-        learner.use_threads()
-        model, device, budget = learner.loaded.model, learner.loaded.device, self._settings.token_budget
         # Each rollout is run once, however many examples it is in.
         rollouts = dict.fromkeys(name for example in examples for name in example.rollouts)
         rows = [row for name in rollouts for row in by_rollout[name]]
 
         # First pass, without gradient: r = log pi - log ref of every rollout.
-        policy = _rollout_sums(rows, recompute_logprobs(model, rows, token_budget=budget, device=device))
-        ratios = {
-            name: Ratio(
-                total=policy[name] - reference[name], tokens=sum(row.trained_tokens for row in by_rollout[name])
-            )
-            for name in rollouts
-        }
+        policy = _rollout_sums(rows, learner.logprobs(rows))
+        tokens = {name: sum(row.trained_tokens for row in by_rollout[name]) for name in rollouts}
+        ratios = {name: Ratio(total=policy[name] - reference[name], tokens=tokens[name]) for name in rollouts}
         judgement = self.judge(examples, ratios)
 
         # Second pass: the loss sum_t -factor * log pi(y_t) is linear in log pi, and has the gradient of the loss.
-        for batch in micro_batches(
-            [replace(row, advantages=row.mask * judgement.factors[row.rollout]) for row in rows],  # [T], per token
-            [1.0] * len(rows),  # not used: the mean over examples is in the factor
-            token_budget=budget,
-            device=device,
-            is_packed=packs_rows(model),
-        ):
-            backward(-(batch.advantages_M * batch.logprobs(model)).sum())
+        factored = [replace(row, advantages=row.mask * judgement.factors[row.rollout]) for row in rows]  # [T] per row
+        for batch in learner.batches(factored, [1.0] * len(rows)):  # the mean over examples is in the factor
+            backward(-(batch.advantages_M * batch.logprobs(learner.loaded.model)).sum())
         return learner.apply(judgement.metrics)
-
-
-def can_teach(episode: Episode) -> bool:
-    """Return true for an episode that has a reward and tokens of the policy."""
-    return episode.reward is not None and any(any(row.mask) for row in episode.rows)
-
-
-def live_rows(episode: Episode) -> list[RowSample]:
-    """Return the rows of an episode that have trained tokens, as samples with advantage 1 there."""
-    live = {call.span_id: 1.0 for call in episode.transitions if not call.reject}
-    # pi is the distribution that was sampled from, so its temperature belongs to log pi.
-    temperatures = {call.span_id: call.temperature for call in episode.transitions}
-    rows = [from_row(row, advantages=live, temperatures=temperatures) for row in episode.rows]
-    return [row for row in rows if row.trained_tokens]
-
-
-def _rollout_sums(rows: Sequence[RowSample], values: Sequence[Tensor]) -> dict[str, float]:
-    """Return the sum of `values` ([T] per row, 0 outside of the mask) over all rows of each rollout."""
-    sums: defaultdict[str, float] = defaultdict(float)
-    for row, value in zip(rows, values, strict=True):
-        # A row's first token is never predicted, so it must not count on the reference's side alone.
-        # float64: a ratio is a small difference of sums over thousands of tokens.
-        sums[row.rollout] += float(value[1:].double().sum())
-    return dict(sums)
-
-
-Pairing = Literal["extremes", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,97 +376,110 @@ class Pair:
         return (self.chosen, self.rejected)
 
 
-class PairAlgorithm(PreferenceAlgorithm[Pair]):
-    """Learns from pairs, of rollouts or of texts; a subclass says how a pair's loss follows from its margin.
+class DPO(PreferenceAlgorithm[Pair]):
+    """Trains the weights of one policy on pairs of rollouts of one task, the better against the worse.
 
     Args:
-        name: The algorithm's registered name.
-        supply: Where its rollouts come from.
-        settings: What it shares with others that learn from log-ratios.
-        pairing: `extremes` (one pair per group) or `all`.
+        data: File of `{"prompt": [...], "chosen": [...], "rejected": [...]}` lines, relative to the experiment's file,
+            as `agl data export --format dpo` writes them; each step learns from all of it. Empty for rollouts.
+        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
+        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
+        group_size: Rollouts per task, by default 4; refused with a source.
+        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
+        beta: Strength of the reference: the inverse of how far the policy may go from it. `ipo` brings a pair to the
+            margin 1 / (2 `beta`).
         min_gap: Least difference of two rewards that is a preference.
-        is_per_token: Whether a margin compares mean log-ratios per token; else sums.
-        data: File of pairs of texts, `""` for those of rollouts.
-        steps: Steps in all with `data`.
+        pairs: `extremes` (one pair per group) or `all`.
+        reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
+        epochs: Passes over a step's pairs; `pairs_per_update` make one optimizer update.
+        optim: AdamW; the rate does not decay.
+        lora: Adapters in place of all weights.
+        compute: Device, precision and memory.
+        saving: Saved states of training.
     """
 
-    def __init__(
+    name = "dpo"
+    left_out = "its rollout is in no pair"
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
-        name: str,
         *,
-        supply: RolloutSupply,
-        settings: PreferenceSettings,
-        pairing: Pairing,
-        min_gap: float,
-        is_per_token: bool,
-        data: str,
-        steps: int | None,
+        data: str = "",
+        steps: Count | None = None,
+        tasks_per_step: Count | None = None,
+        group_size: Count | None = None,
+        max_age: Age = -1,
+        beta: Positive = 0.1,  # the default of DPO's paper
+        min_gap: Positive = MIN_GAP,  # in the unit of the reward
+        pairs: Pairing = "extremes",
+        reference: ReferenceKind = "start",
+        epochs: Count = 1,
+        pairs_per_update: Count = 16,
+        optim: Optim = Optim(),
+        lora: Lora = Lora(),
+        compute: Compute = Compute(),
+        saving: Saving = Saving(),
     ) -> None:
-        super().__init__(name, supply=supply, settings=settings, left_out="its rollout is in no pair")
-        one_of(name, pairs=(pairing, get_args(Pairing)))
-        at_least_one(name, pairs_per_update=settings.per_update)
-        if min_gap <= 0:
-            raise ConfigError(f"{name} got min_gap = {min_gap}; two equal rewards are no preference: set it above 0.")
-        self._pairing: Pairing = pairing
-        self._min_gap, self._is_per_token = min_gap, is_per_token
-        self._data, self._steps = data, steps or 1
+        if group_size == 1:
+            raise ConfigError(f"{self.name} got group_size = 1; a pair needs a group of 2 at least.")
+        self._beta, self._min_gap = beta, min_gap
+        self._pairing: Pairing = pairs
         self._written: list[WrittenPair] = []
+        super().__init__(
+            self.name,
+            data=data,
+            supply=RolloutSupply(
+                self.name, steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
+            ),
+            reference=reference,
+            epochs=epochs,
+            per_update=pairs_per_update,
+            optim=optim,
+            lora=lora,
+            compute=compute,
+            saving=saving,
+            idle={"min_gap": min_gap != MIN_GAP, "pairs": pairs != "extremes"},
+        )
 
-    async def setup(self, context: AlgorithmContext) -> None:
-        """Check the policy, and where the pairs come from; reads those of `data`."""
-        if not self._data:
-            await super().setup(context)
-            return
-        self.begin(context)
-        check_source(self._data, context.sources, algorithm=context.name)
-        self._written = read_pairs(context.folder / self._data)
-        context.say(f"{context.name}: {told(len(self._written), 'pairs', self._data)}")
-
-    def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
-        return (0, 0) if self._data else super().step_size(tasks)
-
-    async def gather(self, step: int, learner: PolicyLearner) -> Gathered[Pair]:
-        """Return the pairs of `data` if there is one, else those of a step's groups."""
-        if not self._data:
-            return await super().gather(step, learner)
-        loaded = learner.loaded
-        rows = [
-            row
-            for pair in self._written
-            for row in pair.rows(tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
-        ]
-        pairs = [Pair(chosen=pair.chosen.where, rejected=pair.rejected.where) for pair in self._written]
-        is_last = step >= self._steps
-        return Gathered(examples=pairs, rows=rows, metrics={}, stop_reason=f"{step} steps done" if is_last else "")
-
-    @abstractmethod
-    def pair_loss(self, margin: float) -> tuple[float, float]:
-        """Return the loss of a pair and -d loss / d margin; the margin is in nats."""
-
-    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Pair]:
-        """Return the pairs of all groups, each of two answers to one task: with a `group_key` groups have several."""
-        same = [rollouts for group in groups for rollouts in by_task(group).values()]
-        return [pair for rollouts in same for pair in make_pairs(rollouts, gap=self._min_gap, pairing=self._pairing)]
+    def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
+        """Return the margin and the loss of a pair, and -d loss / d r of its chosen and its rejected rollout."""
+        margin = chosen.total - rejected.total  # m, in nats
+        loss, slope = dpo_loss(margin, beta=self._beta)
+        return margin, loss, slope, -slope
 
     def judge(self, examples: Sequence[Pair], ratios: Mapping[str, Ratio]) -> Judgement:
         """Average the pairs' losses."""
-        sizes = {name: ratio.tokens if self._is_per_token else 1 for name, ratio in ratios.items()}
-        value = {name: ratio.total / sizes[name] for name, ratio in ratios.items()}
-        margins = [value[pair.chosen] - value[pair.rejected] for pair in examples]
+        margins: list[float] = []
         losses: list[float] = []
         factors: defaultdict[str, float] = defaultdict(float)  # adds up over the pairs that a rollout is in
-        for pair, margin in zip(examples, margins, strict=True):
-            loss, slope = self.pair_loss(margin)
+        for pair in examples:
+            margin, loss, up, down = self.pair_loss(ratios[pair.chosen], ratios[pair.rejected])
+            margins.append(margin)
             losses.append(loss)
-            factors[pair.chosen] += slope / len(examples) / sizes[pair.chosen]
-            factors[pair.rejected] -= slope / len(examples) / sizes[pair.rejected]
+            factors[pair.chosen] += up / len(examples)
+            factors[pair.rejected] += down / len(examples)
         metrics = {
             "loss": mean(losses),
             "margin": mean(margins),
             "accuracy": mean([float(margin > 0) for margin in margins]),  # pairs that the policy ranks as the rewards
         }
         return Judgement(factors=factors, metrics=metrics)
+
+    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Pair]:
+        """Return the pairs of all groups, each of two answers to one task: with a `group_key` groups have several."""
+        same = [rollouts for group in groups for rollouts in by_task(group).values()]
+        return [pair for rollouts in same for pair in make_pairs(rollouts, gap=self._min_gap, pairing=self._pairing)]
+
+    def read(self, context: AlgorithmContext) -> int:
+        """Read the pairs of `data`."""
+        self._written = read_pairs(context.folder / self._data)
+        return len(self._written)
+
+    def written(self, *, tokenizer: object, max_tokens: int) -> Gathered[Pair]:
+        """Return the pairs of `data`."""
+        rows = [row for pair in self._written for row in pair.rows(tokenizer=tokenizer, max_tokens=max_tokens)]
+        pairs = [Pair(chosen=pair.chosen.where, rejected=pair.rejected.where) for pair in self._written]
+        return Gathered(examples=pairs, rows=rows)
 
     def sides(self, examples: Sequence[Pair]) -> dict[str, str]:
         """Return how often each rollout is chosen and rejected."""
@@ -483,6 +495,164 @@ class PairAlgorithm(PreferenceAlgorithm[Pair]):
     def counts(self, examples: Sequence[Pair]) -> dict[str, float]:
         """Count the pairs."""
         return {"pairs": float(len(examples))}
+
+
+class IPO(DPO):
+    """Trains the weights of one policy on pairs of rollouts of one task, towards a margin of a certain size.
+
+    Its settings are those of `dpo`.
+    """
+
+    name = "ipo"
+
+    def pair_loss(self, chosen: Ratio, rejected: Ratio) -> tuple[float, float, float, float]:
+        """Return the margin per token and the loss of a pair, and -d loss / d r of its two rollouts."""
+        margin = chosen.total / chosen.tokens - rejected.total / rejected.tokens
+        loss, slope = ipo_loss(margin, beta=self._beta)
+        return margin, loss, slope / chosen.tokens, -slope / rejected.tokens  # dm / dr = 1 / tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A rollout by id, whether it is good, and how much it counts."""
+
+    rollout: str
+    is_good: bool
+    weight: float
+
+    @property
+    def rollouts(self) -> tuple[str, ...]:
+        """The one."""
+        return (self.rollout,)
+
+
+class KTO(PreferenceAlgorithm[Label]):
+    """Trains the weights of one policy on rollouts that are good or bad by themselves.
+
+    Args:
+        data: File of `{"prompt": [...], "completion": [...], "label": true}` lines, relative to the experiment's file,
+            or of pairs as for `dpo`, each a good and a bad answer; each step learns from all of it. Empty for rollouts.
+        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
+        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
+        group_size: Rollouts per task, by default 4; refused with a source.
+        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
+        good_from: Least reward of a good rollout; by default the mean of its group, which it must differ from.
+        beta: Strength of the reference: the inverse of how far the policy may go from it.
+        weights: How much a good and a bad rollout count; `balanced` lets the rarer kind of a step count for more, so
+            that both kinds weigh the same.
+        reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
+        epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
+        optim: AdamW; the rate does not decay.
+        lora: Adapters in place of all weights.
+        compute: Device, precision and memory.
+        saving: Saved states of training.
+    """
+
+    left_out = "its rollout is neither good nor bad"
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        data: str = "",
+        steps: Count | None = None,
+        tasks_per_step: Count | None = None,
+        group_size: Count | None = None,
+        max_age: Age = -1,
+        good_from: float | None = None,
+        beta: Positive = 0.1,  # the paper's default
+        weights: Literal["balanced"] | tuple[Positive, Positive] = "balanced",
+        reference: ReferenceKind = "start",
+        epochs: Count = 1,
+        rollouts_per_update: Count = 32,
+        optim: Optim = Optim(),
+        lora: Lora = Lora(),
+        compute: Compute = Compute(),
+        saving: Saving = Saving(),
+    ) -> None:
+        if group_size == 1 and good_from is None:
+            raise ConfigError(
+                "kto got group_size = 1 without good_from; a rollout that is alone in its group has nothing to be "
+                "compared with. Set good_from to the least reward of a good rollout, or use a larger group."
+            )
+        self._good_from, self._beta, self._weights = good_from, beta, weights
+        self._written: list[WrittenAnswer] = []
+        super().__init__(
+            "kto",
+            data=data,
+            supply=RolloutSupply(
+                "kto", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
+            ),
+            reference=reference,
+            epochs=epochs,
+            per_update=rollouts_per_update,
+            optim=optim,
+            lora=lora,
+            compute=compute,
+            saving=saving,
+            idle={"good_from": good_from is not None},
+        )
+
+    def judge(self, examples: Sequence[Label], ratios: Mapping[str, Ratio]) -> Judgement:
+        """Average the weighted losses of the labelled rollouts."""
+        point = max(0.0, mean([ratio.total for ratio in ratios.values()]))  # z, at least 0 as a divergence is
+        losses: list[float] = []
+        factors: dict[str, float] = {}
+        totals: dict[bool, list[float]] = {True: [], False: []}
+        for label in examples:
+            total = ratios[label.rollout].total
+            loss, slope = kto_loss(total, point=point, is_good=label.is_good, beta=self._beta)
+            losses.append(label.weight * loss)
+            factors[label.rollout] = label.weight * slope / len(examples)
+            totals[label.is_good].append(total)
+        margin = mean(totals[True]) - mean(totals[False]) if totals[True] and totals[False] else 0.0
+        return Judgement(factors=factors, metrics={"loss": mean(losses), "margin": margin, "reference_kl": point})
+
+    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Label]:
+        """Return the labels of all rollouts that are good or bad."""
+        return self._weighed([label for group in groups for label in self._labels(group)])
+
+    def _labels(self, group: Sequence[Episode]) -> list[tuple[str, bool]]:
+        """Return the ids of a group's rollouts that have a label, and whether they are good."""
+        rewards = {e.rollout.rollout_id: e.reward for e in group if can_teach(e) and e.reward is not None}
+        if self._good_from is not None:
+            return [(name, reward >= self._good_from) for name, reward in rewards.items()]
+        middle = mean(list(rewards.values()))
+        return [(name, reward > middle) for name, reward in rewards.items() if abs(reward - middle) > MIN_GAP]
+
+    def _weighed(self, found: Sequence[tuple[str, bool]]) -> list[Label]:
+        """Return labels with their weights, lambda_D of the good and lambda_U of the bad ones."""
+        counts = Counter(is_good for _, is_good in found)
+        if isinstance(self._weights, tuple):
+            weights = {True: self._weights[0], False: self._weights[1]}
+        else:
+            # Of n rollouts, g good: the good ones count n / 2g each and the bad ones n / 2(n - g).
+            weights = {kind: len(found) / (2 * count) if len(counts) > 1 else 1.0 for kind, count in counts.items()}
+        return [Label(rollout=rollout, is_good=is_good, weight=weights[is_good]) for rollout, is_good in found]
+
+    def read(self, context: AlgorithmContext) -> int:
+        """Read the answers of `data`."""
+        self._written = read_answers(context.folder / self._data)
+        return len(self._written)
+
+    def written(self, *, tokenizer: object, max_tokens: int) -> Gathered[Label]:
+        """Return the labels of `data`."""
+        rows = [row for answer in self._written for row in answer.rows(tokenizer=tokenizer, max_tokens=max_tokens)]
+        labels = self._weighed([(answer.dialogue.where, answer.is_good) for answer in self._written])
+        return Gathered(examples=labels, rows=rows)
+
+    def counts(self, examples: Sequence[Label]) -> dict[str, float]:
+        """Count the good and the bad rollouts."""
+        good = sum(label.is_good for label in examples)
+        return {"good": float(good), "bad": float(len(examples) - good)}
+
+    def sides(self, examples: Sequence[Label]) -> dict[str, str]:
+        """Return whether each rollout is good or bad, and how much it counts."""
+        return {label.rollout: f"{'good' if label.is_good else 'bad'}, counts {label.weight:.3g}" for label in examples}
+
+
+def can_teach(episode: Episode) -> bool:
+    """Return true for an episode that has a reward and tokens of the policy."""
+    return episode.reward is not None and any(any(row.mask) for row in episode.rows)
 
 
 def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> list[Pair]:
@@ -505,461 +675,11 @@ def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> lis
     return [Pair(chosen=ranked[0].rollout.rollout_id, rejected=ranked[-1].rollout.rollout_id)]
 
 
-class DPO(PairAlgorithm):
-    """Trains the weights of one policy on pairs of rollouts of one task, the better against the worse.
-
-    Args:
-        data: File of `{"prompt": [...], "chosen": [...], "rejected": [...]}` lines, relative to the experiment's file,
-            as `agl data export --format dpo` writes them; each step learns from all of it. Empty for rollouts.
-        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
-        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
-        group_size: Rollouts per task, by default 4; refused with a source.
-        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
-        beta: Strength of the reference: the inverse of how far the policy may go from it.
-        min_gap: Least difference of two rewards that is a preference.
-        pairs: `extremes` (one pair per group) or `all`.
-        reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
-        epochs: Passes over a step's pairs; `pairs_per_update` make one optimizer update.
-        lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
-        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
-        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
-        device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
-        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
-            a third more time.
-        keep: Saved states and exported weights that stay on disk.
-        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
-            time that may go into saving. A run that is killed repeats the steps since the last save.
-    """
-
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
-        self,
-        *,
-        data: str = "",
-        steps: int | None = None,
-        tasks_per_step: int | None = None,
-        group_size: int | None = None,
-        max_age: int = -1,
-        beta: float = 0.1,  # the paper's default
-        min_gap: float = 1e-6,  # in the unit of the reward; above the rounding of sums of rewards
-        pairs: Pairing = "extremes",
-        reference: ReferenceKind = "start",
-        epochs: int = 1,
-        pairs_per_update: int = 16,
-        lr: float = 1e-6,
-        warmup: int = 0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        max_nonfinite: int = 3,
-        token_budget: int = 16_384,
-        lora_rank: int = 0,
-        lora_alpha: float = 32.0,
-        lora_targets: tuple[str, ...] = ("all-linear",),
-        device: str = "auto",
-        dtype: str = "float32",
-        threads: int = 0,
-        gradient_checkpointing: bool = False,
-        keep: int = 2,
-        save_every: int | str = SAVE_EVERY,
-    ) -> None:
-        if group_size == 1 or beta <= 0:
-            raise ConfigError(
-                f"dpo got {group_size=} and {beta=}; a pair needs a group of 2 at least, and beta must be above 0."
-            )
-        check_ignored(
-            data,
-            {
-                "tasks_per_step": tasks_per_step is not None,
-                "group_size": group_size is not None,
-                "max_age": max_age >= 0,
-                "min_gap": min_gap != 1e-6,
-                "pairs": pairs != "extremes",
-                'reference = "behaviour"': reference == "behaviour",
-            },
-            algorithm="dpo",
-        )
-        self._beta = beta
-        learner = LearnerSettings(
-            optim=OptimSettings(
-                lr=lr,
-                betas=(betas[0], betas[1]),
-                weight_decay=weight_decay,
-                warmup=warmup,
-                max_grad_norm=max_grad_norm,
-                max_nonfinite=max_nonfinite,
-            ),
-            lora=LoraSettings.of(lora_rank, lora_alpha, lora_targets),
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            gradient_checkpointing=gradient_checkpointing,
-        )
-        super().__init__(
-            "dpo",
-            supply=RolloutSupply(
-                algorithm="dpo", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
-            ),
-            settings=PreferenceSettings(
-                learner=learner,
-                reference=reference,
-                epochs=epochs,
-                per_update=pairs_per_update,
-                token_budget=token_budget,
-                keep=keep,
-                save_every=save_every,
-            ),
-            pairing=pairs,
-            min_gap=min_gap,
-            is_per_token=False,
-            data=data,
-            steps=steps,
-        )
-
-    def pair_loss(self, margin: float) -> tuple[float, float]:
-        """Equation 7 and its slope beta sigmoid(-beta m).
-
-        The slope is near beta where the policy has the pair the wrong way round, and near 0 where it already prefers
-        the chosen rollout clearly.
-        """
-        return -_log_sigmoid(self._beta * margin), self._beta * sigmoid(-self._beta * margin)
-
-
-def sigmoid(x: float) -> float:
-    """Return the logistic function."""
-    # Two forms of one function, each with an exponent that is never positive, so nothing overflows.
-    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
-
-
-def _log_sigmoid(x: float) -> float:
-    # log sigmoid(x) = -log(1 + exp(-x)) = min(x, 0) - log(1 + exp(-|x|)), which loses no digits for large |x|.
-    return min(x, 0.0) - math.log1p(math.exp(-abs(x)))
-
-
-class IPO(PairAlgorithm):
-    """Trains the weights of one policy on pairs of rollouts of one task, towards a margin of a certain size.
-
-    Args:
-        data: File of pairs of texts, as for `dpo`; each step learns from all of it. Empty for rollouts.
-        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
-        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
-        group_size: Rollouts per task, by default 4; refused with a source.
-        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
-        beta: Strength of the reference: the margin that a pair is brought to is 1 / (2 `beta`).
-        is_per_token: Whether a margin compares means per token of the two rollouts; else sums, as in the paper.
-        min_gap: Least difference of two rewards that is a preference.
-        pairs: `extremes` (one pair per group) or `all`.
-        reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
-        epochs: Passes over a step's pairs; `pairs_per_update` make one optimizer update.
-        lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
-        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
-        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
-        device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
-        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
-            a third more time.
-        keep: Saved states and exported weights that stay on disk.
-        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
-            time that may go into saving. A run that is killed repeats the steps since the last save.
-    """
-
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
-        self,
-        *,
-        data: str = "",
-        steps: int | None = None,
-        tasks_per_step: int | None = None,
-        group_size: int | None = None,
-        max_age: int = -1,
-        beta: float = 0.1,
-        is_per_token: bool = True,
-        min_gap: float = 1e-6,  # in the unit of the reward; above the rounding of sums of rewards
-        pairs: Pairing = "extremes",
-        reference: ReferenceKind = "start",
-        epochs: int = 1,
-        pairs_per_update: int = 16,
-        lr: float = 1e-6,
-        warmup: int = 0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        max_nonfinite: int = 3,
-        token_budget: int = 16_384,
-        lora_rank: int = 0,
-        lora_alpha: float = 32.0,
-        lora_targets: tuple[str, ...] = ("all-linear",),
-        device: str = "auto",
-        dtype: str = "float32",
-        threads: int = 0,
-        gradient_checkpointing: bool = False,
-        keep: int = 2,
-        save_every: int | str = SAVE_EVERY,
-    ) -> None:
-        if group_size == 1 or beta <= 0:
-            raise ConfigError(
-                f"ipo got {group_size=} and {beta=}; a pair needs a group of 2 at least, and beta must be above 0."
-            )
-        check_ignored(
-            data,
-            {
-                "tasks_per_step": tasks_per_step is not None,
-                "group_size": group_size is not None,
-                "max_age": max_age >= 0,
-                "min_gap": min_gap != 1e-6,
-                "pairs": pairs != "extremes",
-                'reference = "behaviour"': reference == "behaviour",
-            },
-            algorithm="ipo",
-        )
-        self._beta = beta
-        learner = LearnerSettings(
-            optim=OptimSettings(
-                lr=lr,
-                betas=(betas[0], betas[1]),
-                weight_decay=weight_decay,
-                warmup=warmup,
-                max_grad_norm=max_grad_norm,
-                max_nonfinite=max_nonfinite,
-            ),
-            lora=LoraSettings.of(lora_rank, lora_alpha, lora_targets),
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            gradient_checkpointing=gradient_checkpointing,
-        )
-        super().__init__(
-            "ipo",
-            supply=RolloutSupply(
-                algorithm="ipo", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
-            ),
-            settings=PreferenceSettings(
-                learner=learner,
-                reference=reference,
-                epochs=epochs,
-                per_update=pairs_per_update,
-                token_budget=token_budget,
-                keep=keep,
-                save_every=save_every,
-            ),
-            pairing=pairs,
-            min_gap=min_gap,
-            is_per_token=is_per_token,
-            data=data,
-            steps=steps,
-        )
-
-    def pair_loss(self, margin: float) -> tuple[float, float]:
-        """Equation 17 and its slope."""
-        distance = margin - 1 / (2 * self._beta)
-        return distance**2, -2 * distance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """A rollout by id, whether it is good, and how much it counts."""
-
-    rollout: str
-    is_good: bool
-    weight: float
-
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """The one."""
-        return (self.rollout,)
-
-
-_EQUAL = 1e-6
-"""Rewards that are no further apart are equal; above the rounding of their sums."""
-
-
-class KTO(PreferenceAlgorithm[Label]):
-    """Trains the weights of one policy on rollouts that are good or bad by themselves.
-
-    Args:
-        data: File of `{"prompt": [...], "completion": [...], "label": true}` lines, relative to the experiment's file,
-            or of pairs as for `dpo`, each a good and a bad answer; each step learns from all of it. Empty for rollouts.
-        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
-        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
-        group_size: Rollouts per task, by default 4; refused with a source.
-        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
-        good_from: Least reward of a good rollout; by default the mean of its group, which it must differ from.
-        beta: Strength of the reference: the inverse of how far the policy may go from it.
-        weight_good: How much a good rollout counts, and `weight_bad` a bad one.
-        is_balanced: Whether the rarer kind of a step counts for more, so that both kinds weigh the same.
-        reference: `start` (the policy when this algorithm began) or `behaviour` (the recorded log-probabilities).
-        epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
-        lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
-        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
-        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
-        device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
-        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
-            a third more time.
-        keep: Saved states and exported weights that stay on disk.
-        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
-            time that may go into saving. A run that is killed repeats the steps since the last save.
-    """
-
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
-        self,
-        *,
-        data: str = "",
-        steps: int | None = None,
-        tasks_per_step: int | None = None,
-        group_size: int | None = None,
-        max_age: int = -1,
-        good_from: float | None = None,
-        beta: float = 0.1,  # the paper's default
-        weight_good: float = 1.0,
-        weight_bad: float = 1.0,
-        is_balanced: bool = True,
-        reference: ReferenceKind = "start",
-        epochs: int = 1,
-        rollouts_per_update: int = 32,
-        lr: float = 1e-6,
-        warmup: int = 0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        max_nonfinite: int = 3,
-        token_budget: int = 16_384,
-        lora_rank: int = 0,
-        lora_alpha: float = 32.0,
-        lora_targets: tuple[str, ...] = ("all-linear",),
-        device: str = "auto",
-        dtype: str = "float32",
-        threads: int = 0,
-        gradient_checkpointing: bool = False,
-        keep: int = 2,
-        save_every: int | str = SAVE_EVERY,
-    ) -> None:
-        at_least_one("kto", rollouts_per_update=rollouts_per_update)
-        if min(beta, weight_good, weight_bad) <= 0:
-            raise ConfigError(f"kto got {beta=}, {weight_good=} and {weight_bad=}; each must be above 0.")
-        if group_size == 1 and good_from is None:
-            raise ConfigError(
-                "kto got group_size = 1 without good_from; a rollout that is alone in its group has nothing to be "
-                "compared with. Set good_from to the least reward of a good rollout, or use a larger group."
-            )
-        check_ignored(
-            data,
-            {
-                "tasks_per_step": tasks_per_step is not None,
-                "group_size": group_size is not None,
-                "max_age": max_age >= 0,
-                "good_from": good_from is not None,
-                'reference = "behaviour"': reference == "behaviour",
-            },
-            algorithm="kto",
-        )
-        self._data, self._steps = data, steps or 1
-        self._written: list[WrittenAnswer] = []
-        self._good_from, self._beta = good_from, beta
-        self._weights = {True: weight_good, False: weight_bad}
-        self._is_balanced = is_balanced
-        learner = LearnerSettings(
-            optim=OptimSettings(
-                lr=lr,
-                betas=(betas[0], betas[1]),
-                weight_decay=weight_decay,
-                warmup=warmup,
-                max_grad_norm=max_grad_norm,
-                max_nonfinite=max_nonfinite,
-            ),
-            lora=LoraSettings.of(lora_rank, lora_alpha, lora_targets),
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            gradient_checkpointing=gradient_checkpointing,
-        )
-        super().__init__(
-            "kto",
-            supply=RolloutSupply(
-                algorithm="kto", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
-            ),
-            settings=PreferenceSettings(
-                learner=learner,
-                reference=reference,
-                epochs=epochs,
-                per_update=rollouts_per_update,
-                token_budget=token_budget,
-                keep=keep,
-                save_every=save_every,
-            ),
-            left_out="its rollout is neither good nor bad",
-        )
-
-    async def setup(self, context: AlgorithmContext) -> None:
-        """Check the policy, and where the answers come from; reads those of `data`."""
-        if not self._data:
-            await super().setup(context)
-            return
-        self.begin(context)
-        check_source(self._data, context.sources, algorithm="kto")
-        self._written = read_answers(context.folder / self._data)
-        context.say(f"{context.name}: {told(len(self._written), 'answers', self._data)}")
-
-    def step_size(self, tasks: int) -> tuple[int, int]:
-        """Return how many of so many tasks a step draws, and how many times it runs each; none with `data`."""
-        return (0, 0) if self._data else super().step_size(tasks)
-
-    async def gather(self, step: int, learner: PolicyLearner) -> Gathered[Label]:
-        """Return the labels of `data` if there is one, else those of a step's groups."""
-        if not self._data:
-            return await super().gather(step, learner)
-        loaded = learner.loaded
-        rows = [
-            row
-            for answer in self._written
-            for row in answer.rows(tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
-        ]
-        labels = self._weighed([(answer.dialogue.where, answer.is_good) for answer in self._written])
-        is_last = step >= self._steps
-        return Gathered(examples=labels, rows=rows, metrics={}, stop_reason=f"{step} steps done" if is_last else "")
-
-    def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Label]:
-        """Return the labels of all rollouts that are good or bad."""
-        return self._weighed([label for group in groups for label in self._labels(group)])
-
-    def _weighed(self, found: Sequence[tuple[str, bool]]) -> list[Label]:
-        """Return labels with their weights."""
-        counts = Counter(is_good for _, is_good in found)
-        # Of n rollouts, g good: the good ones count n / 2g each and the bad ones n / 2(n - g).
-        is_balanced = self._is_balanced and len(counts) == len(self._weights)
-        share = {kind: len(found) / (2 * count) if is_balanced else 1.0 for kind, count in counts.items()}
-        return [
-            Label(rollout=rollout, is_good=is_good, weight=share[is_good] * self._weights[is_good])
-            for rollout, is_good in found
-        ]
-
-    def counts(self, examples: Sequence[Label]) -> dict[str, float]:
-        """Count the good and the bad rollouts."""
-        good = sum(label.is_good for label in examples)
-        return {"good": float(good), "bad": float(len(examples) - good)}
-
-    def sides(self, examples: Sequence[Label]) -> dict[str, str]:
-        """Return whether each rollout is good or bad, and how much it counts."""
-        return {label.rollout: f"{'good' if label.is_good else 'bad'}, counts {label.weight:.3g}" for label in examples}
-
-    def judge(self, examples: Sequence[Label], ratios: Mapping[str, Ratio]) -> Judgement:
-        """Equation 8 and its slopes: weight beta s (1 - s), where s is the sigmoid, up for good and down for bad."""
-        point = max(0.0, mean([ratio.total for ratio in ratios.values()]))
-        losses: list[float] = []
-        factors: dict[str, float] = {}
-        for label in examples:
-            sign = 1.0 if label.is_good else -1.0
-            value = sigmoid(self._beta * sign * (ratios[label.rollout].total - point))
-            losses.append(label.weight * (1.0 - value))
-            factors[label.rollout] = sign * label.weight * self._beta * value * (1.0 - value) / len(examples)
-        good = [ratios[label.rollout].total for label in examples if label.is_good]
-        bad = [ratios[label.rollout].total for label in examples if not label.is_good]
-        margin = mean(good) - mean(bad) if good and bad else 0.0
-        return Judgement(factors=factors, metrics={"loss": mean(losses), "margin": margin, "reference_kl": point})
-
-    def _labels(self, group: Sequence[Episode]) -> list[tuple[str, bool]]:
-        """Return the ids of a group's rollouts that have a label, and whether they are good."""
-        rewards = {e.rollout.rollout_id: e.reward for e in group if can_teach(e) and e.reward is not None}
-        if self._good_from is not None:
-            return [(name, reward >= self._good_from) for name, reward in rewards.items()]
-        middle = mean(list(rewards.values()))
-        return [(name, reward > middle) for name, reward in rewards.items() if abs(reward - middle) > _EQUAL]
+def _rollout_sums(rows: Sequence[RowSample], values: Sequence[Tensor]) -> dict[str, float]:
+    """Return the sum of `values` ([T] per row, 0 outside of the mask) over all rows of each rollout."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for row, value in zip(rows, values, strict=True):
+        # A row's first token is never predicted, so it must not count on the reference's side alone.
+        # float64: a ratio is a small difference of sums over thousands of tokens.
+        sums[row.rollout] += float(value[1:].double().sum())
+    return dict(sums)

@@ -3,7 +3,7 @@
 Paper: Hübotter et al. 2026, "Reinforcement Learning via Self-Distillation" (arXiv 2601.20802). One step:
 
     1. collect: run every task `group_size` times with the live weights pi
-    2. tell: put what the trace says about a rollout into the prompts of its calls (`feedback`, `retelling`):
+    2. tell: put what the trace says about a rollout into the prompts of its calls (`feedback`, `lessons`):
        errors of tools, words of rewards, and the answers of a sibling that succeeded
     3. update: minimise sum_t w_t D(pi(. | prompt, y_<t) || q(. | prompt, lesson, y_<t)) over the very tokens y that
        were sampled, where the teacher q is the same policy without gradient; plus `grpo_coef` times GRPO's loss
@@ -23,7 +23,7 @@ Deviations from the paper, and why:
   calculator example went from a reward of 1.00 to 0.75 in ten steps, and stays at 0.98 as it is.
 - What rewards and tools say is masked where it quotes hidden fields of the task.
 - The teacher is the geometric mean of the policy at the step's start and that at this algorithm's start, which is the
-  paper's trust region; `teacher_start` is the share of the latter. The paper's other form, a moving average of weights,
+  paper's trust region; `teacher.start` is the share of the latter. The paper's other form, a moving average of weights,
   would be a second set of weights to save and to resume.
 - One update per step, so that the rollouts are the policy's own and no importance weight is needed.
 
@@ -36,408 +36,45 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.data.feedback import SOURCES, Source
-from agl_algo_torch.data.lessons import Retelling, TaughtRow, Teaching, Words
-from agl_algo_torch.data.preparation import ESTIMATOR, estimator_of_samples, prepare
-from agl_algo_torch.learner.batch import MicroBatch, RowSample, loss_weights, micro_batches
-from agl_algo_torch.learner.model import LoraSettings
-from agl_algo_torch.learner.objective import Objective, Tally
-from agl_algo_torch.learner.optim import Decay, OptimSettings
-from agl_algo_torch.learner.packing import packs_rows
+from agl_algo_torch.data.lessons import SelfTeacher, TaughtRow, Teaching
+from agl_algo_torch.data.preparation import ESTIMATOR, estimator_of_samples, needed_by, prepare
+from agl_algo_torch.learner.batch import MicroBatch, RowSample, loss_weights
+from agl_algo_torch.learner.objective import PolicyObjective, Tally
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.learner.token_numbers import TokenNumbers
-from agl_algo_torch.learner.tuned_policy import (
-    TunedPolicy,
-    at_least_one,
-    check_tasks,
-    needed_by,
-    not_negative,
-    one_of,
-    shares,
-)
+from agl_algo_torch.learner.tuned_policy import OnPolicy, TunedPolicy
 from agl_algo_torch.learner.typed_torch import backward
-from agl_objectives.aggregation import MEANS, MeanAggregation
+from agl_objectives.aggregation import MeanAggregation  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.groups import GroupSampler, Silence
-from agl_objectives.importance import Importance
 from agl_objectives.reports import UnusedEstimator
-from agl_objectives.saving import SAVE_EVERY
-from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.settings import Compute, Count, Lora, NotNegative, Objective, Optim, Sampling, Saving, Whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
-    from agl.contracts import AlgorithmContext
-    from agl.schemas import Episode, Json
-
-Successes = Literal["agreed", "all"]
-"""Where the teacher is heard in rollouts that succeeded."""
-
-SIBLING_WORDS = "Here is an answer to this task that was right:\n\n{sibling}"
-FEEDBACK_WORDS = "This was said about an earlier answer to this task:\n\n{feedback}"
-CLOSING_WORDS = "Answer the task again, and get it right."
+    from agl.contracts import StepReport
+    from agl.schemas import Episode
 
 NOTHING_TO_LEARN = (
-    "silent, dropped: nothing could be told about its group, or all of it succeeded, and the step took further tasks "
+    "silent, dropped: nothing could be said about its group, or all of it succeeded, and the step took further tasks "
     "in its place (refill)"
 )
 """Said by `agl why` of the calls of a group that was replaced."""
 
-
-class SDPO:
-    """Trains the weights of one policy towards what it would answer knowing what was said about its answers.
-
-    Args:
-        steps: Steps in all; one step collects once and publishes once.
-        tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
-        group_size: Rollouts per task; a rollout that failed is shown another of its group that succeeded.
-        refill: Rounds in which silent groups are replaced by those of further tasks; 0 keeps every group. Silent are
-            groups about which nothing can be told, and those in which every rollout succeeded without a remark.
-        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
-            `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
-            without preference.
-        sources: What the teacher is told: `tools`, `rewards`, `siblings`.
-        success: Least reward of a rollout that succeeded: it is shown to the others of its group.
-        teach_successes: What rollouts learn from each other that succeeded and about which nothing was said: `agreed`,
-            at the tokens that the teacher finds at least as likely as the policy does, or `all`.
-        divergence: `jsd`, `reverse` (policy to teacher) or `forward` (teacher to policy).
-        top_k: Tokens that a comparison tells apart, those that the policy finds likeliest; all others count as one. 0
-            compares the whole vocabulary.
-        teacher_start: Share of the policy at this algorithm's start in the teacher, from 0 to 1.
-        grpo_coef: Weight of GRPO's loss beside the divergence; `estimator` gives its advantages.
-        sibling_words: How a sibling is shown, with `{sibling}` for its answers; `feedback_words`, with `{feedback}`,
-            how the rest is told; `closing_words` end the message.
-        max_tokens: Most tokens of a sibling's answers, and of feedback.
-        aggregation: `token`, or `sequence`: every rollout counts the same, however long.
-        lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
-        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
-        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
-        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
-        device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
-        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and
-            a third more time.
-        keep: Saved states and exported weights that stay on disk.
-        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
-            time that may go into saving. A run that is killed repeats the steps since the last save.
-    """
-
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
-        self,
-        *,
-        steps: int = 100,
-        tasks_per_step: int = 16,
-        group_size: int = 8,  # the paper's
-        refill: int = 0,
-        curriculum: Curriculum = "",
-        curriculum_uniform: float = 0.5,
-        sources: tuple[Source, ...] = ("tools", "rewards", "siblings"),
-        success: float = 1.0,
-        teach_successes: Successes = "agreed",
-        divergence: Divergence = "jsd",  # the paper's, which found it steadier than either direction of KL
-        top_k: int = 100,  # K of the paper
-        teacher_start: float = 0.9,
-        grpo_coef: float = 0.0,
-        estimator: str = ESTIMATOR,
-        sibling_words: str = SIBLING_WORDS,
-        feedback_words: str = FEEDBACK_WORDS,
-        closing_words: str = CLOSING_WORDS,
-        max_tokens: int = 1024,
-        aggregation: MeanAggregation = "token",
-        lr: float = 1e-6,
-        warmup: int = 0,
-        decay: Decay = "constant",
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        max_nonfinite: int = 3,
-        token_budget: int = 16_384,
-        lora_rank: int = 0,
-        lora_alpha: float = 32.0,
-        lora_targets: tuple[str, ...] = ("all-linear",),
-        device: str = "auto",
-        dtype: str = "float32",
-        threads: int = 0,
-        gradient_checkpointing: bool = False,
-        keep: int = 2,
-        save_every: int | str = SAVE_EVERY,
-    ) -> None:
-        counts = {"tasks_per_step": tasks_per_step, "group_size": group_size, "token_budget": token_budget}
-        at_least_one("sdpo", steps=steps, **counts, max_tokens=max_tokens, keep=keep)
-        not_negative("sdpo", top_k=top_k, grpo_coef=grpo_coef)
-        shares("sdpo", teacher_start=teacher_start)
-        one_of("sdpo", divergence=(divergence, DIVERGENCES), aggregation=(aggregation, MEANS))
-        one_of("sdpo", teach_successes=(teach_successes, get_args(Successes)))
-        one_of("sdpo", **{f"sources[{i}]": (source, SOURCES) for i, source in enumerate(sources)})
-        _check_sources(sources, group_size=group_size, grpo_coef=grpo_coef)
-        if teach_successes != "agreed" and "siblings" not in sources:
-            raise ConfigError('sdpo got teach_successes without "siblings" in sources. Add them, or remove it.')
-        self._estimator = estimator_of_samples("sdpo", estimator)
-        self._unused = UnusedEstimator(estimator)
-        self._steps = steps
-        self._groups = GroupSampler(
-            "sdpo",
-            count=tasks_per_step,
-            n=group_size,
-            refill=refill,
-            curriculum=curriculum,
-            uniform=curriculum_uniform,
-            silence=Silence(of=self._is_silent, note=NOTHING_TO_LEARN),
-            compares_batch=self._estimator.entry.compares == "batch",
-        )
-        self._sources, self._success = sources, success
-        self._is_heard_where_agreed = teach_successes == "agreed"
-        self._divergence: Divergence = divergence
-        self._top_k, self._teacher_start = top_k, teacher_start
-        self._words = Words(sibling=sibling_words, feedback=feedback_words, closing=closing_words)
-        self._max_tokens, self._token_budget = max_tokens, token_budget
-        self._aggregation: MeanAggregation = aggregation
-        self._grpo_coef = grpo_coef
-        needed_by("sdpo", "grpo_coef", grpo_coef, estimator=(estimator, ESTIMATOR))
-        self._objective = Objective(
-            "sdpo",
-            loss="ppo-clip",
-            loss_params=None,
-            aggregation=aggregation,
-            importance=Importance(cap=2.0),
-            kl="k3",
-            kl_coef=0.0,
-            entropy_coef=0.0,
-            token_budget=token_budget,
-        )
-        settings = LearnerSettings(
-            optim=OptimSettings(
-                lr=lr,
-                betas=(betas[0], betas[1]),
-                weight_decay=weight_decay,
-                warmup=warmup,
-                decay=decay,
-                total=steps,  # one update per step
-                max_grad_norm=max_grad_norm,
-                max_nonfinite=max_nonfinite,
-            ),
-            lora=LoraSettings.of(lora_rank, lora_alpha, lora_targets),
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            gradient_checkpointing=gradient_checkpointing,
-        )
-        self._tuned = TunedPolicy(
-            settings=settings,
-            algorithm="sdpo",
-            keep=keep,
-            save_every=save_every,
-            has_reference=teacher_start > 0,
-        )
-        self._step = 0
-
-    async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
-        self._context = context
-        self._tuned.begin(context)
-        check_tasks(context, algorithm="sdpo")
-        self._groups.begin(context)
-
-    async def step(self) -> StepReport:
-        """Collect one batch of groups, tell the teacher what is known about them, update, save and publish."""
-        context, step = self._context, self._step + 1
-        learner = await self._tuned.learner(updates=self._step)
-        moves = learner.moves
-        # A template that has no place for feedback is found before anything is paid for.
-        self._teaching = Teaching(
-            context.store,
-            retelling=Retelling(learner.loaded.tokenizer, max_tokens=self._max_tokens),
-            words=self._words,
-            sources=self._sources,
-            success=self._success,
-            most=learner.loaded.context_length,
-        )
-
-        # 1. Collect.
-        started = time.perf_counter()
-        collected = await self._groups.collect(step)
-        collect_s = time.perf_counter() - started
-        groups = collected.groups
-
-        # 2. Tell.
-        prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call)
-        if self._grpo_coef and (notice := self._unused.news(final=prepared.final, calls=prepared.calls)):
-            context.say(f"{context.name}: {notice}")
-        lessons = await self._teaching.lessons(groups)
-        metrics = prepared.metrics | collected.metrics | {"collect_s": collect_s} | lessons.metrics()
-        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
-
-        # 3. Update.
-        started = time.perf_counter()
-        samples = prepared.samples if self._grpo_coef else []
-        self._tuned.start_updates()
-        tokens = TokenNumbers()
-        metrics |= await asyncio.to_thread(self._update, learner, lessons.rows, samples, tokens=tokens)
-        metrics["update_s"] = time.perf_counter() - started
-
-        # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
-        published = await self._tuned.finish(step=step, has_moved=learner.moves > moves)
-        self._step = step
-        is_finished = step >= self._steps
-        rollouts = [row.policy.rollout for row in lessons.rows] + [sample.rollout for sample in samples]
-        return StepReport(
-            step=step,
-            is_finished=is_finished,
-            metrics=metrics,
-            trained=tuple(dict.fromkeys(rollouts)),
-            published=published,
-            stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=tokens.added(lessons.uses(groups, grpo=prepared if self._grpo_coef else None)) | collected.uses,
-        )
-
-    def state(self) -> Mapping[str, Json]:
-        """The step count, what the curriculum knows, the newest checkpoint and the version it was opened from."""
-        return {"step": self._step, "groups": self._groups.state(), **self._tuned.state(step=self._step)}
-
-    async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments and the policy at the start included."""
-        self._step = int(state["step"])
-        self._groups.restore(state.get("groups", {}))
-        await self._tuned.restore(state)
-
-    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
-        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
-        await self._tuned.go_back(state, rate=rate, updates=self._step)
-
-    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Return true while `steps` exceeds the steps done; a decaying rate then follows the new length."""
-        del tasks, sources_go_on
-        return int(state["step"]) < self._steps
-
-    async def close(self) -> None:
-        """Drop the model and the policy at the start."""
-        self._tuned.close()
-
-    async def _is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if a group of this step teaches nothing, neither by words nor, with `grpo_coef`, by rewards."""
-        return await self._teaching.is_silent(group) and (not self._grpo_coef or self._groups.is_equal(group))
-
-    def _update(
-        self, learner: PolicyLearner, rows: Sequence[TaughtRow], samples: Sequence[RowSample], *, tokens: TokenNumbers
-    ) -> dict[str, float]:
-        """Do one optimizer update, none when nothing has a gradient; returns its metrics."""
-        learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
-        metrics = self._add_divergence(learner, rows, tokens) | self._add_grpo(learner, samples, tokens)
-        if not metrics:
-            return {"updates_skipped": 1.0}
-        return learner.apply(metrics)
-
-    def _add_divergence(
-        self, learner: PolicyLearner, rows: Sequence[TaughtRow], told: TokenNumbers
-    ) -> dict[str, float]:
-        """Add the gradient of the divergence from the teacher, if there is any.
-
-        Returns its mean per token, the teacher's gap, and the share of tokens at which the teacher is not heard.
-        """
-        policies = [row.policy for row in rows]
-        weight, total = loss_weights(policies, aggregation=self._aggregation)
-        tokens = sum(policy.trained_tokens for policy in policies)
-        sums: defaultdict[str, float] = defaultdict(float)
-        model = learner.loaded.model
-        for batch in self._batches(learner, policies, weight, total=total):
-            logp_M_V = scaled_logprobs(batch.logits(model), temperature_M=batch.temperature_M)
-            chosen_M_K = likeliest(logp_M_V, count=self._top_k)
-            calls = [call for index in batch.rows for call in rows[index].teacher]
-            teacher_M_K, teacher_M = self._teacher(learner, calls, chosen_M_K)
-            apart_M = divergence(among(logp_M_V, chosen_M_K), teacher_M_K, kind=self._divergence)
-            gap_M = teacher_M - logp_M_V.detach().gather(1, batch.targets_M[:, None])[:, 0]  # log q(y) - log pi(y)
-            unheard_M = (gap_M < 0) & self._needs_agreement(batch, rows)
-            backward(batch.mean(apart_M.masked_fill(unheard_M, 0.0)))  # gradients of micro-batches add up
-            sums["divergence"] += float(apart_M.detach().sum())
-            sums["teacher_gap"] += float(gap_M.sum())
-            sums["unheard_share"] += float(unheard_M.sum())
-            told.note_gaps(batch, gap_M)
-        return {name: value / tokens for name, value in sums.items()} if sums["unheard_share"] < tokens else {}
-
-    def _needs_agreement(self, batch: MicroBatch, rows: Sequence[TaughtRow]) -> Tensor:
-        """Return, for every trained token, whether the teacher is heard only where it agrees, [M]."""
-        solved = torch.tensor([rows[index].is_solved and self._is_heard_where_agreed for index in batch.rows])
-        counts = torch.tensor([rows[index].policy.trained_tokens for index in batch.rows])
-        return solved.repeat_interleave(counts).to(batch.targets_M.device)
-
-    def _batches(
-        self, learner: PolicyLearner, samples: Sequence[RowSample], weight: Sequence[float], *, total: float = 1.0
-    ) -> Iterator[MicroBatch]:
-        """Return the micro-batches of samples for this model."""
-        return micro_batches(
-            samples,
-            weight,
-            total=total,
-            token_budget=self._token_budget,
-            device=learner.loaded.device,
-            is_packed=packs_rows(learner.loaded.model),
-        )
-
-    @torch.no_grad()
-    def _teacher(
-        self, learner: PolicyLearner, calls: Sequence[RowSample], chosen_M_K: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the teacher's log-probabilities of the chosen tokens, [M, K + 1], and of the sampled ones, [M].
-
-        `calls` follow each other as their tokens do in the policy's rows.
-        """
-        sizes = torch.tensor([0, *(call.trained_tokens for call in calls)])
-        starts = sizes.cumsum(0)
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        device = learner.loaded.device
-        for batch in self._batches(learner, calls, [0.0] * len(calls)):
-            # Micro-batches come longest first; `place_m` says where their tokens are among the M.
-            places = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in batch.rows]
-            place_m = torch.cat(places).to(device)
-            logp_m_V = self._teacher_logprobs(learner, batch)
-            among_m_K = among(logp_m_V, None if chosen_M_K is None else chosen_M_K[place_m])
-            parts.append((place_m, among_m_K, logp_m_V.gather(1, batch.targets_M[:, None])[:, 0]))
-        order_M = torch.cat([place for place, _, _ in parts]).argsort()
-        return torch.cat([part for _, part, _ in parts])[order_M], torch.cat([y for _, _, y in parts])[order_M]
-
-    def _teacher_logprobs(self, learner: PolicyLearner, batch: MicroBatch) -> Tensor:
-        """Return log q for every trained token of a micro-batch of the teacher's contexts, [m, V]."""
-        logp_m_V = scaled_logprobs(batch.logits(learner.loaded.model), temperature_M=batch.temperature_M)
-        if not self._teacher_start:
-            return logp_m_V
-        with self._tuned.reference.active() as model_start:
-            start_m_V = scaled_logprobs(batch.logits(model_start), temperature_M=batch.temperature_M)
-        # q = pi^(1 - s) pi_start^s / Z, the point between the two that a trust region of KL leads to
-        return torch.lerp(logp_m_V, start_m_V, self._teacher_start).log_softmax(dim=1)
-
-    def _add_grpo(self, learner: PolicyLearner, samples: Sequence[RowSample], tokens: TokenNumbers) -> dict[str, float]:
-        """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss."""
-        weight, total = self._objective.weights(samples)
-        kept = [index for index, sample in enumerate(samples) if self._objective.has_gradient(sample)]
-        tally = Tally(tokens=tokens)
-        for batch in self._batches(learner, [samples[i] for i in kept], [weight[i] for i in kept], total=total):
-            loss = self._objective.loss(batch, model=learner.loaded.model, tuned=self._tuned, tally=tally)
-            backward(self._grpo_coef * loss)
-        return {"grpo_loss": tally.sums["loss"]} if kept else {}
-
-
-def _check_sources(sources: Sequence[str], *, group_size: int, grpo_coef: float) -> None:
-    if not sources:
-        raise ConfigError('sdpo got sources = [], so nothing would be told; give "tools", "rewards" or "siblings".')
-    if group_size > 1:
-        return
-    if tuple(sources) == ("siblings",):
-        raise ConfigError("sdpo learns from siblings alone, but group_size is 1. Give at least 2, or another source.")
-    if grpo_coef:
-        raise ConfigError(
-            "sdpo with grpo_coef compares the rollouts of a group, but group_size is 1. Give at least 2, or "
-            "grpo_coef = 0."
-        )
-
-
 Divergence = Literal["jsd", "reverse", "forward"]
-DIVERGENCES = ("jsd", "reverse", "forward")
+"""The divergence of the policy p from the teacher q, both given as log-probabilities in nats, per token:
+
+    reverse  KL(p || q)                        keeps to what the teacher finds likely
+    forward  KL(q || p)                        covers everything that the teacher finds likely
+    jsd      KL(p || m) / 2 + KL(q || m) / 2   with m = (p + q) / 2; never above log 2
+"""
 
 _LEAST = 1e-9
 """Smallest probability of all tokens outside of the first K together; its logarithm must stay finite."""
@@ -478,3 +115,204 @@ def divergence(policy_M_K: Tensor, teacher_M_K: Tensor, *, kind: Divergence) -> 
 def _kl(a_M_K: Tensor, b_M_K: Tensor) -> Tensor:
     # sum_k a_k (log a_k - log b_k)
     return (a_M_K.exp() * (a_M_K - b_M_K)).sum(dim=1)
+
+
+class SDPO(OnPolicy):
+    """Trains the weights of one policy towards what it would answer knowing what was said about its answers.
+
+    Args:
+        steps: Steps in all; one step collects once and publishes once.
+        tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
+        group_size: Rollouts per task; a rollout that failed is shown another of its group that succeeded.
+        sampling: The choice of tasks. Silent, and replaced with `refill`, are groups about which nothing can be said,
+            and those in which every rollout succeeded without a remark.
+        teacher: What the teacher is and what it reads.
+        divergence: `jsd`, `reverse` (policy to teacher) or `forward` (teacher to policy).
+        top_k: Tokens that a comparison tells apart, those that the policy finds likeliest; all others count as one. 0
+            compares the whole vocabulary.
+        grpo_coef: Weight of GRPO's loss beside the divergence; `estimator` gives its advantages.
+        aggregation: `token`, or `sequence`: every rollout counts the same, however long.
+        optim: AdamW.
+        lora: Adapters in place of all weights.
+        compute: Device, precision and memory.
+        saving: Saved states of training.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        steps: Count = 100,
+        tasks_per_step: Count = 16,
+        group_size: Count = 8,  # the paper's
+        sampling: Sampling = Sampling(),
+        teacher: SelfTeacher = SelfTeacher(),
+        divergence: Divergence = "jsd",  # the paper's, which found it steadier than either direction of KL
+        top_k: Whole = 100,  # K of the paper
+        grpo_coef: NotNegative = 0.0,
+        estimator: str = ESTIMATOR,
+        aggregation: MeanAggregation = "token",
+        optim: Optim = Optim(),
+        lora: Lora = Lora(),
+        compute: Compute = Compute(),
+        saving: Saving = Saving(),
+    ) -> None:
+        if group_size == 1 and teacher.sources == ("siblings",):
+            raise ConfigError(
+                "sdpo learns from siblings alone, but group_size is 1. Give at least 2, or another source."
+            )
+        if group_size == 1 and grpo_coef:
+            raise ConfigError(
+                "sdpo with grpo_coef compares the rollouts of a group, but group_size is 1. Give at least 2, or "
+                "grpo_coef = 0."
+            )
+        self._steps, self._teacher, self._grpo_coef = steps, teacher, grpo_coef
+        self._divergence: Divergence = divergence
+        self._top_k = top_k
+        self._aggregation: MeanAggregation = aggregation
+        self._estimator = estimator_of_samples("sdpo", estimator)
+        needed_by("sdpo", "grpo_coef", grpo_coef, estimator=estimator)
+        self._unused = UnusedEstimator(estimator)
+        self._groups = GroupSampler(
+            "sdpo",
+            count=tasks_per_step,
+            n=group_size,
+            refill=sampling.refill,
+            curriculum=sampling.curriculum,
+            silence=Silence(of=self._is_silent, note=NOTHING_TO_LEARN),
+            compares_batch=self._estimator.entry.compares == "batch",
+        )
+        self._objective = PolicyObjective("sdpo", Objective(aggregation=aggregation))
+        self._tuned = TunedPolicy(
+            "sdpo",
+            settings=LearnerSettings(optim=optim, lora=lora, compute=compute, total=steps),  # one update per step
+            saving=saving,
+            has_reference=teacher.start > 0,
+        )
+
+    async def step(self) -> StepReport:
+        """Collect one batch of groups, tell the teacher what is known about them, update, save and publish."""
+        context, learner = self._context, await self._tuned.learner()
+        moves = learner.moves
+        # A template that has no place for feedback is found before anything is paid for.
+        self._teaching = Teaching(context.store, learner.loaded, self._teacher)
+
+        # 1. Collect.
+        started = time.perf_counter()
+        collected = await self._groups.collect(self._tuned.step + 1)
+        collect_s = time.perf_counter() - started
+        groups = collected.groups
+
+        # 2. Tell.
+        prepared = prepare(groups, credit=context.credit, estimator=self._estimator.call)
+        if self._grpo_coef and (notice := self._unused.news(final=prepared.final, calls=prepared.calls)):
+            context.say(f"{context.name}: {notice}")
+        lessons = await self._teaching.lessons(groups)
+        metrics = prepared.metrics | collected.metrics | {"collect_s": collect_s} | lessons.metrics()
+        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+
+        # 3. Update.
+        started = time.perf_counter()
+        samples = prepared.samples if self._grpo_coef else []
+        self._tuned.start_updates()
+        tokens = TokenNumbers()
+        metrics |= await asyncio.to_thread(self._update, learner, lessons.rows, samples, tokens=tokens)
+        metrics["update_s"] = time.perf_counter() - started
+
+        # 4. Make the new weights live; without an update there are none. Save them unless that may wait.
+        published = await self._tuned.finish(has_moved=learner.moves > moves)
+        trained = [row.policy.rollout for row in lessons.rows] + [sample.rollout for sample in samples]
+        uses = tokens.added(lessons.uses(groups, grpo=prepared if self._grpo_coef else None)) | collected.uses
+        return self._report(metrics, trained=trained, published=published, uses=uses)
+
+    async def _is_silent(self, group: Sequence[Episode]) -> bool:
+        """Return true if a group of this step teaches nothing, neither by words nor, with `grpo_coef`, by rewards."""
+        return await self._teaching.is_silent(group) and (not self._grpo_coef or self._groups.is_equal(group))
+
+    def _update(
+        self, learner: PolicyLearner, rows: Sequence[TaughtRow], samples: Sequence[RowSample], *, tokens: TokenNumbers
+    ) -> dict[str, float]:
+        """Do one optimizer update, none when nothing has a gradient; returns its metrics."""
+        learner.use_threads()  # the setting belongs to the calling thread, and each update may run in another
+        metrics = self._add_divergence(learner, rows, tokens) | self._add_grpo(learner, samples, tokens)
+        if not metrics:
+            return {"updates_skipped": 1.0}
+        return learner.apply(metrics)
+
+    def _add_divergence(
+        self, learner: PolicyLearner, rows: Sequence[TaughtRow], tokens_seen: TokenNumbers
+    ) -> dict[str, float]:
+        """Add the gradient of the divergence from the teacher, if there is any.
+
+        Returns its mean per token, the teacher's gap, and the share of tokens at which the teacher is not heard.
+        """
+        policies = [row.policy for row in rows]
+        weight, total = loss_weights(policies, aggregation=self._aggregation)
+        tokens = sum(policy.trained_tokens for policy in policies)
+        sums: defaultdict[str, float] = defaultdict(float)
+        model = learner.loaded.model
+        for batch in learner.batches(policies, weight, total=total):
+            logp_M_V = scaled_logprobs(batch.logits(model), temperature_M=batch.temperature_M)
+            # D(pi(. | x, y_<t) || q(. | x, lesson, y_<t)) at every token y_t, pi with its gradient and q without.
+            chosen_M_K = likeliest(logp_M_V, count=self._top_k)
+            calls = [call for index in batch.rows for call in rows[index].teacher]
+            teacher_M_K, teacher_M = self._taught(learner, calls, chosen_M_K)
+            apart_M = divergence(among(logp_M_V, chosen_M_K), teacher_M_K, kind=self._divergence)
+            # log q(y_t) - log pi(y_t): by how much the teacher prefers the token that was sampled.
+            gap_M = teacher_M - logp_M_V.detach().gather(1, batch.targets_M[:, None])[:, 0]
+            unheard_M = (gap_M < 0) & self._needs_agreement(batch, rows)
+            backward(batch.mean(apart_M.masked_fill(unheard_M, 0.0)))  # gradients of micro-batches add up
+            sums["divergence"] += float(apart_M.detach().sum())
+            sums["teacher_gap"] += float(gap_M.sum())
+            sums["unheard_share"] += float(unheard_M.sum())
+            tokens_seen.note_gaps(batch, gap_M)
+        return {name: value / tokens for name, value in sums.items()} if sums["unheard_share"] < tokens else {}
+
+    def _needs_agreement(self, batch: MicroBatch, rows: Sequence[TaughtRow]) -> Tensor:
+        """Return, for every trained token, whether the teacher is heard only where it agrees, [M]."""
+        solved = torch.tensor(
+            [rows[index].is_solved and self._teacher.teach_successes == "agreed" for index in batch.rows]
+        )
+        counts = torch.tensor([rows[index].policy.trained_tokens for index in batch.rows])
+        return solved.repeat_interleave(counts).to(batch.targets_M.device)
+
+    @torch.no_grad()
+    def _taught(
+        self, learner: PolicyLearner, calls: Sequence[RowSample], chosen_M_K: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the teacher's log-probabilities of the chosen tokens, [M, K + 1], and of the sampled ones, [M].
+
+        `calls` follow each other as their tokens do in the policy's rows.
+        """
+        sizes = torch.tensor([0, *(call.trained_tokens for call in calls)])
+        starts = sizes.cumsum(0)
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        device = learner.loaded.device
+        for batch in learner.batches(calls, [0.0] * len(calls)):
+            # Micro-batches come longest first; `place_m` says where their tokens are among the M.
+            places = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in batch.rows]
+            place_m = torch.cat(places).to(device)
+            logp_m_V = self._teacher_logprobs(learner, batch)
+            among_m_K = among(logp_m_V, None if chosen_M_K is None else chosen_M_K[place_m])
+            parts.append((place_m, among_m_K, logp_m_V.gather(1, batch.targets_M[:, None])[:, 0]))
+        order_M = torch.cat([place for place, _, _ in parts]).argsort()
+        return torch.cat([part for _, part, _ in parts])[order_M], torch.cat([y for _, _, y in parts])[order_M]
+
+    def _teacher_logprobs(self, learner: PolicyLearner, batch: MicroBatch) -> Tensor:
+        """Return log q for every trained token of a micro-batch of the teacher's contexts, [m, V]."""
+        logp_m_V = scaled_logprobs(batch.logits(learner.loaded.model), temperature_M=batch.temperature_M)
+        if not self._teacher.start:
+            return logp_m_V
+        with self._tuned.reference.active() as model_start:
+            start_m_V = scaled_logprobs(batch.logits(model_start), temperature_M=batch.temperature_M)
+        # q = pi^(1 - s) pi_start^s / Z, the point between the two that a trust region of KL leads to
+        return torch.lerp(logp_m_V, start_m_V, self._teacher.start).log_softmax(dim=1)
+
+    def _add_grpo(self, learner: PolicyLearner, samples: Sequence[RowSample], tokens: TokenNumbers) -> dict[str, float]:
+        """Add `grpo_coef` times the gradient of GRPO's loss; returns the loss."""
+        weight, total = self._objective.weights(samples)
+        kept = [index for index, sample in enumerate(samples) if self._objective.has_gradient(sample)]
+        tally = Tally(tokens=tokens)
+        for batch in learner.batches([samples[i] for i in kept], [weight[i] for i in kept], total=total):
+            loss = self._objective.loss(batch, model=learner.loaded.model, tuned=self._tuned, tally=tally)
+            backward(self._grpo_coef * loss)
+        return {"grpo_loss": tally.sums["loss"]} if kept else {}

@@ -2,22 +2,37 @@
 
 The runtime's tracing is silenced here as well as by the environment, because a team built before the tracer was
 installed has already read the environment.
+
+AutoGen makes no span for a model call. Every class of model clients is watched, including those defined later, for
+clients that bypass the wire hook; a call that the hook saw gets no span here.
 """
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, nullcontext
-from functools import wraps
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 from autogen_agentchat.agents import BaseChatAgent
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_core import BaseAgent
 from autogen_core._telemetry import TraceHelper
+from autogen_core.models import ChatCompletionClient
 from autogen_core.tools import BaseStreamTool, BaseTool
 from opentelemetry import context, trace
 
-from agl.tracing import Undo, current, current_span, open_span, patch, patch_subclasses, stepped, who
+from agl.tracing import (
+    OpenSpan,
+    Undo,
+    around_async,
+    current,
+    current_span,
+    open_span,
+    patch,
+    patch_subclasses,
+    stepped,
+    who,
+)
 from agl_autogen import _convert
 
 _log = logging.getLogger(__name__)
@@ -29,11 +44,12 @@ def install() -> list[Undo]:
         patch(TraceHelper, "trace_block", _without_runtime_spans),
         patch(BaseGroupChat, "run_stream", _as_workflow),
         patch(BaseChatAgent, "run_stream", _apart),
-        patch_subclasses(BaseChatAgent, {"on_messages": _as_turn, "on_messages_stream": _as_streamed_turn}),
-        patch(BaseAgent, "on_message", _as_agent),
+        patch_subclasses(BaseChatAgent, {"on_messages": around_async(_turn), "on_messages_stream": _as_streamed_turn}),
+        patch(BaseAgent, "on_message", around_async(_unspoken)),
         patch(BaseTool, "run_json", _with_values),
         patch(BaseStreamTool, "run_json_stream", _with_streamed_values),
         patch(BaseAgent, "publish_message", _with_handoff),
+        patch_subclasses(ChatCompletionClient, {"create": around_async(_call), "create_stream": _watched_stream}),
     ]
 
 
@@ -86,15 +102,9 @@ async def _kept_apart(items: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, N
             yield item
 
 
-def _as_turn(original: Callable[..., Any]) -> Callable[..., Any]:
+def _turn(agent: Any) -> AbstractContextManager[Any]:
     """Open a span around a turn that is asked for directly, for which AutoGen makes none."""
-
-    @wraps(original)
-    async def on_messages(self: Any, *args: Any, **options: Any) -> Any:
-        with nullcontext() if _is_within(self) else open_span(agent=str(self.name)):
-            return await original(self, *args, **options)
-
-    return on_messages
+    return nullcontext() if _is_within(agent) else open_span(agent=str(agent.name))
 
 
 def _as_streamed_turn(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,16 +123,22 @@ def _is_within(agent: Any) -> bool:
     return current() is None or who().agent == str(agent.name)
 
 
-def _as_agent(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unspoken(agent: Any) -> AbstractContextManager[Any]:
     """Open a span around a message's handler where AutoGen makes none."""
+    about = _convert.unspoken_agent(agent)
+    return open_span(**about) if about else nullcontext()
 
+
+def _call(client: Any, *, is_current: bool = True) -> OpenSpan:
+    return open_span(client=_convert.client_name(client), unless_called=True, is_current=is_current)
+
+
+def _watched_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    async def on_message(self: Any, *args: Any, **options: Any) -> Any:
-        agent = {} if current() is None else _convert.unspoken_agent(self)
-        with open_span(**agent) if agent else nullcontext():
-            return await original(self, *args, **options)
+    def create_stream(self: Any, *args: Any, **options: Any) -> Any:
+        return stepped(partial(_call, self, is_current=False), original(self, *args, **options))
 
-    return on_message
+    return create_stream
 
 
 def _with_handoff(original: Callable[..., Any]) -> Callable[..., Any]:

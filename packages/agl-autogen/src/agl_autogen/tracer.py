@@ -7,37 +7,32 @@ reports them only when they are over; a call that bypasses the wire gets a span 
 per message, are left out.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
 
-from agl.contracts import Tracer
-from agl.tracing import OtelTracer, Undo
+from agl.tracing import OtelTracer, SharedTracer, Undo
 
 
-class AutoGenTracer(Tracer):
+class AutoGenTracer(SharedTracer):
     """Observes AutoGen; see the module. Several may be installed at once; they share the patches."""
-
-    _installed: ClassVar[set["AutoGenTracer"]] = set()
-    _undo: ClassVar[list[Undo]] = []
 
     def __init__(self) -> None:
         self._otel = OtelTracer()
 
-    def install(self) -> None:
-        """Import AutoGen and observe it from now on; idempotent."""
-        from agl_autogen import clients, observe
+    def observe(self) -> Iterable[Undo]:
+        """Import AutoGen and patch it."""
+        from agl_autogen import observe
 
+        return observe.install()
+
+    def install(self) -> None:
+        """Observe AutoGen and OpenTelemetry from now on; idempotent."""
         self._otel.install()
-        if not self._installed:
-            self._undo.extend([*observe.install(), *clients.install()])
-        self._installed.add(self)
+        super().install()
 
     def uninstall(self) -> None:
         """Restore AutoGen when the last tracer is uninstalled."""
         self._otel.uninstall()
-        self._installed.discard(self)
-        while self._undo and not self._installed:
-            self._undo.pop()()
+        super().uninstall()
 
     def current_span_id(self) -> str | None:
         """Id of the agent's or tool's span that is current in OpenTelemetry's context."""

@@ -125,7 +125,8 @@ class Actions:
             return self._error(request, error)
         fields = {**given, **{key: value for key, value in state.items() if value}, "key": secrets.token_hex(8)}
         hidden = {**fields, "proof": session.proof(name, fields)}
-        page = self._pages.action(
+        page = self._pages.render(
+            "action.html",
             visitor="signed",
             name=name,
             kind=kind,
@@ -156,8 +157,13 @@ class Actions:
             done = await asyncio.shield(self._made[key])  # a client that leaves stops nothing
         except AglError as error:
             return self._error(request, error)
-        page = self._pages.action_done(
-            visitor="signed", title=kind.title, text=done.text, is_again=is_again, back=link(*done.address)
+        page = self._pages.render(
+            "action_done.html",
+            visitor="signed",
+            title=kind.title,
+            text=done.text,
+            is_again=is_again,
+            back=link(*done.address),
         )
         return page_response(page)
 
@@ -198,7 +204,7 @@ class Actions:
 
     def _token_page(self, request: web.Request, then: str, error: str = "", *, status: int = 200) -> web.Response:
         kept = then if _LOCAL.fullmatch(then) else ""
-        page = self._pages.sign_in(visitor=self.visitor(request), then=kept, error=error)
+        page = self._pages.render("sign_in.html", visitor=self.visitor(request), then=kept, error=error)
         return page_response(page, status=status)
 
     def _fields_page(self, name: str, kind: Kind, given: Mapping[str, str], *, error: str = "") -> web.Response:
@@ -209,8 +215,8 @@ class Actions:
             text = f"The address lacks {', '.join(missing)}; follow the link on the page of a rollout or a version."
             return page_response(self._pages.error(kind.title, text, visitor="signed"), status=400)
         values = {field.name: given.get(field.name, field.default) for field in kind.fields}
-        page = self._pages.action_fields(
-            visitor="signed", name=name, kind=kind, hidden=hidden, values=values, error=error
+        page = self._pages.render(
+            "action_fields.html", visitor="signed", name=name, kind=kind, hidden=hidden, values=values, error=error
         )
         return page_response(page, status=400 if error else 200)
 

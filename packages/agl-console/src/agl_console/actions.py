@@ -14,8 +14,9 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Record, Reward, Rollout, Span
-from agl_console.reading import episode_of, rollout_of
+from agl_console.reading import rollout_of
 from agl_inspect.records import LABEL, label_path, labelled, move, move_back
+from agl_inspect.rollouts import read_episode
 from agl_inspect.terminal import is_counted
 from agl_inspect.text import visible
 from agl_inspect.versions import list_versions
@@ -271,7 +272,7 @@ class Rate(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
         await store.append_spans([span])
         rollout, attempts = await rollout_of(store, self.rollout)
-        episode, _ = await episode_of(store, rollout, attempts)
+        episode, _, _ = await read_episode(store, rollout, attempts)
         decides = "no reward decides" if episode.reward is None else f"the reward that decides is {episode.reward:g}"
         return Done(f"{self.rollout} has the reward {self.value:g}; {decides}", ("rollouts", self.rollout))
 

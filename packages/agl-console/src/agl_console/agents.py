@@ -7,13 +7,12 @@ recorded without a step, is added up here over the newest rollouts, at most ``MO
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
 from typing import Annotated, Literal
 
 import msgspec
 
 from agl import semconv
-from agl.contracts import CallUse, Recording, RolloutQuery, Store
+from agl.contracts import CallUse, Moments, Recording, RolloutQuery, Store
 from agl.episodes import Enclosing, chronological
 from agl.schemas import Mode, Record, RolloutStatus, Span
 from agl_console.figures import Figure, Line, thinned
@@ -44,36 +43,18 @@ class AgentsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AgentRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An agent in the rollouts that were looked through.
+    """An agent in some rollouts, or over all steps of a run.
 
     Attributes:
         agent: Its name, ``""`` for calls outside of any agent.
         rollouts: Rollouts in which it made a call.
-        credit: Mean credit of its calls, over those for which a step reported one; ``advantage`` likewise.
-        tokens: Tokens that the model sampled for it; ``trained`` those of them on which a step trained.
-        share: Its part of all trained tokens, ``None`` if none were trained.
-        errors: Its spans that ended with an error, tools included.
-    """
-
-    agent: str
-    rollouts: int
-    calls: int
-    credit: float | None
-    advantage: float | None
-    tokens: int
-    trained: int
-    share: float | None
-    errors: int
-
-
-class WholeRow(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An agent over all steps of a run.
-
-    Attributes:
-        reward: Mean reward of the rollouts in which it made a call, and its standard deviation, ``spread``.
+        tokens: Tokens that the model sampled for it; ``trained`` counts those on which a step trained.
+        reward: Mean reward of the rollouts in which it made a call, and its standard deviation, ``spread``; ``None``
+            in the newest rollouts.
         credit: Mean over its calls for which a step reported one; ``advantage`` likewise.
         share: Its part of all trained tokens, of all sampled ones where none were trained.
         seconds: Time in its calls.
+        errors: Its spans that ended with an error, tools included.
     """
 
     agent: str
@@ -116,7 +97,7 @@ class AgentsView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     name: str
     filters: dict[str, str]
-    whole: list[WholeRow]
+    whole: list[AgentRow]
     whole_rollouts: int
     whole_steps: int
     whole_mode: str
@@ -149,19 +130,20 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
         sums.add(recording)
         looked, last = looked + 1, recording.rollout
     behind = [] if last is None else await store.rollouts(msgspec.structs.replace(query.next(last), limit=1))
-    names = [agent for agent, _ in sums.calls.most_common(SHOWN)]
+    agents = _rows(sums.agents)
+    names = [row.agent for row in agents if row.calls][:SHOWN]
     filters = {"newest": str(chosen.newest), "mode": chosen.mode, "status": chosen.status}
     return AgentsView(
         name=name,
         filters={key: value for key, value in filters.items() if value and value != str(LOOKED)},
-        whole=_whole(tallies),
+        whole=_rows(_summed(agent for tally in tallies for agent in tally.agents)),
         whole_rollouts=sum(each.rollouts for each in tallies),
         whole_steps=len(tallies),
         whole_mode=mode,
         figures=_figures(name, tallies),
         looked_through=looked,
         is_all=not behind,
-        agents=sums.rows(),
+        agents=agents,
         names=names,
         follows=[[sums.follows[first, second] for second in names] for first in names],
         inside=_pairs(sums.inside),
@@ -169,13 +151,21 @@ async def agents_view(store: Store, name: str, chosen: AgentsFilter) -> AgentsVi
     )
 
 
-def _whole(tallies: Sequence[StepTally]) -> list[WholeRow]:
-    """Return the sums over steps by agent, those with the most calls first."""
-    agents = _summed(tallies)
+def _summed(tallies: Iterable[AgentTally]) -> dict[str, AgentTally]:
+    """Add up tallies by agent."""
+    found: dict[str, AgentTally] = {}
+    for each in tallies:
+        found[each.agent] = found[each.agent].plus(each) if each.agent in found else each
+    return found
+
+
+def _rows(found: Mapping[str, AgentTally]) -> list[AgentRow]:
+    """Return a row for each agent, those with the most calls first."""
+    agents = sorted(found.values(), key=lambda each: (-each.calls, each.agent))
     trained = sum(each.trained for each in agents)
     sampled = sum(each.tokens for each in agents)
     return [
-        WholeRow(
+        AgentRow(
             agent=each.agent,
             rollouts=each.rollouts,
             calls=each.calls,
@@ -193,16 +183,9 @@ def _whole(tallies: Sequence[StepTally]) -> list[WholeRow]:
     ]
 
 
-def _summed(tallies: Sequence[StepTally]) -> list[AgentTally]:
-    found: dict[str, AgentTally] = {}
-    for each in (agent for tally in tallies for agent in tally.agents):
-        found[each.agent] = found[each.agent].plus(each) if each.agent in found else each
-    return sorted(found.values(), key=lambda each: (-each.calls, each.agent))
-
-
 def _figures(run: str, tallies: Sequence[StepTally]) -> list[Figure]:
     """Return the credit and the share of sampled tokens of each agent over the steps."""
-    agents = [each.agent for each in _summed(tallies)[:DRAWN]]
+    agents = [row.agent for row in _rows(_summed(agent for tally in tallies for agent in tally.agents))[:DRAWN]]
     algorithms = dict.fromkeys(each.algorithm for each in tallies)
     parts = {"credit": _credit, "share of sampled tokens": _share}
     found: list[Figure] = []
@@ -242,70 +225,52 @@ def _share(tally: StepTally, agent: str) -> float | None:
 
 
 class _Sums:
-    """Counts by agent, over recordings."""
+    """Counts over recordings: the tally of each agent, and who calls after, inside and by hand-off of whom."""
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
+        self.agents: dict[str, AgentTally] = {}
         self.follows: Counter[tuple[str, str]] = Counter()
         self.inside: Counter[tuple[str, str]] = Counter()
         self.handoffs: Counter[tuple[str, str]] = Counter()
-        self._rollouts: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
-        self._trained: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._credits: dict[str, list[float]] = {}
-        self._advantages: dict[str, list[float]] = {}
 
     def add(self, recording: Recording) -> None:
         """Count the deciding attempt of a rollout."""
         own = [span for span in recording.spans if span.attempt_id == recording.rollout.attempt_id]
         spans, enclosing, uses = chronological(own).spans, Enclosing(own), uses_of(recording.spans)
-        callers = [self._call(span, enclosing, uses) for span in spans if span.call is not None]
-        self._rollouts.update(set(callers))
-        self.follows.update(pairwise(callers))
+        callers: list[str] = []
+        shares: list[AgentTally] = []
         for span in spans:
+            who = enclosing.who(span)
+            if span.call is not None:
+                shares.append(_share_of(span, who.agent, uses.get(span.span_id), is_first=who.agent not in callers))
+                callers.append(who.agent)
+                self.inside.update(pair for pair in pairwise(who.path) if pair[0] != pair[1])
             if span.status == "error" and span.name != semconv.ROOT_SPAN_NAME:
-                self._errors[enclosing.who(span).agent] += 1
+                shares.append(AgentTally(agent=who.agent, errors=1))
             source, target = (span.attributes.get(key) for key in (semconv.HANDOFF_SOURCE, semconv.HANDOFF_TARGET))
             if isinstance(target, str):
-                self.handoffs[source if isinstance(source, str) else enclosing.who(span).agent, target] += 1
-
-    def _call(self, span: Span, enclosing: Enclosing, uses: Mapping[str, CallUse]) -> str:
-        who, use = enclosing.who(span), uses.get(span.span_id)
-        tokens = span.call.response_len if span.call else 0
-        self.calls[who.agent] += 1
-        self._tokens[who.agent] += tokens
-        self.inside.update(pair for pair in pairwise(who.path) if pair[0] != pair[1])
-        if use is not None and use.row >= 0:
-            self._trained[who.agent] += tokens
-        if use is not None and use.credit is not None:
-            self._credits.setdefault(who.agent, []).append(use.credit)
-        if use is not None and use.advantage is not None:
-            self._advantages.setdefault(who.agent, []).append(use.advantage)
-        return who.agent
-
-    def rows(self) -> list[AgentRow]:
-        """Return a row for each agent, that with the most calls first."""
-        agents = dict.fromkeys([*(agent for agent, _ in self.calls.most_common()), *self._errors])
-        trained = self._trained.total()
-        return [
-            AgentRow(
-                agent=agent,
-                rollouts=self._rollouts[agent],
-                calls=self.calls[agent],
-                credit=_mean(self._credits.get(agent, ())),
-                advantage=_mean(self._advantages.get(agent, ())),
-                tokens=self._tokens[agent],
-                trained=self._trained[agent],
-                share=self._trained[agent] / trained if trained else None,
-                errors=self._errors[agent],
-            )
-            for agent in list(agents)[:LISTED]
-        ]
+                self.handoffs[source if isinstance(source, str) else who.agent, target] += 1
+        self.follows.update(pairwise(callers))
+        self.agents = _summed([*self.agents.values(), *shares])
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
+def _share_of(span: Span, agent: str, use: CallUse | None, *, is_first: bool) -> AgentTally:
+    """Return the tally of one call; the first one of an agent counts its rollout."""
+    tokens = span.call.response_len if span.call else 0
+    return AgentTally(
+        agent=agent,
+        rollouts=int(is_first),
+        calls=1,
+        tokens=tokens,
+        trained=tokens if use is not None and use.row >= 0 else 0,
+        seconds=max(0, span.end_ns - span.start_ns) / 1e9,
+        credit=_moments(use.credit if use else None),
+        advantage=_moments(use.advantage if use else None),
+    )
+
+
+def _moments(value: float | None) -> Moments:
+    return Moments() if value is None else Moments(count=1, mean=value)
 
 
 def _pairs(counts: Counter[tuple[str, str]]) -> list[Pair]:

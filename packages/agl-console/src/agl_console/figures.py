@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from agl.contracts import Metric
 from agl.schemas import Record
-from agl_inspect.records import place_of
+from agl_inspect.records import experiment_step
 from agl_inspect.rollouts import StepTally
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def _line(run: str, algorithm: str, found: Sequence[Metric], ends: dict[tuple[st
         [ends.get((algorithm, metric.step, f"{metric.name}_{end}")) for metric in found] for end in ("low", "high")
     )
     steps, values = [metric.step for metric in found], [metric.value for metric in found]
-    places = [place_of(metric) for metric in found]
+    places = [experiment_step(metric) for metric in found]
     return Line(run=run, algorithm=algorithm, steps=steps, places=places, values=values, low=low, high=high)
 
 

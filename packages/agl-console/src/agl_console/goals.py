@@ -7,7 +7,7 @@ from agl.contracts import Metric
 from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD
-from agl_inspect.records import place_of
+from agl_inspect.records import experiment_step
 
 SHARE = 0.9
 """Part of the best reward that is the goal by default."""
@@ -63,8 +63,8 @@ def goal_of(metrics: Mapping[str, Sequence[Metric]], chosen: float | None) -> Go
 
 
 def _reached(run: str, algorithm: str, line: Sequence[Metric], goal: float) -> Reached:
-    first = min((metric for metric in line if metric.value >= goal), key=place_of, default=None)
+    first = min((metric for metric in line if metric.value >= goal), key=experiment_step, default=None)
     if first is None:
         best = max(metric.value for metric in line)
         return Reached(run=run, algorithm=algorithm, step=None, place=None, value=best)
-    return Reached(run=run, algorithm=algorithm, step=first.step, place=place_of(first), value=first.value)
+    return Reached(run=run, algorithm=algorithm, step=first.step, place=experiment_step(first), value=first.value)

@@ -15,47 +15,39 @@ from agl_inspect.rollouts import read_tallies
 STEPS = 50
 """Steps of a table."""
 
-FIRST = (
-    *("reward", "score", "best_val_score", "kl", "entropy", "clipped", "clipped_low", "clipped_high"),
-    *(
-        "tokens_per_rollout",
-        "truncated_share",
-        "tokens",
-        "staleness",
-        "replay_staleness",
-        "groups_silent",
-        "groups_dropped",
-        "rollouts_extra",
-    ),
-    *("silent_share", "dropped_share", "evaluator_failed_share"),
-    *("loss", "grad_norm", "collect_s", "update_s", "tokens_per_s", "tokens_used", "places_idle_share"),
-)
-"""Metrics whose figures come first, in this order: those that say whether it learns, and why it does not."""
-
-MEANINGS = {
+METRICS = {
     "reward": "mean reward of the step's rollouts, with its 95 % interval over tasks",
-    "tokens_per_rollout": "sampled tokens of a rollout, the mean",
-    "replay_staleness": "versions that replayed rollouts are behind, the mean",
-    "tokens_per_s": "sampled tokens per second of collecting",
-    "tokens_used": "share of sampled tokens on which the step trained",
+    "score": "",
+    "best_val_score": "",
     "kl": "distance to the first policy, nats per token",
     "entropy": "spread of the policy's next token, nats",
+    "clipped": "",
     "clipped_low": "share of tokens clipped below",
     "clipped_high": "share of tokens clipped above",
+    "tokens_per_rollout": "sampled tokens of a rollout, the mean",
     "truncated_share": "rollouts with an answer cut at a limit of tokens",
     "tokens": "trained tokens of an update",
+    "staleness": "",
+    "replay_staleness": "versions that replayed rollouts are behind, the mean",
     "groups_silent": "groups whose rollouts all got the same reward",
     "groups_dropped": "silent groups that were replaced",
     "rollouts_extra": "rollouts in place of silent ones",
     "silent_share": "rollouts that train nothing",
     "dropped_share": "rollouts that failed or had no reward",
     "evaluator_failed_share": "rollouts that failed because a reward broke",
-    "places": "agents that may run at once",
-    "places_idle_share": "share of the runner's places without a rollout while a step collects",
+    "loss": "",
     "grad_norm": "length of the gradient before clipping",
     "collect_s": "seconds for rollouts",
     "update_s": "seconds for updates",
+    "tokens_per_s": "sampled tokens per second of collecting",
+    "tokens_used": "share of sampled tokens on which the step trained",
+    "places_idle_share": "share of the runner's places without a rollout while a step collects",
+    "places": "agents that may run at once",
 }
+"""Metrics whose figures come first, in this order, and what they mean: whether the run learns, and why it does not."""
+
+FIRST = list(METRICS)
+MEANINGS = {name: meaning for name, meaning in METRICS.items() if meaning}
 
 
 class LearningFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -45,7 +45,7 @@ class Pages:
         ``visitor`` is ``signed`` for a person who may act, ``guest`` for one who may sign in, and empty on a console
         that only reads.
         """
-        return self._render(view.template, view=view.data, here=here, visitor=visitor)
+        return self.render(view.template, view=view.data, here=here, visitor=visitor)
 
     def export(self, view: Record, written_at: float) -> str:
         """Render a run's numbers as a file that needs no other; ``written_at`` is in Unix seconds."""
@@ -55,25 +55,10 @@ class Pages:
 
     def error(self, title: str, message: str, visitor: str = "") -> str:
         """Render a page that says why there is no view, and what to do."""
-        return self._render("error.html", title=title, message=message, visitor=visitor)
+        return self.render("error.html", title=title, message=message, visitor=visitor)
 
-    def sign_in(self, **given: Any) -> str:
-        """Render the form for the admin token; ``then`` is the address to go on to."""
-        return self._render("sign_in.html", **given)
-
-    def action_fields(self, **given: Any) -> str:
-        """Render the form for the fields of an action."""
-        return self._render("action_fields.html", **given)
-
-    def action(self, **given: Any) -> str:
-        """Render the page that says what an action will do, with the form that confirms it."""
-        return self._render("action.html", **given)
-
-    def action_done(self, **given: Any) -> str:
-        """Render what an action did."""
-        return self._render("action_done.html", **given)
-
-    def _render(self, template: str, **given: Any) -> str:
+    def render(self, template: str, **given: Any) -> str:
+        """Render a template of sign-in or of an action; ``visitor`` is as for :meth:`view`."""
         return self._templates.get_template(template).render(store=self._store, **given)
 
 

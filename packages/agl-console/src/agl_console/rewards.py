@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.episodes import Score, ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Attempt, Record, Reward, Rollout, RolloutStatus, Span
-from agl.stores import reward_of
 from agl_console.reading import newest_recordings
-from agl_console.rollouts import bar_of, bars_of
+from agl_console.rollouts import Bin, bar_of, bars_of
+from agl_inspect.rollouts import reward_of
 
 NEWEST = 200
 """Rollouts whose rewards make the distributions, fewer where these are large."""
@@ -66,20 +66,6 @@ class RewardRow(Record, frozen=True, kw_only=True, omit_defaults=False):
     fate: str
 
 
-class Bar(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Values from ``low`` until ``high``; ``query`` filters the rollouts by it, empty where there is no such filter.
-
-    Attributes:
-        is_here: Whether the rollout has a value in it.
-    """
-
-    low: float
-    high: float
-    count: int
-    is_here: bool
-    query: dict[str, str]
-
-
 class Distribution(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The values of a reward, or of a part of one, in the run.
 
@@ -99,7 +85,7 @@ class Distribution(Record, frozen=True, kw_only=True, omit_defaults=False):
     n: int
     missing: int
     mean: float | None
-    bars: list[Bar]
+    bars: list[Bin]
 
 
 class RewardsView(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -218,8 +204,7 @@ async def _of_run(store: Store, rollout: Rollout) -> tuple[dict[_Key, list[float
     count = 0
     async for recording in newest_recordings(store, query, NEWEST, spans=SpanQuery(kind="reward", limit=_SPANS)):
         count += 1
-        deciding = recording.rollout.attempt_id
-        trains = reward_of(next((each for each in recording.attempts if each.attempt_id == deciding), None))
+        trains = reward_of(recording)
         for key, values in _values(recording.spans, recording.rollout, trains=trains).items():
             found.setdefault(key, []).extend(values)
     return found, count
@@ -258,7 +243,7 @@ def _distribution(
         missing=len(values) - len(known),
         mean=sum(value / len(known) for value in known) if known else None,
         bars=[
-            Bar(
+            Bin(
                 low=low,
                 high=max(*known, *here, low) if high is None else high,
                 count=counts[number],

@@ -7,7 +7,7 @@ from agl.episodes import Enclosing, recorded_rewards
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, Record, Reward, Rollout, Span
 from agl_console.contents import LONGEST, Contents, Text
-from agl_console.reading import attempt_of, episode_of, rollout_of, spans_of, uses_of
+from agl_console.reading import attempt_of, rollout_of, uses_of
 from agl_console.rewards import RewardsView, rewards_view
 from agl_console.tokens import (
     RowSummary,
@@ -19,7 +19,7 @@ from agl_console.tokens import (
     tokens_view,
 )
 from agl_console.tree import Node, facts_of, fate_of, kind_of, seconds_of, tree_of
-from agl_inspect.rollouts import explain, explain_training, is_saved, training_of
+from agl_inspect.rollouts import SpanReader, explain, explain_training, is_saved, read_episode, training_of
 from agl_inspect.terminal import find_ids
 
 SPANS = 300
@@ -121,12 +121,12 @@ async def rollout_view(store: Store, name: str, chosen: RolloutFilter) -> Rollou
     (rollout_id,) = await find_ids(store, [name])
     rollout, attempts = await rollout_of(store, rollout_id)
     number, attempt_id = _chosen(rollout, attempts, chosen.attempt)
-    episode, every = await episode_of(store, rollout, attempts)
+    episode, every, scores = await read_episode(store, rollout, attempts)
     page, is_last = await _page(store, rollout_id, attempt_id, chosen.after)
     uses = uses_of(every)
     nodes = tree_of(page, {call.span_id: call for call in episode.transitions if call.attempt_id == attempt_id})
     step, algorithm = rollout.metadata.get("step"), rollout.metadata.get("algorithm")
-    why = explain(episode, every)
+    why = explain(episode, every, scores=scores)
     for record in training_of(every):
         why += explain_training(record, is_saved=await is_saved(store, rollout_id, record))
     following = {"attempt": str(number), "after": str(page[-1].sequence)} if not is_last else {}
@@ -160,12 +160,13 @@ async def rollout_tokens_view(store: Store, name: str, chosen: TokensFilter) -> 
     """Read a window of the tokens of a rollout's row."""
     (rollout_id,) = await find_ids(store, [name])
     rollout, attempts = await rollout_of(store, rollout_id)
-    episode, every = await episode_of(store, rollout, attempts)
+    episode, every, _ = await read_episode(store, rollout, attempts)
     return tokens_view(episode, chosen, uses_of(every))
 
 
-async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilter) -> SpanView:
-    """Read one span of an attempt; raises :class:`NotFoundError` if there is none of that ``sequence``."""
+async def span_view(store: Store, name: str, place: str, chosen: RolloutFilter) -> SpanView:
+    """Read one span of an attempt; raises :class:`NotFoundError` if there is none whose ``sequence`` is ``place``."""
+    sequence = int(place)
     (rollout_id,) = await find_ids(store, [name])
     rollout, attempts = await rollout_of(store, rollout_id)
     number, attempt_id = _chosen(rollout, attempts, chosen.attempt)
@@ -173,7 +174,7 @@ async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilte
     if not found or found[0].sequence != sequence:
         raise NotFoundError("span", str(sequence), f"attempt {number} of {rollout_id} has no span with this number")
     (span,) = found
-    episode, every = await episode_of(store, rollout, attempts)
+    episode, every, _ = await read_episode(store, rollout, attempts)
     own = (call for call in episode.transitions if call.attempt_id == attempt_id)
     call = next((call for call in own if call.span_id == span.span_id), None)
     who = Enclosing([each for each in every if each.attempt_id == span.attempt_id]).who(span)
@@ -211,7 +212,7 @@ async def _page(store: Store, rollout_id: str, attempt_id: str, after: int) -> t
     """Read a page of spans, and whether it is the last."""
     page: list[Span] = []
     size = 0
-    async for span in spans_of(store, rollout_id, attempt_id, after=after):
+    async for span in SpanReader(store, rollout_id, attempt_id).behind(after):
         if len(page) >= SPANS or size > _PAGE_BYTES:
             return page, False
         page.append(span)

@@ -12,14 +12,14 @@ from statistics import fmean
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Mode, Record, RolloutStatus, to_json
-from agl.stores import reward_of
 from agl_inspect.records import id_prefix
+from agl_inspect.rollouts import reward_of
 from agl_inspect.statistics import interval
 
 PAGE = 50
@@ -120,12 +120,18 @@ class RolloutRow(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Bin(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A bar of the histogram: the rewards from ``low`` until ``high``, or both ``None`` for no reward."""
+    """A bar of a histogram: the rewards from ``low`` until ``high``, or both ``None`` for no reward.
+
+    Attributes:
+        query: Filters the rollouts by it, empty where there is no such filter.
+        is_here: Whether the rollout of the page has a value in it.
+    """
 
     low: float | None
     high: float | None
     count: int
     query: dict[str, str]
+    is_here: bool = False
 
 
 class Summary(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -256,16 +262,10 @@ async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: Ro
     if chosen.reject:
         found = [replace(one, spans=[]) for one in found if _has_reject(one, chosen.reject)]
     fitting = await _with_agent(store, found, chosen.agent)
-    rewards = [(recording, _reward(recording)) for recording in fitting]
+    rewards = [(recording, reward_of(recording)) for recording in fitting]
     last = page[-1] if page else seen.last
     fitting_so_far = [*seen.fitting, *rewards]
     return replace(seen, fitting=fitting_so_far, count=seen.count + len(page), pages=seen.pages + 1, last=last)
-
-
-def _reward(recording: Recording) -> float | None:
-    """Return the reward of the deciding or running attempt, which the store keeps with it."""
-    deciding = recording.rollout.attempt_id
-    return reward_of(next((each for each in recording.attempts if each.attempt_id == deciding), None))
 
 
 def _query(chosen: RolloutsFilter) -> RolloutQuery:
@@ -303,21 +303,7 @@ async def _with_agent(store: Store, found: Sequence[Recording], agent: str) -> S
 
 def _filters(chosen: RolloutsFilter) -> dict[str, str]:
     """Return the filters that are set, without the place of the page, as an address carries them."""
-    fields = (
-        "experiment",
-        "status",
-        "mode",
-        "group",
-        "text",
-        "algorithm",
-        "step",
-        "agent",
-        "low",
-        "high",
-        "reward",
-        "reject",
-    )
-    values = {name: getattr(chosen, name) for name in fields}
+    values = {name: value for name, value in asdict(chosen).items() if name not in ("after", "at")}
     return {name: str(value) for name, value in values.items() if value not in ("", None)}
 
 

@@ -9,8 +9,8 @@ from agl.errors import ConfigError
 from agl.schemas import Record
 from agl_console.figures import REWARD, Figure, derived, figure_of
 from agl_console.goals import Goal, goal_of
-from agl_inspect.advice import KeptFit, RunDifference, compare_runs, read_fits
-from agl_inspect.records import load_settings
+from agl_inspect.advice import DatedFit, RunDifference, compare_runs, read_fits
+from agl_inspect.records import GONE_S, load_settings
 from agl_inspect.rollouts import read_tallies
 
 PAGE = 50
@@ -18,9 +18,6 @@ PAGE = 50
 
 COMPARED = 8
 """Runs that are compared at most, so that their curves can be told apart."""
-
-GONE_S = 15.0
-"""Seconds without a sign of life after which a run counts as stopped; trainers give one every four."""
 
 
 class RunsFilter(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +100,7 @@ class RunsView(Record, frozen=True, kw_only=True, omit_defaults=False):
     against_first: list[RunDifference]
     goal: Goal | None
     differences: list[Difference]
-    fits: list[KeptFit]
+    fits: list[DatedFit]
     next: dict[str, str]
 
 

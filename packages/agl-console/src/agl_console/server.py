@@ -1,6 +1,7 @@
 """Serves the views of a store over HTTP, and the actions where it is told who may act."""
 
 import asyncio
+import time
 from collections.abc import Collection
 from importlib.resources import files
 from pathlib import Path
@@ -12,11 +13,11 @@ from agl.errors import AglError
 from agl.schemas import to_json
 from agl_console.access import Access
 from agl_console.acting import Actions, Audit
-from agl_console.exposition import findings_text
 from agl_console.guard import METRICS, Guard, add_headers
 from agl_console.pages import Pages, page_response, status_of
 from agl_console.views import read_view
 from agl_console.vocabulary import Vocabulary
+from agl_inspect.advice import read_alerts
 
 FEEDS = 32
 """Pages that may wait for changes at a time."""
@@ -119,3 +120,41 @@ class _Console:
         if is_json:
             return web.Response(status=status, body=to_json({"error": str(error)}), content_type=_JSON)
         return page_response(self._pages.error(title, str(error), self._actions.visitor(request)), status=status)
+
+
+RECENT_S = 3600.0
+"""Seconds for which a finding is shown."""
+
+_NAME = "agl_run_finding_time_seconds"
+_HEAD = (
+    f"# HELP {_NAME} When a rule found something in a run that has not ended, or the run acted upon a collapse.\n"
+    f"# TYPE {_NAME} gauge\n"
+)
+
+
+async def findings_text(store: Store) -> str:
+    """Return the findings of the last hour in unfinished runs, with the Unix time of each as its value.
+
+    A rule that found something more than once has one line, with the newest time: Prometheus takes no series twice.
+    """
+    now = time.time()
+    found: dict[str, float] = {}
+    for record in await store.experiments():
+        if record.status == "finished":
+            continue
+        for alert in await read_alerts(store, record.name, record.run):
+            if now - alert.time < RECENT_S:
+                labels = {
+                    "experiment": record.name,
+                    "run": str(record.run),
+                    "algorithm": alert.found.algorithm,
+                    "rule": alert.found.rule,
+                    "kind": alert.kind,
+                }
+                shown = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+                found[shown] = alert.time
+    return _HEAD + "".join(f"{_NAME}{{{labels}}} {at:.3f}\n" for labels, at in found.items())
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

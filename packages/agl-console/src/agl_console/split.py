@@ -4,7 +4,6 @@
 so the view looks through the newest, and ``agl resources split`` counts the others too.
 """
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -12,7 +11,7 @@ import msgspec
 
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.schemas import Record, Rollout
-from agl.stores import reward_of
+from agl_inspect.rollouts import reward_of
 from agl_inspect.statistics import interval
 from agl_inspect.terminal import COUNTED, is_counted
 
@@ -93,7 +92,8 @@ def _placement(rollout: Rollout) -> _Placement | None:
 
 
 def _arm(placement: _Placement, name: str, label: str, found: Sequence[Recording]) -> Arm:
-    rewards = [reward for one in found if (reward := _reward(one)) is not None and math.isfinite(reward)]
+    known = [0.0 if one.rollout.status == "failed" else reward_of(one) for one in found]
+    rewards = [reward for reward in known if reward is not None]
     low, high = interval(rewards) if len(rewards) > 1 else (None, None)
     return Arm(
         label=label,
@@ -106,9 +106,3 @@ def _arm(placement: _Placement, name: str, label: str, found: Sequence[Recording
         low=low,
         high=high,
     )
-
-
-def _reward(one: Recording) -> float | None:
-    if one.rollout.status == "failed":
-        return 0.0
-    return reward_of(next((each for each in one.attempts if each.attempt_id == one.rollout.attempt_id), None))

@@ -15,7 +15,7 @@ from agl.schemas import Record, RolloutStatus
 from agl_console.reading import newest_recordings, run_of
 from agl_console.runs import Cost, cost_of
 from agl_inspect.advice import Alert, read_alerts
-from agl_inspect.records import ListedWorker, list_workers, place_of
+from agl_inspect.records import ListedWorker, experiment_step, list_workers
 
 STEPS = 25
 """Steps of a page."""
@@ -155,10 +155,10 @@ def steps_of(metrics: Sequence[Metric]) -> list[StepTimes]:
     values: dict[tuple[float, int, str, int], dict[str, float]] = {}
     ended: dict[tuple[int, str, int], float] = {}
     for metric in metrics:
-        key = (place_of(metric), metric.algorithm, metric.step)
+        key = (experiment_step(metric), metric.algorithm, metric.step)
         ended[key] = max(ended.get(key, 0.0), metric.time)
     for metric in metrics:
-        key = (place_of(metric), metric.algorithm, metric.step)
+        key = (experiment_step(metric), metric.algorithm, metric.step)
         if math.isfinite(metric.value) and metric.value >= 0:
             values.setdefault((ended[key], *key), {})[metric.name] = metric.value
     found: list[StepTimes] = []

@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -171,7 +172,7 @@ def summary_of(row: Row, uses: Mapping[str, CallUse]) -> RowSummary:
             model_version=segment.model_version,
             logprob=_mean(unpack_floats(row.logprobs[segment.start * 4 : segment.stop * 4])),
             advantage=uses[segment.span_id].advantage if segment.span_id in uses else None,
-            entropy=_mean(_numbers(uses.get(segment.span_id), "entropy")),
+            entropy=_mean([each for each in _numbers(uses.get(segment.span_id), "entropy") if math.isfinite(each)]),
         )
         for segment in row.segments
     ]
@@ -210,14 +211,14 @@ def tone_of(advantage: float, largest: float) -> int:
 
 def _with_uses(cells: Sequence[TokenCell], parts: Sequence[tuple[int, CallUse | None, int]]) -> list[TokenCell]:
     """Give sampled tokens what steps reported of their calls, each with its start and its stop."""
-    known = [number for _, use, _ in parts for number in (*_own_advantages(use), use.advantage if use else None)]
+    known = [number for _, use, _ in parts for number in (*_numbers(use, "advantage"), use.advantage if use else None)]
     largest = max((abs(number) for number in known if number is not None and math.isfinite(number)), default=0.0)
     found = list(cells)
     first = cells[0].position if cells else 0
     for start, use, stop in parts:
         if use is None:
             continue
-        advantages, entropies = _own_advantages(use), token_values(use, "entropy")
+        advantages, entropies = _numbers(use, "advantage"), _numbers(use, "entropy")
         for at in range(max(0, start - first), min(len(found), stop - first)):
             number = at + first - start
             advantage = advantages[number] if number < len(advantages) else use.advantage
@@ -236,17 +237,13 @@ def _valued(cell: TokenCell, *, advantage: float | None, entropy: float | None, 
     )
 
 
-def _own_advantages(use: CallUse | None) -> list[float]:
-    return [] if use is None else token_values(use, "advantage")
-
-
-def _numbers(use: CallUse | None, name: str) -> list[float]:
-    return [] if use is None else [value for value in token_values(use, name) if math.isfinite(value)]
-
-
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _numbers(use: CallUse | None, name: str) -> list[float]:
+    return [] if use is None else token_values(use, name)
+
+
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None

@@ -1,11 +1,12 @@
 """The spans of an attempt as a tree beside a time axis."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from agl import semconv
 from agl.episodes import Enclosing
 from agl.schemas import Record, Reward, Span, Transition
 from agl_console.contents import Contents, Text
+from agl_inspect.rollouts import call_facts, in_tree
 
 AXIS = 1000
 """Units of the time axis, from the first start to the last end."""
@@ -54,7 +55,7 @@ def tree_of(spans: Sequence[Span], transitions: Mapping[str, Transition]) -> lis
     last = max((max(span.start_ns, span.end_ns) for span in spans), default=0)
     scale = AXIS / max(1, last - first)
     nodes: list[Node] = []
-    for depth, span in _ordered(spans):
+    for depth, span, _ in in_tree(spans):
         start = round(max(0, span.start_ns - first) * scale) if span.start_ns else 0
         repeated, texts = contents.of(span)
         transition = transitions.get(span.span_id)
@@ -104,18 +105,7 @@ def facts_of(span: Span) -> list[str]:
     target = span.attributes.get(semconv.HANDOFF_TARGET)
     if span.call is None:
         return [f"to {target}"] if target else []
-    call = span.call
-    prompt = call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS) or 0
-    answer = call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS) or 0
-    facts = [
-        call.policy or call.model,
-        f"version {call.model_version}" if call.model_version else "",
-        f"{prompt} + {answer} tokens" if prompt or answer else "",
-        call.finish_reason,
-        "" if call.is_complete else "cut",
-        f"error {call.status_code or ''} {call.error}".strip() if call.error else "",
-    ]
-    return [fact for fact in facts if fact]
+    return call_facts(span)
 
 
 def fate_of(transition: Transition | None) -> str:
@@ -126,19 +116,3 @@ def fate_of(transition: Transition | None) -> str:
         return f"rejected, {transition.reject}: {transition.detail}"
     own = f", own reward {transition.reward:g}" if transition.reward is not None else ""
     return f"row {transition.branch} at {transition.start}{own}"
-
-
-def _ordered(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Return the spans with their depths; those whose parents form a circle come last."""
-    known = {span.span_id for span in spans}
-    children: dict[str, list[Span]] = {}
-    for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
-        is_below = span.parent_id in known and span.parent_id != span.span_id
-        children.setdefault(span.parent_id or "" if is_below else "", []).append(span)
-    waiting = [(0, span) for span in reversed(children.pop("", []))]
-    while waiting:
-        depth, span = waiting.pop()
-        yield depth, span
-        waiting.extend((depth + 1, child) for child in reversed(children.pop(span.span_id, [])))
-    for left in children.values():
-        yield from ((0, span) for span in left)

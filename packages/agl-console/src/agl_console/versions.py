@@ -6,9 +6,7 @@ to ``DIFFED`` characters.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-from msgspec.structs import asdict
+from typing import Literal
 
 from agl.contracts import ExperimentRecord, LabelMove, Store, VersionScore
 from agl.errors import NotFoundError
@@ -16,9 +14,16 @@ from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Weights
 from agl_console.contents import LONGEST, Text
 from agl_console.split import SplitPart, split_part
-from agl_inspect.records import KeptTrial, TrialScore, read_trials
 from agl_inspect.stores import command
-from agl_inspect.versions import ListedVersion, diff_versions, list_versions, resource_text
+from agl_inspect.versions import (
+    ListedVersion,
+    Trial,
+    TrialScore,
+    diff_versions,
+    list_versions,
+    read_trials,
+    resource_text,
+)
 
 PAGE = 50
 """Resources on a page."""
@@ -81,29 +86,17 @@ class ResourcesView(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class TriedScore(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The measurements of a version by a trial of ``agl resources try``, paired by task with the trial's first version.
+    """The measurements of a version by a trial, paired by task with the trial's first version.
 
     Attributes:
-        mean: Mean reward, ``None`` without any; ``low`` and ``high`` are the ends of its 95 % interval over tasks.
         source: The tasks in words.
         against: The trial's first version, ``""`` for that itself.
-        difference: The mean minus that of ``against``, ``None`` where it is unknown; with its interval.
-        paired: Tasks behind the difference.
-        verdict: ``better``, ``worse`` or ``unclear``.
     """
 
     time: float
-    mean: float | None
-    low: float | None
-    high: float | None
-    tasks: int
     source: str
     against: str
-    difference: float | None
-    difference_low: float | None
-    difference_high: float | None
-    paired: int
-    verdict: str
+    score: TrialScore
 
 
 class VersionRow(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -225,7 +218,7 @@ async def versions_view(store: Store, name: str, chosen: VersionsFilter) -> Vers
     )
 
 
-def trials_by_version(trials: Sequence[KeptTrial]) -> dict[str, list[TriedScore]]:
+def trials_by_version(trials: Sequence[Trial]) -> dict[str, list[TriedScore]]:
     """Return what the newest trials measured of each version; ``trials`` are in their order, newest first."""
     found: dict[str, list[TriedScore]] = {}
     for trial in trials:
@@ -234,12 +227,8 @@ def trials_by_version(trials: Sequence[KeptTrial]) -> dict[str, list[TriedScore]
             rows = found.setdefault(score.version, [])
             if len(rows) < TRIALS:
                 against = baseline if place else ""
-                rows.append(TriedScore(time=trial.time, source=trial.source, against=against, **_numbers(score)))
+                rows.append(TriedScore(time=trial.time, source=trial.source, against=against, score=score))
     return found
-
-
-def _numbers(score: TrialScore) -> dict[str, Any]:
-    return {name: value for name, value in asdict(score).items() if name != "version"}
 
 
 def kind_of(resource: Resource) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_origin
 from urllib.parse import unquote
 
 import msgspec
@@ -48,9 +48,9 @@ async def read_view(store: Store, path: str, query: Query, vocabulary: Vocabular
         NotFoundError: No view, run, rollout or span has this address.
         ConfigError: A parameter is unknown or has an impossible value.
     """
-    for pattern, template, read in _VIEWS:
-        if match := pattern.fullmatch(path):
-            data = await read(store, [unquote(part) for part in match.groups()], query)
+    for pattern, template, view, form in _VIEWS:
+        if match := re.fullmatch(pattern, path):
+            data = await view(store, *map(unquote, match.groups()), parsed(query, form))
             return View(template, data if vocabulary is None else _with_texts(data, vocabulary))
     raise NotFoundError(
         "page", path, "the console has /, /runs/NAME, /rollouts, /rollouts/ID, /versions and /versions/NAME"
@@ -65,71 +65,29 @@ def _with_texts(data: Record, vocabulary: Vocabulary) -> Record:
     return replace(data, cells=[replace(cell, text=text) for cell, text in zip(data.cells, texts, strict=True)])
 
 
-async def _runs(store: Store, _names: Sequence[str], query: Query) -> Record:
-    return await runs_view(store, parsed(query, RunsFilter, several=("compare",)))
-
-
-async def _learning(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await learning_view(store, names[0], parsed(query, LearningFilter))
-
-
-async def _agents(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await agents_view(store, names[0], parsed(query, AgentsFilter))
-
-
-async def _system(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await system_view(store, names[0], parsed(query, SystemFilter))
-
-
-async def _rollouts(store: Store, _names: Sequence[str], query: Query) -> Record:
-    return await rollouts_view(store, parsed(query, RolloutsFilter))
-
-
-async def _rollout(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await rollout_view(store, names[0], parsed(query, RolloutFilter))
-
-
-async def _tokens(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await rollout_tokens_view(store, names[0], parsed(query, TokensFilter))
-
-
-async def _span(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await span_view(store, names[0], int(names[1]), parsed(query, RolloutFilter))
-
-
-async def _group(store: Store, _names: Sequence[str], query: Query) -> Record:
-    return await group_view(store, parsed(query, GroupFilter))
-
-
-async def _resources(store: Store, _names: Sequence[str], query: Query) -> Record:
-    return await resources_view(store, parsed(query, ResourcesFilter))
-
-
-async def _versions(store: Store, names: Sequence[str], query: Query) -> Record:
-    return await versions_view(store, names[0], parsed(query, VersionsFilter))
-
-
-_VIEWS: tuple[tuple[re.Pattern[str], str, Callable[[Store, Sequence[str], Query], Awaitable[Record]]], ...] = (
-    (re.compile("/"), "runs.html", _runs),
-    (re.compile("/runs/([^/]+)"), "learning.html", _learning),
-    (re.compile("/runs/([^/]+)/agents"), "agents.html", _agents),
-    (re.compile("/runs/([^/]+)/system"), "system.html", _system),
-    (re.compile("/rollouts"), "rollouts.html", _rollouts),
-    (re.compile("/rollouts/([^/]+)"), "rollout.html", _rollout),
-    (re.compile("/rollouts/([^/]+)/tokens"), "tokens.html", _tokens),
-    (re.compile("/rollouts/([^/]+)/spans/([0-9]{1,12})"), "span.html", _span),
-    (re.compile("/group"), "group.html", _group),
-    (re.compile("/versions"), "resources.html", _resources),
-    (re.compile("/versions/([^/]+)"), "versions.html", _versions),
+_VIEWS: tuple[tuple[str, str, Callable[..., Awaitable[Record]], type[Record]], ...] = (
+    ("/", "runs.html", runs_view, RunsFilter),
+    ("/runs/([^/]+)", "learning.html", learning_view, LearningFilter),
+    ("/runs/([^/]+)/agents", "agents.html", agents_view, AgentsFilter),
+    ("/runs/([^/]+)/system", "system.html", system_view, SystemFilter),
+    ("/rollouts", "rollouts.html", rollouts_view, RolloutsFilter),
+    ("/rollouts/([^/]+)", "rollout.html", rollout_view, RolloutFilter),
+    ("/rollouts/([^/]+)/tokens", "tokens.html", rollout_tokens_view, TokensFilter),
+    ("/rollouts/([^/]+)/spans/([0-9]{1,12})", "span.html", span_view, RolloutFilter),
+    ("/group", "group.html", group_view, GroupFilter),
+    ("/versions", "resources.html", resources_view, ResourcesFilter),
+    ("/versions/([^/]+)", "versions.html", versions_view, VersionsFilter),
 )
+"""The pattern of each address, its template, its view, and the filter that the view takes after the address's parts."""
 
 
-def parsed(query: Query, kind: type[F], *, several: Sequence[str] = ()) -> F:
+def parsed(query: Query, kind: type[F]) -> F:
     """Convert the parameters of an address or a form; empty ones, as forms send them, count as absent.
 
     Raises:
         ConfigError: A parameter is unknown or has an impossible value.
     """
+    several = {field.name for field in msgspec.structs.fields(kind) if get_origin(field.type) is tuple}
     given: dict[str, Any] = {}
     for name, values in query.items():
         found = [value for value in values if value]

@@ -53,7 +53,7 @@ class Vocabulary:
         except OSError as error:
             raise ConfigError(f"cannot read {str(file)!r}: {error.strerror}; pass a model's {FILE}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{str(file)!r} is no {FILE} with a vocabulary: {error}") from error
+            raise ConfigError(f"{str(file)!r} is not a {FILE} with a vocabulary: {error}") from error
         vocab = found.model.vocab
         named = vocab.items() if isinstance(vocab, dict) else ((text, at) for at, (text, _) in enumerate(vocab))
         self._texts = {number: text for text, number in named}

@@ -80,7 +80,7 @@ class CreditEntry(Entry, frozen=True, kw_only=True):
 class RunnerEntry(Entry, frozen=True, kw_only=True):
     """Registers a runner; ``factory(setup=..., **params)`` builds an :class:`agl.contracts.Runner`.
 
-    ``setup`` is a ``RunSetup`` of ``agl-run``.
+    ``setup`` is a ``RunContext`` of ``agl-run``.
 
     Attributes:
         can_replay: Whether it answers the model calls of a replayed rollout from the recording; a credit that replays

@@ -182,3 +182,9 @@ class ExportError(AglError):
         super().__init__(message)
         self.is_passing = is_passing
         self.retry_after_s = retry_after_s
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one phrase: its type and message."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -10,49 +10,35 @@ environment variables; ``OTEL_SDK_DISABLED`` is left alone, as it would silence 
 """
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from agl.contracts import Tracer
-from agl.tracing import ActiveAttempt, Undo, around_attempts, current
+from agl.tracing import ActiveAttempt, SharedTracer, Undo, around_attempts, current
 
 if TYPE_CHECKING:
     from agl_crewai.listener import Listener
 
-_QUIET = {
-    "CREWAI_DISABLE_TELEMETRY": "true",
-    "CREWAI_TRACING_ENABLED": "false",
-    "CREWAI_DISABLE_VERSION_CHECK": "true",
-}
+_QUIET = {"CREWAI_DISABLE_TELEMETRY": "true", "CREWAI_TRACING_ENABLED": "false", "CREWAI_DISABLE_VERSION_CHECK": "true"}
 _SCOPE_END_S = 5.0
 """Seconds that the end of an attempt waits for CrewAI's handlers; they take milliseconds."""
 
 
-class CrewAITracer(Tracer):
+class CrewAITracer(SharedTracer):
     """Observes CrewAI; see the module. Several may be installed at once; one listener serves them all."""
 
-    _installed: ClassVar[set["CrewAITracer"]] = set()
-    _undo: ClassVar[list[Undo]] = []
     _listener: ClassVar["Listener | None"] = None
 
-    def install(self) -> None:
-        """Import CrewAI and observe it from now on; idempotent."""
-        if not self._installed:
-            self._undo.append(_set_environment())  # before the import, at which CrewAI reads some of it
-            from agl_crewai import models, scopes
-            from agl_crewai.listener import Listener
+    def observe(self) -> Iterable[Undo]:
+        """Import CrewAI and observe it."""
+        yield _set_environment()  # before the import, at which CrewAI reads some of it
+        from agl_crewai import patches
+        from agl_crewai.listener import Listener
 
-            listener = CrewAITracer._listener = Listener()
-            self._undo.append(listener.listen())
-            self._undo.extend([around_attempts(_observe), *models.install(), *scopes.install()])
-        self._installed.add(self)
-
-    def uninstall(self) -> None:
-        """Stop listening when the last tracer is uninstalled."""
-        self._installed.discard(self)
-        while self._undo and not self._installed:
-            self._undo.pop()()
+        listener = CrewAITracer._listener = Listener()
+        yield listener.listen()
+        yield around_attempts(_observe)
+        yield from patches.install()
 
     def current_span_id(self) -> str | None:
         """Id of the innermost span of CrewAI here: of a model call, tool, agent, task, crew or flow."""

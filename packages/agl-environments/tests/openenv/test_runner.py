@@ -14,7 +14,7 @@ from agl.schemas import Attempt, Claim, Rollout
 from agl.stores import MemoryStore
 from agl_environments.openenv.runner import OpenEnvRunner
 from agl_environments.openenv.session import ServerLostError
-from agl_run import AgentSpec, RunSetup, Trainer
+from agl_run import AgentSpec, RunContext, Trainer
 
 from .conftest import ASYNC_AGENT, SYNC_AGENT, guessing, observed, playing, serving, spans_of
 
@@ -49,13 +49,13 @@ class Tried:
 """
 
 
-def setup_of(agent: Callable[..., Any]) -> RunSetup:
+def setup_of(agent: Callable[..., Any]) -> RunContext:
     """Return the settings of a runner for an agent without resources."""
 
     async def resources(_: Rollout) -> dict[str, Any]:
         return {}
 
-    return RunSetup(agent=AgentSpec.of(agent), store=MemoryStore(), secret=b"0" * 32, resources=resources)
+    return RunContext(agent=AgentSpec.of(agent), store=MemoryStore(), secret=b"0" * 32, resources=resources)
 
 
 def claim(number: int) -> Claim:

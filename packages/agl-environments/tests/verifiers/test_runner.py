@@ -9,7 +9,7 @@ from agl.schemas import LLM, Attempt, Claim, Rollout
 from agl.stores import MemoryStore
 from agl_environments.verifiers.environment import Model
 from agl_environments.verifiers.runner import VerifiersRunner
-from agl_run import AgentSpec, RunSetup
+from agl_run import AgentSpec, RunContext
 
 
 class Noting:
@@ -48,7 +48,7 @@ def test_two_attempts_at_a_rollout_call_the_policy_each_as_itself(monkeypatch: p
 
     async def play() -> list[str]:
         spec = AgentSpec(source="verifiers", name="noting")
-        runner = VerifiersRunner(RunSetup(agent=spec, store=MemoryStore(), secret=b"0" * 32, resources=resources))
+        runner = VerifiersRunner(RunContext(agent=spec, store=MemoryStore(), secret=b"0" * 32, resources=resources))
         await runner.start()
         outcomes = await asyncio.gather(runner.execute(claim(1)), runner.execute(claim(2)))
         await runner.stop()

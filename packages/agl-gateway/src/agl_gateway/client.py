@@ -6,11 +6,9 @@ The methods are made from the contract's table (:mod:`agl_gateway.store_api.cont
 import asyncio
 import functools
 import io
-import os
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote
 
@@ -21,11 +19,10 @@ from agl.contracts import Store
 from agl.errors import ConfigError, StoreError, TokenError
 from agl.schemas import Claim, new_trace_id
 from agl.stores import shown_url, web_parts, without_credentials
-from agl_gateway.access.tokens import WORKER_TOKENS, IssuedToken, TokenRequest
+from agl_gateway.access.tokens import ADMIN_ENV, WORKER_TOKENS, IssuedToken, TokenRequest, named_keys
 from agl_gateway.processes.loop_thread import LoopThread
 from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.store_api.replies import RESTART_DELAYS_S, RETRY_DELAYS_S, Pauses, StoreReply
-from agl_inspect.keys import KeyFile
 from agl_run import (
     SECRET_ENV,
     WORKER_TOKEN_ENV,
@@ -36,7 +33,7 @@ from agl_run import (
     signing_keys,
     worker_key,
 )
-from agl_run.access import AdminKey, IssuedClaim
+from agl_run.access.tokens import AdminKey, IssuedClaim
 
 _CONNECT_S = 10.0
 _REPLY_S = 120.0
@@ -312,18 +309,11 @@ def _trust_of(parts: SplitResult) -> tuple[str, ssl.SSLContext | None]:
 
 
 def _key_of(given: str) -> Callable[[], str] | None:
-    """Return what tells the key to send now; ``None`` if neither ``given`` nor the environment has one."""
-    named = os.environ.get("AGL_TOKEN_FILE", "")
-    if not given and (key := worker_key()):
+    """Return the key to send, read for every request; ``None`` if neither ``given`` nor the environment has one."""
+    if given:
+        return lambda: given
+    if key := worker_key():
         return key
-    if token := given or os.environ.get("AGL_TOKEN", ""):
-        return lambda: token
-    if named:
-        try:
-            keys = KeyFile(Path(named), purpose="admin token")
-        except OSError as error:
-            raise ConfigError(
-                f"the admin token's file {named}, from AGL_TOKEN_FILE, cannot be read: {error}"
-            ) from error
+    if keys := named_keys(ADMIN_ENV, purpose="admin token"):
         return lambda: keys().splitlines()[0].decode("utf-8", "replace")
     return AdminKey(signing_keys()) if is_secret_given() else None

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
@@ -9,72 +10,32 @@ from agl_gateway.access.certificate import certificate_of
 from agl_gateway.processes.gateway_process import GatewayProcess, refusal
 from agl_gateway.processes.loop_thread import LoopThread
 from agl_gateway.record.spools import default_folder, left_text, spools_for
-from agl_gateway.relay.gate import Gate
-from agl_gateway.relay.routing import Router
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.relay.routing import Gate, Router
+from agl_gateway.service import EmbeddedSettings, GatewayService, Settings
 from agl_gateway.traffic.arms import with_distinct_names
-from agl_run.access import AttemptTokens, Secret
+from agl_run.access.tokens import AttemptTokens, Secret
 
 _log = logging.getLogger(__name__)
 
 
-class EmbeddedGateway:
+@dataclass(kw_only=True, eq=False)
+class EmbeddedGateway(EmbeddedSettings):
     """Implements :class:`agl.contracts.Gateway`. Its methods may be called from any event loop.
 
-    Args:
-        host: Address to bind.
-        port: Port to listen on; 0 takes any free one.
-        timeout_s: Seconds of silence after which a backend counts as gone.
-        max_calls: Model calls of one attempt.
-        max_spans: Spans that one attempt may append with its token.
-        helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls, which
-            train only where ``agents`` selects them.
-        helper_match: Regular expression that finds further helper calls by their opening.
-        helper_max_tokens: Tokens up to which a call without tools is a helper call, whatever its client; 0 for none.
+    Attributes:
         spool: Folder for calls that the store does not take at once, or ``off``; by default one of this user's state
             for a store on another machine, and none for a SQLite file or memory.
-        spool_after_s: Seconds that the store may take for a call before the call goes to the spool.
-        native_apis: APIs besides chat completions (``messages``, ``responses``) in which the servers of policies in
-            training return all token ids; calls of the others are translated to chat completions.
         tls_cert: Certificate's chain in PEM: it listens with TLS alone. Read again when the file changes.
         tls_key: Its private key in PEM, unless it is in the same file.
-        audit_log: File to which a line of each privileged action is appended.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
-        self,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        timeout_s: float = 600.0,
-        max_calls: int = 100_000,
-        max_spans: int = 1_000_000,
-        helpers: bool = True,
-        helper_match: str = "",
-        helper_max_tokens: int = 0,
-        spool: str = "",
-        spool_after_s: float = 0.05,
-        native_apis: Sequence[str] = (),
-        tls_cert: str = "",
-        tls_key: str = "",
-        audit_log: str = "",
-    ) -> None:
-        self._spool = spool
-        self._tls = tls_cert, tls_key
-        self._certificate = certificate_of(tls_cert, tls_key)
-        self._settings = Settings(
-            host=host,
-            port=port,
-            timeout_s=timeout_s,
-            max_calls=max_calls,
-            max_spans=max_spans,
-            helpers=helpers,
-            helper_match=helper_match,
-            helper_max_tokens=helper_max_tokens,
-            spool_after_s=spool_after_s,
-            native_apis=tuple(native_apis),
-            audit_log=audit_log,
-        )
+    spool: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+    def __post_init__(self) -> None:
+        self._certificate = certificate_of(self.tls_cert, self.tls_key)
+        self._settings = Settings(**{one.name: getattr(self, one.name) for one in fields(EmbeddedSettings)})
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None
 
@@ -90,15 +51,14 @@ class EmbeddedGateway:
         Raises:
             ConfigError: It cannot run in a process of its own; names the reasons.
         """
-        if reason := refusal(store_url, spool=self._spool):
+        if reason := refusal(store_url, spool=self.spool):
             raise ConfigError(f"the gateway cannot have a process of its own, because {reason}")
-        cert, key = self._tls
         return GatewayProcess(
             store_url=store_url,
             settings=self._settings,
-            spool=self._spool or str(default_folder()),
-            tls_cert=cert,
-            tls_key=key,
+            spool=self.spool or str(default_folder()),
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
             plugins=plugins,
         )
 
@@ -144,7 +104,7 @@ class EmbeddedGateway:
 
     async def _start(self, store: Store, upstreams: Sequence[Upstream], tokens: AttemptTokens) -> str:
         Router(with_distinct_names(upstreams))  # refuses what cannot be served before anything is opened
-        spools = await spools_for(store, self._spool, shown=repr(store))
+        spools = await spools_for(store, self.spool, shown=repr(store))
         self._service = GatewayService(
             store=store,
             upstreams=upstreams,
@@ -168,7 +128,7 @@ class EmbeddedGateway:
         return self._service
 
     def _gate(self, policy: str) -> Gate:
-        gates = self._running().relay.gates
+        gates = self._running().router.gates
         if policy not in gates:
             raise ConfigError(f"the gateway serves no policy {policy!r}; it serves {sorted(gates)}")
         return gates[policy]

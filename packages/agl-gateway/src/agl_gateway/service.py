@@ -4,20 +4,21 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.schemas import new_trace_id
+from agl_gateway.access.admission import Admission
 from agl_gateway.access.audit import Audit
 from agl_gateway.access.certificate import Certificate
 from agl_gateway.access.identity import Identities, RunningAttempts
 from agl_gateway.access.quotas import Quotas
-from agl_gateway.access.status_access import StatusAccess
 from agl_gateway.access.tokens import WORKER_TOKENS, TokensApi
 from agl_gateway.processes.attempt_facts import PATH, AttemptFacts, AttemptFactsApi
 from agl_gateway.processes.peers import Peers
@@ -27,34 +28,28 @@ from agl_gateway.record.outage import Outage
 from agl_gateway.record.recorder import Recorder
 from agl_gateway.record.spool_file import SpoolFile
 from agl_gateway.record.traces import TracesApi
-from agl_gateway.relay.bodies import BodyReader
-from agl_gateway.relay.budget import ByteBudget
+from agl_gateway.relay.bodies import BodyReader, ByteBudget
 from agl_gateway.relay.callers import HelperRules
-from agl_gateway.relay.connections import ConnectionServer
-from agl_gateway.relay.dispatcher import Dispatcher, Handle
-from agl_gateway.relay.draws import DrawSeeds
+from agl_gateway.relay.dispatcher import ConnectionServer, Dispatcher, Handle
+from agl_gateway.relay.owners import Owners
 from agl_gateway.relay.relay import Relay
-from agl_gateway.relay.rollout_facts import RolloutFacts
 from agl_gateway.relay.routing import Router
 from agl_gateway.relay.sampling import SamplingRules
-from agl_gateway.relay.side_calls import SideCalls
-from agl_gateway.relay.upstream_client import make_session
-from agl_gateway.status.api import OWN_METRICS, StatusApi
+from agl_gateway.relay.sender import Sender, make_session
+from agl_gateway.status.api import OWN_METRICS, StatusAccess, StatusApi
 from agl_gateway.status.metrics import SpanRate
 from agl_gateway.store_api.feed import Feed, QueueLength
 from agl_gateway.store_api.methods import StoreApi
 from agl_gateway.store_api.worker_reach import WorkerReach
 from agl_gateway.store_api.workers import WorkersApi
+from agl_gateway.traffic.api import END, RESOURCES, ConversationsApi, SplitApi
 from agl_gateway.traffic.arms import ArmRoutes, with_distinct_names
-from agl_gateway.traffic.conversations import Conversations, IdleConversationEnder
-from agl_gateway.traffic.conversations_api import END, ConversationsApi
+from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
-from agl_gateway.traffic.split_api import RESOURCES, SplitApi
-from agl_gateway.traffic.splits import Split, check_labels
-from agl_gateway.traffic.splitter import Splitter
+from agl_gateway.traffic.splits import Split, Splitter, check_labels
 from agl_gateway.wire.client_apis import ClientApis
 from agl_inspect.keys import Keys
-from agl_run.access import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 
 _SHUTDOWN_S = 2.0
 BACKLOG = 1024
@@ -65,15 +60,42 @@ _LINGERING_S = 1.0
 """Seconds in which the rest of a refused body is read and dropped, so that its sender can read the answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The gateway's address, time limits and size limit.
+@dataclass(kw_only=True)
+class EmbeddedSettings:
+    """The settings of every gateway: beside an experiment, where they are its ``params``, and of ``agl serve``.
 
     Attributes:
         host: Address to bind; keep it local unless the network is trusted.
         port: Port to listen on; 0 takes any free one.
         timeout_s: Seconds of silence after which a backend counts as gone.
-        connect_timeout_s: Time limit in seconds for a connection to a backend.
+        max_calls: Model calls of one attempt; those of conversations are not limited.
+        max_spans: Spans that one attempt may append with its token.
+        helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls, which
+            train only where ``agents`` selects them.
+        helper_match: Regular expression that finds further helper calls by their opening.
+        spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
+        native_apis: APIs besides chat completions (``messages``, ``responses``) in which the servers of policies in
+            training return all token ids; calls of the others are translated to chat completions.
+        audit_log: File to which a line of each privileged action is appended; ``""`` for none.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout_s: float = 600.0
+    max_calls: int = 100_000
+    max_spans: int = 1_000_000
+    helpers: bool = True
+    helper_match: str = ""
+    spool_after_s: float = 0.05
+    native_apis: tuple[str, ...] = ()
+    audit_log: str = ""
+
+
+@dataclass(kw_only=True)
+class Settings(EmbeddedSettings):
+    """All settings of a gateway.
+
+    Attributes:
         max_body: Largest request body in bytes.
         max_bodies: Bytes of all request bodies above 1 MiB that are held at once.
         bodies_wait_s: Seconds that a further large body waits for the others.
@@ -81,26 +103,13 @@ class Settings:
         body_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
         is_status_protected: Whether ``/metrics`` and ``/openapi.json`` need the admin token.
         known_hosts: Host names for which both answer without it, besides ``localhost`` and this machine's.
-        max_calls: Model calls of one attempt; those of conversations are not limited.
-        max_spans: Spans that one attempt may append with its token.
         conversation_idle_s: Seconds without a call after which a conversation is over.
-        helpers: Whether calls of coding agents for titles, summaries and the like are marked as helper calls.
-        helper_match: Regular expression that finds further helper calls by their opening.
-        helper_max_tokens: Tokens up to which a call without tools is a helper call, whatever its client.
         advertise: Host name or address by which other gateways reach this one; by default ``host``, or where that
             means every address, this machine's.
         is_shared: Whether other gateways may answer calls of the same attempts.
-        spool_after_s: Seconds that the store may take for a call before the call goes to the spool, if there is one.
-        share: The part of the conversations that is kept.
-        native_apis: APIs besides chat completions (``messages``, ``responses``) in which the servers of policies in
-            training return all token ids; calls of the others are translated.
-        audit_log: File to which a line of each privileged action is appended; ``""`` for none.
+        share: The part of the conversations that is recorded.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    timeout_s: float = 600.0
-    connect_timeout_s: float = 10.0
     max_body: int = 64 * 1024 * 1024
     max_bodies: int = 128 * 1024 * 1024
     bodies_wait_s: float = 30.0
@@ -108,18 +117,10 @@ class Settings:
     body_s: float = 20.0
     is_status_protected: bool = False
     known_hosts: tuple[str, ...] = ()
-    max_calls: int = 100_000
-    max_spans: int = 1_000_000
     conversation_idle_s: float = 1800.0
-    helpers: bool = True
-    helper_match: str = ""
-    helper_max_tokens: int = 0
     advertise: str = ""
     is_shared: bool = False
-    spool_after_s: float = 0.05
     share: Share = field(default_factory=Share)
-    native_apis: tuple[str, ...] = ()
-    audit_log: str = ""
 
 
 class GatewayService:
@@ -153,13 +154,10 @@ class GatewayService:
         group: Group | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        self._listener = listener
+        self._listener, self._certificate, self._settings = listener, certificate, settings
         self._start_id = new_trace_id()
         self._gateway_id = _gateway_id(spools, settings) or self._start_id
         self.siblings = Siblings(group, admin_key=self._peer_key)
-        self._certificate = certificate
-        self._watch: asyncio.Task[None] | None = None
-        self._settings = settings
         self.store = store
         self.tokens = tokens
         self.router = Router(with_distinct_names(upstreams))
@@ -177,62 +175,59 @@ class GatewayService:
             on_held=self.siblings.held,
         )
         self._presence = GatewayPresence(
-            store,
-            self.recorder,
+            store=store,
+            recorder=self.recorder,
             url=lambda: self._advertised,
             start=self._newest_start,
             is_shared=settings.is_shared,
             group="" if group is None else group.group_id,
         )
         self._traffic = None if settings.share.is_all else _traffic(settings, split)
-        self._sweep = self._traffic and RewardSweep(store, self._traffic)
-        self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
-        self._idle_ender = self._conversations and IdleConversationEnder(
-            self._conversations, idle_s=settings.conversation_idle_s
-        )
         self.attempts = RunningAttempts(store, outage=self._outage)
-        self._audit = Audit(Path(settings.audit_log) if settings.audit_log else None)
-        self._reach = WorkerReach(store, tokens=tokens, attempts=self.attempts)
-        self._feed = Feed(
-            store,
-            on_changes=[part.on_changes for part in (*self._caches(), self._queue)],
-            on_gap=self._forget,
-        )
-        self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
-        self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
+        self.session = make_session(timeout_s=settings.timeout_s)
         self.peers = Peers(
-            store,
-            self.recorder,
-            self.session,
+            store=store,
+            recorder=self.recorder,
+            session=self.session,
             siblings=self.siblings,
             outage=self._outage,
-            start=self._newest_start,
+            newest_start=self._newest_start,
             admin_key=self._peer_key,
             is_shared=settings.is_shared,
+        )
+        self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
+        self._reach = WorkerReach(store, tokens=tokens, attempts=self.attempts)
+        self._feed = Feed(
+            store=store,
+            on_changes=[part.on_changes for part in (*self._caches(), self._queue)],
+            on_gap=self._forget,
         )
         self._facts = AttemptFacts(self.siblings, self.peers)
         self._quotas = Quotas(store, self._facts, max_calls=settings.max_calls, max_spans=settings.max_spans)
         self._budget = ByteBudget(limit=settings.max_bodies // self.siblings.count, wait_s=settings.bodies_wait_s)
-        self._bodies = BodyReader(patience_s=settings.body_s, budget=self._budget)
-        rollouts = RolloutFacts(store, outage=self._outage)
+        self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
+        self._admission = Admission(
+            identities=self.identities,
+            bodies=BodyReader(patience_s=settings.body_s, budget=self._budget, max_body=settings.max_body),
+            audit=Audit(Path(settings.audit_log) if settings.audit_log else None),
+        )
         self.relay = Relay(
-            router=self.router,
-            recorder=self.recorder,
-            session=self.session,
-            bodies=self._bodies,
-            max_body=settings.max_body,
-            sampling=SamplingRules(rollouts),
-            seeds=DrawSeeds(rollouts, position=self._facts.position),
-            facts=self._facts,
-            arms=self._arms,
-            traffic=self._traffic,
-            helpers=HelperRules(
-                is_on=settings.helpers, match=settings.helper_match, max_tokens=settings.helper_max_tokens
+            bodies=self._admission.bodies,
+            owners=Owners(
+                facts=self._facts,
+                helpers=HelperRules(is_on=settings.helpers, match=settings.helper_match),
+                conversations=self._conversations,
+                traffic=self._traffic,
             ),
-            apis=ClientApis(settings.native_apis),
+            router=self.router,
+            arms=self._arms,
+            sampling=SamplingRules(store=store, outage=self._outage, position=self._facts.position),
+            sender=Sender(session=self.session, apis=ClientApis(settings.native_apis)),
+            recorder=self.recorder,
         )
         self.routes: tuple[str, ...] = ()
         self._runner: web.ServerRunner | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._is_running = False
         self._advertised = ""
         self.url = ""
@@ -259,40 +254,36 @@ class GatewayService:
             ConfigError: The port is taken, a label of the split names nothing, or no upstream serves its version.
         """
         await self._check_split()
+        routes = {**self._routes(), **self._conversation_routes()}
         handler = Dispatcher(
-            relay=self.relay,
-            side_calls=SideCalls(
-                relay=self.relay, session=self.session, bodies=self._bodies, max_body=self._settings.max_body
-            ),
-            bodies=self._bodies,
-            identities=self.identities,
-            attempts=self.attempts,
-            quotas=self._quotas,
-            routes={**self._routes(), **self._conversation_routes()},
-            conversations=self._conversations,
+            self.relay, admission=self._admission, attempts=self.attempts, quotas=self._quotas, routes=routes
         )
         self.routes = handler.routes
         self.recorder.start()
         self._is_running = True
         cursor = await self.store.cursor()
         await self._queue.load()
-        await self._feed.start(cursor)
-        if self._idle_ender is not None:
-            self._idle_ender.start()
-        if self._sweep is not None:
-            self._sweep.start()
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
+        self._tasks.append(asyncio.create_task(self._feed.follow(cursor)))
         await self._listen(self._runner)
         port = self._runner.addresses[0][1]
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         scheme = "http" if self._certificate is None else "https"
         self.url = f"{scheme}://{host}:{port}"
         self._advertised = f"{scheme}://{_reachable(self._settings)}:{port}"
-        if self._certificate is not None:
-            self._watch = asyncio.create_task(self._certificate.watch())
-        self._presence.start()
+        self._tasks += [asyncio.create_task(work) for work in self._periodic_work()]
         return self.url
+
+    def _periodic_work(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what the gateway does besides answering requests, until it stops."""
+        yield self._presence.run()
+        if self._certificate is not None:
+            yield self._certificate.watch()
+        if self._conversations is not None:
+            yield self._conversations.end_idle_ones()
+        if self._traffic is not None and self._traffic.share.reward_threshold is not None:
+            yield RewardSweep(self.store, self._traffic).run()
 
     async def stop(self) -> int:
         """Write what is recorded, then close; idempotent. The store stays open.
@@ -300,28 +291,22 @@ class GatewayService:
         Returns:
             The number of calls that stay in the spool, because the store does not take them.
         """
-        for gate in self.relay.gates.values():
+        for gate in self.router.gates.values():
             gate.resume()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        if self._idle_ender is not None:
-            await self._idle_ender.stop()
-        if self._sweep is not None:
-            await self._sweep.stop()
-        await self._presence.stop()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-            self._watch = None
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         is_running, self._is_running = self._is_running, False
         left = await self.recorder.stop()
         if is_running:
             await self._presence.leave(left)
-        await self._feed.stop()
         await self.siblings.close()
         await self.session.close()
-        self._bodies.close()
+        self._admission.bodies.close()
         return left
 
     async def _listen(self, runner: web.ServerRunner) -> None:
@@ -346,54 +331,39 @@ class GatewayService:
         return self.tokens.issue("", "", expires_at=time.time() + _PEER_KEY_S, scope="admin")
 
     def _routes(self) -> dict[str, Handle]:
-        store, rate, identities = self.store, self._rate, self.identities
+        store, rate, admission, attempts, quotas = self.store, self._rate, self._admission, self.attempts, self._quotas
         store_api = StoreApi(
             store=store,
-            identities=identities,
+            admission=admission,
             rate=rate,
             settle=self.peers.settle,
-            bodies=self._bodies,
-            attempts=self.attempts,
-            quotas=self._quotas,
-            max_body=self._settings.max_body,
+            attempts=attempts,
+            quotas=quotas,
             reach=self._reach,
-            audit=self._audit,
             splitter=self._splitter,
         )
-        traces = TracesApi(
-            store=store,
-            identities=identities,
-            rate=rate,
-            bodies=self._bodies,
-            attempts=self.attempts,
-            quotas=self._quotas,
-        )
-        access = StatusAccess(
-            identities,
-            is_protected=self._settings.is_status_protected,
-            hosts=(self._settings.host, *self._settings.known_hosts),
-        )
+        traces = TracesApi(store=store, admission=admission, rate=rate, attempts=attempts, quotas=quotas)
         status = StatusApi(
             store=store,
-            access=access,
+            admission=admission,
+            access=StatusAccess(
+                self.identities,
+                is_protected=self._settings.is_status_protected,
+                hosts=(self._settings.host, *self._settings.known_hosts),
+            ),
             relay=self.relay,
             recorder=self.recorder,
             queue=self._queue,
             rate=rate,
             siblings=self.siblings,
-            identities=identities,
-            traffic=self._traffic,
         )
         workers = WorkersApi(
-            identities=identities,
+            admission=admission,
             recorder=self.recorder,
             peers=self.peers,
-            bodies=self._bodies,
             gateway_id=self._gateway_id,
             reach=self._reach,
         )
-        made = TokensApi(identities=identities, tokens=self.tokens, bodies=self._bodies, audit=self._audit)
-        facts = AttemptFactsApi(self._facts, identities=identities, bodies=self._bodies)
         return {
             "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
@@ -401,8 +371,8 @@ class GatewayService:
             "HEAD /": status.root,
             "GET /identity": workers.identity,
             "POST /settle": workers.settle,
-            f"POST {WORKER_TOKENS}": made.make,
-            f"POST {PATH}": facts.handle,
+            f"POST {WORKER_TOKENS}": TokensApi(admission=admission, tokens=self.tokens).make,
+            f"POST {PATH}": AttemptFactsApi(facts=self._facts, admission=admission).handle,
             "GET /metrics": status.metrics,
             f"POST {OWN_METRICS}": status.own_metrics,
             "GET /healthz": status.health,
@@ -421,23 +391,20 @@ class GatewayService:
     def _conversation_routes(self) -> dict[str, Handle]:
         if self._conversations is None:
             return {}
-        ends = ConversationsApi(
-            conversations=self._conversations, identities=self.identities, audit=self._audit, traffic=self._traffic
-        )
+        admission, conversations = self._admission, self._conversations
+        ends = ConversationsApi(admission=admission, conversations=conversations, traffic=self._traffic)
         routes: dict[str, Handle] = {f"POST {END}": ends.end}
         if self._splitter is None:
             return routes
-        api = SplitApi(
-            store=self.store, splitter=self._splitter, conversations=self._conversations, identities=self.identities
-        )
+        api = SplitApi(admission=admission, store=self.store, split=self._splitter.split, conversations=conversations)
         return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
 
     def _new_conversations(self) -> Conversations:
         """Create the conversations; the split, if there is one, places them in arms."""
         return Conversations(
-            self.store,
+            store=self.store,
             enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,
-            settle=lambda attempt_id: self.peers.settle(attempt_id),
+            settle=self.peers.settle,
             idle_s=self._settings.conversation_idle_s,
             outage=self._outage,
             traffic=self._traffic,

@@ -13,7 +13,7 @@ from agl.hints import pip_install
 from agl.schemas import Record
 from agl_harness.installation import require, version_of
 from agl_harness.table import Harness
-from agl_run.programs import KeptProcess, PrintedText
+from agl_run.programs import BoundProcess, PrintedText
 
 _TURN_S = 120.0
 _WORD = "agl-harness-works"
@@ -42,19 +42,14 @@ def examine(harness: Harness, *, given: str) -> Finding:
     except AglError as error:
         return Finding(name=harness.name, problem=str(error))
     version = version_of(program, harness)
+    note = problem = ""
     if find_spec("agl_testing") is None:
-        todo = f"it is installed and was not tried; for the scripted model run: {pip_install('agl-testing')}"
-        return Finding(name=harness.name, version=version, problem=todo, is_only_a_note=True)
-    if harness.dialect == "google":
-        todo = "it is installed and was not tried, because the scripted model does not speak Google's API"
-        return Finding(name=harness.name, version=version, problem=todo, is_only_a_note=True)
-    problem = _turn(given)
-    if problem:
-        return Finding(name=harness.name, version=version, problem=problem)
-    if harness.pin and version and version != harness.pin:
-        other = f"works, in another version than the {harness.pin} of the table, which agl harness install installs"
-        return Finding(name=harness.name, version=version, problem=other, is_only_a_note=True)
-    return Finding(name=harness.name, version=version)
+        note = f"it is installed and was not tried; for the scripted model run: {pip_install('agl-testing')}"
+    elif harness.dialect == "google":
+        note = "it is installed and was not tried, because the scripted model does not speak Google's API"
+    elif not (problem := _turn(given)) and harness.pin and version and version != harness.pin:
+        note = f"works, in another version than the {harness.pin} of the table, which agl harness install installs"
+    return Finding(name=harness.name, version=version, problem=problem or note, is_only_a_note=bool(note))
 
 
 def _turn(given: str) -> str:
@@ -82,7 +77,7 @@ def _turn(given: str) -> str:
 async def _run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
     """Run a program and end all that it started; returns its exit status and what it printed."""
     pipe = asyncio.subprocess.PIPE
-    kept = await KeptProcess.start(
+    kept = await BoundProcess.start(
         words, environment=environment, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
     )
     output, errors = PrintedText(), PrintedText()

@@ -130,19 +130,13 @@ def install(harness: Harness) -> Program:
 
 def _commands(harness: Harness, folder: Path) -> list[list[str]]:
     if harness.npm:
-        npm = shutil.which("npm")
-        if npm is None:
-            raise ConfigError(
-                f"{harness.label} comes from npm, which is not installed; install Node.js, which brings it"
-            )
+        if not (npm := shutil.which("npm")):
+            raise ConfigError(f"{harness.label} comes from npm, which is not installed; {remedy(harness)}")
         return [[npm, "install", "--no-fund", "--no-audit", "--loglevel=error", "--prefix", str(folder), harness.npm]]
     if harness.pip:
         pip = str(folder / ("Scripts" if sys.platform == "win32" else "bin") / "pip")
         return [[_python(harness), "-m", "venv", str(folder)], [pip, "install", "--quiet", *harness.pip]]
-    raise ConfigError(
-        f"the entry of {harness.label} names no package; install it so that {harness.program!r} is on the PATH, or add "
-        "npm or pip to the entry"
-    )
+    raise ConfigError(f"the entry of {harness.label} names no package; {remedy(harness)}")
 
 
 def _python(harness: Harness) -> str:
@@ -154,12 +148,6 @@ def _python(harness: Harness) -> str:
         raise ConfigError(
             f"{harness.label} needs Python {harness.python}, and there is no python{harness.python} on the PATH; "
             "install that release of Python too"
-        )
-    tried = subprocess.run([found, "-c", ""], capture_output=True, stdin=subprocess.DEVNULL, check=False)
-    if tried.returncode != 0:  # a shim of pyenv stands for every release, also for those that are not switched on
-        raise ConfigError(
-            f"{harness.label} needs Python {harness.python}, and {found} does not start; put the folder of a "
-            f"python{harness.python} that does at the front of the PATH"
         )
     return found
 

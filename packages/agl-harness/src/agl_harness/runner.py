@@ -26,7 +26,6 @@ from agl.schemas import (
     NamedResources,
     Outcome,
     PromptTemplate,
-    Record,
     Span,
     new_span_id,
     new_trace_id,
@@ -35,7 +34,7 @@ from agl.schemas import (
 from agl.tracing import redact
 from agl_harness.harbor_tasks.checks import check_tasks
 from agl_harness.harbor_tasks.dockerfile import Image
-from agl_harness.harbor_tasks.folder import PREFIX, TaskFolder, filled_variables, load_task
+from agl_harness.harbor_tasks.folder import PREFIX, filled_variables, load_task
 from agl_harness.harbor_tasks.layout import Layout, fill, layout_of
 from agl_harness.installation import Program, require
 from agl_harness.sandboxes.backends import build_sandboxes, private_folders
@@ -55,7 +54,7 @@ from agl_harness.settings import HarnessSettings, bytes_of
 from agl_harness.table import Launch, Model, find, own_files
 from agl_harness.table import fill as fill_launch
 from agl_harness.workspace import check_apart, fields_of, files_of, fill_workspace, source_of, task_folder_of
-from agl_run import AgentSpec, RunSetup
+from agl_run import AgentSpec, RunContext
 from agl_run.programs import describe_error
 
 _PASSED_ON = (
@@ -83,7 +82,7 @@ class HarnessRunner:
         ConfigError: A parameter is wrong, or the harness is not installed.
     """
 
-    def __init__(self, setup: RunSetup, **params: Any) -> None:
+    def __init__(self, setup: RunContext, **params: Any) -> None:
         agent = setup.agent
         if not agent.harness:
             raise ConfigError("the 'harness' runner needs the name of a harness: write [experiment] harness = \"pi\"")
@@ -151,18 +150,18 @@ class HarnessRunner:
         root = _root(claim)
         sandbox: Sandbox | None = None
         try:
-            place = self._place(claim)
-            if place is not None:
-                root = msgspec.structs.replace(root, attributes={semconv.TASK_FOLDER: str(place.task.folder)})
-            sandbox = await self._create(claim, place)
+            layout = self._layout(claim)
+            if layout is not None:
+                root = msgspec.structs.replace(root, attributes={semconv.TASK_FOLDER: str(layout.task.folder)})
+            sandbox = await self._create(claim, layout)
             self._open[claim.attempt.attempt_id] = sandbox
-            launch = await self._prepare(claim, sandbox, place)
-            limits = self._limits_of(claim, place)
+            launch = await self._prepare(claim, sandbox, layout)
+            limits = self._limits_of(claim, layout)
             finished = await sandbox.exec(
                 [self._program.path if self._program else launch.words[0], *launch.words[1:]],
-                environment=self._environment(sandbox, launch, root, place),
+                environment=self._environment(sandbox, launch, root, layout),
                 stdin=launch.stdin,
-                folder=place.layout.folder if place else WORKSPACE,
+                folder=layout.folder if layout else WORKSPACE,
                 limits=limits,
             )
         except SandboxError:
@@ -172,45 +171,42 @@ class HarnessRunner:
         status, error = self._judged(finished, limits)
         return self._outcome(root, sandbox, status, error, redact(finished.output))
 
-    def _place(self, claim: Claim) -> "Place | None":
+    def _layout(self, claim: Claim) -> Layout | None:
         """Return the Harbor task of an attempt; ``None`` for a task of another kind."""
         folder = task_folder_of(self._setup.agent.workspace, claim.rollout.task, folder=self._folder)
-        if folder is None:
-            return None
-        task = load_task(folder)
-        return Place(task=task, layout=layout_of(task))
+        return None if folder is None else layout_of(load_task(folder))
 
-    async def _create(self, claim: Claim, place: "Place | None") -> Sandbox:
+    async def _create(self, claim: Claim, layout: Layout | None) -> Sandbox:
         name = claim.attempt.attempt_id
-        if place is None:
+        if layout is None:
             return await self._sandboxes.create(name)
         if not isinstance(self._sandboxes, TaskSandboxes):
             raise ConfigError(f"the sandbox {self._settings.sandbox!r} cannot run Harbor tasks; use another one")
-        return await self._sandboxes.create_for(name, task=place.task.folder, places=place.layout.places)
+        return await self._sandboxes.create_for(name, task=layout.task.folder, places=layout.places)
 
-    def _limits_of(self, claim: Claim, place: "Place | None") -> Limits:
+    def _limits_of(self, claim: Claim, layout: Layout | None) -> Limits:
         """Return the narrower of the experiment's limits and the task's."""
-        seconds = [claim.rollout.retry.timeout_s, place.task.agent_s if place else None]
-        memory = [self._limits.memory, place.task.memory if place else 0]
+        seconds = [claim.rollout.retry.timeout_s, layout.task.agent_s if layout else None]
+        memory = [self._limits.memory, layout.task.memory if layout else 0]
         return msgspec.structs.replace(
             self._limits,
             seconds=min((value for value in seconds if value is not None), default=None),
             memory=min((value for value in memory if value), default=0),
-            cpus=place.task.cpus if place else 0,
+            cpus=layout.task.cpus if layout else 0,
         )
 
-    async def _prepare(self, claim: Claim, sandbox: Sandbox, place: "Place | None") -> Launch:
+    async def _prepare(self, claim: Claim, sandbox: Sandbox, layout: Layout | None) -> Launch:
         """Fill the workspace and the home folder, and return what starts the harness."""
         rollout = claim.rollout
         workspace = Path(sandbox.root / WORKSPACE)
-        if place is None:
+        if layout is None:
             source = source_of(self._setup.agent.workspace, rollout.task, folder=self._folder)
             check_apart(source, base=self._base)
             await fill_workspace(sandbox, source, files_of(rollout.visible_task))
         else:
-            workspace = Path(place.task.workdir)
+            workspace = Path(layout.task.workdir)
             if self._program is not None:
-                await fill(sandbox, place.layout)
+                await fill(sandbox, layout)
         resources = await self._setup.resources(rollout)
         launch = fill_launch(
             self._harness,
@@ -240,8 +236,8 @@ class HarnessRunner:
             output=self._settings.output,
         )
 
-    def _environment(self, sandbox: Sandbox, launch: Launch, root: Span, place: "Place | None") -> dict[str, str]:
-        task = place.task if place else None
+    def _environment(self, sandbox: Sandbox, launch: Launch, root: Span, layout: Layout | None) -> dict[str, str]:
+        task = layout.task if layout else None
         base = base_environment(sandbox, self._program)
         return {
             **(with_image(base, task.image) if task else base),
@@ -306,13 +302,6 @@ class HarnessRunner:
         await asyncio.gather(*(sandbox.close() for sandbox in left))
         if isinstance(self._sandboxes, ManagedSandboxes):
             await self._sandboxes.close()
-
-
-class Place(Record, frozen=True, kw_only=True):
-    """A Harbor task, and the layout of its sandbox."""
-
-    task: TaskFolder
-    layout: Layout
 
 
 def _is_of_harbor(agent: AgentSpec, task: Json) -> bool:

@@ -7,8 +7,9 @@ the rollouts, opens the file, and puts it under its name when everything was wri
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeGuard
 
 import msgspec
 from msgspec.structs import replace
@@ -25,7 +26,6 @@ from agl.schemas import (
     unpack_floats,
     unpack_ids,
 )
-from agl_inspect.chat_tools import chat_tools
 
 __all__ = [
     "ExportSetup",
@@ -127,7 +127,7 @@ def call_of_record(record: Json, *, request: Json, response: Json) -> ModelCall:
         ids, answer, logprobs = (record.get(name, []) for name in _LISTS)
         packed = {"prompt_ids": pack_ids(ids), "response_ids": pack_ids(answer), "logprobs": pack_floats(logprobs)}
     except (TypeError, ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"it is no record of a model call: {error}") from error
+        raise ValueError(f"it is not a record of a model call: {error}") from error
     return replace(call, request=request, response=response, **packed)
 
 
@@ -136,7 +136,26 @@ def reward_of_record(record: Json) -> Reward:
     try:
         return replace(msgspec.convert(record, Reward), span_id=None)
     except msgspec.ValidationError as error:
-        raise ValueError(f"it is no record of a reward: {error}") from error
+        raise ValueError(f"it is not a record of a reward: {error}") from error
 
 
 _LISTS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
+
+
+def chat_tools(call: ModelCall) -> list[Any]:
+    """Return the tools of a request of any dialect in chat's form, without those that only a server runs."""
+    found = call.request.get("tools") if _is_object(call.request) else None
+    given = [tool for tool in found if _is_object(tool)] if isinstance(found, list) else []  # pyright: ignore[reportUnknownVariableType]  # any JSON
+    if call.dialect == "chat":
+        return given
+    return [_function(tool) for tool in given if "name" in tool]
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": tool["name"], "description": tool.get("description", "")}
+    fields["parameters"] = tool.get("parameters") or tool.get("input_schema") or {"type": "object"}
+    return {"type": "function", "function": fields}
+
+
+def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)

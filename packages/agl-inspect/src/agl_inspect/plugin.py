@@ -22,9 +22,3 @@ def agl_commands() -> Iterable[CommandEntry]:
     """Register the commands that read a store, and the one that shows plugins."""
     for name, summary in _COMMANDS.items():
         yield CommandEntry(name=name, factory=f"agl_inspect.cli.{name}:{name}", summary=summary)
-    yield CommandEntry(
-        name="workers",
-        parent="runs",
-        factory="agl_inspect.cli.workers:workers",
-        summary="list trainers and workers, and if they live",
-    )

@@ -1,6 +1,10 @@
-"""The characters in text of agents and models that a terminal would obey."""
+"""Text of agents and models for a terminal, which would obey control characters, and on one line."""
 
-__all__ = ["visible"]
+from typing import Any
+
+from agl.schemas import to_json
+
+__all__ = ["short", "visible"]
 
 CONTROLS = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Control characters but tab and line feed, and those that turn text around."""
@@ -11,3 +15,9 @@ _VISIBLE = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code 
 def visible(text: str) -> str:
     """Escape the control characters in text of agents and models, so that a terminal shows and never obeys them."""
     return text.translate(_VISIBLE)
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """Format a value on one line of at most ``limit`` characters."""
+    text = " ".join((value if isinstance(value, str) else to_json(value).decode()).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -5,14 +5,13 @@ is observed outside rollouts, and uploads to LangSmith are off inside them. The 
 model calls themselves; the ``chat`` spans made here give their place.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agl.contracts import Tracer
-from agl.tracing import ActiveAttempt, Undo, around_attempts
+from agl.tracing import ActiveAttempt, SharedTracer, Undo, around_attempts
 
 if TYPE_CHECKING:
     from agl_langchain._handler import RunHandler
@@ -21,11 +20,9 @@ _HANDLER: ContextVar["RunHandler | None"] = ContextVar("agl_langchain_handler", 
 """The handler that LangChain calls when a run starts; set within attempts only."""
 
 
-class LangChainTracer(Tracer):
+class LangChainTracer(SharedTracer):
     """Observes LangChain and LangGraph; see the module. Several may be installed at once; they share one handler."""
 
-    _installed: ClassVar[set["LangChainTracer"]] = set()
-    _undo: ClassVar[list[Undo]] = []
     _handler: ClassVar["RunHandler | None"] = None
 
     def get_langchain_handler(self) -> "RunHandler":
@@ -40,21 +37,14 @@ class LangChainTracer(Tracer):
             handler = LangChainTracer._handler = RunHandler()
         return handler
 
-    def install(self) -> None:
-        """Let LangChain find the handler in attempts that start from now on; idempotent."""
+    def observe(self) -> Iterable[Undo]:
+        """Let LangChain find the handler in attempts that start from now on."""
         from langchain_core.tracers.context import register_configure_hook
 
-        if not self._installed:
-            handler = self.get_langchain_handler()
-            register_configure_hook(_HANDLER, inheritable=True)
-            self._undo.extend([partial(_unregister, _HANDLER), around_attempts(partial(_observe, handler))])
-        self._installed.add(self)
-
-    def uninstall(self) -> None:
-        """Remove the hook when the last tracer is uninstalled; running attempts are no longer observed."""
-        self._installed.discard(self)
-        while self._undo and not self._installed:
-            self._undo.pop()()
+        handler = self.get_langchain_handler()
+        register_configure_hook(_HANDLER, inheritable=True)
+        yield partial(_unregister, _HANDLER)
+        yield around_attempts(partial(_observe, handler))
 
     def current_span_id(self) -> str | None:
         """Id of the innermost run's span in this context."""

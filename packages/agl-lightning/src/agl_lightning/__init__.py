@@ -7,63 +7,61 @@ that describes it. New programs use :mod:`agl` and :mod:`agl_run`.
 
 from typing import TYPE_CHECKING, Any
 
+from agl import PromptTemplate
+from agl.contracts import Store as LightningStore
+from agl.contracts import Tracer
+from agl.schemas import LLM, AttemptStatus, NamedResources, Resource, RolloutStatus, Span
+from agl.schemas import LLM as ProxyLLM  # noqa: N811  # one class is both here
+from agl.schemas import Mode as RolloutMode
+from agl.schemas import Resource as ResourceUnion
+from agl.schemas import Span as SpanLike
+from agl_lightning.adapters import LlmProxyTraceToTriplet, TracerTraceToTriplet, TraceToMessages
+from agl_lightning.agents import LitAgent, llm_rollout, prompt_rollout, rollout
+from agl_lightning.algorithms import APO, VERL, Baseline
+from agl_lightning.components import (
+    AgentOpsTracer,
+    ClientServerExecutionStrategy,
+    DevTaskLoader,
+    DummyTracer,
+    InMemoryLightningStore,
+    LightningStoreThreaded,
+    OtelTracer,
+    SharedMemoryExecutionStrategy,
+)
+from agl_lightning.emitters import (
+    emit_annotation,
+    emit_exception,
+    emit_message,
+    emit_object,
+    emit_reward,
+    operation,
+    reward,
+)
+from agl_lightning.logs import configure_logger, setup_logging, setup_module_logging
+from agl_lightning.reading import (
+    find_final_reward,
+    find_reward_spans,
+    get_message_value,
+    get_object_value,
+    get_reward_value,
+    get_rewards_from_span,
+    is_reward_span,
+)
+from agl_lightning.types import (
+    Attempt,
+    AttemptedRollout,
+    Attributes,
+    AttributeValue,
+    Dataset,
+    Rollout,
+    RolloutRawResult,
+    TaskInput,
+    Triplet,
+)
+
 if TYPE_CHECKING:
-    from agl import PromptTemplate
-    from agl.contracts import Store as LightningStore
-    from agl.contracts import Tracer
-    from agl.schemas import LLM, NamedResources, Span
-    from agl.schemas import LLM as ProxyLLM  # noqa: N811  # one class is both here
-    from agl.schemas import AttemptStatus as AttemptStatus
-    from agl.schemas import Mode as RolloutMode
-    from agl.schemas import Resource as Resource
-    from agl.schemas import Resource as ResourceUnion
-    from agl.schemas import RolloutStatus as RolloutStatus
-    from agl.schemas import Span as SpanLike
-    from agl_lightning.adapters import LlmProxyTraceToTriplet, TracerTraceToTriplet, TraceToMessages
-    from agl_lightning.agents import LitAgent, llm_rollout, prompt_rollout, rollout
-    from agl_lightning.algorithms import APO, VERL, Baseline
-    from agl_lightning.components import (
-        AgentOpsTracer,
-        ClientServerExecutionStrategy,
-        DevTaskLoader,
-        DummyTracer,
-        InMemoryLightningStore,
-        LightningStoreThreaded,
-        OtelTracer,
-        SharedMemoryExecutionStrategy,
-    )
-    from agl_lightning.emitters import (
-        emit_annotation,
-        emit_exception,
-        emit_message,
-        emit_object,
-        emit_reward,
-        operation,
-        reward,
-    )
-    from agl_lightning.logs import configure_logger, setup_logging, setup_module_logging
-    from agl_lightning.reading import (
-        find_final_reward,
-        find_reward_spans,
-        get_message_value,
-        get_object_value,
-        get_reward_value,
-        get_rewards_from_span,
-        is_reward_span,
-    )
     from agl_lightning.runner import LitAgentRunner
     from agl_lightning.trainer import Trainer
-    from agl_lightning.types import (
-        Attempt,
-        AttemptedRollout,
-        Attributes,
-        AttributeValue,
-        Dataset,
-        Rollout,
-        RolloutRawResult,
-        TaskInput,
-        Triplet,
-    )
 
 __all__ = [
     "APO",
@@ -127,57 +125,20 @@ __all__ = [
     "setup_module_logging",
 ]
 
-_HOMES = {
-    "adapters": ("LlmProxyTraceToTriplet", "TraceToMessages", "TracerTraceToTriplet"),
-    "agents": ("LitAgent", "llm_rollout", "prompt_rollout", "rollout"),
-    "algorithms": ("APO", "VERL", "Baseline"),
-    "components": (
-        *("AgentOpsTracer", "ClientServerExecutionStrategy", "DevTaskLoader", "DummyTracer", "InMemoryLightningStore"),
-        *("LightningStoreThreaded", "OtelTracer", "SharedMemoryExecutionStrategy"),
-    ),
-    "emitters": (
-        *("emit_annotation", "emit_exception", "emit_message", "emit_object", "emit_reward", "operation", "reward"),
-    ),
-    "logs": ("configure_logger", "setup_logging", "setup_module_logging"),
-    "reading": (
-        *("find_final_reward", "find_reward_spans", "get_message_value", "get_object_value", "get_reward_value"),
-        *("get_rewards_from_span", "is_reward_span"),
-    ),
-    "runner": ("LitAgentRunner",),
-    "trainer": ("Trainer",),
-    "types": (
-        *("Attempt", "AttemptedRollout", "AttributeValue", "Attributes", "Dataset", "Rollout", "RolloutRawResult"),
-        *("TaskInput", "Triplet"),
-    ),
-}
-_OURS = {
-    "LLM": "agl.schemas:LLM",
-    "AttemptStatus": "agl.schemas:AttemptStatus",
-    "LightningStore": "agl.contracts:Store",
-    "NamedResources": "agl.schemas:NamedResources",
-    "PromptTemplate": "agl.schemas:PromptTemplate",
-    "ProxyLLM": "agl.schemas:LLM",
-    "Resource": "agl.schemas:Resource",
-    "ResourceUnion": "agl.schemas:Resource",
-    "RolloutMode": "agl.schemas:Mode",
-    "RolloutStatus": "agl.schemas:RolloutStatus",
-    "Span": "agl.schemas:Span",
-    "SpanLike": "agl.schemas:Span",
-    "Tracer": "agl.contracts:Tracer",
-}
-
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
+    # An agent's process needs the decorators only, so the trainer is imported when somebody asks for it.
+    if name == "Trainer":
+        from agl_lightning.trainer import Trainer
 
-    home = next((f"{__name__}.{module}:{name}" for module, names in _HOMES.items() if name in names), _OURS.get(name))
-    if home is None:
-        from agl_lightning.replaced import refuse
+        return Trainer
+    if name == "LitAgentRunner":
+        from agl_lightning.runner import LitAgentRunner
 
-        refuse(name)
-    module, _, attribute = home.partition(":")
-    value = globals()[name] = getattr(import_module(module), attribute)
-    return value
+        return LitAgentRunner
+    from agl_lightning.replaced import refuse
+
+    refuse(name)
 
 
 def __dir__() -> list[str]:

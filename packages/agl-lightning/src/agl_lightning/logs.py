@@ -21,7 +21,7 @@ def setup_logging(
     capture_warnings: bool = False,
     disable_existing_loggers: bool = False,
 ) -> None:
-    """Log ``agl`` and ``agl_run``, and the loggers of ``apply_to``, to the terminal and to files.
+    """Log ``agl``, ``agl_run``, this package and the loggers of ``apply_to`` to the terminal and to files.
 
     Args:
         level: Lowest level to log.
@@ -41,13 +41,13 @@ def setup_logging(
             if isinstance(logger, logging.Logger):
                 logger.disabled = True
     lines = formatter or logging.Formatter(_FORMAT)
+    apart: Mapping[str, str] = files if isinstance(files, Mapping) else {}
     shared = [*([_console(color, lines)] if console else []), *(extra_handlers or ())]
-    shared += [_file(files, lines)] if isinstance(files, str) else []
-    for name in ("agl", "agl_run", *(apply_to or ())):
+    shared += [_formatted(logging.FileHandler(files, delay=True), lines)] if isinstance(files, str) else []
+    for name in ("agl", "agl_run", "agl_lightning", *(apply_to or ())):
         _set_up(name, level, shared, propagate=propagate)
-    apart: Mapping[str, str] = {} if files is None or isinstance(files, str) else files
     for name, file in apart.items():
-        _write_to(logging.getLogger(name), _file(file, lines))
+        _write_to(logging.getLogger(name), logging.FileHandler(file, delay=True), lines)
     for name, own in (submodule_levels or {}).items():
         logging.getLogger(name).setLevel(own)
     logging.captureWarnings(capture_warnings)
@@ -80,26 +80,23 @@ def _set_up(name: str, level: int | str, handlers: Iterable[logging.Handler], *,
     return logger
 
 
-def _write_to(logger: logging.Logger, handler: logging.FileHandler) -> None:
+def _write_to(logger: logging.Logger, handler: logging.FileHandler, lines: logging.Formatter) -> None:
     """Let a logger write to a file, in place of the handler of an earlier call."""
     for old in list(logger.handlers):
         if isinstance(old, logging.FileHandler) and old.baseFilename == handler.baseFilename:
             logger.removeHandler(old)
             old.close()
-    logger.addHandler(handler)
+    logger.addHandler(_formatted(handler, lines))
 
 
 def _console(color: bool | Mapping[str, Any], lines: logging.Formatter) -> logging.Handler:
     if color is False:
-        handler = logging.StreamHandler()
-        handler.setFormatter(lines)
-        return handler
+        return _formatted(logging.StreamHandler(), lines)
     from rich.logging import RichHandler
 
     return RichHandler(**(color if isinstance(color, Mapping) else {"show_path": False}))
 
 
-def _file(path: str, lines: logging.Formatter) -> logging.FileHandler:
-    handler = logging.FileHandler(path, delay=True)
+def _formatted(handler: logging.Handler, lines: logging.Formatter) -> logging.Handler:
     handler.setFormatter(lines)
     return handler

@@ -10,7 +10,7 @@ The formulas are in `estimators` and in plugins.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from agl.contracts import Credit
-    from agl.schemas import CallCredit, Episode
+    from agl.schemas import CallCredit
     from agl_objectives.contract import Estimator
+    from agl_objectives.groups import Baseline
 
-__all__ = ["Baseline", "baseline_of", "call_advantages", "estimate", "trained_tokens"]
+__all__ = ["call_advantages", "estimate"]
 
 
 def call_advantages(
@@ -66,34 +66,6 @@ def call_advantages(
     for (index, call), advantage in zip(open_calls, floats(advantages_N), strict=True):
         result[index][call.span_id] = advantage
     return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """What a greedy rollout got: its reward, and the mean credit of its calls for each baseline key of the credit."""
-
-    reward: float
-    scores: Mapping[str, float] = field(default_factory=dict[str, float])
-
-    def of(self, key: str) -> float:
-        """Return the score to compare calls of a baseline key with; the reward where the greedy one made no such."""
-        return self.scores.get(key, self.reward)
-
-
-def baseline_of(episode: Episode, *, credit: Credit) -> Baseline | None:
-    """Return what a greedy rollout got, `None` if it has no reward."""
-    if episode.reward is None:
-        return None
-    values: dict[str, list[float]] = {}
-    for call in credit.assign([episode])[0]:
-        values.setdefault(call.baseline, []).append(call.value)
-    return Baseline(reward=episode.reward, scores={key: sum(given) / len(given) for key, given in values.items()})
-
-
-def trained_tokens(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Return the tokens that every call of the episodes' rows wrote, by span id."""
-    parts = [part for episode in episodes for row in episode.rows for part in row.segments]
-    return {part.span_id: part.stop - part.start for part in parts}
 
 
 def estimate(

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from agl.schemas import CallCredit, Episode
+    from agl_objectives.settings import GroupSampling
 
-__all__ = ["SoftOverlong", "rollout_shares", "without_truncated"]
+__all__ = ["SoftOverlong", "overlong_punishment", "rollout_shares", "without_truncated"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,6 @@ class SoftOverlong:
     limit: int = 0
     buffer: int = 0
     factor: float = 1.0
-
-    @property
-    def is_possible(self) -> bool:
-        """False for a buffer without a limit, beyond it, or of no token."""
-        return 0 < self.buffer <= self.limit if self.limit or self.buffer else True
 
     def punishment(self, tokens: int) -> float:
         """Return what an answer of so many tokens loses, from `-factor` to 0."""
@@ -56,6 +52,11 @@ class SoftOverlong:
             msgspec.structs.replace(credit, value=credit.value + self.punishment(tokens[credit.span_id]))
             for credit in credits
         ]
+
+
+def overlong_punishment(sampling: GroupSampling) -> SoftOverlong:
+    """Return the punishment of long answers that an algorithm's settings ask for."""
+    return SoftOverlong(limit=sampling.overlong_limit, buffer=sampling.overlong_buffer)
 
 
 def without_truncated(episode: Episode, values: Mapping[str, float]) -> dict[str, float]:

@@ -27,27 +27,34 @@ its rollouts from their places in the step's order, so a step that is repeated f
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from agl.contracts import Collected
 from agl.errors import ConfigError, RunError
-from agl_objectives.advantages import Baseline, baseline_of, call_advantages, trained_tokens
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
-from agl_objectives.estimators import dr_grpo
+from agl_objectives.reports import mean_and_deviation
 from agl_objectives.tasks import Curriculum, TaskDraws, by_task, canonical
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from agl.contracts import AlgorithmContext, CallUse
+    from agl.contracts import AlgorithmContext, CallUse, Credit
     from agl.schemas import CallCredit, Episode, Json
 
-__all__ = ["DROPPED", "GREEDY", "NO_BASELINE", "GroupSampler", "SampledGroups", "Silence"]
+__all__ = [
+    "DROPPED",
+    "GREEDY",
+    "NO_BASELINE",
+    "Baseline",
+    "GroupSampler",
+    "SampledGroups",
+    "Silence",
+    "baseline_of",
+    "trained_tokens",
+]
 
 DROPPED = (
     "silent, dropped: the rollouts of its group do not differ, and the step took further tasks in its place (refill)"
@@ -67,6 +74,34 @@ TOLERANCE = 1e-6
 """Calls closer than this to the mean of their group do not differ from it."""
 
 NO_PUNISHMENT = SoftOverlong()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a greedy rollout got: its reward, and the mean credit of its calls for each baseline key of the credit."""
+
+    reward: float
+    scores: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def of(self, key: str) -> float:
+        """Return the score to compare calls of a baseline key with; the reward where the greedy one made no such."""
+        return self.scores.get(key, self.reward)
+
+
+def baseline_of(episode: Episode, *, credit: Credit) -> Baseline | None:
+    """Return what a greedy rollout got, `None` if it has no reward."""
+    if episode.reward is None:
+        return None
+    values: dict[str, list[float]] = {}
+    for call in credit.assign([episode])[0]:
+        values.setdefault(call.baseline, []).append(call.value)
+    return Baseline(reward=episode.reward, scores={key: sum(given) / len(given) for key, given in values.items()})
+
+
+def trained_tokens(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Return the tokens that every call of the episodes' rows wrote, by span id."""
+    parts = [part for episode in episodes for row in episode.rows for part in row.segments]
+    return {part.span_id: part.stop - part.start for part in parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +146,7 @@ class GroupSampler:
         count: Groups per step.
         n: Rollouts per group.
         refill: Rounds in which silent groups are replaced; 0 trains on every group.
-        curriculum: The tasks to prefer; see `tasks`. At least the share `uniform` is drawn without preference.
+        curriculum: The tasks to prefer; see `tasks`.
         mask_truncated: Whether calls that were cut at a limit of tokens train nothing.
         overlong: The punishment of long answers, which makes a difference as well.
         silence: Which groups are silent, in place of those that do not differ.
@@ -131,7 +166,6 @@ class GroupSampler:
         n: int,
         refill: int = 0,
         curriculum: Curriculum = "",
-        uniform: float = 0.5,
         mask_truncated: bool = False,
         overlong: SoftOverlong = NO_PUNISHMENT,
         silence: Silence | None = None,
@@ -158,7 +192,7 @@ class GroupSampler:
                 "reinforce++-baseline."
             )
         self._count, self._n, self._refill = count, n, refill
-        self._draws = TaskDraws(algorithm, curriculum=curriculum, uniform=uniform)
+        self._draws = TaskDraws(algorithm, curriculum=curriculum)
         self._mask_truncated, self._overlong = mask_truncated, overlong
         self._silence, self._keeps_all, self._has_greedy = silence, keeps_all, has_greedy
         self._algorithm, self._has_curriculum = algorithm, bool(curriculum)
@@ -302,13 +336,21 @@ class GroupSampler:
         return self.is_equal(group) if self._silence is None else await self._silence.of(group)
 
     def is_equal(self, group: Sequence[Episode]) -> bool:
-        """Return true if no call that can be trained differs from the mean of its group."""
-        found = call_advantages(
-            self._credits(group), groups=[0] * len(group), tokens=(tokens := trained_tokens(group)), estimator=dr_grpo
-        )
-        if self._mask_truncated:
-            found = [without_truncated(episode, values) for episode, values in zip(group, found, strict=True)]
-        return all(abs(value) <= TOLERANCE for values in found for span, value in values.items() if tokens.get(span))
+        """Return true if no call that can be trained differs from the mean of those that it is compared with."""
+        tokens = trained_tokens(group)
+        scores: defaultdict[str, list[float]] = defaultdict(list)  # of the rollouts, by baseline key
+        live: list[CallCredit] = []
+        for episode, calls in zip(group, self._credits(group), strict=True):
+            own: defaultdict[str, list[float]] = defaultdict(list)
+            for call in calls:
+                if not call.is_advantage:
+                    own[call.baseline].append(call.value)
+            for key, values in own.items():
+                scores[key].append(sum(values) / len(values))
+            spans = {call.span_id: 0.0 for call in calls if tokens.get(call.span_id)}
+            spans = without_truncated(episode, spans) if self._mask_truncated else spans
+            live += [call for call in calls if call.span_id in spans]
+        return not any(_differs(call, scores[call.baseline]) for call in live)
 
     def _uses(self, group: Sequence[Episode]) -> dict[str, tuple[CallUse, ...]]:
         """Return the uses of the calls of a group that was replaced, by rollout id."""
@@ -322,11 +364,15 @@ class GroupSampler:
         }
 
 
+def _differs(call: CallCredit, scores: Sequence[float]) -> bool:
+    """Return true if a call has an advantage; `scores` are those of the rollouts that it is compared with."""
+    if call.is_advantage:
+        return abs(call.value) > TOLERANCE
+    middle = sum(scores) / len(scores)
+    return len(scores) > 1 and abs(call.value - middle) > TOLERANCE * max(1.0, abs(middle))  # one is its own mean
+
+
 def _totals(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return the numbers of a step's rollouts, in place of those of the groups that it trains on."""
-    rewards_E = torch.tensor([e.reward for e in episodes if e.reward is not None], dtype=torch.float64)
-    return {
-        "reward": float(rewards_E.mean()) if len(rewards_E) else 0.0,
-        "reward_std": float(rewards_E.std()) if len(rewards_E) > 1 else 0.0,
-        "rollouts": float(len(episodes)),
-    }
+    mean, deviation = mean_and_deviation([e.reward for e in episodes if e.reward is not None])
+    return {"reward": mean, "reward_std": deviation, "rollouts": float(len(episodes))}

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
-import torch
 
 from agl.contracts import CallUse
 from agl.errors import ConfigError
@@ -82,7 +81,8 @@ class OldRollout(Generic[R]):
     @property
     def size(self) -> float:
         """Mean |advantage| over its trained tokens."""
-        return float(torch.cat([row.advantages[row.trained].abs() for row in self.rows]).mean())
+        own = [row.advantages[row.trained].abs() for row in self.rows]
+        return sum(float(each.sum()) for each in own) / sum(map(len, own))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Adds the reports of a step's updates up to one of the step, and tells of an estimator that has no part in it."""
+"""Adds the reports of a step's updates up to one of the step, and says which estimator has no part in it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "Skipped",
     "UnusedEstimator",
     "averaged",
+    "mean_and_deviation",
 ]
 
 _COUNTS = frozenset({"updates_skipped", "updates_nonfinite", "value_updates_nonfinite"})
@@ -32,17 +33,24 @@ def averaged(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values) / (1 if name in _COUNTS else len(values)) for name, values in found.items()}
 
 
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of numbers, 0 of none, and their standard deviation (n - 1), 0 of fewer than two."""
+    mean = sum(values) / len(values) if values else 0.0
+    away = [value - mean for value in values]  # products, because powers of large floats raise
+    return mean, math.sqrt(sum(each * each for each in away) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
 class UnusedEstimator:
-    """Tells once that credit leaves an estimator nothing to do, because it gives finished advantages."""
+    """Says once that credit leaves an estimator nothing to do, because it gives finished advantages."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._has_told = name, False
+        self._name, self._is_said = name, False
 
     def news(self, *, final: int, calls: int) -> str:
-        """Return what to tell of a step in which `final` of `calls` calls have finished advantages; `""` for none."""
-        if not final or self._has_told:
+        """Return the notice of a step in which `final` of `calls` calls have finished advantages; `""` for none."""
+        if not final or self._is_said:
             return ""
-        self._has_told = True
+        self._is_said = True
         return (
             f"the credit gave {final} of {calls} calls finished advantages, in which "
             f'estimator = "{self._name}" has no part'
@@ -60,11 +68,11 @@ class Skipped:
     limit: int
     total: int = 0
     in_a_row: int = 0
-    told: int = 0
+    said: int = 0
 
     def news(self) -> str:
         """Return a sentence for people about the updates that were skipped since the last call, `""` without one."""
-        count, self.told = self.total - self.told, self.total
+        count, self.said = self.total - self.said, self.total
         return f"{count} updates were skipped, because their gradients are not finite" if count else ""
 
     def note(self, norm: float, *, update: int) -> bool:

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext
     from agl.schemas import Episode, Json
 
-__all__ = ["UNIFORM", "Curriculum", "TaskDraws", "by_task", "canonical", "draw_places"]
+__all__ = ["Curriculum", "TaskDraws", "by_task", "canonical", "draw_places"]
 
 Curriculum = Literal["", "frontier", "unsolved"]
 """The tasks that a curriculum prefers; none for `""`."""
 
 UNIFORM = 0.5
-"""Share of a step's tasks that is drawn without preference, unless another one is asked for."""
+"""Share of a step's tasks that is drawn without preference, so that every task comes again."""
 
 PREFERENCES: dict[str, Callable[[float], float]] = {"frontier": lambda p: p * (1 - p), "unsolved": lambda p: 1 - p}
 """The weight of a task whose rollouts earned the share p of the possible reward, by curriculum."""
@@ -56,28 +56,16 @@ class TaskDraws:
     Args:
         algorithm: Its registered name, for messages.
         curriculum: The tasks to prefer.
-        uniform: Share of a step's tasks that is drawn from shuffles of all tasks nevertheless, above 0.
 
     Raises:
-        ConfigError: A value is unknown or out of range.
+        ConfigError: The curriculum is unknown.
     """
 
-    def __init__(self, algorithm: str, *, curriculum: Curriculum = "", uniform: float = UNIFORM) -> None:
+    def __init__(self, algorithm: str, *, curriculum: Curriculum = "") -> None:
         if curriculum and curriculum not in PREFERENCES:
             hint = did_you_mean(curriculum, PREFERENCES, otherwise=f"use one of: {', '.join(PREFERENCES)}.")
             raise ConfigError(f"{algorithm} got curriculum = {curriculum!r}; {hint}")
-        if not curriculum and uniform != UNIFORM:
-            raise ConfigError(
-                f"{algorithm} got curriculum_uniform = {uniform} without a curriculum, so every task is drawn without "
-                f"preference. Remove it, or give a curriculum: {', '.join(PREFERENCES)}."
-            )
-        if not 0 < uniform <= 1:
-            raise ConfigError(
-                f"{algorithm} got curriculum_uniform = {uniform}; give a share above 0, so that every task comes "
-                "again, and at most 1."
-            )
         self._curriculum: Curriculum = curriculum
-        self._uniform = uniform
         # Single precision for all three: a task that always got the lowest reward is then exactly there.
         self._low, self._high = inf, -inf  # of the rewards of all rollouts so far
         self._means = array("f")  # mean reward of each task, newer ones weighing more; NaN before the first
@@ -95,7 +83,7 @@ class TaskDraws:
         if not self._curriculum:
             return draw_places(self._context, step=step, count=count)
         count = min(count, len(self._means))
-        shuffled = draw_places(self._context, step=step, count=max(1, round(count * self._uniform)))
+        shuffled = draw_places(self._context, step=step, count=max(1, round(count * UNIFORM)))
         return shuffled + self.further(step, taken=shuffled, count=count - len(shuffled))
 
     def further(self, step: int, *, taken: Collection[int], count: int) -> list[int]:

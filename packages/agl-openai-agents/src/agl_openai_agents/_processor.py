@@ -2,16 +2,27 @@
 
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import Any
 
+from agents import Model
 from agents.tracing import Span, Trace, TracingProcessor, get_current_span, get_current_trace
 
-from agl.tracing import ActiveAttempt, OpenSpan, current, current_span_id, note_model_call
-from agl_openai_agents._convert import about, about_error, has_no_span, is_model_call, open_from
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from agl.tracing import (
+    ActiveAttempt,
+    OpenSpan,
+    Undo,
+    around_async,
+    current,
+    current_span_id,
+    note_model_call,
+    open_span,
+    patch_subclasses,
+    stepped,
+)
+from agl_openai_agents._convert import about, about_error, class_name, has_no_span, is_model_call, open_from
 
 _log = logging.getLogger(__name__)
 
@@ -157,3 +168,28 @@ class AgentsProcessor(TracingProcessor):
 def _key_of(trace: Trace) -> str:
     """A key of the object itself, as programs may give one id to several traces at once."""
     return f"trace {id(trace)}"
+
+
+def watch_models() -> Undo:
+    """Open spans for models that bypass the wire hook and that the SDK reports by no span of its own.
+
+    Each call of the SDK's own models is in a span of kind ``generation`` or ``response``; a program's implementation
+    of ``Model`` need not make one. Every such class is watched, including those defined later. A call that the wire
+    hook saw, or that a span of the SDK reports, gets no span here. The returned function restores the originals.
+    """
+    watched = {"get_response": around_async(_open), "stream_response": _watched_stream}
+    return patch_subclasses(Model, watched, besides="agents")
+
+
+def _open(model: Model, *, is_current: bool = True) -> OpenSpan:
+    name = str(getattr(model, "model", ""))
+    return open_span(client=class_name(model), model=name, unless_called=True, is_current=is_current)
+
+
+def _watched_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def stream_response(self: Model, *args: Any, **options: Any) -> Any:
+        items = original(self, *args, **options)
+        return items if current() is None else stepped(partial(_open, self, is_current=False), items)
+
+    return stream_response

@@ -7,45 +7,34 @@ training, agents without an explicit API use chat completions instead of Respons
 bypasses the wire, and that no span of the SDK reports, gets a span here.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from agl.contracts import Tracer
-from agl.tracing import ActiveAttempt, Undo, around_attempts
+from agl.tracing import ActiveAttempt, SharedTracer, Undo, around_attempts
 
 if TYPE_CHECKING:
     from agl_openai_agents._processor import AgentsProcessor
     from agl_openai_agents._sdk_settings import SdkSettings
 
 
-class OpenAIAgentsTracer(Tracer):
+class OpenAIAgentsTracer(SharedTracer):
     """Observes the OpenAI Agents SDK; see the module. Several may be installed at once; they share one processor."""
 
-    _installed: ClassVar[set["OpenAIAgentsTracer"]] = set()
-    _undo: ClassVar[list[Undo]] = []
     _processor: ClassVar["AgentsProcessor | None"] = None
 
-    def install(self) -> None:
-        """Replace the SDK's processors; idempotent."""
-        from agl_openai_agents._models import watch_models
-        from agl_openai_agents._processor import AgentsProcessor
+    def observe(self) -> Iterable[Undo]:
+        """Replace the SDK's processors; those that were added since stay when they are restored."""
+        from agl_openai_agents._processor import AgentsProcessor, watch_models
         from agl_openai_agents._sdk_settings import SdkSettings  # loads the SDK
 
-        if not self._installed:
-            processor = OpenAIAgentsTracer._processor = AgentsProcessor()
-            settings = SdkSettings(processor)
-            settings.apply()
-            observe = partial(_observe, processor, settings)
-            self._undo.extend([settings.restore, around_attempts(observe), watch_models()])
-        self._installed.add(self)
-
-    def uninstall(self) -> None:
-        """Restore the earlier processors when the last tracer is uninstalled; those that were added since stay."""
-        self._installed.discard(self)
-        while self._undo and not self._installed:
-            self._undo.pop()()
+        processor = OpenAIAgentsTracer._processor = AgentsProcessor()
+        settings = SdkSettings(processor)
+        settings.apply()
+        yield settings.restore
+        yield around_attempts(partial(_observe, processor, settings))
+        yield watch_models()
 
     def current_span_id(self) -> str | None:
         """Id of the span that a model call of this context belongs to."""

@@ -1,15 +1,19 @@
 """Forks a recorded rollout at one of its calls, for ``agl replay --fork``."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
-from agl.contracts import ForkPlan, RolloutQuery, Store
+from agl.contracts import ForkPlan, Recording, RolloutQuery, Store, is_diverged
 from agl.errors import NotFoundError
-from agl.schemas import Episode, Rollout
+from agl.schemas import Episode, Record, Rollout
 from agl_inspect.records import FORKS
+from agl_inspect.rollouts import answer_counts
+from agl_inspect.statistics import FEWEST_ALIKE, interval
 from agl_run import Progress
-from agl_run.engine import Collector, Plan, cancel_unfinished, read_finished, trial
+from agl_run.engine import Plan, cancel_unfinished, read_finished, trial
 
 
 @dataclass(kw_only=True)
@@ -47,14 +51,120 @@ async def fork_rollout(
             found.is_complete = True
         finally:
             await cancel_unfinished(store, driver.name)
-            found.episodes = await _read(store, collector, found.rollouts)
+            found.episodes = [collector.episode(one) for one in await read_ended(store, found.rollouts)]
 
 
-async def _read(store: Store, collector: Collector, rollouts: Sequence[Rollout]) -> list[Episode]:
+async def read_ended(store: Store, rollouts: Sequence[Rollout]) -> list[Recording]:
     """Read those of the rollouts that ended by themselves; none if they were never queued."""
+    ids = tuple(rollout.rollout_id for rollout in rollouts)
     try:
-        known = await store.rollouts(RolloutQuery(ids=tuple(rollout.rollout_id for rollout in rollouts)))
+        known = await store.rollouts(RolloutQuery(ids=ids, limit=max(1, len(ids))))
     except NotFoundError:
         return []
-    ended = [rollout.rollout_id for rollout in known if rollout.status in ("succeeded", "failed")]
-    return [collector.episode(recording) for recording in await read_finished(store, ended)]
+    return await read_finished(store, [one.rollout_id for one in known if one.status in ("succeeded", "failed")])
+
+
+CONFIDENCE = 0.95
+
+
+class ForkedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A fork.
+
+    Attributes:
+        reward: ``None`` for a fork that failed or got none.
+        model_calls: Calls that a model answered; ``replayed_calls`` those that the recording answered.
+        is_diverged: The fork failed because its calls were not those of the recording.
+        error: The error of a fork that failed.
+    """
+
+    rollout_id: str
+    status: str
+    reward: float | None
+    model_calls: int
+    replayed_calls: int
+    is_diverged: bool
+    error: str
+
+
+class ForkReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The forks of a rollout at one of its calls.
+
+    Attributes:
+        rollout_id: The recorded rollout.
+        call: Number of the call among those of the recorded rollout, from 1; ``calls`` says how many there are.
+        span_id: The call's span.
+        agent: The agent that made the call.
+        reward: The recorded reward.
+        mean: Mean reward of the forks that have one; ``low`` and ``high`` are the ends of its 95 % interval (Student),
+            ``None`` for fewer than two.
+        verdict: The comparison in words.
+        is_complete: False if the forks were stopped before all had ended.
+    """
+
+    rollout_id: str
+    call: int
+    calls: int
+    span_id: str
+    agent: str
+    reward: float | None
+    mean: float | None
+    low: float | None
+    high: float | None
+    verdict: str
+    is_complete: bool
+    forks: list[ForkedRollout]
+
+
+def describe_fork(episode: Episode) -> ForkedRollout:
+    """Return what a report says of one fork."""
+    rollout, error = episode.rollout, episode.attempt.error if episode.attempt else None
+    counts = answer_counts(call.model_version for call in episode.transitions)
+    return ForkedRollout(
+        rollout_id=rollout.rollout_id,
+        status=rollout.status,
+        reward=episode.reward if rollout.status == "succeeded" else None,
+        model_calls=counts.live,
+        replayed_calls=counts.replayed,
+        is_diverged=is_diverged(episode),
+        error=f"{error.type.rpartition('.')[2]}: {error.message}" if error else "",
+    )
+
+
+def judged(report: ForkReport) -> ForkReport:
+    """Return the report with the mean of its forks and the verdict."""
+    rewards = [fork.reward for fork in report.forks if fork.reward is not None]
+    low, high = interval(rewards, confidence=CONFIDENCE) if rewards else (-math.inf, math.inf)
+    is_known = math.isfinite(low)
+    return ForkReport(
+        **{name: getattr(report, name) for name in ForkReport.__struct_fields__ if name not in _JUDGED},
+        mean=fmean(rewards) if rewards else None,
+        low=low if is_known else None,
+        high=high if is_known else None,
+        verdict=_verdict(report, rewards, low, high),
+    )
+
+
+_JUDGED = ("mean", "low", "high", "verdict")
+
+
+def _verdict(report: ForkReport, rewards: Sequence[float], low: float, high: float) -> str:
+    if not rewards:
+        return "no fork has a reward, so nothing can be said about the call"
+    if report.reward is None:
+        return "the recorded rollout has no reward to compare with"
+    if not math.isfinite(low):
+        return "one reward says nothing certain; take more forks with --n"
+    if len(set(rewards)) == 1 and rewards[0] != report.reward and len(rewards) < FEWEST_ALIKE:
+        alike = f"all {len(rewards)} rewards of the forks are {rewards[0]:g}, which may be chance"
+        return f"{alike}; take {FEWEST_ALIKE} forks at least with --n"
+    later = f" or later; --at {report.call + 1} tells the two apart" if report.call < report.calls else ""
+    if low > report.reward:
+        return f"the forks do better than the recorded run, so it went wrong at call {report.call}{later}"
+    if high < report.reward:
+        return f"the forks do worse than the recorded run, which owes its reward to call {report.call}{later}"
+    if report.call == 1:
+        return "the forks do as the recorded run did: its reward is what this task usually brings"
+    return (
+        f"the forks do as the recorded run did, so nothing shows that call {report.call} or a later one decided it; "
+        f"--at with a number below {report.call} looks before it"
+    )

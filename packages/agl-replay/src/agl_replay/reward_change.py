@@ -5,7 +5,9 @@ same from rewards that only grow or shift together. So what counts is who is abo
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
 
 from agl.schemas import Record, Reward
 from agl_inspect.statistics import Comparison, compare_tasks
@@ -104,15 +106,15 @@ def sum_up(found: Sequence[Rescored]) -> RewardChange:
     both = [(one, one.before, one.after) for one in scored if one.before is not None and one.after is not None]
     by_task = _gathered((one.group_id or one.rollout_id, before, after) for one, before, after in both)
     by_group = _gathered((one.group, before, after) for one, before, after in both)
-    means = [(_mean(before), _mean(after)) for before, after in by_task.values()]
+    means = [(fmean(before), fmean(after)) for before, after in by_task.values()]
     return RewardChange(
         scored=len(scored),
         failed=sum(bool(one.errors) for one in scored),
         skipped=len(found) - len(scored),
         lost=sum(one.before is not None and one.after is None for one in scored),
         gained=sum(one.before is None and one.after is not None for one in scored),
-        before=_mean([one for one, _ in means]) if means else None,
-        after=_mean([one for _, one in means]) if means else None,
+        before=fmean([one for one, _ in means]) if means else None,
+        after=fmean([one for _, one in means]) if means else None,
         tasks=len(by_task),
         difference=_difference(by_task),
         groups=_groups([pair for pair in by_group.values() if len(pair[0]) > 1]),
@@ -139,22 +141,8 @@ def _difference(by_task: Mapping[str, _Pairs]) -> Comparison | None:
         by_task = {str(number): ([one], [other]) for number, (one, other) in enumerate(zip(before, after, strict=True))}
     if len(by_task) < 2:
         return None
-    try:
-        return compare_tasks(
-            {key: one for key, (one, _) in by_task.items()}, {k: one for k, (_, one) in by_task.items()}
-        )
-    except OverflowError:  # the variance of numbers beyond 1e150 is no float
-        return None
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Return the mean; a sum of giant values would overflow."""
-    return math.fsum(value / len(values) for value in values)
-
-
-def _spread(values: Sequence[float], mean: float) -> float:
-    """Return the standard deviation; a sum of squares would overflow."""
-    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))
+    old, new = ({key: pair[at] for key, pair in by_task.items()} for at in (0, 1))
+    return compare_tasks(old, new)
 
 
 def _groups(groups: Sequence[_Pairs]) -> GroupChange:
@@ -187,7 +175,7 @@ def _ranks(values: Sequence[float]) -> list[int]:
 
 def _sides(values: Sequence[float]) -> list[int]:
     """Return 1 for values above their mean, -1 for values below it, and 0 for the others."""
-    mean = _mean(values)
+    mean = fmean(values)
     return [0 if abs(value - mean) <= _EQUAL else 1 if value > mean else -1 for value in values]
 
 
@@ -221,8 +209,8 @@ def _values(found: Sequence[float | None] | None) -> Values | None:
     return Values(
         n=len(known),
         missing=len(found) - len(known),
-        mean=_mean(known),
-        spread=_spread(known, _mean(known)),
+        mean=fmean(known),
+        spread=pstdev(known),
         least=least,
         at_least=sum(value - least <= _EQUAL for value in known) / len(known),
         greatest=greatest,
@@ -231,8 +219,6 @@ def _values(found: Sequence[float | None] | None) -> Values | None:
 
 
 def _errors(scored: Sequence[Rescored]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for error in (error for one in scored for error in one.errors):
-        text = error.message if repr(error.emitter) in error.message else f"{error.emitter!r}: {error.message}"
-        counts[text] = counts.get(text, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+    errors = (error for one in scored for error in one.errors)
+    named = (one.message if repr(one.emitter) in one.message else f"{one.emitter!r}: {one.message}" for one in errors)
+    return dict(Counter(named).most_common())

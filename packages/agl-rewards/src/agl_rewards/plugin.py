@@ -69,12 +69,12 @@ def agl_credits() -> Iterable[CreditEntry]:
     )
     yield CreditEntry(
         name="leave-one-out",
-        factory="agl_rewards.credit.leave_one_out:LeaveOneOutCredit",
+        factory="agl_rewards.credit.counterfactual:LeaveOneOutCredit",
         summary="the run's reward less its reward without the agent, by replay",
     )
     yield CreditEntry(
         name="shapley",
-        factory="agl_rewards.credit.shapley:ShapleyCredit",
+        factory="agl_rewards.credit.counterfactual:ShapleyCredit",
         summary="each agent's Shapley value over coalitions, by replay",
     )
     yield CreditEntry(

@@ -9,8 +9,7 @@ import pytest
 from agl.contracts import CounterfactualCredit
 from agl.errors import ConfigError
 from agl.schemas import Episode, Rollout, Transition
-from agl_rewards.credit.leave_one_out import LeaveOneOutCredit
-from agl_rewards.credit.shapley import ShapleyCredit
+from agl_rewards.credit.counterfactual import LeaveOneOutCredit, ShapleyCredit
 from agl_testing.conformance import CreditConformance
 
 ADDS = {"hero": 1.0, "saboteur": -0.5, "rider": 0.0}

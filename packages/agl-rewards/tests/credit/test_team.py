@@ -12,11 +12,10 @@ import pytest
 import agl
 from agl import PluginManager
 from agl.algorithms import algorithm, component
-from agl.contracts import RolloutQuery, StepReport, fork_of, replay_of
+from agl.contracts import REPLAY_VERSION, RolloutQuery, StepReport, fork_of, replay_of
 from agl.episodes import Enclosing
 from agl.errors import CaptureError, ConfigError, RunError
 from agl.stores import MemoryStore
-from agl_data.export.atif import VERSION
 from agl_run import Quiet, policy
 from worlds.team import ROLES
 from worlds.team_run import TeamGradient, TeamPlugin, play, tasks
@@ -102,7 +101,7 @@ def test_signs_are_right_and_the_others_answers_come_from_the_record(team: Team,
     for replay in replays[:20]:
         plan = replay_of(replay)
         assert plan is not None
-        expected = {role: f"{VERSION}{'silent' if role in plan.replaced else 'recorded'}" for role in ROLES}
+        expected = {role: f"{REPLAY_VERSION}{'silent' if role in plan.replaced else 'recorded'}" for role in ROLES}
         assert expected == team.versions(replay)
 
 
@@ -119,15 +118,15 @@ def test_an_agent_that_is_asked_something_else_answers_anew(team: Team) -> None:
     for replay in team.rollouts(mode="test"):
         (replaced,) = replay_of(replay).replaced
         versions, place = team.versions(replay), ROLES.index(replaced)
-        assert [f"{VERSION}recorded"] * place == [versions[role] for role in ROLES[:place]]
-        assert f"{VERSION}silent" == versions[replaced]
-        assert not any(versions[role].startswith(VERSION) for role in ROLES[place + 1 :])
+        assert [f"{REPLAY_VERSION}recorded"] * place == [versions[role] for role in ROLES[:place]]
+        assert f"{REPLAY_VERSION}silent" == versions[replaced]
+        assert not any(versions[role].startswith(REPLAY_VERSION) for role in ROLES[place + 1 :])
 
 
 def test_siblings_stand_in_for_each_other(team: Team) -> None:
     team.fit(component("leave-one-out", replace="sibling"))
     for replay in team.rollouts(mode="test"):
-        assert f"{VERSION}sibling" == team.versions(replay)[replay_of(replay).replaced[0]]
+        assert f"{REPLAY_VERSION}sibling" == team.versions(replay)[replay_of(replay).replaced[0]]
 
 
 def test_replays_run_in_child_processes_too(team: Team) -> None:
@@ -186,10 +185,12 @@ def test_forks_stay_in_the_budget_and_change_one_answer(team: Team) -> None:
     for fork in forks:
         plan, versions = fork_of(fork), team.versions(fork)
         assert plan is not None
-        found = [version.removeprefix(VERSION) for version in versions.values()]
+        found = [version.removeprefix(REPLAY_VERSION) for version in versions.values()]
         assert 2 == found.count("recorded")
         sources["sibling" if plan.answer_rollout else ""] += 1
-        assert plan.answer_rollout != "" or 1 == sum(not version.startswith(VERSION) for version in versions.values())
+        assert plan.answer_rollout != "" or 1 == sum(
+            not version.startswith(REPLAY_VERSION) for version in versions.values()
+        )
     assert all(sources.values())
 
 

@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from agl_run.run.fit import DevResult, FitResult
     from agl_run.run.greedy import as_greedy, greedy_policies
     from agl_run.run.trainer import Trainer
-    from agl_run.runners.attempt import AttemptScope, run_attempt
     from agl_run.runners.local import AsyncRunner
     from agl_run.runners.refusals import KEY_ADVICE
-    from agl_run.runners.setup import RunSetup
+    from agl_run.runners.setup import RunContext
     from agl_run.worker.heap import settle_heap
-    from agl_run.worker.worker import Worker, WorkerSetup
+    from agl_run.worker.worker import Worker
 
 __all__ = [
     "CA_ENV",
@@ -46,7 +45,6 @@ __all__ = [
     "Agent",
     "AgentSpec",
     "AsyncRunner",
-    "AttemptScope",
     "DevResult",
     "ExperimentConfig",
     "ExperimentSection",
@@ -59,13 +57,12 @@ __all__ = [
     "Quiet",
     "ResourceConfig",
     "RetentionConfig",
-    "RunSetup",
+    "RunContext",
     "RunnerConfig",
     "ScheduleConfig",
     "Trainer",
     "Worker",
     "WorkerKey",
-    "WorkerSetup",
     "as_greedy",
     "client_context",
     "greedy_policies",
@@ -75,7 +72,6 @@ __all__ = [
     "parse_config",
     "policy",
     "refusal_of",
-    "run_attempt",
     "runner",
     "settle_heap",
     "signing_keys",
@@ -105,12 +101,11 @@ _HOMES = {
     "agl_run.run.fit": ("DevResult", "FitResult"),
     "agl_run.run.greedy": ("as_greedy", "greedy_policies"),
     "agl_run.run.trainer": ("Trainer",),
-    "agl_run.runners.attempt": ("AttemptScope", "run_attempt"),
     "agl_run.runners.local": ("AsyncRunner",),
     "agl_run.runners.refusals": ("KEY_ADVICE",),
-    "agl_run.runners.setup": ("RunSetup",),
+    "agl_run.runners.setup": ("RunContext",),
     "agl_run.worker.heap": ("settle_heap",),
-    "agl_run.worker.worker": ("Worker", "WorkerSetup"),
+    "agl_run.worker.worker": ("Worker",),
 }
 
 

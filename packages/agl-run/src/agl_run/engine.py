@@ -1,8 +1,8 @@
 """Parts of the engine for packages that run rollouts in other ways: replays, trials, other front ends."""
 
 from agl_run.config.dataset import as_tasks, check_hidden, load_dataset
-from agl_run.display.episode import describe_episode
 from agl_run.display.progress import default_progress
+from agl_run.display.result_text import describe_episode
 from agl_run.messages import value_for_agent
 from agl_run.parts.build import build_rewards
 from agl_run.parts.counterfactual import can_replay

@@ -14,7 +14,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import AlgorithmEntry, Store
 from agl.errors import AglError, ConfigError
 from agl.schemas import Json, Resource
-from agl_run.access.placeholder_key import PLACEHOLDER_KEY
+from agl_run.access.tokens import PLACEHOLDER_KEY
 from agl_run.agents.agent import AgentSpec, LoadedAgent
 from agl_run.config.records import ExperimentConfig, RunnerConfig
 from agl_run.fleet import Fleet

@@ -21,7 +21,7 @@ def agl_exporters() -> Iterable[ExporterEntry]:
     )
     yield ExporterEntry(
         name="tensorboard",
-        factory="agl_sinks.tensorboard.sink:TensorBoardSink",
+        factory="agl_sinks.tensorboard:TensorBoardSink",
         summary="steps, configuration, versions and candidates, as event files of TensorBoard",
     )
     yield ExporterEntry(

@@ -9,19 +9,16 @@ import hmac
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import agl
 from agl.contracts import SinkOutcome, SinkRow, SinkRun, SinkTable, shortened
 from agl.errors import ConfigError, ExportError
 from agl.hints import did_you_mean
 from agl.stores import web_parts
+from agl_sinks.sending import post
 
 if TYPE_CHECKING:
     from agl.schemas import Json
@@ -130,7 +127,6 @@ class WebhookSink:
     def _post(self, kind: str, event_id: str, body: bytes) -> None:
         headers = {
             "Content-Type": "application/json",
-            "User-Agent": f"agl-run/{agl.__version__}",
             "X-Agl-Event": kind,
             "X-Agl-Delivery": hashlib.sha256(event_id.encode()).hexdigest()[:32],
         }
@@ -138,40 +134,22 @@ class WebhookSink:
             headers["X-Agl-Signature"] = f"sha256={hmac.new(self._secret, body, hashlib.sha256).hexdigest()}"
         for pause in (*_PAUSES_S, None):
             try:
-                self._post_once(urllib.request.Request(self._url, data=body, headers=headers))
+                post(
+                    self._url,
+                    body,
+                    shown=self.destination,
+                    headers=headers,
+                    timeout_s=self._timeout_s,
+                    passing=_PASSING,
+                    advice={},
+                    is_secret=True,
+                )
             except ExportError as error:
                 if pause is None or not error.is_passing:
                     raise
                 time.sleep(pause)
             else:
                 return
-
-    def _post_once(self, request: urllib.request.Request) -> None:
-        try:
-            with _OPENER.open(request, timeout=self._timeout_s):
-                return
-        except urllib.error.HTTPError as error:
-            with error:
-                advice = "; it sends elsewhere: name that address" if 300 <= error.code < 400 else ""
-                raise ExportError(
-                    f"{self.destination} answered {error.code} to an event{advice}", is_passing=error.code in _PASSING
-                ) from None
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            why = f": {reason}" if isinstance(reason, OSError) else ""
-            raise ExportError(
-                f"{self.destination} does not answer ({type(reason).__name__}{why})", is_passing=True
-            ) from None
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Turns redirects into errors: urllib would follow them without the body, and call that a success."""
-
-    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """Follow nothing."""
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 def _checked_url(url: str, variable: str) -> str:

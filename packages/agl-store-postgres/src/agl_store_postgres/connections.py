@@ -1,9 +1,8 @@
-"""Opens connections, and reopens them for a limited time after the server went away."""
+"""Opens connections to a database, also through a pooler."""
 
-import threading
-import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import psycopg
@@ -11,19 +10,11 @@ from psycopg import sql
 from psycopg.abc import Params, Query
 from psycopg.pq import TransactionStatus
 
-from agl.errors import StoreError
-from agl_store_postgres.faults import explain, is_passing
+from agl_store_postgres.faults import explain, is_lost, is_passing
 from agl_store_postgres.urls import DatabaseTarget
+from agl_store_sqlite.sql import ServerAccess
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
-
-START_WAIT_S = 4.0
-"""Seconds to wait for a server that never answered."""
-
-RESTART_WAIT_S = 30.0
-"""Seconds to wait for a server that has answered before and may be restarting."""
-
-_DELAYS_S = (0.05, 0.2, 0.5, 1.0)
 
 _SETTINGS: dict[str, str] = {
     "lock_timeout": "30s",
@@ -113,57 +104,14 @@ def _text_of(query: Query, connection: Connection) -> str:
     return query.decode() if isinstance(query, bytes) else str(query)
 
 
-class ThreadConnection:
-    """The connection of one thread of an open store, opened on demand.
-
-    Args:
-        stopping: Set when the store is closed; ends every wait for the server.
-    """
-
-    def __init__(
-        self, target: DatabaseTarget, *, stopping: threading.Event, connection: Connection | None = None
-    ) -> None:
-        self._target = target
-        self._stopping = stopping
-        self._connection = connection
-
-    @property
-    def current(self) -> Connection | None:
-        """The connection in its current state; ``None`` if there is none."""
-        return self._connection
-
-    def open(self) -> Connection:
-        """Return the connection, opened on demand; raises :class:`StoreError` if the server stays unreachable."""
-        if self._connection is None or self._connection.closed:
-            self._connection = connect_in_time(
-                lambda: connect(self._target), self._target, self._stopping, limit_s=RESTART_WAIT_S
-            )
-        return self._connection
-
-    def drop(self) -> None:
-        """Close the connection; the next :meth:`open` opens another one."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-
-def connect_in_time(
-    make: Callable[[], Connection], target: DatabaseTarget, stopping: threading.Event, *, limit_s: float
-) -> Connection:
-    """Call ``make`` until the server can be reached, and return its result; other errors are raised at once."""
-    end = time.monotonic() + limit_s
-    delays = iter(_DELAYS_S)
-    while True:
-        try:
-            return make()
-        except psycopg.Error as error:
-            if not is_passing(error) or time.monotonic() > end or stopping.wait(next(delays, _DELAYS_S[-1])):
-                raise explain(error, target.shown) from error
-
-
-def forked_error(target: DatabaseTarget) -> StoreError:
-    """Return the error for a process that inherited the store by a fork."""
-    return StoreError(
-        f"the store {target.shown} was opened in another process; open it again in this one: its connections and "
-        "threads do not survive a fork"
+def access_of(target: DatabaseTarget) -> ServerAccess[Connection]:
+    """Return how connections to a database are made, and the meaning of psycopg's errors."""
+    return ServerAccess(
+        shown=target.shown,
+        connect=partial(connect, target),
+        errors=(psycopg.Error,),
+        is_passing=is_passing,
+        is_lost=is_lost,
+        is_usable=lambda _, db: rolled_back(db),
+        explain=explain,
     )

@@ -3,10 +3,12 @@
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 
 import psycopg
 
-from agl_store_postgres.connections import Connection, connect_in_time
+from agl_store_postgres.connections import Connection, access_of
 from agl_store_postgres.faults import is_lost
 from agl_store_postgres.placing import Placing
 from agl_store_postgres.shard_layout import connect_shard
@@ -45,9 +47,8 @@ class ShardConnections:
         """
         if not self.is_open(number):
             shard = self._placing.shard(number)
-            self._open[number] = connect_in_time(
-                lambda: connect_shard(shard), shard.target, self._stopping, limit_s=limit_s
-            )
+            access = replace(access_of(shard.target), connect=partial(connect_shard, shard))
+            self._open[number] = access.connect_in_time(self._stopping, limit_s=limit_s)
         return self._open[number]
 
     @contextmanager

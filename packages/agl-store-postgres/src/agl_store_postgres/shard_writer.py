@@ -17,7 +17,7 @@ from psycopg.pq import TransactionStatus
 
 from agl.errors import StoreError
 from agl.stores import Work
-from agl_store_postgres.connections import RESTART_WAIT_S, Connection
+from agl_store_postgres.connections import Connection
 from agl_store_postgres.loading import BEGIN, Begun, begin
 from agl_store_postgres.partitions import Partitions, bounds_of
 from agl_store_postgres.placing import Placing
@@ -25,7 +25,7 @@ from agl_store_postgres.shard_connections import LostShardError, ShardConnection
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writer import BatchWriter
 from agl_store_postgres.writing import add_spans, commit
-from agl_store_sqlite.sql import ATTEMPT_BITS, Changes, LoadedRows, Needs, number_of
+from agl_store_sqlite.sql import ATTEMPT_BITS, RESTART_WAIT_S, Changes, LoadedRows, Needs, number_of
 
 _FOUND = (
     b"WITH w AS (SELECT * FROM unnest(%s::bigint[], %s::int[]) AS w(attempt, last)), "

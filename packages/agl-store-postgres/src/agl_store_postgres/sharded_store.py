@@ -5,8 +5,6 @@ a rollout on one. A shard that does not answer holds up the writes and reads of 
 """
 
 import asyncio
-import math
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -17,21 +15,21 @@ import psycopg
 
 from agl.contracts import PAGE_BYTES, Recording, RolloutQuery, SpanChoice
 from agl.schemas import Span
-from agl.stores import Reads, Tables, TableStore, WakeUp, Work
+from agl.stores import Reads, TableStore, Work
 from agl_store_postgres._shard_reads import MissingSpansError, ThreadShards, unnamed
-from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
+from agl_store_postgres.connections import Connection, access_of
 from agl_store_postgres.faults import explain, is_shared
 from agl_store_postgres.layout import prepare
-from agl_store_postgres.listener import ChangeListener
+from agl_store_postgres.listener import channel_to
 from agl_store_postgres.maintenance import compact, row_bytes, table_bytes
 from agl_store_postgres.partition_layout import prepare_control, prepare_spans
 from agl_store_postgres.placing import Placing, Shard, UnnamedShardError, spans_of
-from agl_store_postgres.reader import BatchReader, UncheckedRead
+from agl_store_postgres.reader import reader_of
 from agl_store_postgres.shard_layout import prepare_shards
 from agl_store_postgres.shard_writer import AwayShardError, ShardWriter
 from agl_store_postgres.sweeping import QUIET_S, Sweeper, sweep
 from agl_store_postgres.urls import DatabaseTarget, ShardedTarget, sharded_target_of
-from agl_store_sqlite.sql import Batches, Compaction, OverdueError
+from agl_store_sqlite.sql import START_WAIT_S, Batches, Compaction, ServerBackend
 
 T = TypeVar("T")
 
@@ -105,9 +103,7 @@ class _Sharded:
     """Implements :class:`agl.stores.Backend`; reads are answered by the control server alone unless they need spans."""
 
     def __init__(self, target: ShardedTarget) -> None:
-        self.shown_url = target.shown
-        self._target = target
-        self._pid = os.getpid()
+        self.shown_url, self._target = target.shown, target
         self._stopping = threading.Event()
         connection, self._feed, shards, is_partitioned = _open(target)
         self.placing = Placing(shards={shard.number: shard for shard in shards}, is_partitioned=is_partitioned)
@@ -116,70 +112,54 @@ class _Sharded:
         self._writers: list[ShardWriter] = []
         self._lock = threading.Lock()
         self._own_lanes: dict[int, Lane] = {}
-        self._control = self._lane(connection=connection)
-        self._spans = self._lane()
+        control, self._spans = self._lane(connection=connection), self._lane()
         self._shards = ThreadShards(self.placing, stopping=self._stopping)
-        self._readers = [BatchReader(target.control, stopping=self._stopping, reads=self._shards.reads) for _ in "ab"]
-        self._plain_reads, self._span_reads = (
-            Batches(
-                reader,
-                shown_url=target.shown,
-                explain=self._explain,
-                is_shared=is_shared,
-                threads=target.control.readers,
-            )
-            for reader in self._readers
+        self._readers = [reader_of(target.control, stopping=self._stopping, reads=self._shards.reads) for _ in "ab"]
+        plain_reads, self._span_reads = (self._batches(each, threads=target.control.readers) for each in self._readers)
+        self._backend = ServerBackend(
+            target.shown,
+            writer=control,
+            reader=plain_reads,
+            subscribe=channel_to(target.control, feed=self._feed, stopping=self._stopping),
+            closing=(self._span_reads, *self._readers, self._shards),
+            stopping=self._stopping,
         )
-        self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
-        self._listener = ChangeListener(
-            target.control, feed=self._feed, wake_ups=(self.queued, self.changed), expire=self._expire
-        )
+        self.read, self.queued, self.changed = self._backend.read, self._backend.queued, self._backend.changed
         self._sweeper.wake()
 
     async def write(self, work: Work[T]) -> T:
-        self._check_process()
         if not spans_of(work):
-            answer = await self._control.run(work, undo=work.undo)
+            answer = await self._backend.write(work)
             if work.act.__name__ == "delete":
                 self._sweeper.wake()
             return answer
+        self._backend.check_process()
         try:
             return await self._spans.run(work, undo=work.undo)
         except AwayShardError as away:
             return await self._own_lane(away.number).run(work, undo=work.undo)
 
-    async def read(self, look: Callable[[Reads], T]) -> T:
-        return await self._read(self._plain_reads, look)
-
     async def read_spans(self, look: Callable[[Reads], T]) -> T:
         """Like :meth:`read`, for reads that need spans: one that waits for a shard holds up only its own kind."""
         try:
-            return await self._read(self._span_reads, look)
+            return await self._backend.read_with(self._span_reads, look)
         except MissingSpansError:  # unless the rollout was removed in between
-            return await self._read(self._span_reads, look)
-
-    async def _read(self, reads: Batches[Any], look: Callable[[Reads], T]) -> T:
-        self._check_process()
-        try:
-            return await reads.run(look)
-        except OverdueError:
-            await self._control.run(Work(act=_do_nothing))
-        return await reads.run(UncheckedRead(look))  # another machine may be deciding them just now
+            return await self._backend.read_with(self._span_reads, look)
 
     async def close(self) -> None:
-        if os.getpid() == self._pid:
-            await asyncio.to_thread(self._close)
+        if self._backend.is_of_this_process:
+            await asyncio.to_thread(self._sweeper.close)
+            self._stopping.set()
+            await asyncio.to_thread(self._close_lanes)
+            await self._backend.close()
+            for writer in self._writers:
+                await asyncio.to_thread(writer.close)
 
-    def _close(self) -> None:
-        self._sweeper.close()
-        self._stopping.set()
+    def _close_lanes(self) -> None:
         with self._lock:
-            lanes = [self._control, self._spans, *self._own_lanes.values()]
-        for batches in (*lanes, self._plain_reads, self._span_reads):
-            batches.close()
-        for each in (*self._writers, *self._readers, self._shards):
-            each.close()
-        self._listener.close()
+            lanes = [self._spans, *self._own_lanes.values()]
+        for lane in lanes:
+            lane.close()
 
     def _lane(self, *, connection: Connection | None = None, waits: bool = False) -> Lane:
         writer = ShardWriter(
@@ -193,7 +173,10 @@ class _Sharded:
             is_partitioned=self.placing.is_partitioned,
         )
         self._writers.append(writer)
-        return Batches(writer, shown_url=self.shown_url, explain=self._explain, is_shared=is_shared)
+        return self._batches(writer)
+
+    def _batches(self, act: Callable[[Sequence[Any]], Sequence[Any]], *, threads: int = 1) -> Batches[Any]:
+        return Batches(act, shown_url=self.shown_url, explain=self._explain, is_shared=is_shared, threads=threads)
 
     def _own_lane(self, number: int) -> Lane:
         """Return the lane for spans of a shard that is away; it waits for that shard, and others need not."""
@@ -209,20 +192,9 @@ class _Sharded:
             return unnamed(f"a server that {self.shown_url} leaves out", error.number)
         return explain(error, self.shown_url)
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise forked_error(self._target.control)
-
-    def _on_wait(self) -> float:
-        self._listener.start()
-        return math.inf
-
     def _on_change(self) -> None:
-        self._listener.hear_own()
-
-    def _expire(self) -> None:
-        """Submit empty work: the writer decides overdue attempts before any work."""
-        self._control.submit(Work(act=_do_nothing))
+        if self._target.control.is_pooled:  # a pooler passes no message on, also none to this process
+            self._backend.listener.wake_all()
 
 
 class _SpanReads:
@@ -231,10 +203,6 @@ class _SpanReads:
     def __init__(self, sharded: _Sharded) -> None:
         self.shown_url, self.queued, self.changed = sharded.shown_url, sharded.queued, sharded.changed
         self.write, self.read, self.close = sharded.write, sharded.read_spans, sharded.close
-
-
-def _do_nothing(_: Tables) -> None:
-    """Do nothing; the transaction around it still decides overdue attempts."""
 
 
 def _open(target: ShardedTarget) -> tuple[Connection, int, Sequence[Shard], bool]:
@@ -260,4 +228,4 @@ def _open(target: ShardedTarget) -> tuple[Connection, int, Sequence[Shard], bool
 
 
 def _connected(target: DatabaseTarget) -> Connection:
-    return connect_in_time(partial(connect, target), target, threading.Event(), limit_s=START_WAIT_S)
+    return access_of(target).connect_in_time(threading.Event(), limit_s=START_WAIT_S)

@@ -7,29 +7,26 @@ do not matter. If the server goes away, the store waits for it for about half a 
 """
 
 import asyncio
-import math
-import os
 import threading
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 
-from agl.stores import Reads, Tables, TableStore, WakeUp, Work
+from agl.stores import TableStore, Work
 from agl_store_postgres._reads import PartitionedReads, PostgresReads
-from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
+from agl_store_postgres.connections import Connection, access_of
 from agl_store_postgres.faults import explain, is_shared
 from agl_store_postgres.layout import prepare
-from agl_store_postgres.listener import ChangeListener
+from agl_store_postgres.listener import channel_to
 from agl_store_postgres.maintenance import compact, row_bytes
 from agl_store_postgres.partition_layout import prepare_control, prepare_spans
 from agl_store_postgres.partitions import Aim
-from agl_store_postgres.reader import BatchReader, UncheckedRead
+from agl_store_postgres.reader import reader_of
 from agl_store_postgres.sweeping import QUIET_S, Sweeper, sweep_partitions
 from agl_store_postgres.urls import DatabaseTarget, target_of
 from agl_store_postgres.writer import BatchWriter
-from agl_store_sqlite.sql import Batches, Compaction, OverdueError
+from agl_store_sqlite.sql import START_WAIT_S, Batches, Compaction, ServerBackend
 
 T = TypeVar("T")
 
@@ -81,28 +78,35 @@ class _Postgres:
     """Implements :class:`agl.stores.Backend`."""
 
     def __init__(self, target: DatabaseTarget) -> None:
-        self.shown_url = target.shown
         self._target = target
-        self._pid = os.getpid()
-        self._stopping = threading.Event()
+        stopping = threading.Event()
         connection, feed, self._is_partitioned = _open(target)
-        told = partial(explain, shown=target.shown)
-        self._write = BatchWriter(
+        write = BatchWriter(
             target,
             connection=connection,
             feed=feed,
-            stopping=self._stopping,
+            stopping=stopping,
             on_change=self._on_change,
             is_partitioned=self._is_partitioned,
         )
-        self._writer = Batches(self._write, shown_url=target.shown, explain=told, is_shared=is_shared)
         reads = partial(PartitionedReads, aim=Aim()) if self._is_partitioned else PostgresReads
-        self._read = BatchReader(target, stopping=self._stopping, reads=reads)
-        self._reader = Batches(
-            self._read, shown_url=target.shown, explain=told, is_shared=is_shared, threads=target.readers
+        read = reader_of(target, stopping=stopping, reads=reads)
+        batches = partial(
+            Batches[Any],
+            shown_url=target.shown,
+            explain=partial(explain, shown=target.shown),
+            is_shared=is_shared,
         )
-        self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
-        self._listener = ChangeListener(target, feed=feed, wake_ups=(self.queued, self.changed), expire=self._expire)
+        self._backend = ServerBackend(
+            target.shown,
+            writer=batches(write),
+            reader=batches(read, threads=target.readers),
+            subscribe=channel_to(target, feed=feed, stopping=stopping),
+            closing=(write, read),
+            stopping=stopping,
+        )
+        self.shown_url, self.read = target.shown, self._backend.read
+        self.queued, self.changed = self._backend.queued, self._backend.changed
         self._sweeper = Sweeper(self.sweep, shown=target.shown, quiet_s=QUIET_S)
         if self._is_partitioned:
             self._sweeper.wake()
@@ -113,51 +117,19 @@ class _Postgres:
             sweep_partitions(self._target)
 
     async def write(self, work: Work[T]) -> T:
-        self._check_process()
-        answer = await self._writer.run(work, undo=work.undo)
+        answer = await self._backend.write(work)
         if self._is_partitioned and work.act.__name__ == "delete":
             self._sweeper.wake()
         return answer
 
-    async def read(self, look: Callable[[Reads], T]) -> T:
-        self._check_process()
-        try:
-            return await self._reader.run(look)
-        except OverdueError:
-            await self._writer.run(Work(act=_do_nothing))
-        return await self._reader.run(UncheckedRead(look))  # another machine may be deciding them just now
-
     async def close(self) -> None:
-        if os.getpid() == self._pid:
-            await asyncio.to_thread(self._close)
-
-    def _close(self) -> None:
-        self._sweeper.close()
-        self._stopping.set()
-        self._writer.close()
-        self._write.close()
-        self._reader.close()
-        self._read.close()
-        self._listener.close()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise forked_error(self._target)
-
-    def _on_wait(self) -> float:
-        self._listener.start()
-        return math.inf
+        if self._backend.is_of_this_process:
+            await asyncio.to_thread(self._sweeper.close)
+            await self._backend.close()
 
     def _on_change(self) -> None:
-        self._listener.hear_own()
-
-    def _expire(self) -> None:
-        """Submit empty work: the writer decides overdue attempts before any work."""
-        self._writer.submit(Work(act=_do_nothing))
-
-
-def _do_nothing(_: Tables) -> None:
-    """Do nothing; the transaction around it still decides overdue attempts."""
+        if self._target.is_pooled:  # a pooler passes no message on, also none to this process
+            self._backend.listener.wake_all()
 
 
 def _open(target: DatabaseTarget) -> tuple[Connection, int, bool]:
@@ -165,7 +137,7 @@ def _open(target: DatabaseTarget) -> tuple[Connection, int, bool]:
 
     Returns it with the number of the store's feed, and whether its spans are partitioned.
     """
-    connection = connect_in_time(lambda: connect(target), target, threading.Event(), limit_s=START_WAIT_S)
+    connection = access_of(target).connect_in_time(threading.Event(), limit_s=START_WAIT_S)
     try:
         feed = prepare(connection, target)
         if is_partitioned := prepare_control(connection, target):

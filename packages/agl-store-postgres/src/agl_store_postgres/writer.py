@@ -18,13 +18,22 @@ from typing import Any
 import psycopg
 
 from agl.stores import Work, expire
-from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection, rolled_back
+from agl_store_postgres.connections import Connection, access_of, rolled_back
 from agl_store_postgres.faults import is_collision, is_lost
 from agl_store_postgres.loading import Begun, begin, begin_lapsed
 from agl_store_postgres.partitions import Partitions
 from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import commit
-from agl_store_sqlite.sql import Changes, LoadedTables, Needs, Packer, needs_of, perform
+from agl_store_sqlite.sql import (
+    RESTART_WAIT_S,
+    Changes,
+    LoadedTables,
+    Needs,
+    Packer,
+    ThreadConnection,
+    needs_of,
+    perform,
+)
 
 MAX_COLLISIONS = 5
 """Largest number of repetitions after collisions with other transactions."""
@@ -70,7 +79,7 @@ class BatchWriter:
         self._feed = feed
         self._partitions = Partitions() if is_partitioned else None
         self._on_change = on_change
-        self._connection = ThreadConnection(target, stopping=stopping, connection=connection)
+        self._connection = ThreadConnection(access_of(target), stopping=stopping, current=connection)
         self._packer = Packer()
         self._in_doubt: _Doubt | None = None
         self._key = _MARKS + uuid.uuid4().bytes

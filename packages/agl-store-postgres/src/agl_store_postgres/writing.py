@@ -121,7 +121,7 @@ def commit(
             for statement in (*(remove_spans if place is None else _REMOVE_PLACED), *_REMOVE):
                 db.execute(statement, (changes.removed,))
         if changes.is_heard:
-            db.execute(b"SELECT pg_notify(%s, %s)", (channel_of(feed), _message(changes)))
+            db.execute(b"SELECT pg_notify(%s, %s)", (channel_of(feed), changes.message))
         db.execute(b"COMMIT")
 
 
@@ -151,16 +151,6 @@ def remove_spans(db: Connection, seqs: Sequence[int]) -> None:
 def channel_of(feed: int) -> str:
     """Return the channel on which a store announces its changes."""
     return f"agl_{feed}"
-
-
-def read_message(message: str) -> tuple[bool, bool, float]:
-    """Parse a message: if rollouts were queued, if the feed grew, and the earliest deadline that was set."""
-    flags, _, soonest = message.partition(" ")
-    return "q" in flags, "f" in flags, float(soonest)
-
-
-def _message(changes: Changes) -> str:
-    return f"{'q' if changes.has_queued else ''}{'f' if changes.feed else ''} {changes.soonest!r}"
 
 
 def _save(db: Connection, changes: Changes) -> None:

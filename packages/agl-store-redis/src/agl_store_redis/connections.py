@@ -1,8 +1,7 @@
-"""Opens connections, follows a Cluster to the node that has the store's slot, and waits for a server that restarts."""
+"""Opens connections, and follows a Cluster to the node that has the store's slot."""
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 from redis import Redis
@@ -10,22 +9,15 @@ from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, RedisError
 from redis.retry import Retry
 
-from agl.errors import StoreError
-from agl_store_redis.faults import explain, is_passing
+from agl_store_redis.faults import explain, is_lost, is_passing
 from agl_store_redis.urls import ServerTarget
-
-START_WAIT_S = 4.0
-"""Seconds to wait for a server that never answered."""
-
-RESTART_WAIT_S = 30.0
-"""Seconds to wait for a server that has answered before and may be restarting."""
+from agl_store_sqlite.sql import ServerAccess
 
 ANSWER_S = 60.0
 """Seconds after which a silent server counts as gone."""
 
 _CONNECT_S = 10.0
 _HOPS = 5
-_DELAYS_S = (0.05, 0.2, 0.5, 1.0)
 
 
 class _Client(Protocol):
@@ -107,71 +99,18 @@ def _place(moved: MovedError, target: ServerTarget) -> dict[str, Any]:
 class Moves:
     """Counts how often the writer found another server in charge; the store's other connections follow it."""
 
-    count = 0
+    def __init__(self) -> None:
+        self.count = 0
 
 
-class ThreadConnection:
-    """The connection of one thread of an open store, opened on demand.
-
-    Args:
-        stopping: Set when the store is closed; ends every wait for the server.
-        moves: Those of the store; a connection from before the last one is made anew.
-    """
-
-    def __init__(
-        self, target: ServerTarget, *, stopping: threading.Event, moves: Moves, server: Server | None = None
-    ) -> None:
-        self._target = target
-        self._stopping = stopping
-        self._moves = moves
-        self._made_after = moves.count
-        self._server = server
-
-    @property
-    def current(self) -> Server | None:
-        """The connection in its current state; ``None`` if there is none."""
-        return self._server
-
-    @property
-    def is_outdated(self) -> bool:
-        """True if another server may be in charge since the connection was made."""
-        return self._made_after != self._moves.count
-
-    def open(self) -> Server:
-        """Return the connection, opened on demand; raises :class:`StoreError` if the server stays unreachable."""
-        if self.is_outdated:
-            self.drop()
-        if self._server is None:
-            self._made_after = self._moves.count
-            self._server = connect_in_time(
-                lambda: connect(self._target), self._target, self._stopping, limit_s=RESTART_WAIT_S
-            )
-        return self._server
-
-    def drop(self) -> None:
-        """Close the connection; the next :meth:`open` opens another one."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-
-def connect_in_time(
-    make: Callable[[], Server], target: ServerTarget, stopping: threading.Event, *, limit_s: float
-) -> Server:
-    """Call ``make`` until the server can be reached, and return its result; other errors are raised at once."""
-    end = time.monotonic() + limit_s
-    delays = iter(_DELAYS_S)
-    while True:
-        try:
-            return make()
-        except (RedisError, OSError) as error:
-            if not is_passing(error) or time.monotonic() > end or stopping.wait(next(delays, _DELAYS_S[-1])):
-                raise explain(error, target.shown) from error
-
-
-def forked_error(target: ServerTarget) -> StoreError:
-    """Return the error for a process that inherited the store by a fork."""
-    return StoreError(
-        f"the store {target.shown} was opened in another process; open it again in this one: its connections and "
-        "threads do not survive a fork"
+def access_of(target: ServerTarget) -> ServerAccess[Server]:
+    """Return how connections to a server are made, and the meaning of redis-py's errors."""
+    return ServerAccess(
+        shown=target.shown,
+        connect=partial(connect, target),
+        errors=(RedisError, OSError),
+        is_passing=is_passing,
+        is_lost=lambda error, _: is_lost(error),
+        is_usable=lambda error, _: isinstance(error, RedisError),  # after others, an answer may still be under way
+        explain=explain,
     )

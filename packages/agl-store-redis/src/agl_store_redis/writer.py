@@ -22,13 +22,12 @@ from redis.exceptions import RedisError
 
 from agl.errors import StoreError
 from agl.stores import Work, expire
-from agl_store_redis import connections
-from agl_store_redis.connections import Moves, Server, ThreadConnection
+from agl_store_redis.connections import Moves, Server, access_of
 from agl_store_redis.faults import is_elsewhere, is_lost
 from agl_store_redis.loading import Loaded, begin, begin_lapsed
 from agl_store_redis.urls import ServerTarget
 from agl_store_redis.writing import Commit
-from agl_store_sqlite.sql import LoadedTables, Needs, Packer, needs_of, perform
+from agl_store_sqlite.sql import RESTART_WAIT_S, LoadedTables, Needs, Packer, ThreadConnection, needs_of, perform
 
 T = TypeVar("T")
 
@@ -46,7 +45,9 @@ class BatchWriter:
         self._target = target
         self._stopping = stopping
         self._moves = moves
-        self._connection = ThreadConnection(target, stopping=stopping, moves=moves, server=server)
+        self._connection = ThreadConnection(
+            access_of(target), stopping=stopping, epoch=lambda: moves.count, current=server
+        )
         self._packer = Packer()
         self._name = uuid.uuid4().hex
         self._number = 0
@@ -111,7 +112,7 @@ class BatchWriter:
 
     def _repeated(self, act: Callable[[Server], T]) -> T:
         """Call ``act`` with the connection until an answer comes, for as long as a server may take to restart."""
-        end = time.monotonic() + connections.RESTART_WAIT_S
+        end = time.monotonic() + RESTART_WAIT_S
         has_moved = False
         while True:
             server = self._connection.open()

@@ -13,7 +13,7 @@ from agl_store_redis.connections import Server
 from agl_store_redis.layout import list_name
 from agl_store_redis.loading import Loaded
 from agl_store_redis.scripts import call
-from agl_store_sqlite.sql import ATTEMPT_BITS, NUMBER_MASK, STATUSES, Changes, LoadedTables, additions, statistics_row
+from agl_store_sqlite.sql import ATTEMPT_BITS, NUMBER_MASK, STATUSES, LoadedTables, additions, statistics_row
 
 Part: TypeAlias = bytes | str | int | float
 
@@ -56,7 +56,10 @@ class Commit:
         """Write everything, or return false if something that was loaded has changed; redis-py's errors pass."""
         comparisons = [part for comparison in self._loaded.comparisons for part in comparison]
         head = writer, number, len(self._loaded.comparisons), *comparisons
-        return call(server, "commit", base, *head, *self._args, _message(self._changes)) == 1
+        return (
+            call(server, "commit", base, *head, *self._args, self._changes.message if self._changes.is_heard else "")
+            == 1
+        )
 
     def _put(self, *command: Part) -> None:
         self._args.append(len(command))
@@ -224,15 +227,3 @@ def _progress(rollout: Rollout, version: int) -> bytes:
     counts = rollout.attempts, rollout.failures, rollout.losses
     attempt = rollout.attempts if rollout.attempt_id else 0  # always the newest one
     return msgspec.msgpack.encode((version, rollout.status, *counts, attempt, rollout.started_at, rollout.finished_at))
-
-
-def read_message(message: bytes) -> tuple[bool, bool, float]:
-    """Parse a message: if rollouts were queued, if the feed grew, and the earliest deadline that was set."""
-    flags, _, soonest = message.decode().partition(" ")
-    return "q" in flags, "f" in flags, float(soonest)
-
-
-def _message(changes: Changes) -> str:
-    if not changes.is_heard:
-        return ""
-    return f"{'q' if changes.has_queued else ''}{'f' if changes.feed else ''} {changes.soonest!r}"

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["run_agl"]
-
 
 def run_agl(*words: str, folder: Path) -> str:
     """Run ``agl`` in ``folder``, where it also keeps its state, with a key that no API takes; returns its output.

@@ -21,8 +21,6 @@ from agl.stores import MemoryStore
 from agl_run import FitResult, Quiet
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer
 
-__all__ = ["HELD", "Counting", "run", "search", "started"]
-
 HELD = "held"
 """The file that an algorithm makes when it has reached the step at which it waits to be killed."""
 

@@ -16,8 +16,6 @@ T = TypeVar("T")
 PATIENCE_S = 120.0
 """Seconds to wait at most: many times what anything takes here, for machines that do much else."""
 
-__all__ = ["PATIENCE_S", "eventually", "stopwatch", "wait_until"]
-
 
 def wait_until(condition: Callable[[], T], *, within_s: float = PATIENCE_S, every_s: float = 0.01) -> T:
     """Call ``condition`` until it returns something true, and return that.

@@ -22,20 +22,22 @@ from __future__ import annotations
 
 import random
 import time
-from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from tinker import types
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError, PolicyError
-from agl.hints import did_you_mean
-from agl_tinker.advantages import ESTIMATORS, call_advantages
+from agl_objectives.groups import GroupSampler
+from agl_objectives.reports import UnusedEstimator, averaged, mean_and_deviation
+from agl_objectives.settings import Adam, Count, Sampling, Whole
+from agl_objectives.uses import group_uses
+from agl_tinker.advantages import call_advantages
 from agl_tinker.connection import told
-from agl_tinker.datums import AGGREGATIONS, Aggregation, TrainedRow, split_rows, token_weights, trained_rows
-from agl_tinker.groups import Curriculum, GroupSampler
+from agl_tinker.datums import Aggregation, TrainedRow, split_rows, token_weights, trained_rows
 from agl_tinker.policy import TinkerPolicy
-from agl_tinker.uses import call_uses, replaced_uses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,12 +45,7 @@ if TYPE_CHECKING:
     import tinker
 
     from agl.contracts import AlgorithmContext
-    from agl.schemas import CallCredit, Episode, Json
-
-TOLERANCE = 1e-6
-"""Calls closer than this to the mean of their group do not differ from it."""
-
-_LOSSES = ("importance_sampling", "ppo", "cispo")
+    from agl.schemas import Episode, Json
 
 
 class Tinker:
@@ -58,11 +55,7 @@ class Tinker:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Groups per step; every epoch is a shuffle of the training tasks.
         group_size: Rollouts per task, whose rewards are compared.
-        refill: Rounds in which groups that do not differ are replaced by those of further tasks (DAPO's dynamic
-            sampling); 0 keeps every group.
-        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
-            `unsolved` those with the worst rewards; at least the share `curriculum_uniform` of a step's tasks is drawn
-            without preference.
+        sampling: The choice of tasks and groups.
         estimator: `grpo`, `dr_grpo` or `rloo`. A credit that gives finished advantages leaves it nothing to do,
             which the first such step says.
         loss: `importance_sampling`, `ppo` or `cispo`, computed by the server; `loss_params` are its parameters, such
@@ -71,69 +64,41 @@ class Tinker:
             nothing, as recipes for Tinker do.
         updates_per_step: Updates that share a step's rollouts.
         lora_rank: Rank of the adapters.
-        lr: Learning rate of AdamW; `betas`, `eps`, `weight_decay` are AdamW's, and `max_grad_norm` bounds the 2-norm
-            of the gradient, 0 for no bound.
+        optim: AdamW of the server.
         ttl_s: Seconds after which the server may remove saved states and weights; 0 for never.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+    def __init__(
         self,
         *,
-        steps: int = 100,
-        tasks_per_step: int = 16,
-        group_size: int = 8,
-        refill: int = 0,
-        curriculum: Curriculum = "",
-        curriculum_uniform: float = 0.5,
-        estimator: str = "grpo",
-        loss: str = "importance_sampling",
+        steps: Count = 100,
+        tasks_per_step: Count = 16,
+        group_size: Annotated[int, msgspec.Meta(ge=2)] = 8,
+        sampling: Sampling = Sampling(),
+        estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo",
+        loss: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling",
         loss_params: dict[str, float] | None = None,
         aggregation: Aggregation = "token",
-        updates_per_step: int = 1,
-        lora_rank: int = 32,
-        lr: float = 4e-5,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        ttl_s: int = 0,
+        updates_per_step: Count = 1,
+        lora_rank: Count = 32,
+        optim: Adam = Adam(lr=4e-5),
+        ttl_s: Whole = 0,
     ) -> None:
-        _at_least_one(
-            steps=steps, tasks_per_step=tasks_per_step, updates_per_step=updates_per_step, lora_rank=lora_rank
-        )
-        _one_of("estimator", estimator, list(ESTIMATORS))
-        _one_of("loss", loss, _LOSSES)
-        _one_of("aggregation", aggregation, AGGREGATIONS)
-        if group_size < 2:
-            raise ConfigError(
-                f"tinker compares the rollouts of a group, but group_size is {group_size}; give 2 or more"
-            )
-        if not (lr > 0 and weight_decay >= 0 and max_grad_norm >= 0 and ttl_s >= 0):
-            raise ConfigError(
-                f"tinker got lr = {lr}, weight_decay = {weight_decay}, max_grad_norm = {max_grad_norm} and "
-                f"ttl_s = {ttl_s}; lr must be above 0, and the others at least 0"
-            )
-        if not (all(0 <= beta < 1 for beta in betas) and eps >= 0):
-            raise ConfigError(
-                f"tinker got betas = {betas} and eps = {eps}; each of betas is at least 0 and below 1, and eps at "
-                "least 0"
-            )
         self._steps = steps
         self._groups = GroupSampler(
-            count=tasks_per_step,
-            n=group_size,
-            refill=refill,
-            curriculum=curriculum,
-            uniform=curriculum_uniform,
-            is_silent=self._is_silent,
+            "tinker", count=tasks_per_step, n=group_size, refill=sampling.refill, curriculum=sampling.curriculum
         )
-        self._has_told = False
+        self._unused = UnusedEstimator(estimator)
         self._estimator, self._loss, self._loss_params = estimator, loss, dict(loss_params or {})
         self._aggregation: Aggregation = aggregation
         self._updates_per_step, self._rank = updates_per_step, lora_rank
-        self._lr = lr
+        self._lr = optim.lr
         self._adam = types.AdamParams(
-            beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay, grad_clip_norm=max_grad_norm
+            beta1=optim.betas[0],
+            beta2=optim.betas[1],
+            eps=1e-8,
+            weight_decay=optim.weight_decay,
+            grad_clip_norm=optim.max_grad_norm,
         )
         self._ttl = ttl_s or None
         self._step = 0
@@ -197,13 +162,15 @@ class Tinker:
         # 2. Advantages: one number per call, spread over the call's tokens.
         episodes = [episode for group in groups for episode in group]
         credits = [list(calls) for group in groups for calls in context.credit.assign(group)]
-        self._tell_unused([call for calls in credits for call in calls])
+        final = sum(call.is_advantage for calls in credits for call in calls)
+        if notice := self._unused.news(final=final, calls=sum(map(len, credits))):
+            context.say(f"{context.name}: {notice}")
         places = [index for index, group in enumerate(groups) for _ in group]
         advantages = call_advantages(credits, groups=places, estimator=self._estimator)
         rows = trained_rows(episodes, advantages)
         own = {row.rollout for row in rows if not row.is_silent}
-        loud = {e.rollout.group_id for e in episodes if e.rollout.rollout_id in own}
-        metrics |= _metrics(groups, rows=rows, loud=len(loud)) | collected.metrics
+        loud = sum(any(e.rollout.rollout_id in own for e in group) for group in groups)
+        metrics |= _metrics(groups, rows=rows, loud=loud) | collected.metrics
 
         # 3. Update.
         started = time.perf_counter()
@@ -227,25 +194,15 @@ class Tinker:
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
-            uses=_uses(episodes, credits=credits, advantages=advantages, loud=loud)
-            | {episode.rollout.rollout_id: replaced_uses(episode) for episode in collected.replaced},
-        )
-
-    def _is_silent(self, group: Sequence[Episode]) -> bool:
-        """Return true if no call of a group differs from its mean."""
-        credits = [list(calls) for calls in self._context.credit.assign(group)]
-        found = call_advantages(credits, groups=[0] * len(group), estimator="dr_grpo")
-        return all(abs(value) <= TOLERANCE for by_span in found for value in by_span.values())
-
-    def _tell_unused(self, calls: Sequence[CallCredit]) -> None:
-        """Say once that the credit leaves the estimator nothing to do."""
-        final = sum(call.is_advantage for call in calls)
-        if final and not self._has_told:
-            self._has_told = True
-            self._context.say(
-                f"{self._context.name}: the credit gave {final} of {len(calls)} calls finished advantages, in which "
-                f'estimator = "{self._estimator}" has no part'
+            uses=group_uses(
+                groups,
+                trained=advantages,
+                loud=own,
+                credits=[{call.span_id: call.value for call in calls} for calls in credits],
+                advantages=advantages,
             )
+            | collected.uses,
+        )
 
     async def _trained(self, rows: Sequence[TrainedRow], *, step: int) -> tuple[dict[str, float], tuple[str, str]]:
         """Return the metrics of a step's updates, and the paths of the state and of the weights after them."""
@@ -268,8 +225,7 @@ class Tinker:
             saving = model.save_state(name, ttl_seconds=self._ttl)
             exporting = model.save_weights_for_sampler(name, ttl_seconds=self._ttl)
             paths = (await saving).path, (await exporting).path
-        names = dict.fromkeys(name for report in reports for name in report)  # an update that is skipped has few
-        return {name: fmean(report[name] for report in reports if name in report) for name in names}, paths
+        return averaged(reports), paths
 
     async def _opened(self) -> tinker.TrainingClient:
         if self._model is None:
@@ -345,11 +301,11 @@ def _lacks(policy: TinkerPolicy, loss: str, why: str) -> str:
 
 def _metrics(groups: Sequence[Sequence[Episode]], *, rows: Sequence[TrainedRow], loud: int) -> dict[str, float]:
     episodes = [episode for group in groups for episode in group]
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    mean, deviation = mean_and_deviation([e.reward for e in episodes if e.reward is not None])
     calls = [call for episode in episodes for call in episode.transitions if not call.reject]
     return {
-        "reward": fmean(rewards) if rewards else 0.0,
-        "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
+        "reward": mean,
+        "reward_std": deviation,
         "groups": float(len(groups)),
         "groups_silent": float(len(groups) - loud),
         "rollouts": float(len(episodes)),
@@ -369,30 +325,3 @@ def _gaps(rows: Sequence[TrainedRow], outputs: Sequence[Mapping[str, Any]]) -> d
     if not gaps:
         return {}
     return {"logprob_gap": max(abs(gap) for gap in gaps), "logprob_drift": fmean(gaps)}
-
-
-def _uses(
-    episodes: Sequence[Episode],
-    *,
-    credits: Sequence[Sequence[CallCredit]],
-    advantages: Sequence[Mapping[str, float]],
-    loud: set[str],
-) -> dict[str, Any]:
-    return {
-        episode.rollout.rollout_id: call_uses(
-            episode, credits={call.span_id: call.value for call in given}, advantages=found, loud=loud
-        )
-        for episode, given, found in zip(episodes, credits, advantages, strict=True)
-    }
-
-
-def _at_least_one(**counts: int) -> None:
-    low = {name: value for name, value in counts.items() if value < 1}
-    if low:
-        raise ConfigError(f"tinker got {low}; each must be at least 1")
-
-
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        hint = did_you_mean(value, known, otherwise=f"use one of {', '.join(known)}")
-        raise ConfigError(f"tinker got {name} = {value!r}, which is unknown; {hint}")

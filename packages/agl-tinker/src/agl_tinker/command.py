@@ -1,4 +1,4 @@
-"""``agl tinker serve``: a subset of Tinker's API on this machine, also as ``agl serve --tinker``."""
+"""``agl tinker serve``: a subset of Tinker's API on this machine."""
 
 import os
 import secrets

@@ -14,7 +14,6 @@ from tinker import types
 from agl.schemas import Episode, Row, unpack_floats, unpack_ids
 
 Aggregation = Literal["token", "sequence", "sum"]
-AGGREGATIONS: tuple[Aggregation, ...] = ("token", "sequence", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from agl.schemas import Episode, Json, Span, Transition
 
 Source = Literal["tools", "rewards", "siblings"]
-SOURCES = ("tools", "rewards", "siblings")
 
 MASKED = "[...]"
 """Stands in place of what is hidden."""

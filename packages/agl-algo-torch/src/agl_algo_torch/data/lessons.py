@@ -1,22 +1,24 @@
-"""Builds what the teacher of `sdpo` reads: the rows of rollouts, with a lesson in the prompts of their calls.
+"""Builds the rows that the teacher of `sdpo` reads: those of rollouts, with a lesson in the prompts of their calls.
 
-`feedback` finds what there is to tell and `retelling` puts it into a prompt; here they meet, rollout by rollout. A
-group in which there is nothing to tell, or nothing left to learn, is silent.
+`feedback` finds the lesson. It is put into a recorded prompt as one more user message, right before the place where the
+answer begins. A group about which nothing can be said, or with nothing left to learn, is silent.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import torch
 from jinja2 import TemplateError
 
 from agl.errors import ConfigError
 from agl.schemas import unpack_ids
-from agl_algo_torch.data.feedback import Lesson, answers_of, find_feedback, find_sibling
+from agl_algo_torch.data.feedback import Lesson, Source, answers_of, find_feedback, find_sibling
 from agl_algo_torch.learner.batch import RowSample, from_row, from_tokens
+from agl_objectives.settings import Count, Settings, Share
 from agl_objectives.uses import call_uses
 
 if TYPE_CHECKING:
@@ -25,12 +27,57 @@ if TYPE_CHECKING:
     from agl.contracts import CallUse, Store
     from agl.schemas import Episode, Span, Transition
     from agl_algo_torch.data.preparation import PreparedBatch
+    from agl_algo_torch.learner.model import LoadedModel
 
 _REASONS = {
     "nothing": "nothing was said about its rollout, and no sibling succeeded",
     "unplaced": "its prompt has no place where an answer of the chat template begins",
     "too_long": "its prompt with the lesson is longer than the model's context",
 }
+
+
+SIBLING_WORDS = "Here is an answer to this task that was right:\n\n{sibling}"
+FEEDBACK_WORDS = "This was said about an earlier answer to this task:\n\n{feedback}"
+CLOSING_WORDS = "Answer the task again, and get it right."
+
+
+class SelfTeacher(Settings, frozen=True, kw_only=True):
+    """The policy as its own teacher: the same weights, which read a lesson about how an answer turned out.
+
+    Attributes:
+        sources: Where lessons come from: `tools`, `rewards`, `siblings`.
+        success: Least reward of a rollout that succeeded: it is shown to the others of its group.
+        teach_successes: What rollouts learn from each other that succeeded and about which nothing was said: `agreed`,
+            at the tokens that the teacher finds at least as likely as the policy does, or `all`.
+        start: Share of the policy at this algorithm's start in the teacher, from 0 to 1.
+        max_tokens: Most tokens of a sibling's answers, and of feedback.
+        sibling_words: How a sibling is shown, with `{sibling}` for its answers.
+        feedback_words: How the rest is said, with `{feedback}`.
+        closing_words: The end of the message.
+    """
+
+    sources: Annotated[tuple[Source, ...], msgspec.Meta(min_length=1)] = ("tools", "rewards", "siblings")
+    success: float = 1.0
+    teach_successes: Literal["agreed", "all"] = "agreed"
+    start: Share = 0.9
+    max_tokens: Count = 1024
+    sibling_words: str = SIBLING_WORDS
+    feedback_words: str = FEEDBACK_WORDS
+    closing_words: str = CLOSING_WORDS
+
+    def __post_init__(self) -> None:
+        for name, text in (("sibling", self.sibling_words), ("feedback", self.feedback_words)):
+            if f"{{{name}}}" not in text:
+                raise ValueError(f"{name}_words = {text!r} shows nothing; write {{{name}}} in it")
+
+    def message(self, lesson: Lesson) -> str:
+        """Return the user message that tells the lesson."""
+        parts = [
+            self.sibling_words.replace("{sibling}", lesson.sibling) if lesson.sibling else "",
+            self.feedback_words.replace("{feedback}", lesson.feedback) if lesson.feedback else "",
+            self.closing_words,
+        ]
+        return "\n\n".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,25 +135,13 @@ class Teaching:
 
     Args:
         store: Where the spans of rollouts are.
-        retelling: Puts messages into prompts.
-        words: The messages' words.
-        sources: What is told.
-        success: Least reward of a rollout that succeeded: it is shown to the others.
-        most: Tokens of the model's context.
+        loaded: The model in training; raises ConfigError for a chat template without a place for a lesson.
+        teacher: What the teacher reads.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        retelling: Retelling,
-        words: Words,
-        sources: Sequence[str],
-        success: float,
-        most: int,
-    ) -> None:
-        self._store, self._retelling, self._words = store, retelling, words
-        self._sources, self._success, self._most = sources, success, most
+    def __init__(self, store: Store, loaded: LoadedModel, teacher: SelfTeacher) -> None:
+        self._store, self._teacher, self._most = store, teacher, loaded.context_length
+        self._retelling = Retelling(loaded.tokenizer, max_tokens=teacher.max_tokens)
         self._known: dict[tuple[str, ...], Lessons] = {}
 
     async def lessons(self, groups: Sequence[Sequence[Episode]]) -> Lessons:
@@ -122,7 +157,7 @@ class Teaching:
         return not found.rows or (all(map(self._is_solved, group)) and not found.counts["with_feedback"])
 
     def _is_solved(self, episode: Episode) -> bool:
-        return episode.reward is not None and episode.reward >= self._success
+        return episode.reward is not None and episode.reward >= self._teacher.success
 
     async def _of(self, group: Sequence[Episode]) -> Lessons:
         ids = tuple(episode.rollout.rollout_id for episode in group)
@@ -134,8 +169,12 @@ class Teaching:
         found = Lessons()
         for index, episode in enumerate(group):
             spans = await self._spans(episode)
-            said = find_feedback(episode, spans, sources=self._sources, clean=self._retelling.harmless)
-            sibling = find_sibling(group, index, success=self._success) if "siblings" in self._sources else None
+            said = find_feedback(episode, spans, sources=self._teacher.sources, clean=self._retelling.harmless)
+            sibling = (
+                find_sibling(group, index, success=self._teacher.success)
+                if "siblings" in self._teacher.sources
+                else None
+            )
             found.counts.update({"with_sibling": sibling is not None, "with_feedback": bool(said)})
             untaught: dict[str, str] = {}
             taught: dict[str, RowSample] = {}
@@ -152,7 +191,7 @@ class Teaching:
 
     async def _spans(self, episode: Episode) -> list[Span]:
         """Return the spans of a rollout's deciding attempt, where errors of tools are looked for."""
-        if "tools" not in self._sources or episode.attempt is None:
+        if "tools" not in self._teacher.sources or episode.attempt is None:
             return []
         spans: list[Span] = []
         while True:
@@ -171,7 +210,7 @@ class Teaching:
         """Return a call in the teacher's context, or the reason why it has none."""
         if not lesson:
             return "nothing"
-        prompt = self._retelling.prompt(unpack_ids(call.prompt_ids), self._words.message(lesson))
+        prompt = self._retelling.prompt(unpack_ids(call.prompt_ids), self._teacher.message(lesson))
         if prompt is None:
             return "unplaced"
         answer = unpack_ids(call.response_ids)
@@ -202,33 +241,6 @@ _OPENINGS = (
         {"role": "assistant", "content": "b"},
     ],
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """The message's parts: around a sibling's answers, around feedback, and at its end.
-
-    Raises:
-        ConfigError: A part has no place for what it is about.
-    """
-
-    sibling: str
-    feedback: str
-    closing: str
-
-    def __post_init__(self) -> None:
-        for name, text in (("sibling", self.sibling), ("feedback", self.feedback)):
-            if f"{{{name}}}" not in text:
-                raise ConfigError(f"sdpo got {name}_words = {text!r}, which shows nothing; write {{{name}}} in it.")
-
-    def message(self, lesson: Lesson) -> str:
-        """Return the user message that tells the lesson."""
-        parts = [
-            self.sibling.replace("{sibling}", lesson.sibling) if lesson.sibling else "",
-            self.feedback.replace("{feedback}", lesson.feedback) if lesson.feedback else "",
-            self.closing,
-        ]
-        return "\n\n".join(part for part in parts if part)
 
 
 class Retelling:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from agl.errors import ConfigError
 from agl_algo_torch.learner.batch import RowSample, from_row
-from agl_objectives.advantages import call_advantages, trained_tokens
+from agl_objectives.advantages import call_advantages
 from agl_objectives.answers import SoftOverlong, without_truncated
+from agl_objectives.groups import trained_tokens
 from agl_objectives.registry import find_estimator
+from agl_objectives.reports import mean_and_deviation
 from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
     from agl.contracts import CallUse, Credit
     from agl.schemas import Episode
-    from agl_objectives.advantages import Baseline
     from agl_objectives.contract import Estimator
+    from agl_objectives.groups import Baseline
     from agl_objectives.registry import FoundEstimator
-
 
 ESTIMATOR = "grpo"
 """The estimator of algorithms that learn from rewards beside something else, unless another one is asked for."""
@@ -63,6 +62,15 @@ def estimator_of_samples(algorithm: str, name: str) -> FoundEstimator:
             'Use another one, such as "rloo", or the algorithm grpo.'
         )
     return found
+
+
+def needed_by(algorithm: str, switch: str, value: float, *, estimator: str) -> None:
+    """Raise ConfigError for an estimator that has no effect because `switch` is 0."""
+    if not value and estimator != ESTIMATOR:
+        raise ConfigError(
+            f"{algorithm} got estimator = {estimator!r} without {switch}, so nothing uses it. Remove it, or give "
+            f"{switch}."
+        )
 
 
 def prepare(
@@ -113,26 +121,26 @@ def prepare(
     )
 
 
-def overlong(algorithm: str, *, limit: int, buffer: int) -> SoftOverlong:
-    """Return the punishment of long answers; raises ConfigError for lengths that do not go together."""
-    soft = SoftOverlong(limit=limit, buffer=buffer)
-    if not soft.is_possible:
-        raise ConfigError(
-            f"{algorithm} got overlong_limit = {limit} and overlong_buffer = {buffer}; give the most tokens of an "
-            "answer and the part of them, at least 1, in which it is punished, or neither."
-        )
-    return soft
+def live_rows(episode: Episode, *, advantage: float = 1.0, has_temperature: bool = True) -> list[RowSample]:
+    """Return the rows of an episode that have trained tokens, as samples with one advantage at all of these.
+
+    With `has_temperature` the policy is the distribution that was sampled from; else it is the model's own.
+    """
+    live = {call.span_id: advantage for call in episode.transitions if not call.reject}
+    temperatures = {call.span_id: call.temperature for call in episode.transitions} if has_temperature else None
+    rows = [from_row(row, advantages=live, temperatures=temperatures) for row in episode.rows]
+    return [row for row in rows if row.trained_tokens]
 
 
 def _metrics(groups: Sequence[Sequence[Episode]], *, rows: int, loud: set[str]) -> dict[str, float]:
     # A missing reward is left out of the mean, not taken for 0.
-    rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
+    mean, deviation = mean_and_deviation([e.reward for group in groups for e in group if e.reward is not None])
     # A group is silent when no rollout of it has an advantage: all right, all wrong, or nothing to train.
     silent = sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group))
     calls = [call for group in groups for e in group for call in e.transitions if not call.reject]
     return {
-        "reward": float(rewards.mean()) if len(rewards) else 0.0,
-        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,  # over the batch, divided by n - 1
+        "reward": mean,
+        "reward_std": deviation,
         "groups": float(len(groups)),
         "groups_silent": float(silent),
         "rollouts": float(sum(len(group) for group in groups)),

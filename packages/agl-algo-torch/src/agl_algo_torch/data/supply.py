@@ -7,21 +7,28 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec.structs import asdict
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner.policy_learner import mean
-from agl_algo_torch.learner.tuned_policy import at_least_one, check_tasks
+from agl_algo_torch.learner.tuned_policy import check_tasks
 from agl_objectives.groups import GroupSampler, SampledGroups, Silence
-from agl_objectives.tasks import UNIFORM, Curriculum
+from agl_objectives.settings import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import Episode, Json
+    from agl_algo_torch.learner.tuned_policy import TunedPolicy
 
 STEPS, TASKS_PER_STEP, GROUP_SIZE = 1, 16, 4
+
+Age = Annotated[int, msgspec.Meta(ge=-1)]
+"""Versions of the policy that a rollout may be behind; -1 for any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,42 +52,47 @@ class RolloutSupply:
         steps: Steps in all; `None` for 1, or with a source for as many as it has rollouts for.
         tasks_per_step: Groups that it collects per step, with `group_size` rollouts each; `None` for the defaults.
         max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
-        refill: Rounds in which groups of `silence` are replaced; `curriculum` and `uniform` choose the tasks. All are
-            refused with a source.
+        sampling: The choice of tasks and the rounds in which groups of `silence` are replaced; refused with a source.
     """
 
     def __init__(
         self,
-        *,
         algorithm: str,
+        *,
         steps: int | None,
         tasks_per_step: int | None,
         group_size: int | None,
         max_age: int,
-        refill: int = 0,
+        sampling: Sampling = Sampling(),
         silence: Silence | None = None,
-        curriculum: Curriculum = "",
-        uniform: float = UNIFORM,
     ) -> None:
-        given = {"steps": steps, "tasks_per_step": tasks_per_step, "group_size": group_size}
-        at_least_one(algorithm, **{name: value for name, value in given.items() if value is not None})
-        if max_age < -1:
-            raise ConfigError(f"{algorithm} got max_age = {max_age}; give a number of versions, or -1 for any.")
         self._algorithm = algorithm
         self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
-        self._max_age = max_age
-        self._chooses = {"refill": bool(refill), "curriculum": bool(curriculum)}
+        self._max_age, self._sampling = max_age, sampling
         self._groups = GroupSampler(
             algorithm,
             count=tasks_per_step or TASKS_PER_STEP,
             n=group_size or GROUP_SIZE,
-            refill=refill,
+            refill=sampling.refill,
             silence=silence,
-            curriculum=curriculum,
-            uniform=uniform,
+            curriculum=sampling.curriculum,
         )
         self._after: dict[str, int] = {}
         self._is_over = False
+
+    @property
+    def given(self) -> dict[str, bool]:
+        """Whether each setting of the supply is set, by name."""
+        return {
+            "tasks_per_step": self._tasks_per_step is not None,
+            "group_size": self._group_size is not None,
+            "max_age": self._max_age >= 0,
+        }
+
+    @property
+    def own_steps(self) -> int:
+        """Steps in all of an algorithm without a source."""
+        return self._steps or STEPS
 
     def begin(self, context: AlgorithmContext) -> None:
         """Take the algorithm's context; raises ConfigError for settings that would be ignored."""
@@ -96,8 +108,8 @@ class RolloutSupply:
                 f"{name} learns from {list(context.sources)} and collects nothing, so tasks_per_step and group_size "
                 "would be ignored; remove them, or remove the source."
             )
-        elif any(self._chooses.values()):
-            given = " and ".join(setting for setting, is_given in self._chooses.items() if is_given)
+        elif self._sampling != Sampling():
+            given = " and ".join(key for key, value in asdict(self._sampling).items() if value)
             raise ConfigError(
                 f"{name} learns from {list(context.sources)}, which chose its own tasks, so {given} would be ignored; "
                 "set that in the algorithm that collects, or remove the source."
@@ -138,10 +150,52 @@ class RolloutSupply:
         # Exhausted sources stay so until their algorithm runs on; then `steps` is still the limit.
         if state["is_over"]:
             return sources_go_on and (self._steps is None or step < self._steps)
-        return step < (self._steps or STEPS)
+        return step < self.own_steps
 
     def _reason(self, step: int) -> str:
         if self._is_over:
             return "the sources have nothing more"
         limit = self._steps or (None if self._context.sources else STEPS)
         return f"{step} steps done" if step == limit else ""
+
+
+class Supplied:
+    """The part of an algorithm on supplied rollouts that has nothing to do with its loss.
+
+    Subclasses set `_supply` and `_tuned`, and do the rest in `step`.
+    """
+
+    _supply: RolloutSupply
+    _tuned: TunedPolicy
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check that one policy with reachable weights is tuned, and where the rollouts come from."""
+        self._context = context
+        self._tuned.begin(context)
+        self._supply.begin(context)
+
+    def state(self) -> Mapping[str, Json]:
+        """Return the counts, how far the sources were read, the newest checkpoint and the version it started from."""
+        return self._supply.state() | self._tuned.state()
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint, optimizer moments and the reference included."""
+        self._supply.restore(state)
+        await self._tuned.restore(state)
+
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        await self._tuned.go_back(state, rate=rate)
+
+    def step_size(self, tasks: int) -> tuple[int, int]:
+        """Return how many tasks a step draws of so many, and how often it runs each, for `agl check --forecast`."""
+        return self._supply.size(tasks)
+
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Return true while `steps` exceeds the steps done, or when an exhausted source continues."""
+        del tasks
+        return self._supply.has_more(state, step=int(state["step"]), sources_go_on=sources_go_on)
+
+    async def close(self) -> None:
+        """Drop the models."""
+        self._tuned.close()

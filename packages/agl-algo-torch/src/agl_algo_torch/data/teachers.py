@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from agl.schemas import LLM
     from agl_algo_torch.learner.batch import RowSample
     from agl_algo_torch.learner.model import LoadedModel
+    from agl_objectives.settings import Compute
 
 PROBE = "Seven times eight is fifty-six: 7*8=56.\n\nA list in Python, [1, 2, 3], has three items. ¿Qué? 你好"
 """The text by which a server's tokenizer is compared."""
@@ -39,7 +40,7 @@ _AT_ONCE = 8
 """Requests that wait for a server's answer at the same time."""
 _LEAST = -100.0
 """Log-probability of a token that a server rules out, in nats; minus infinity would spread through every weight."""
-_TOLD_AFTER_S = 60.0
+_SAID_AFTER_S = 60.0
 """Seconds between two lines about a server that does not answer."""
 
 
@@ -62,14 +63,12 @@ class LocalTeacher:
 
     Args:
         path: A folder in Hugging Face's format, or a hub name.
-        device: As that of the policy; `dtype` likewise.
-        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
+        compute: Device, precision and memory, as those of the policy.
         say: Shows the user one line about what the model does not allow.
     """
 
-    def __init__(self, path: str, *, device: str, dtype: str, token_budget: int, say: Callable[[str], None]) -> None:
-        self._path, self._device, self._dtype = path, device, dtype
-        self._token_budget, self._say = token_budget, say
+    def __init__(self, path: str, compute: Compute, *, say: Callable[[str], None]) -> None:
+        self._path, self._compute, self._say = path, compute, say
         self._loaded: LoadedModel | None = None
 
     async def start(self, tokenizer: Any) -> None:
@@ -95,12 +94,12 @@ class LocalTeacher:
         return await asyncio.to_thread(self._score, self._loaded, samples)
 
     def _open(self) -> tuple[LoadedModel, list[str]]:
-        loaded = load_model(self._path, device=self._device, dtype=self._dtype)
+        loaded = load_model(self._path, device=self._compute.device, dtype=self._compute.dtype)
         return loaded, list(filter(None, [find_head(loaded.model), pack(loaded.model)]))
 
     def _score(self, loaded: LoadedModel, samples: Sequence[RowSample]) -> list[Tensor]:
         plain = [replace(sample, temperature=torch.ones(len(sample.ids))) for sample in samples]
-        return recompute_logprobs(loaded.model, plain, token_budget=self._token_budget, device=loaded.device)
+        return recompute_logprobs(loaded.model, plain, token_budget=self._compute.token_budget, device=loaded.device)
 
     async def close(self) -> None:
         """Drop the model."""
@@ -117,7 +116,7 @@ class ServedTeacher:
         say: Shows the user one line.
     """
 
-    def __init__(self, llm: Callable[[], LLM], *, name: str, wait_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, llm: Callable[[], LLM], *, name: str, say: Callable[[str], None], wait_s: float = 600.0) -> None:
         self._llm, self._name, self._wait_s, self._say = llm, name, wait_s, say
         self._session: aiohttp.ClientSession | None = None
 
@@ -191,7 +190,7 @@ class ServedTeacher:
                     f"The teacher {self._name!r} has not answered for {waited:.0f} s: {problem}. No rollout was "
                     "trained without it. Start it, then continue with agl run --resume."
                 )
-            if time.monotonic() - told > _TOLD_AFTER_S:
+            if time.monotonic() - told > _SAID_AFTER_S:
                 told = time.monotonic()
                 self._say(f"the teacher {self._name!r} is away ({problem}); asking again for {self._wait_s:g} s")
             await asyncio.sleep(min(0.1 * 2 ** min(attempt, 6), 5.0, self._wait_s))

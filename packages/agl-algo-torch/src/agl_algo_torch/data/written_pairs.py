@@ -4,7 +4,7 @@ One line is `{"prompt": [...], "chosen": [...], "rejected": [...], "tools": [...
 `agl data export --format dpo` and TRL write it; `tools` may be absent. `kto` also takes single answers with a label,
 `{"prompt": [...], "completion": [...], "label": true}` as in TRL, and pairs as one good and one bad answer. Nobody
 sampled these answers with token ids, so the ids come from the policy's own tokenizer and chat template, as those of
-`sft` do. Only what the assistant says behind the prompt counts. Losses and updates are left to `preference`.
+`sft` do. Only what the assistant says behind the prompt counts. Losses and updates are left to `preferences`.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def check_source(data: str, sources: Sequence[str], *, algorithm: str) -> None:
         )
 
 
-def told(count: int, what: str, data: str) -> str:
-    """Return the sentence that says what was read, and where its token ids come from."""
+def reading_notice(count: int, data: str) -> str:
+    """Return the sentence that says how much was read, and where its token ids come from."""
     return (
-        f"{count} {what} of text in {data}; their token ids come from the policy's tokenizer and chat template, as "
+        f"{count} examples of text in {data}; their token ids come from the policy's tokenizer and chat template, as "
         "nobody recorded those that were sampled"
     )
 

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agl_algo_torch.learner.batch import RowSample, micro_batches
-from agl_algo_torch.learner.packing import packs_rows
-from agl_algo_torch.learner.tuned_policy import not_negative
+from agl_algo_torch.learner.batch import RowSample
 from agl_algo_torch.learner.typed_torch import backward, from_bytes
-from agl_objectives.kl import KL, check_penalty, kl_estimate
+from agl_objectives.kl import KL, kl_estimate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -33,20 +31,12 @@ class Anchor:
     """The KL anchor of one algorithm.
 
     Args:
-        algorithm: For messages.
         coef: Its weight; 0 turns it off.
         kl: The estimate.
-        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
-
-    Raises:
-        ConfigError: The weight is negative, or the estimate penalises nothing.
     """
 
-    def __init__(self, algorithm: str, *, coef: float, kl: KL, token_budget: int) -> None:
-        not_negative(algorithm, anchor_coef=coef)
-        if coef:
-            check_penalty(algorithm, kl)
-        self._coef, self._token_budget = coef, token_budget
+    def __init__(self, *, coef: float, kl: KL) -> None:
+        self._coef = coef
         self._kl: KL = kl
 
     @property
@@ -69,14 +59,7 @@ class Anchor:
         held = [row for row in rows if row.rollout in rollouts]
         tokens = sum(row.trained_tokens for row in held)
         summed, model = 0.0, learner.loaded.model
-        for batch in micro_batches(
-            held,
-            [1.0] * len(held),
-            total=max(1, tokens),
-            token_budget=self._token_budget,
-            device=learner.loaded.device,
-            is_packed=packs_rows(model),
-        ):
+        for batch in learner.batches(held, [1.0] * len(held), total=max(1, tokens)):
             logp_M = batch.logprobs(model)  # [M]
             with torch.no_grad(), tuned.reference.active() as model_ref:
                 reference_M = batch.logprobs(model_ref)  # [M]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from agl_algo_torch.learner.batch import micro_batches
 from agl_algo_torch.learner.checkpoint import load_training, prune, save_training, step_directory
 from agl_algo_torch.learner.model import checkpoint_gradients, computing
-from agl_algo_torch.learner.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.learner.optim import apply_gradients, build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.scoring import last_hidden_states
 from agl_algo_torch.learner.typed_torch import backward, seed_everything
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from agl_algo_torch.learner.batch import MicroBatch, RowSample
     from agl_algo_torch.learner.policy_learner import PolicyLearner
+    from agl_objectives.settings import Optim
 
 
 class ValueModel(nn.Module):
@@ -58,7 +59,7 @@ class ValueModel(nn.Module):
 class CriticLearner:
     """A value model, its AdamW and the number of updates done."""
 
-    def __init__(self, learner: PolicyLearner, settings: OptimSettings, *, clip: float, token_budget: int) -> None:
+    def __init__(self, learner: PolicyLearner, settings: Optim, *, clip: float) -> None:
         """Copy the learner's network; `clip` bounds how far a value moves in one step, 0 turns that off.
 
         Layers are computed again in the backward pass where the learner's are.
@@ -71,10 +72,11 @@ class CriticLearner:
         # float32 even beside a bfloat16 policy: returns are compared, and 8 bits of precision blur them. All weights
         # train, under LoRA too: adapters were merged into the copy.
         self.model = ValueModel(loaded.model.float()).to(loaded.device).requires_grad_(requires_grad=True)
-        if learner.settings.gradient_checkpointing:
+        if learner.settings.compute.gradient_checkpointing:
             checkpoint_gradients(self.model.trunk)
         self._optimizer = build_optimizer(self.model, settings)
-        self._settings, self._clip, self._budget = settings, clip, token_budget
+        self._settings, self._clip, self._total = settings, clip, learner.settings.total
+        self._budget = learner.settings.compute.token_budget
         self.updates = 0
         self._skipped = Skipped(settings.max_nonfinite)
 
@@ -114,7 +116,7 @@ class CriticLearner:
             backward(loss)
             summed += float(loss.detach())
         # Its own norm is clipped, apart from the policy's: a critic that is far off cannot shorten the policy's step.
-        norm = apply_gradients(self._optimizer, self._settings, update=self.updates)
+        norm = apply_gradients(self._optimizer, self._settings, update=self.updates, total=self._total)
         is_skipped = self._skipped.note(norm, update=self.updates)
         self.updates += 1
         if is_skipped:

@@ -24,9 +24,11 @@ from agl.hints import pip_install
 from agl_algo_torch.learner.typed_torch import modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator
 
     from torch import Tensor
+
+    from agl_objectives.settings import Lora
 
 _COMPUTED = "agl_computed_dtype"
 """Attribute of a master: the type that it computes in."""
@@ -35,44 +37,6 @@ _CHECKPOINTS = "agl_checkpoints_gradients"
 """Attribute of a model whose layers are computed again in the backward pass."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685, section 4.1): `delta W = B A * alpha / rank`."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("all-linear",)
-    """Names of the modules that get an adapter; `("all-linear",)` means every linear layer but the head."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or not self.alpha > 0:
-            raise ConfigError(
-                f"lora_rank is {self.rank} and lora_alpha {self.alpha}; give a rank of at least 1, or 0 to train all "
-                "weights, and an alpha above 0."
-            )
-
-    @classmethod
-    def of(cls, rank: int, alpha: float, targets: Sequence[str]) -> LoraSettings | None:
-        """Return the adapters that an algorithm's `lora_rank`, `lora_alpha` and `lora_targets` ask for.
-
-        They are `None` for rank 0, which trains all weights.
-
-        Raises:
-            ConfigError: alpha or targets are given without a rank, or a value is out of range.
-        """
-        if rank:
-            return cls(rank=rank, alpha=alpha, targets=tuple(targets))
-        given = {"lora_alpha": alpha != cls().alpha, "lora_targets": tuple(targets) != cls().targets}
-        if any(given.values()):
-            names = " and ".join(name for name, is_given in given.items() if is_given)
-            raise ConfigError(
-                f"{names} would do nothing: with lora_rank = 0, all weights are trained. Give a lora_rank of at least "
-                f"1 to train adapters, or leave {names} out."
-            )
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +166,8 @@ def checkpoint_gradients(model: nn.Module) -> None:
     base: Any = cast("Any", model).get_base_model() if has_lora(model) else model
     if not base.supports_gradient_checkpointing:
         raise ConfigError(
-            f"gradient_checkpointing is on, and the layers of {type(base).__name__} cannot be computed again in the "
-            "backward pass. Remove it, and lower token_budget if memory is short."
+            f"compute.gradient_checkpointing is on, and the layers of {type(base).__name__} cannot be computed again "
+            "in the backward pass. Remove it, and lower compute.token_budget if memory is short."
         )
     # transformers 5.23 renamed the method, with its one argument.
     enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
@@ -229,7 +193,7 @@ def _is_absent(model: str) -> bool:
     return is_place and not path.is_dir()
 
 
-def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
+def add_lora(model: nn.Module, settings: Lora) -> nn.Module:
     """Return `model` with trainable adapters and frozen base weights, in evaluation mode (needs the extra `lora`)."""
     try:
         from peft import LoraConfig, get_peft_model
@@ -241,15 +205,14 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=cast("int", settings.alpha),
-        lora_dropout=settings.dropout,
         target_modules="all-linear" if every else list(settings.targets),
         task_type="CAUSAL_LM",
     )
     return cast("nn.Module", get_peft_model(cast("Any", model), config)).eval()  # peft makes dropout that is on
 
 
-def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) -> nn.Module:
-    """Return `model` with the adapter in `path`, to train on; without settings merged, with all weights to train.
+def open_adapter(model: nn.Module, path: str, *, settings: Lora) -> nn.Module:
+    """Return `model` with the adapter in `path`, to train on; for rank 0 merged, with all weights to train.
 
     It is in evaluation mode, whatever dropout the adapter was made with.
     Raises ConfigError when the adapter is not the one that the settings describe, or peft is missing.
@@ -261,8 +224,8 @@ def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) 
             f"The weights {path} are a LoRA adapter, but peft is not installed. "
             f"Run: {pip_install('agl-algo-torch[lora]')}"
         ) from error
-    adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=settings is not None)
-    if settings is None:
+    adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=bool(settings.rank))
+    if not settings.rank:
         return cast("nn.Module", adapted.merge_and_unload()).eval().requires_grad_(requires_grad=True)
     found = adapted.peft_config["default"]
     _check_adapter(adapted, found, settings, path)
@@ -279,7 +242,7 @@ def refuse_tied_adapters(model: nn.Module) -> None:
     if head is None or head.weight is not embedding.weight or not any(map(_is_adapted, (head, embedding))):
         return
     raise ConfigError(
-        f"lora_targets has the output layer or the embedding of {type(base).__name__}, which share their weights in "
+        f"lora.targets has the output layer or the embedding of {type(base).__name__}, which share their weights in "
         'this model. Leave both out; "all-linear" does.'
     )
 
@@ -288,7 +251,7 @@ def _is_adapted(layer: nn.Module) -> bool:
     return hasattr(layer, "lora_A")
 
 
-def _check_adapter(adapted: Any, found: Any, settings: LoraSettings, path: str) -> None:
+def _check_adapter(adapted: Any, found: Any, settings: Lora, path: str) -> None:
     """Raise ConfigError unless the adapter has the rank, the alpha and the targets that were asked for."""
     targets = cast("tuple[str, ...]", tuple(sorted(found.target_modules)))
     every = settings.targets == ("all-linear",)
@@ -297,9 +260,9 @@ def _check_adapter(adapted: Any, found: Any, settings: LoraSettings, path: str) 
         return
     raise ConfigError(
         f"The policy starts from a LoRA adapter of rank {found.r} and alpha {found.lora_alpha:g} on "
-        f"{', '.join(targets)} ({path}), and lora_rank = {settings.rank}, lora_alpha = {settings.alpha:g}, "
-        f"lora_targets = {list(settings.targets)} ask for another. Give the adapter's own values to train it on, or "
-        "lora_rank = 0 to merge it and train all weights."
+        f"{', '.join(targets)} ({path}), and lora.rank = {settings.rank}, lora.alpha = {settings.alpha:g}, "
+        f"lora.targets = {list(settings.targets)} ask for another. Give the adapter's own values to train it on, or "
+        "lora.rank = 0 to merge it and train all weights."
     )
 
 

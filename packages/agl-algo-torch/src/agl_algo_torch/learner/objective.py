@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from agl.errors import ConfigError
-from agl_algo_torch.learner.batch import loss_weights, recompute_logprobs
-from agl_algo_torch.learner.tuned_policy import one_of
-from agl_objectives.aggregation import AGGREGATIONS, Aggregation
+from agl_algo_torch.learner.batch import loss_weights
 from agl_objectives.contract import SurveyedLoss, TokenBatch
-from agl_objectives.kl import KL, check_penalty, kl_estimate
+from agl_objectives.importance import Importance
+from agl_objectives.kl import kl_estimate
 from agl_objectives.registry import checked_terms, find_loss
+from agl_objectives.settings import Correction, Objective
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from agl_algo_torch.learner.batch import MicroBatch, RowSample
+    from agl_algo_torch.learner.policy_learner import PolicyLearner
     from agl_algo_torch.learner.scoring import Scores
     from agl_algo_torch.learner.token_numbers import TokenNumbers
     from agl_algo_torch.learner.tuned_policy import TunedPolicy
-    from agl_objectives.importance import Importance
+    from agl_objectives.aggregation import Aggregation
 
 
-CONSTANT_TOKENS = 1024
-"""The divisor of `constant`, unless another one is asked for."""
+MASK_FLOOR = 0.5
+"""Weight below which `mask` drops a token, the alpha of IcePop (Ling team 2025, arXiv 2510.18855)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,55 +72,31 @@ class Tally:
         return found | self.peaks
 
 
-class Objective:
-    """The policy's objective, with its settings checked.
+class PolicyObjective:
+    """The policy's objective.
 
     Args:
         algorithm: For messages.
-        loss: Name of a loss; `loss_params` are its parameters.
-        aggregation: How tokens are weighted; `None` for what the loss asks for.
-        constant_tokens: The divisor of `constant`.
-        importance: Importance weights between the sampler and the old policy.
-        kl: The estimate of a KL penalty, weighted by `kl_coef`.
-        entropy_coef: Weight of the entropy bonus.
-        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
+        settings: The loss, the weights of tokens and the penalties.
+        correction: The importance weights between the sampler and the old policy.
+        updates: Updates of a step.
 
     Raises:
-        ConfigError: A setting is unknown or penalises nothing.
+        ConfigError: A loss is unknown or cannot be called, or a setting has no effect.
     """
 
     def __init__(
-        self,
-        algorithm: str,
-        *,
-        loss: str,
-        loss_params: Mapping[str, Any] | None,
-        aggregation: Aggregation | None,
-        constant_tokens: int = CONSTANT_TOKENS,
-        importance: Importance,
-        kl: KL,
-        kl_coef: float,
-        entropy_coef: float,
-        token_budget: int,
+        self, algorithm: str, settings: Objective, *, correction: Correction = Correction(), updates: int = 1
     ) -> None:
-        found = find_loss(loss, loss_params)
+        found = find_loss(settings.loss, settings.loss_params)
         self._loss, self._entry = found.call, found.entry
-        self._aggregation: Aggregation = aggregation or found.entry.aggregation
-        one_of(algorithm, aggregation=(self._aggregation, AGGREGATIONS))
-        check_penalty(algorithm, kl)
-        importance.check(algorithm)
-        if entropy_coef < 0:
-            raise ConfigError(f"{algorithm} got entropy_coef = {entropy_coef}; give 0 for none, or a number above 0.")
-        self._constant_tokens, self._token_budget = constant_tokens, token_budget
-        self._importance = importance
-        self._kl: KL = kl
-        self._kl_coef, self._entropy_coef = kl_coef, entropy_coef
-
-    def check_effect(self, algorithm: str, *, updates: int) -> None:
-        """Raise ConfigError for a setting without an effect, in steps of `updates` updates each."""
-        if self._constant_tokens != CONSTANT_TOKENS and self._aggregation != "constant":
+        self._settings = settings
+        self._aggregation: Aggregation = settings.aggregation or found.entry.aggregation
+        floor = MASK_FLOOR if correction.mode == "mask" else 0.0
+        self._importance = Importance(**msgspec.structs.asdict(correction), floor=floor)
+        if settings.constant_tokens != Objective().constant_tokens and self._aggregation != "constant":
             raise ConfigError(
-                f"{algorithm} got constant_tokens = {self._constant_tokens}, by which only the aggregation "
+                f"{algorithm} got constant_tokens = {settings.constant_tokens}, by which only the aggregation "
                 f'"constant" divides, and the aggregation is "{self._aggregation}". Remove it, or give aggregation = '
                 '"constant".'
             )
@@ -136,15 +114,15 @@ class Objective:
     def has_gradient(self, sample: RowSample) -> bool:
         """Return whether a row can have a gradient at all; the others cost no forward pass."""
         # A = 0 makes the policy gradient exactly 0; penalties and the entropy bonus have one all the same.
-        others = self._kl_coef or self._entropy_coef or self._entry.trains_silent
+        others = self._settings.kl_coef or self._settings.entropy_coef or self._entry.trains_silent
         return bool(sample.trained_tokens) and (bool(others) or not sample.is_silent)
 
     def weights(self, samples: Sequence[RowSample]) -> tuple[list[float], float]:
         """Return the weight of a trained token of each sample and the total of the update that they are."""
-        return loss_weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        return loss_weights(samples, aggregation=self._aggregation, constant=self._settings.constant_tokens)
 
     def with_old_logprobs(
-        self, samples: Sequence[RowSample], *, model: nn.Module, device: torch.device, skips_silent: bool = True
+        self, samples: Sequence[RowSample], *, learner: PolicyLearner, skips_silent: bool = True
     ) -> list[RowSample]:
         """Return `samples` with log pi_old, the log-probabilities before the step's first update, where it is read.
 
@@ -153,12 +131,12 @@ class Objective:
         """
         is_whole = not skips_silent or self.needs_rollouts or isinstance(self._loss, SurveyedLoss)
         wanted = [s for s in samples if (s.trained_tokens if is_whole else self.has_gradient(s))]
-        found = recompute_logprobs(model, wanted, token_budget=self._token_budget, device=device)
+        found = learner.logprobs(wanted)
         by_row = {id(sample): old_T for sample, old_T in zip(wanted, found, strict=True)}
         rows = [replace(s, old=by_row[id(s)]) if id(s) in by_row else s for s in samples]
         return self._with_importance(rows) if self.needs_rollouts else rows
 
-    def surveyed(self, samples: Sequence[RowSample], *, model: nn.Module, device: torch.device) -> list[RowSample]:
+    def surveyed(self, samples: Sequence[RowSample], *, learner: PolicyLearner) -> list[RowSample]:
         """Return the rows of an update with what the loss finds in a survey of them."""
         if not isinstance(self._loss, SurveyedLoss):
             return list(samples)
@@ -166,7 +144,7 @@ class Objective:
         if self._entry.surveys_ratios and all(sample.old is None for sample in rows):
             logp = [sample.behaviour for sample in rows]  # pi is pi_old, and only their ratio is read: no pass
         else:
-            logp = recompute_logprobs(model, rows, token_budget=self._token_budget, device=device)
+            logp = learner.logprobs(rows)
         found = self._loss.survey(self._tokens(rows, logp))
         parts = {name: _rows_of(values_M, rows) for name, values_M in found.items()}
         by_row = {id(s): {name: values[i] for name, values in parts.items()} for i, s in enumerate(rows)}
@@ -177,7 +155,7 @@ class Objective:
 
         `tuned` holds the reference of the KL penalty.
         """
-        scores = batch.scores(model, has_entropy=True, has_bonus=bool(self._entropy_coef))
+        scores = batch.scores(model, has_entropy=True, has_bonus=bool(self._settings.entropy_coef))
         logp_M = scores.logp_M  # [M], log pi(y_t), with gradient
         # log pi_old(y_t), [M]. In a step of one update it is logp itself: r = 1 in value, but the detach keeps
         # the gradient of r, which is that of logp.
@@ -185,16 +163,16 @@ class Objective:
         tokens = batch.tokens(logp_M, old_M=old_M, entropy_M=scores.entropy_M)
         terms = checked_terms(self._entry.name, self._loss(tokens), logp_M)
         loss = batch.mean(self._weighted(terms.loss_M, batch, old_M=old_M, tally=tally))
-        if self._kl_coef:
+        if self._settings.kl_coef:
             # The penalty is a term of the loss, as in GRPO's paper, and not of the reward, as in PPO for RLHF: the
             # advantages stay those of the task, and a critic need not learn what the policy's drift will cost.
             with torch.no_grad(), tuned.reference.active() as model_ref:
                 reference_M = batch.logprobs(model_ref)  # [M]
-            kl_M = kl_estimate(logp_M, reference_M, kind=self._kl)
-            loss = loss + self._kl_coef * batch.mean(kl_M)
+            kl_M = kl_estimate(logp_M, reference_M, kind=self._settings.kl)
+            loss = loss + self._settings.kl_coef * batch.mean(kl_M)
             tally.sums["kl"] += float(kl_M.detach().sum())
         if scores.bonus_M is not None:
-            loss = loss - self._entropy_coef * batch.mean(scores.bonus_M)
+            loss = loss - self._settings.entropy_coef * batch.mean(scores.bonus_M)
         self._note(tally, loss, scores, counts=terms.counts)
         if tally.tokens is not None and scores.entropy_M is not None:
             tally.tokens.note_entropies(batch, scores.entropy_M)

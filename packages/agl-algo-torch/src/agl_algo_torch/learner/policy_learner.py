@@ -14,6 +14,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl_algo_torch.learner.batch import MicroBatch, RowSample, micro_batches_apart, recompute_logprobs
 from agl_algo_torch.learner.checkpoint import (
     load_training,
     prune,
@@ -25,22 +26,24 @@ from agl_algo_torch.learner.checkpoint import (
 )
 from agl_algo_torch.learner.model import (
     LoadedModel,
-    LoraSettings,
     add_lora,
     checkpoint_gradients,
     load_model,
     open_adapter,
     refuse_tied_adapters,
 )
-from agl_algo_torch.learner.optim import OptimSettings, apply_gradients, build_optimizer
-from agl_algo_torch.learner.packing import pack
+from agl_algo_torch.learner.optim import apply_gradients, build_optimizer
+from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.scoring import find_head
 from agl_algo_torch.learner.typed_torch import seed_everything
 from agl_objectives.reports import Skipped
+from agl_objectives.settings import Compute, Lora, Optim
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from torch import Tensor, nn
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Resource
@@ -48,24 +51,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """Device, precision and optimizer of a model in training.
+    """The settings of a model in training; `total` updates are those of the whole run, at which a decay ends."""
 
-    Without `lora` the full weights train; `threads` 0 leaves the number of CPU threads to torch.
-    `dtype` is the type that the model computes in and in which full weights are exported. Weights in training are
-    float32 whatever it is, in checkpoints too; under LoRA the frozen base has it.
-    With `gradient_checkpointing` layers are computed again in the backward pass instead of being kept.
-    """
-
-    optim: OptimSettings
-    lora: LoraSettings | None = None
-    device: str = "auto"
-    dtype: str = "float32"
-    threads: int = 0
-    gradient_checkpointing: bool = False
+    optim: Optim
+    lora: Lora = Lora()
+    compute: Compute = Compute()
+    total: int = 0
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"threads is {self.threads}; give a number of threads, or 0 to leave it to torch.")
+        if self.optim.decay != "constant" and self.total < 1:
+            raise ConfigError(
+                f"optim.decay = {self.optim.decay!r} falls to 0 at the last update of the run, and how many updates "
+                "this algorithm makes is not known beforehand. Remove it."
+            )
 
 
 class PolicyLearner:
@@ -83,7 +81,7 @@ class PolicyLearner:
         self.skipped = Skipped(settings.optim.max_nonfinite)
         self.use_threads()
         self.loaded = _open(origin, settings)
-        if settings.gradient_checkpointing:
+        if settings.compute.gradient_checkpointing:
             checkpoint_gradients(self.loaded.model)
         self.notices = tuple(filter(None, [find_head(self.loaded.model), pack(self.loaded.model)]))
         self.optimizer = build_optimizer(self.loaded.model, settings.optim)
@@ -101,8 +99,31 @@ class PolicyLearner:
 
     def use_threads(self) -> None:
         """Set torch to the configured number of threads in the calling thread; one is fastest for tiny models."""
-        if self.settings.threads:
-            torch.set_num_threads(self.settings.threads)
+        if self.settings.compute.threads:
+            torch.set_num_threads(self.settings.compute.threads)
+
+    def batches(
+        self, samples: Sequence[RowSample], weight: Sequence[float], *, total: float = 1.0
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of rows, see `micro_batches`; rows that bring importance weights come apart."""
+        return micro_batches_apart(
+            samples,
+            weight,
+            total=total,
+            token_budget=self.settings.compute.token_budget,
+            device=self.loaded.device,
+            is_packed=packs_rows(self.loaded.model),
+        )
+
+    def logprobs(self, samples: Sequence[RowSample], *, model: nn.Module | None = None) -> list[Tensor]:
+        """Return the log-probabilities of trained tokens, see `recompute_logprobs`; of `model` if given."""
+        self.use_threads()  # the setting belongs to the calling thread, and each call may come from another
+        return recompute_logprobs(
+            model or self.loaded.model,
+            samples,
+            token_budget=self.settings.compute.token_budget,
+            device=self.loaded.device,
+        )
 
     def apply(self, report: Mapping[str, float]) -> dict[str, float]:
         """Do one optimizer update with the accumulated gradient; returns `report` with the 2-norm before clipping.
@@ -110,7 +131,7 @@ class PolicyLearner:
         A gradient that is not finite is skipped: `updates` goes on, the weights stay, and the report has its finite
         numbers and `updates_nonfinite`. Raises AglError when too many in a row are not finite.
         """
-        norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates)
+        norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates, total=self.settings.total)
         is_skipped = self.skipped.note(norm, update=self.updates)
         self.updates += 1
         if not is_skipped:
@@ -182,11 +203,12 @@ def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
     seed_everything(0)  # adapters start from the same random matrices on every start
     path = origin.uri if origin.format == "hf" else origin.base_model
     # Under LoRA the base is frozen and the adapters are float32 anyway; else the weights in training are a master.
-    loaded = load_model(path, device=settings.device, dtype=settings.dtype, is_master=settings.lora is None)
+    compute, has_lora = settings.compute, bool(settings.lora.rank)
+    loaded = load_model(path, device=compute.device, dtype=compute.dtype, is_master=not has_lora)
     if origin.format == "hf":
-        model = add_lora(loaded.model, settings.lora) if settings.lora else loaded.model
+        model = add_lora(loaded.model, settings.lora) if has_lora else loaded.model
     else:
         model = open_adapter(loaded.model, origin.uri, settings=settings.lora)
-    if settings.lora:
+    if has_lora:
         refuse_tied_adapters(model)
     return replace(loaded, model=model)

@@ -1,7 +1,7 @@
 """The rollouts of earlier steps that `grpo` and `ppo` train once more, with weights for the policy that drew them.
 
 `agl_objectives.replay` says which rollouts those are and within what bounds. Here are their weights,
-c_t = min(pi_old / mu, replay_bound), which is the correction that `objective.py` makes for the sampler's numerics, here
+c_t = min(pi_old / mu, bound), which is the correction that `objective.py` makes for the sampler's numerics, here
 for a sampler that is some versions old; and the files in which they outlast a restart.
 """
 
@@ -13,50 +13,33 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agl.errors import ConfigError
 from agl_algo_torch.learner.batch import RowSample
 from agl_algo_torch.learner.checkpoint import prune, step_directory, write_directory
 from agl_algo_torch.learner.typed_torch import read_tensors, write_tensors
-from agl_objectives.replay import BOUND, ReplayPool
+from agl_objectives.replay import ReplayPool
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from agl.contracts import CallUse
-    from agl_algo_torch.learner.objective import Objective
+    from agl_algo_torch.learner.objective import PolicyObjective
+    from agl_algo_torch.learner.policy_learner import PolicyLearner
     from agl_objectives.replay import Replayed
+    from agl_objectives.settings import Replay
 
 TENSORS = ("ids", "mask", "advantages", "behaviour", "temperature")
 """The tensors of a row that are kept; what a later step computes anew is not."""
 
 
 class ReplayBuffer:
-    """The rollouts that may be replayed.
+    """The rollouts that may be replayed."""
 
-    Args:
-        algorithm: Its registered name, for messages.
-        share: Share of a step's trained rollouts that come from earlier steps, below 1; 0 turns replay off.
-        bound: Largest importance weight of a replayed token.
-        max_staleness: Versions of the policy that a replayed rollout may be behind.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    def __init__(self, algorithm: str, *, share: float, bound: float, max_staleness: int) -> None:
-        if not bound > 0:
-            raise ConfigError(
-                f"{algorithm} got replay_bound = {bound}; give a largest weight above 0, such as {BOUND}."
-            )
-        if not share and bound != BOUND:
-            raise ConfigError(
-                f"{algorithm} got replay_bound without replay, which alone reads it. Give replay, or remove it."
-            )
-        self._pool = ReplayPool[RowSample](algorithm, share=share, max_staleness=max_staleness)
-        self.share, self.bound = share, bound
+    def __init__(self, algorithm: str, settings: Replay) -> None:
+        self._pool = ReplayPool[RowSample](algorithm, share=settings.share, max_staleness=settings.max_staleness)
+        self.share, self.bound = settings.share, settings.bound
 
     def take(self, version: str, *, own: int) -> Replayed[RowSample]:
         """Return what is replayed beside `own` rollouts while `version` is live; drops what has become too old."""
@@ -67,10 +50,10 @@ class ReplayBuffer:
         self._pool.add(version, samples, uses=uses)
 
     def weighed(
-        self, rows: Sequence[RowSample], *, objective: Objective, model: nn.Module, device: torch.device
+        self, rows: Sequence[RowSample], *, objective: PolicyObjective, learner: PolicyLearner
     ) -> list[RowSample]:
         """Return rows with log pi_old and with importance weights for the policy that drew them."""
-        found = objective.with_old_logprobs(rows, model=model, device=device, skips_silent=False)
+        found = objective.with_old_logprobs(rows, learner=learner, skips_silent=False)
         return [replace(row, importance=self._weights(row)) for row in found]
 
     def truncated(self, rows: Sequence[RowSample]) -> dict[str, float]:

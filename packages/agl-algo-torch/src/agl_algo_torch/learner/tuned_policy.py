@@ -1,4 +1,4 @@
-"""The policy that an algorithm trains over its steps, and the checks and draws that such algorithms share.
+"""The policy that an algorithm trains over its steps, and the part of such algorithms that has no mathematics.
 
 The model is opened when the first step needs it, and again when another algorithm has published weights since.
 The algorithms share this, so that each of them reads as its own loop. It decides nothing about losses.
@@ -15,27 +15,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl.hints import did_you_mean
 from agl.schemas import Weights, to_builtins
 from agl_algo_torch.learner.checkpoint import keep_start, read_origin
 from agl_algo_torch.learner.model import Reference
 from agl_algo_torch.learner.policy_learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
-from agl_objectives.saving import SAVE_EVERY, LiveAtSaves, SaveInterval, begin_saving, offer_of
+from agl_objectives.saving import LiveAtSaves, SaveInterval, begin_saving, offer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from agl.contracts import AlgorithmContext
+    from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import Json, ResourceVersion
+    from agl_objectives.groups import GroupSampler
+    from agl_objectives.settings import Saving
 
     WriteFn = Callable[[int, Collection[int]], None]
     """Writes files of a step, and removes old ones except those of the kept steps."""
-
-
-def nothing_else(step: int, kept: Collection[int]) -> None:
-    """Write nothing beside the checkpoint of a step."""
-    del step, kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,55 +44,55 @@ class Behind:
 
 
 class TunedPolicy:
-    """One policy in training. Call `begin` first.
+    """One policy in training, and the steps and updates that it has behind it. Call `begin` first.
 
     Args:
+        algorithm: The algorithm's registered name, for messages.
         settings: Optimizer, adapters, device.
-        algorithm: Its registered name, for messages.
-        keep: Saved states and exported weights that stay on disk, besides those to which the experiment may go back and
+        saving: When states are saved, and how many stay on disk besides those to which the experiment may go back and
             the weights that were live at the last two saves.
-        save_every: The interval between two saves, see `agl_objectives.saving`.
         has_reference: Can give the policy as it was at this algorithm's start, a resumed run included. Its copy of the
             weights takes memory only from the first time that it is asked for.
+        others: Writes the algorithm's own files beside a checkpoint.
     """
 
     def __init__(
         self,
+        algorithm: str,
         *,
         settings: LearnerSettings,
-        algorithm: str,
-        keep: int,
-        save_every: int | str = SAVE_EVERY,
+        saving: Saving,
         has_reference: bool = False,
+        others: WriteFn | None = None,
     ) -> None:
-        self._algorithm = algorithm
-        self._save_every = save_every
-        self._interval = SaveInterval(algorithm, save_every)
-        self._step = 0
+        self.algorithm, self.settings = algorithm, settings
+        self.step, self.updates = 0, 0  # done so far
+        self._saving, self._interval = saving, SaveInterval(algorithm, saving.save_every)
+        self._has_reference, self._others = has_reference, others
         self._is_moving = False  # between the first update of a step and its end, when the weights belong to no step
         self._unwritten: int | None = None  # the step whose published weights are in memory only
-        self._settings = settings
-        self._keep = keep
-        self._has_reference = has_reference
         self._learner: PolicyLearner | None = None
         self._reference: Reference | None = None
         self._start: Weights | None = None  # what the reference was opened from
         self._untouched = -1  # updates at which the learner has the weights that it was opened from; -1 for never
         self._opened = ""  # the version that `_learner` was opened from
-        self._told = set[str]()
+        self._said = set[str]()
         self._rate = 1.0  # factor of the learning rate, smaller after each time that training went back
         self._behind: Behind | None = None  # the older checkpoint that training went back to, until the next one
 
-    def begin(self, context: AlgorithmContext, *, others: WriteFn = nothing_else) -> None:
-        """Take the algorithm's context, and what writes its own files beside a checkpoint.
-
-        Raises ConfigError unless one policy with reachable weights is tuned.
-        """
-        self._context, self._others = context, others
-        self.name = tuned_name(context, algorithm=self._algorithm)
+    def begin(self, context: AlgorithmContext, *, publishes_steps: bool = True) -> None:
+        """Take the algorithm's context; raises ConfigError unless one policy with reachable weights is tuned."""
+        self._context = context
+        self.name = tuned_name(context, algorithm=self.algorithm)
         self._live = LiveAtSaves(context, self.name)
         tuned_weights(context.current(self.name).resource, name=self.name)
-        begin_saving(context, self.save, algorithm=self._algorithm, save_every=self._save_every, serves=self.name)
+        begin_saving(
+            context,
+            self.save,
+            algorithm=self.algorithm,
+            save_every=self._saving.save_every,
+            serves=self.name if publishes_steps else "",
+        )
 
     @property
     def rate(self) -> float:
@@ -111,37 +108,36 @@ class TunedPolicy:
 
     def tried_out(self, weights: Weights) -> PolicyLearner:
         """Return a learner of weights to try updates out, without a context; it is the reference as well."""
-        learner = PolicyLearner(origin=weights, settings=self._settings)
+        learner = PolicyLearner(origin=weights, settings=self.settings)
         self._reference = Reference(learner.loaded.model) if self._has_reference else None
         return learner
 
-    async def learner(self, *, updates: int) -> PolicyLearner:
-        """Return the learner, opened again when another algorithm has published weights since.
-
-        `updates` is the number of updates done so far; it places a newly opened learner on the learning rate's curve.
-        """
+    async def learner(self) -> PolicyLearner:
+        """Return the learner, opened again when another algorithm has published weights since."""
         version = self._context.current(self.name)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._learner is None or is_foreign:
             self._learner = None  # free the old model before the new one is loaded
-            self._learner = await asyncio.to_thread(self._open, version, updates)
+            self._learner = await asyncio.to_thread(self._open, version)
             self._opened = version.version
-            self._tell(self._learner)
+            self._say_notices(self._learner)
         return self._learner
 
     def start_updates(self) -> None:
         """Note that the weights begin to change: until the step has finished they are those of no step."""
         self._is_moving = True
 
-    async def finish(self, *, step: int, has_moved: bool) -> tuple[str, ...]:
+    async def finish(self, *, has_moved: bool) -> tuple[str, ...]:
         """End a step: make its weights live if they have moved, and save them unless that may wait.
 
         Returns `name@version` of what was published.
         """
+        learner, step = self.opened, self.step + 1
         published = (await self._publish(step),) if has_moved else ()
-        self._step, self._is_moving, self._behind = step, False, None
+        self.step, self.updates, self._is_moving, self._behind = step, learner.updates, False, None
         self._interval.stepped()
-        self._tell_skipped(self.opened)
+        if notice := learner.skipped.news():
+            self._context.say(f"{self._context.name}: {notice}")
         if self._context.defer is None:
             await self.save(True)
         return published
@@ -159,17 +155,18 @@ class TunedPolicy:
 
     def _write(self, learner: PolicyLearner, kept: Collection[int]) -> None:
         workdir = self._context.workdir
-        learner.save(workdir, step=self._step, keep=self._keep, kept=kept)
-        self._others(self._step, kept)
+        learner.save(workdir, step=self.step, keep=self._saving.keep, kept=kept)
+        if self._others is not None:
+            self._others(self.step, kept)
         if self._unwritten is not None:
-            learner.export(workdir, step=self._unwritten, keep=self._keep, kept=self._live.beside(kept))
+            learner.export(workdir, step=self._unwritten, keep=self._saving.keep, kept=self._live.beside(kept))
 
     async def _publish(self, step: int) -> str:
         """Make the weights live, from memory where the policy can take them so; returns `name@version`."""
         learner, context = self.opened, self._context
         offer = offer_of(context, self.name)
         if offer is None:
-            export = partial(learner.export, keep=self._keep, kept=self._live.beside(context.kept()))
+            export = partial(learner.export, keep=self._saving.keep, kept=self._live.beside(context.kept()))
             resource = await asyncio.to_thread(export, context.workdir, step=step)
         else:
             resource = learner.served(context.workdir, step=step)
@@ -178,12 +175,14 @@ class TunedPolicy:
         version = await context.publish(self.name, resource, step=step)
         return f"{self.name}@{version.version}"
 
-    def state(self, *, step: int) -> dict[str, Json]:
-        """Return the newest checkpoint, the version that it was opened from and the reference's weights."""
+    def state(self) -> dict[str, Json]:
+        """Return the counts, the newest checkpoint, the version that it was opened from and the reference's weights."""
         start = None if self._start is None else to_builtins(self._start)
-        checkpoint = saved_path(self._context.workdir, step) if self._behind is None else self._behind.checkpoint
+        checkpoint = saved_path(self._context.workdir, self.step) if self._behind is None else self._behind.checkpoint
         done = None if self._behind is None else self._behind.updates
         return {
+            "step": self.step,
+            "updates": self.updates,
             "checkpoint": checkpoint,
             "opened": self._opened,
             "start": start,
@@ -194,6 +193,7 @@ class TunedPolicy:
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the reference included."""
         self._live.note()
+        self.step, self.updates = int(state["step"]), int(state["updates"])
         self._opened = str(state["opened"])
         start = state.get("start")
         self._start = None if start is None else msgspec.convert(start, Weights)
@@ -202,13 +202,13 @@ class TunedPolicy:
         self._behind = None if done is None else Behind(checkpoint=checkpoint, updates=int(done))
         if checkpoint:
             self._learner = await asyncio.to_thread(self._resume, Path(checkpoint))
-            self._tell(self._learner)
+            self._say_notices(self._learner)
 
-    async def go_back(self, state: Mapping[str, Json], *, rate: float, updates: int) -> None:
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
         """Continue from the weights and moments of an earlier `state`, with `rate` times the learning rate.
 
         Without the state's checkpoint, and for an empty state, training continues from the live weights with new
-        moments. `updates` is the number of updates done so far, at which the curve of the learning rate goes on.
+        moments; the curve of the learning rate goes on.
         """
         checkpoint = str(state.get("checkpoint", ""))
         if checkpoint and not Path(checkpoint).is_dir():
@@ -218,7 +218,7 @@ class TunedPolicy:
         self._learner, self._rate = None, rate  # free the old model before the new one is loaded
         self._reference = None if checkpoint else self._reference
         self._opened = str(state.get("opened", ""))
-        self._behind = Behind(checkpoint=checkpoint, updates=updates)
+        self._behind = Behind(checkpoint=checkpoint, updates=self.updates)
         if checkpoint:
             self._learner = await asyncio.to_thread(self._resume, Path(checkpoint))
 
@@ -226,16 +226,12 @@ class TunedPolicy:
         """Drop the model and the reference."""
         self._learner = self._reference = None
 
-    def _tell(self, learner: PolicyLearner) -> None:
+    def _say_notices(self, learner: PolicyLearner) -> None:
         """Say what the model does not allow, once."""
         for notice in learner.notices:
-            if notice not in self._told:
-                self._told.add(notice)
+            if notice not in self._said:
+                self._said.add(notice)
                 self._context.say(f"{self._context.name}: {notice}")
-
-    def _tell_skipped(self, learner: PolicyLearner) -> None:
-        if notice := learner.skipped.news():
-            self._context.say(f"{self._context.name}: {notice}")
 
     @property
     def opened(self) -> PolicyLearner:
@@ -244,7 +240,7 @@ class TunedPolicy:
             raise AssertionError("a step saves and publishes after its update, which opened the learner")
         return self._learner
 
-    def _open(self, version: ResourceVersion, updates: int) -> PolicyLearner:
+    def _open(self, version: ResourceVersion) -> PolicyLearner:
         origin = tuned_weights(version.resource, name=self.name)
         if self._has_reference and self._start is None:
             # What an algorithm published, it also removes; the reference is needed again when the run is resumed.
@@ -252,7 +248,7 @@ class TunedPolicy:
             self._start = keep_start(origin, self._context.workdir / "start") if is_removable else origin
             origin = self._start
         learner = PolicyLearner(origin=origin, settings=self._scaled())
-        learner.updates = self._untouched = updates
+        learner.updates = self._untouched = self.updates
         self._keep_adapters(learner)
         return learner
 
@@ -268,19 +264,19 @@ class TunedPolicy:
 
     def _keep_adapters(self, learner: PolicyLearner) -> None:
         """Take the reference now under LoRA, where it is the adapters; a copy of all weights waits until it is used."""
-        if self._has_reference and self._settings.lora is not None and self._reference is None:
+        if self._has_reference and self.settings.lora.rank and self._reference is None:
             self._reference = self._reference_beside(learner)
 
     def _reference_beside(self, learner: PolicyLearner) -> Reference:
         """Return the policy at this algorithm's start: the learner's own while it has not moved, else read again."""
         start = self._start or learner.origin
         is_there = start == learner.origin and learner.updates == self._untouched
-        at_start = learner if is_there else PolicyLearner(origin=start, settings=self._settings)
+        at_start = learner if is_there else PolicyLearner(origin=start, settings=self.settings)
         return Reference(at_start.loaded.model)
 
     def _scaled(self) -> LearnerSettings:
-        optim = self._settings.optim
-        return replace(self._settings, optim=replace(optim, lr=optim.lr * self._rate))
+        optim = self.settings.optim
+        return replace(self.settings, optim=msgspec.structs.replace(optim, lr=optim.lr * self._rate))
 
 
 def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:
@@ -289,42 +285,62 @@ def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:
         raise ConfigError(f"{algorithm} needs training tasks, but the experiment has none. Set `train` to a dataset.")
 
 
-def at_least_one(algorithm: str, **counts: int) -> None:
-    """Raise ConfigError naming the counts below 1."""
-    low = {name: value for name, value in counts.items() if value < 1}
-    if low:
-        raise ConfigError(f"{algorithm} got {low}; each must be at least 1.")
+class OnPolicy:
+    """The part of an algorithm that has nothing to do with its loss: some steps on rollouts of its own.
 
+    Subclasses set `_groups`, `_tuned` and `_steps`, and do the rest in `step`.
+    """
 
-def one_of(algorithm: str, **choices: tuple[str, Sequence[str]]) -> None:
-    """Raise ConfigError for a value that is not among the known ones: `name=(value, known)`."""
-    for name, (value, known) in choices.items():
-        if value not in known:
-            near = did_you_mean(str(value), known)
-            raise ConfigError(
-                f"{algorithm} got {name} = {value!r}, which is unknown{f'; {near}' if near else '.'} "
-                f"Use one of: {', '.join(known)}."
-            )
+    _groups: GroupSampler
+    _tuned: TunedPolicy
+    _steps: int
 
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
+        self._context = context
+        self._tuned.begin(context)
+        check_tasks(context, algorithm=self._tuned.algorithm)
+        self._groups.begin(context)
 
-def needed_by(algorithm: str, switch: str, value: float, **settings: tuple[str, str]) -> None:
-    """Raise ConfigError for a setting, `name=(value, default)`, that has no effect because `switch` is 0."""
-    for name, (given, default) in settings.items():
-        if not value and given != default:
-            raise ConfigError(
-                f"{algorithm} got {name} = {given!r} without {switch}, so nothing uses it. Remove it, or give {switch}."
-            )
+    def state(self) -> Mapping[str, Json]:
+        """The counts, what the curriculum knows, the newest checkpoint and the version that training started from."""
+        return {**self._tuned.state(), "groups": self._groups.state()}
 
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint, optimizer moments and the KL reference included."""
+        self._groups.restore(state.get("groups", {}))
+        await self._tuned.restore(state)
 
-def not_negative(algorithm: str, **numbers: float) -> None:
-    """Raise ConfigError naming the numbers below 0, or that are none."""
-    low = {name: value for name, value in numbers.items() if not value >= 0}
-    if low:
-        raise ConfigError(f"{algorithm} got {low}; each must be at least 0.")
+    async def go_back(self, state: Mapping[str, Json], *, rate: float) -> None:
+        """Continue from the weights and moments of an earlier state with `rate` times the learning rate."""
+        await self._tuned.go_back(state, rate=rate)
 
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Return true while `steps` exceeds the steps done; a decaying rate then follows the new length."""
+        del tasks, sources_go_on
+        return int(state["step"]) < self._steps
 
-def shares(algorithm: str, **numbers: float) -> None:
-    """Raise ConfigError naming the numbers outside of 0 to 1."""
-    wrong = {name: value for name, value in numbers.items() if not 0 <= value <= 1}
-    if wrong:
-        raise ConfigError(f"{algorithm} got {wrong}; each must be between 0 and 1.")
+    async def close(self) -> None:
+        """Drop the models."""
+        self._tuned.close()
+
+    def _report(
+        self,
+        metrics: dict[str, float],
+        *,
+        trained: Iterable[str],
+        published: tuple[str, ...],
+        uses: dict[str, tuple[CallUse, ...]],
+    ) -> StepReport:
+        """Return the report of the step that has just been finished; `trained` may name a rollout several times."""
+        step = self._tuned.step
+        is_finished = step >= self._steps
+        return StepReport(
+            step=step,
+            is_finished=is_finished,
+            metrics=metrics,
+            trained=tuple(dict.fromkeys(trained)),  # each id once, in order
+            published=published,
+            stop_reason=f"{self._steps} steps done" if is_finished else "",
+            uses=uses,
+        )

@@ -10,6 +10,7 @@ import torch
 
 from agl_algo_torch.learner.model import LoadedModel, load_model, open_adapter, served_state
 from agl_algo_torch.learner.typed_torch import read_tensors
+from agl_objectives.settings import Lora
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +27,7 @@ def read_weights(weights: Weights, *, like: Mapping[str, Tensor]) -> dict[str, T
     """
     if weights.format == "lora":
         base = load_model(weights.base_model, device="cpu").model
-        return dict(open_adapter(base, weights.uri, settings=None).state_dict())
+        return dict(open_adapter(base, weights.uri, settings=Lora()).state_dict())
     files = sorted(Path(weights.uri).glob("*.safetensors"))
     state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     if state and not misfits(like, state):

@@ -26,8 +26,8 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.learner.batch import MicroBatch
 from agl_algo_torch.learner.checkpoint import load_training, save_training, write_directory
-from agl_algo_torch.learner.model import LoraSettings, add_lora, load_model, no_bars
-from agl_algo_torch.learner.optim import OptimSettings, build_optimizer
+from agl_algo_torch.learner.model import add_lora, load_model, no_bars
+from agl_algo_torch.learner.optim import build_optimizer
 from agl_algo_torch.learner.packing import pack, packs_rows
 from agl_algo_torch.learner.scoring import find_head
 from agl_algo_torch.learner.typed_torch import backward, modules, numbers, seed_everything, split_sizes
@@ -35,6 +35,7 @@ from agl_algo_torch.serving.codec import TextCodec, stop_checker
 from agl_algo_torch.serving.engine import Engine, EngineSettings
 from agl_algo_torch.serving.sampling import SamplingParams
 from agl_algo_torch.serving.sequence import EngineError, Event, Generation, GenerationRequest
+from agl_objectives.settings import Lora, Optim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +182,7 @@ class HostedModel:
 
     def trainee(self, adapter: Adapter) -> Trainee:
         """Return a new trainee with fresh adapters; raises ConfigError for adapters on no layer."""
-        settings = LoraSettings(rank=adapter.rank, alpha=adapter.alpha, targets=self._targets(adapter))
+        settings = Lora(rank=adapter.rank, alpha=adapter.alpha, targets=self._targets(adapter))
         seed_everything(adapter.seed)
         return self._trainee(add_lora(self._bare(), settings), adapter)
 
@@ -240,7 +241,7 @@ class Trainee:
         self.adapter = adapter
         self.updates = 0
         self._model, self._origin, self._token_budget = model, origin, token_budget
-        self._optimizer = build_optimizer(model, OptimSettings(lr=1.0))
+        self._optimizer = build_optimizer(model, Optim(lr=1.0))
 
     def run(self, rows: Sequence[TargetRow], loss: TokenLoss, *, has_gradient: bool) -> tuple[float, list[list[float]]]:
         """Return the sum of the loss over all tokens, and the log-probabilities of every row's targets in nats.

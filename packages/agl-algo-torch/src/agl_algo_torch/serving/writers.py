@@ -229,9 +229,6 @@ def _reason(parsed: ParsedResponse, generation: Generation) -> str:
     return "tool_calls" if parsed.calls else generation.finish_reason
 
 
-Json = dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
     """The fields that all chunks of one answer share; `kind` is `chat` or `completions`."""

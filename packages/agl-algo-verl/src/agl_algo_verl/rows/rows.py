@@ -19,8 +19,9 @@ import torch
 from agl.errors import MissingTokenIdsError, RunError
 from agl_algo_verl.losses.choice import chosen_estimator
 from agl_algo_verl.typed import from_bytes
-from agl_objectives.advantages import call_advantages, trained_tokens
+from agl_objectives.advantages import call_advantages
 from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
+from agl_objectives.groups import trained_tokens
 from agl_objectives.uses import group_uses
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from agl.contracts import CallUse, Credit
     from agl.schemas import CallCredit, Episode, Row
     from agl_algo_verl.settings.settings import VerlSettings
-    from agl_objectives.advantages import Baseline
+    from agl_objectives.groups import Baseline
 
 
 class RowTooLongError(RunError):

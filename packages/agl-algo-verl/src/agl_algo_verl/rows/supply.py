@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext, CallUse, Collected
     from agl.schemas import Episode, Json
     from agl_algo_verl.settings.settings import VerlSettings
-    from agl_objectives.advantages import Baseline
+    from agl_objectives.groups import Baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

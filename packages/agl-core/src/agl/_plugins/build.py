@@ -7,14 +7,15 @@ broken, a parameter that does not exist or has the wrong type.
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, get_args, get_type_hints
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
 
 from agl._entries import Entry
-from agl._plugins.sources import Source, describe
-from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError
+from agl._plugins.sources import Source
+from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError, describe
 from agl.hints import did_you_mean, pip_install
 
 # Only values that may have come from a file are converted; an object that a Python program passes
@@ -72,7 +73,30 @@ def checked_params(factory: Callable[..., Any], component: str, params: Mapping[
         raise ConfigError(f"{component} needs the parameter {absent}; add it. Its parameters are: {', '.join(named)}")
     # Read once for all parameters, because get_type_hints evaluates annotations that are strings.
     hints = _type_hints(factory)
-    return {name: _converted(component, name, value, hints.get(name)) for name, value in params.items()}
+    defaults = {p.name: p.default for p in named.values()}
+    return {
+        name: _converted(component, name, value, hints.get(name), defaults.get(name)) for name, value in params.items()
+    }
+
+
+def _record(component: str, path: str, table: dict[str, Any], kind: type[msgspec.Struct], default: Any) -> Any:
+    """A record of settings from a table, whose keys replace those of the parameter's default."""
+    for name in table:
+        if name not in kind.__struct_fields__:
+            fields = [f"{path}.{field}" for field in kind.__struct_fields__]
+            raise ConfigError(
+                f"{component} takes no parameter {f'{path}.{name}'!r}; {_accepted(f'{path}.{name}', fields)}"
+            )
+    hints = get_type_hints(kind, include_extras=True)
+    own = {name: getattr(default, name) for name in kind.__struct_fields__} if isinstance(default, kind) else {}
+    given = {
+        name: _converted(component, f"{path}.{name}", value, hints[name], own.get(name))
+        for name, value in table.items()
+    }
+    try:
+        return kind(**{**own, **given})
+    except (TypeError, ValueError) as error:  # a field is missing, or two do not go together
+        raise ConfigError(f"{component}: the parameter {path!r} is wrong: {error}; got {table!r}") from error
 
 
 def _attribute(module: Any, path: str) -> Any:
@@ -120,23 +144,33 @@ def _accepted(name: str, accepted: list[str], *, what: str = "parameters") -> st
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    target = getattr(factory, "__init__", factory) if inspect.isclass(factory) else factory
-    try:
-        # Dataclasses and msgspec structs annotate the class, ordinary classes their __init__.
-        return {**(get_type_hints(factory) if inspect.isclass(factory) else {}), **get_type_hints(target)}
-    except (NameError, TypeError):  # imported for type checkers only, or no annotations at all
-        return {}
+    found: dict[str, Any] = {}
+    # Dataclasses and msgspec structs annotate the class, ordinary classes their __init__.
+    for part in (factory, factory.__init__) if inspect.isclass(factory) else (factory,):
+        with suppress(NameError, TypeError):  # imported for type checkers only, or no annotations at all
+            found |= get_type_hints(part, include_extras=True)
+    return found
 
 
-def _converted(component: str, name: str, value: Any, hint: Any) -> Any:
+def _converted(component: str, name: str, value: Any, hint: Any, default: Any = None) -> Any:
     if hint is None or type(value) not in _JSON:
         return value
+    if inspect.isclass(hint) and issubclass(hint, msgspec.Struct) and type(value) is dict:
+        return _record(component, name, cast("dict[str, Any]", value), hint, default)
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        # msgspec names the wrong value of a Literal and not the right ones.
-        choices = [choice for choice in get_args(hint) if isinstance(choice, str)]
+        choices = list(_choices(hint))  # msgspec names the wrong value of a Literal and not the right ones
         text = f"{value!r}; {_accepted(str(value), choices, what='choices')}" if choices else repr(value)
         raise ConfigError(f"{component}: the parameter {name!r} is wrong: {error}; got {text}") from error
     except TypeError:  # a type that JSON cannot carry: the factory judges it
         return value
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    """The texts that a type allows, where it names them."""
+    for part in get_args(hint):
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from _choices(part)

@@ -41,10 +41,9 @@ from agl._plugins.sources import (
     STRICT_VARIABLE,
     Source,
     check_bound,
-    describe,
     installed,
 )
-from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError
+from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, describe
 
 E = TypeVar("E", bound=Entry)
 

@@ -99,9 +99,3 @@ def _lines_about_core(requires: Iterable[str]) -> list[str]:
     # Nearly all lines are about other distributions, and parsing every one of them would slow down
     # each start.
     return [line for line in requires if line.replace("_", "-").replace(".", "-").lower().startswith(CORE)]
-
-
-def describe(error: BaseException) -> str:
-    """An exception as one phrase: its type and message."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

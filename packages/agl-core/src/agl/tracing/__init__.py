@@ -14,7 +14,7 @@ from agl.tracing._caller import who
 from agl.tracing._context import ActiveAttempt, SpanRecorder, current, current_span_id
 from agl.tracing._import_watch import ImportWatch
 from agl.tracing._open_span import OpenSpan, current_span, note_model_call, open_span, stepped
-from agl.tracing._patches import Undo, around_attempts, patch, patch_subclasses
+from agl.tracing._patches import SharedTracer, Undo, around, around_async, around_attempts, patch, patch_subclasses
 from agl.tracing._routing import WHO_HEADER, decode_names, upstreams_for
 from agl.tracing._span_values import plain
 from agl.tracing._spans import chat_spans, make_reward_span
@@ -29,11 +29,14 @@ __all__ = [
     "ImportWatch",
     "OpenSpan",
     "OtelTracer",
+    "SharedTracer",
     "SpanRecorder",
     "Undo",
     "Who",
     "WireTracer",
     "activate",
+    "around",
+    "around_async",
     "around_attempts",
     "chat_spans",
     "current",

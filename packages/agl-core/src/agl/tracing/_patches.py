@@ -6,10 +6,14 @@ patches are process-wide.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
 from threading import Lock
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
+
+from agl.contracts import Tracer
+from agl.tracing._context import current
 
 Undo: TypeAlias = Callable[[], None]
 """Reverts the changes of the function that returned it; call it once."""
@@ -123,6 +127,67 @@ def patch_subclasses(base: type[Any], wrappers: Mapping[str, Callable[[Any], Any
             undo.pop()()
 
     return forget
+
+
+def around(enter: Callable[[Any], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """Make :func:`patch`'s ``make`` for a method: inside a rollout, ``enter(self)`` is entered around each call."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            with nullcontext() if current() is None else enter(self):
+                return original(self, *args, **options)
+
+        return call
+
+    return make
+
+
+def around_async(enter: Callable[[Any], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """The same as :func:`around` for coroutine methods."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        async def call(self: Any, *args: Any, **options: Any) -> Any:
+            with nullcontext() if current() is None else enter(self):
+                return await original(self, *args, **options)
+
+        return call
+
+    return make
+
+
+class SharedTracer(Tracer):
+    """A tracer whose changes to its framework are shared: the first one installed makes them, the last one undoes them.
+
+    Derive from it and write :meth:`observe`.
+    """
+
+    _installed: ClassVar[set["SharedTracer"]]
+    _undo: ClassVar[list[Undo]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # On each class, because different frameworks share nothing.
+        cls._installed, cls._undo = set(), []
+
+    def observe(self) -> Iterable[Undo]:
+        """Import the framework and change it; yields the function that reverts each change, in their order."""
+        raise NotImplementedError(f"{type(self).__name__} must override observe()")
+
+    def install(self) -> None:
+        """Observe the framework from now on; idempotent."""
+        if not self._installed:
+            # One by one, so that the changes before one that fails are known to uninstall().
+            for undo in self.observe():
+                self._undo.append(undo)
+        self._installed.add(self)
+
+    def uninstall(self) -> None:
+        """Restore the framework when the last tracer of this class is uninstalled; idempotent."""
+        self._installed.discard(self)
+        while self._undo and not self._installed:
+            self._undo.pop()()
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

@@ -5,7 +5,7 @@ no manifest.
 """
 
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,9 +15,9 @@ from agl.contracts import LabelMove, Metric, Store, VersionScore
 from agl.errors import ConflictError
 from agl.schemas import Record, ResourceVersion, decode, encode
 from agl.stores import TableStore
-from agl_data.archive.arrow import DamagedFileError, Kind, NewerFileError, Row, read_rows, write_table
+from agl_data.archive.arrow import DamagedFileError, Kind, NewerFileError, read_rows, write_table
 from agl_data.archive.layout import Folder, damaged, newer
-from agl_data.archive.values import integer, json_text, micros
+from agl_data.archive.values import row_of
 
 R = TypeVar("R", bound=Record)
 
@@ -32,14 +32,12 @@ class Table(NamedTuple, Generic[R]):
         type: The type of its records.
         columns: Its columns but ``record``.
         key: The fields that are the identity of a record; a newer one replaces an archived one of the same key.
-        row: The columns of a record but ``record``.
     """
 
     name: str
     type: type[R]
     columns: dict[str, Kind]
     key: tuple[str, ...]
-    row: Callable[[R], Row]
 
     def key_of(self, record: R) -> Hashable:
         """Return the identity of a record."""
@@ -63,7 +61,7 @@ class Table(NamedTuple, Generic[R]):
         """Write the records in place of those that are archived."""
         with tempfile.TemporaryDirectory(prefix="agl-archive-") as local:
             path = Path(local) / "table.parquet"
-            rows = ({**self.row(record), "record": encode(record)} for record in records)
+            rows = ({**row_of(record, self.columns), "record": encode(record)} for record in records)
             write_table(path, {**self.columns, "record": "bytes"}, rows)
             folder.place.put(folder.file(self.name), path)
 
@@ -74,34 +72,6 @@ class Table(NamedTuple, Generic[R]):
         merged.update((self.key_of(record), record) for record in records)
         if list(merged.values()) != archived:
             self.write(folder, merged.values())
-
-
-def _version_row(version: ResourceVersion) -> Row:
-    return {
-        "name": version.name,
-        "version": version.version,
-        "parent": version.parent,
-        "algorithm": version.algorithm,
-        "step": integer(version.step),
-        "created_at": micros(version.created_at),
-        "resource": json_text(version.resource)[0],
-        "metadata": json_text(version.metadata)[0],
-    }
-
-
-def _label_row(move: LabelMove) -> Row:
-    plain = msgspec.structs.asdict(move)
-    return {**plain, "moved_at": micros(move.moved_at)}
-
-
-def _score_row(score: VersionScore) -> Row:
-    return {**msgspec.structs.asdict(score), "n": integer(score.n)}
-
-
-def _metric_row(metric: Metric) -> Row:
-    plain = msgspec.structs.asdict(metric)
-    whole = {name: integer(plain[name]) for name in ("run", "step", "experiment_step")}
-    return {**plain, **whole, "time": micros(metric.time)}
 
 
 VERSIONS: Table[ResourceVersion] = Table(
@@ -118,21 +88,18 @@ VERSIONS: Table[ResourceVersion] = Table(
         "metadata": "text",
     },
     ("name", "version"),
-    _version_row,
 )
 LABELS: Table[LabelMove] = Table(
     "labels",
     LabelMove,
     {"name": "text", "label": "text", "version": "text", "moved_at": "time", "is_back": "bool", "reason": "text"},
     ("name", "label", "moved_at"),
-    _label_row,
 )
 SCORES: Table[VersionScore] = Table(
     "scores",
     VersionScore,
     {"name": "text", "version": "text", "mean": "float", "low": "float", "high": "float", "n": "int", "how": "text"},
     ("name", "version"),
-    _score_row,
 )
 METRICS: Table[Metric] = Table(
     "metrics",
@@ -148,7 +115,6 @@ METRICS: Table[Metric] = Table(
         "time": "time",
     },
     ("experiment", "run", "algorithm", "step", "name"),
-    _metric_row,
 )
 
 

@@ -14,7 +14,7 @@ from agl.contracts import Recording
 from agl.episodes import Enclosing, episode_reward
 from agl.schemas import Attempt, ModelCall, Rollout, Span, decode, encode, from_json
 from agl_data.archive.arrow import Kind, Row
-from agl_data.archive.values import integer, json_text, micros, micros_of_ns
+from agl_data.archive.values import integer, json_text, micros_of_ns, row_of
 
 ROLLOUTS: dict[str, Kind] = {
     "rollout_id": "text",
@@ -144,28 +144,18 @@ def _rollout_row(recording: Recording, spans: list[Row]) -> Row:
     attempt_id = rollout.attempt_id or ""
     deciding = [span for span in recording.spans if span.attempt_id == attempt_id]
     calls = [row for row in spans if row["attempt_id"] == attempt_id and "model" in row]
-    texts = {"task": json_text(rollout.task), "metadata": json_text(rollout.metadata)}
-    moved = [name for name, (_, is_exact) in texts.items() if is_exact]
-    algorithm = rollout.metadata.get("algorithm")
+    moved = [name for name in _EMPTY if json_text(getattr(rollout, name))[1]]
     return {
-        "rollout_id": rollout.rollout_id,
-        "experiment": rollout.experiment,
-        "mode": rollout.mode,
-        "status": rollout.status,
+        **row_of(rollout, ROLLOUTS),
+        "task": json_text(rollout.task)[0],
         "reward": episode_reward(deciding),
-        "algorithm": algorithm if isinstance(algorithm, str) else None,
+        "algorithm": _text(rollout.metadata.get("algorithm")),
         "step": integer(rollout.metadata.get("step")),
-        "group_id": rollout.group_id,
         "agents": sorted({row["agent"] for row in calls if row["agent"]}),
         "models": sorted({row["model"] for row in calls}),
         "calls": len(calls),
         "prompt_tokens": sum(len(row["prompt_ids"] or b"") // 4 for row in calls),
         "response_tokens": sum(len(row["response_ids"] or b"") // 4 for row in calls),
-        "attempts": integer(rollout.attempts),
-        "created_at": micros(rollout.created_at),
-        "started_at": micros(rollout.started_at),
-        "finished_at": micros(rollout.finished_at),
-        **{name: text for name, (text, _) in texts.items()},
         "moved": moved,
         "record": encode(replace(rollout, **{name: _EMPTY[name] for name in moved})),
     }
@@ -176,14 +166,8 @@ _EMPTY: Mapping[str, Any] = {"task": None, "metadata": {}}
 
 def _attempt_row(attempt: Attempt, experiment: str) -> Row:
     return {
-        "rollout_id": attempt.rollout_id,
-        "attempt_id": attempt.attempt_id,
+        **row_of(attempt, ATTEMPTS),
         "experiment": experiment,
-        "number": integer(attempt.number),
-        "status": attempt.status,
-        "worker": attempt.worker,
-        "started_at": micros(attempt.started_at),
-        "finished_at": micros(attempt.finished_at),
         "error_type": attempt.error.type if attempt.error else None,
         "error": attempt.error.message if attempt.error else None,
         "record": encode(attempt),
@@ -194,16 +178,10 @@ def _span_row(span: Span, experiment: str, agent: str) -> Row:
     attributes, is_exact = json_text(span.attributes)
     start, end = micros_of_ns(span.start_ns), micros_of_ns(span.end_ns)
     row: Row = {
-        "rollout_id": span.rollout_id,
-        "attempt_id": span.attempt_id,
+        **row_of(span, SPANS),
         "experiment": experiment,
-        "sequence": integer(span.sequence),
-        "span_id": span.span_id,
-        "parent_id": span.parent_id,
-        "name": span.name,
         "operation": _text(span.attributes.get(semconv.OPERATION)),
         "agent": agent or None,
-        "status": span.status,
         "started_at": start,
         "ended_at": end,
         "duration_s": None if start is None or end is None else (span.end_ns - span.start_ns) / 1e9,

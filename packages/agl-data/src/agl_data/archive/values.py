@@ -5,15 +5,38 @@ holds the nearest value that it can.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from agl.schemas import encode, from_json, to_json
+from agl_data.archive.arrow import Kind, Row
 
 _MICRO = 1_000_000
 _MOST_MICROS = 253_402_300_800 * _MICRO
 """The year 10000, behind which no library shows a time."""
+
+
+def row_of(record: Any, columns: Mapping[str, Kind]) -> Row:
+    """Return the columns that have the names of a record's fields: integers and times as columns hold them.
+
+    A column of texts holds a field that is no text as JSON.
+    """
+    found = {name: getattr(record, name) for name in columns if hasattr(record, name)}
+    return {name: _as_column(value, columns[name]) for name, value in found.items()}
+
+
+def _as_column(value: Any, kind: Kind) -> Any:
+    match kind:
+        case "int":
+            return integer(value)
+        case "time":
+            return micros(value)
+        case "text" if value is not None and not isinstance(value, str):
+            return json_text(value)[0]
+        case _:
+            return value
 
 
 def json_text(value: Any) -> tuple[str, bool]:

@@ -2,6 +2,7 @@
 
 import pprint
 import re
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +18,7 @@ from agl.schemas import (
     ResourceVersion,
     Row,
     Transition,
+    Weights,
     to_json,
     unpack_floats,
     unpack_ids,
@@ -24,10 +26,9 @@ from agl.schemas import (
 from agl.stores import read_recordings
 from agl_data.export.dialogues import dialogues
 from agl_data.export.formats import ExportCommand, FormatName, export_with_plugin
-from agl_data.export.models import copy_model
-from agl_data.export.preferences import ExportedRollout, pairs, recorded
+from agl_data.export.preferences import is_good, pairs, recorded
 from agl_data.export.target import STDOUT, target_of
-from agl_inspect.exports import Losses
+from agl_inspect.exports import Exported, Losses
 from agl_inspect.rollouts import CHOSEN_PAGE, SpanReader
 from agl_inspect.terminal import (
     check_experiment,
@@ -104,21 +105,18 @@ def export(
     async def work(store: Store) -> int:
         count = 0
         await check_experiment(store, experiment)
+        named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
         if form not in FORMATS:
-            named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
             return await export_with_plugin(
                 manager, store, named, form=form, output=output, agents=agents, min_reward=min_reward
             )
         with target_of(output, Losses()) as target:
-            named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
             if chosen is not None:
                 return await _write_spans(store, named, chosen, target)
             if form == "dpo":
                 return await _write_pairs(pairs(store, named, agents, min_reward=min_reward), target)
             async for item in recorded(store, named, agents):
-                if min_reward is not None and (item.episode.reward is None or item.episode.reward < min_reward):
-                    continue
-                for line in _LINES[form](item):
+                for line in _LINES[form](item) if is_good(item.episode, min_reward) else ():
                     target.write(to_json(line) + b"\n")
                     count += 1
         return count
@@ -202,22 +200,6 @@ async def _write_pairs(found: AsyncIterator[list[dict[str, Any]]], target: Binar
     return count
 
 
-def _messages(item: ExportedRollout) -> Iterable[Any]:
-    return dialogues(item.episode, item.spans)
-
-
-def _spans(item: ExportedRollout) -> Iterable[Any]:
-    return item.spans
-
-
-def _transitions(item: ExportedRollout) -> Iterable[Any]:
-    return ({**_plain(call), "episode_reward": item.episode.reward} for call in item.episode.transitions)
-
-
-def _rows(item: ExportedRollout) -> Iterable[Any]:
-    return ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows)
-
-
 def _plain(record: Transition | Row) -> dict[str, Any]:
     """Convert a record to plain data, with token ids, masks and numbers as lists."""
     unpack: dict[str, Callable[[bytes], list[Any]]] = {"mask": list, "logprobs": unpack_floats}
@@ -229,9 +211,42 @@ def _plain(record: Transition | Row) -> dict[str, Any]:
     }
 
 
-_LINES: dict[str, Callable[[ExportedRollout], Iterable[Any]]] = {
-    "messages": _messages,
-    "transitions": _transitions,
-    "rows": _rows,
-    "spans": _spans,
+_LINES: dict[str, Callable[[Exported], Iterable[Any]]] = {
+    "messages": lambda item: dialogues(item.episode, item.recording.spans),
+    "transitions": lambda item: (
+        {**_plain(call), "episode_reward": item.episode.reward} for call in item.episode.transitions
+    ),
+    "rows": lambda item: ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows),
+    "spans": lambda item: item.recording.spans,
 }
+
+
+def copy_model(version: ResourceVersion, target: Path | None) -> str:
+    """Copy a version's weights to ``target``, which must not exist; returns a summary.
+
+    Full weights are a Hugging Face directory, tokenizer included. An adapter stays one and names its base model.
+
+    Raises:
+        ConfigError: The version holds no weights, its files are gone, or ``target`` is missing or in use.
+    """
+    name, weights = f"{version.name}@{version.version}", version.resource
+    if not isinstance(weights, Weights):
+        raise ConfigError(f"{name} is a {type(weights).__name__}, not weights; --format model copies weights")
+    if target is None:
+        raise ConfigError(
+            f"weights are a directory; name the target: agl data export {name} --format model --output DIRECTORY"
+        )
+    source = Path(weights.uri)
+    if not source.is_dir():
+        raise ConfigError(
+            f"the files of {name} are not at {weights.uri}; run this where the run's work directory is, or export a "
+            "version that its algorithm still keeps (`keep`)"
+        )
+    if target.exists():
+        raise ConfigError(f"{target} exists; name a directory that does not, or remove it")
+    fresh = target.with_name(f".{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source, fresh)
+    fresh.rename(target)
+    kind = f"an adapter of {weights.base_model}" if weights.format == "lora" else "a Hugging Face directory"
+    return f"{name} written to {target}, {kind}"

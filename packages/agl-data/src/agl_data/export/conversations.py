@@ -14,11 +14,13 @@ import msgspec
 
 from agl.dialects import call_messages
 from agl.schemas import ModelCall, Span, Transition
-from agl_data.export.lines import storable
 from agl_data.export.rows import why_left_out
+from agl_data.json_values import storable
 from agl_inspect.exports import Exported, Losses
 
-_LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
+LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
+"""Reasons for which a call is in no conversation."""
+
 _NO_ANSWER = "model calls without an answer, such as those for embeddings: left out"
 
 Message = dict[str, Any]
@@ -59,9 +61,9 @@ def conversations_of(item: Exported, losses: Losses) -> list[Conversation]:
     for seen in item.episode.transitions:
         span = spans[seen.attempt_id, seen.span_id]
         call = span.call
-        messages = [] if call is None or seen.reject in _LEFT_OUT else _messages(call)
+        messages = [] if call is None or seen.reject in LEFT_OUT else _messages(call)
         if call is None or not messages:
-            lost[why_left_out(seen.reject) if seen.reject in _LEFT_OUT else _NO_ANSWER] += 1
+            lost[why_left_out(seen.reject) if seen.reject in LEFT_OUT else _NO_ANSWER] += 1
             continue
         keys = _keys(seen.agent, messages)
         at = next((n for n in range(len(messages) - 1, 0, -1) if ends.get(keys[n])), 0)

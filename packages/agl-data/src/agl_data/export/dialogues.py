@@ -1,15 +1,13 @@
 """Converts recorded calls to dialogues in OpenAI's chat format for fine-tuning, one line per conversation."""
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from agl.dialects import call_messages
 from agl.schemas import Episode, Span
+from agl_data.export.conversations import LEFT_OUT, arguments_of, function_of, objects_in
 from agl_inspect.exports import chat_tools
 from agl_inspect.rollouts import comparable
-
-_LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
 
 
 def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
@@ -22,7 +20,7 @@ def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
     kept: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
     for transition in episode.transitions:
         call = calls[transition.span_id]
-        messages = [] if transition.reject in _LEFT_OUT or call.dialect == "embeddings" else call_messages(call)
+        messages = [] if transition.reject in LEFT_OUT or call.dialect == "embeddings" else call_messages(call)
         if not messages or messages[-1].get("role") != "assistant":
             continue
         kept = [found for found in kept if not _continues(messages, found[0])]
@@ -51,22 +49,8 @@ def _as_made(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _answer(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls: Any = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return {**message, "name": None}
-    return {**message, "name": None, "tool_calls": [_parsed(call) for call in calls]}  # pyright: ignore[reportUnknownVariableType]  # any JSON
-
-
-def _parsed(call: Any) -> Any:
-    """The tool call with its arguments as JSON values, if they are JSON."""
-    if not _is_object(call) or not _is_object(function := call.get("function")):
-        return call
-    try:
-        arguments = json.loads(function.get("arguments") or "")
-    except (TypeError, ValueError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
+    calls = [
+        {**call, "function": {**function_of(call), "arguments": arguments_of(call)}} if function_of(call) else call
+        for call in objects_in(message.get("tool_calls"))
+    ]
+    return {**message, "name": None, "tool_calls": calls}

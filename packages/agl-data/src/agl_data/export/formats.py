@@ -9,13 +9,12 @@ from click.shell_completion import CompletionItem
 
 from agl import PluginManager
 from agl.contracts import CommandEntry, RolloutQuery, Store
-from agl.episodes import build_episode
 from agl.errors import UnknownComponentError
 from agl.hints import closest
-from agl.stores import read_recordings
-from agl_data.export.target import target_of, tell_losses
-from agl_inspect.exports import Exported, ExportSetup, ExportWriter, Losses
-from agl_inspect.terminal import deciding, manager_of
+from agl_data.export.preferences import is_good, recorded
+from agl_data.export.target import STDOUT, print_losses, target_of
+from agl_inspect.exports import ExportSetup, ExportWriter, Losses
+from agl_inspect.terminal import manager_of
 
 _BELOW = "export"
 
@@ -38,9 +37,7 @@ class FormatName(click.ParamType[str]):
         if given in self._own or ctx is None:
             return given
         manager = manager_of(ctx)
-        names = [*self._own, *(entry.name for entry in formats_of(manager))]
-        if given in names:
-            return given
+        names = self._names(manager)
         try:
             manager.command(f"{_BELOW} {given}")
         except UnknownComponentError as error:
@@ -52,8 +49,10 @@ class FormatName(click.ParamType[str]):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return the names that begin so."""
-        names = [*self._own, *(entry.name for entry in formats_of(manager_of(ctx)))]
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in self._names(manager_of(ctx)) if name.startswith(incomplete)]
+
+    def _names(self, manager: PluginManager) -> list[str]:
+        return [*self._own, *(entry.name for entry in formats_of(manager))]
 
 
 class ExportCommand(click.Command):
@@ -89,13 +88,11 @@ async def export_with_plugin(
     losses = Losses()
     count = 0
     with target_of(output, losses) as file:
-        path = output if output is not None and output.name != "-" else None
+        path = output if output != STDOUT else None
         writer: ExportWriter = factory(setup=ExportSetup(file=file, path=path, losses=losses))
-        async for recording in read_recordings(store, query, spans="all"):
-            attempt = deciding(recording.rollout, recording.attempts)
-            episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents)
-            if min_reward is None or (episode.reward is not None and episode.reward >= min_reward):
-                count += writer.write(Exported(recording, episode))
+        async for item in recorded(store, query, agents):
+            if is_good(item.episode, min_reward):
+                count += writer.write(item)
         writer.close()
-    tell_losses(losses, form)
+    print_losses(losses, form)
     return count

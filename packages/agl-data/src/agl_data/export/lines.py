@@ -1,19 +1,13 @@
 """JSON lines of any recorded value: what JSON cannot carry is replaced and counted."""
 
 import math
-import re
-from typing import Any, cast
-
-import msgspec
+from typing import Any
 
 from agl.schemas import Json, to_json
+from agl_data.json_values import CHANGED, storable
 from agl_inspect.exports import ExportSetup
 
-CHANGED = "rollouts with halves of characters, which were replaced, or integers beyond 64 bits, now texts"
 NO_NUMBERS = "calls with log-probabilities that JSON has no numbers for (NaN, infinities): without any"
-
-_HALVES = re.compile("[\ud800-\udfff]")
-_LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)
 
 
 class LineFile:
@@ -30,21 +24,6 @@ class LineFile:
             self._losses.add(CHANGED, rollout_id)
             line = to_json(storable(value))
         self._file.write(line + b"\n")
-
-
-def storable(value: Json) -> Json:
-    """Return a value as JSON carries it: halves of characters replaced, integers beyond 64 bits as texts."""
-    if isinstance(value, str):
-        return _HALVES.sub("\ufffd", value)
-    if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [storable(item) for item in cast("list[Any]", value)]
-    if isinstance(value, dict):
-        return {_HALVES.sub("\ufffd", key): storable(item) for key, item in cast("dict[str, Any]", value).items()}
-    if isinstance(value, msgspec.Struct):
-        return storable(msgspec.structs.asdict(value))
-    return value
 
 
 def are_numbers(values: list[float]) -> bool:

@@ -7,20 +7,14 @@ import msgspec
 
 from agl.contracts import RolloutQuery, Store
 from agl.episodes import build_episode
-from agl.schemas import Episode, Record, Span
+from agl.schemas import Episode
 from agl.stores import read_recordings
 from agl_data.export.dialogues import begins_alike, dialogues
+from agl_inspect.exports import Exported
 from agl_inspect.terminal import deciding
 
 GAP = 1e-6
 """Least difference of two rewards that is a preference, in the unit of the reward."""
-
-
-class ExportedRollout(Record, frozen=True, kw_only=True):
-    """An exported rollout."""
-
-    episode: Episode
-    spans: list[Span]
 
 
 class Ends(NamedTuple):
@@ -35,15 +29,19 @@ class Ends(NamedTuple):
         return self.best[0] - self.worst[0] >= GAP
 
 
-async def recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[ExportedRollout]:
-    """Yield the rollouts that a query finds, with the calls of agents whose names fit."""
+async def recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[Exported]:
+    """Yield the rollouts that a query finds; calls of agents whose names do not fit are rejected in their episodes."""
     async for recording in read_recordings(store, query, spans="all"):
         attempt = deciding(recording.rollout, recording.attempts)
-        episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents)
-        yield ExportedRollout(episode=episode, spans=recording.spans)
+        yield Exported(recording, build_episode(recording.rollout, attempt, recording.spans, agent_match=agents))
 
 
-async def ends_of(found: AsyncIterable[ExportedRollout]) -> dict[str, Ends]:
+def is_good(episode: Episode, min_reward: float | None) -> bool:
+    """Return true for an episode with at least the reward that was asked for."""
+    return min_reward is None or (episode.reward is not None and episode.reward >= min_reward)
+
+
+async def ends_of(found: AsyncIterable[Exported]) -> dict[str, Ends]:
     """Return the best and the worst run of each task by its group; of equal rewards the earlier run counts."""
     ends: dict[str, Ends] = {}
     async for item in found:
@@ -78,10 +76,10 @@ async def pairs(
         yield list(_lines(runs[each.best[1]], runs[each.worst[1]]))
 
 
-def _lines(best: ExportedRollout, worst: ExportedRollout) -> Iterator[dict[str, Any]]:
-    """Yield a line for each conversation that both runs have, by agent and in order, from where they part."""
-    others = dialogues(worst.episode, worst.spans)
-    for chosen in dialogues(best.episode, best.spans):
+def _lines(best: Exported, worst: Exported) -> Iterator[dict[str, Any]]:
+    """Yield a line for each conversation that both runs have, by agent and in order, from where they differ."""
+    others = dialogues(worst.episode, worst.recording.spans)
+    for chosen in dialogues(best.episode, best.recording.spans):
         rejected = next((each for each in others if each["agent"] == chosen["agent"]), None)
         if rejected is None:
             continue

@@ -53,7 +53,7 @@ def target_of(output: Path | None, losses: Losses | None = None) -> Generator[Bi
             part.unlink()
 
 
-def tell_losses(losses: Losses, form: str) -> None:
+def print_losses(losses: Losses, form: str) -> None:
     """Print on standard error what a format could not hold."""
     listed = losses.listed()
     if not listed:

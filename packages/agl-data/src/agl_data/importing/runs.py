@@ -39,6 +39,23 @@ WORKER = "agl-data"
 _KEPT_TEXT = 200
 
 
+def agent_attributes(name: str) -> dict[str, Json]:
+    """Return the attributes of an agent's span."""
+    return {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: name}
+
+
+def tool_attributes(name: str, arguments: Json, result: Json, *, call_id: str = "") -> dict[str, Json]:
+    """Return the attributes of a tool's span."""
+    found: dict[str, Json] = {
+        semconv.OPERATION: semconv.OP_EXECUTE_TOOL,
+        semconv.TOOL_NAME: name,
+        semconv.TOOL_CALL_ID: call_id,
+        semconv.TOOL_ARGUMENTS: None if arguments is None else json_text(arguments),
+        semconv.TOOL_RESULT: None if result is None else json_text(result),
+    }
+    return {key: value for key, value in found.items() if value not in (None, "")}
+
+
 class Target(NamedTuple):
     """The experiment that runs go to, and the fields that become task and reward.
 
@@ -126,7 +143,7 @@ class Run:
         attributes: Mapping[str, Json] | None = None,
     ) -> None:
         """Add an agent, within which calls and tools stand."""
-        about = {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: name, **(attributes or {})}
+        about = {**agent_attributes(name), **(attributes or {})}
         title = f"{semconv.OP_INVOKE_AGENT} {name}".rstrip()
         self.add(key, title, parent=parent, start_ns=start_ns, end_ns=end_ns, attributes=about)
 
@@ -144,13 +161,7 @@ class Run:
         end_ns: int = 0,
     ) -> None:
         """Add the execution of a tool."""
-        about: dict[str, Json] = {
-            semconv.OPERATION: semconv.OP_EXECUTE_TOOL,
-            semconv.TOOL_NAME: name,
-            semconv.TOOL_CALL_ID: call_id,
-            semconv.TOOL_ARGUMENTS: None if arguments is None else json_text(arguments),
-            semconv.TOOL_RESULT: None if result is None else json_text(result),
-        }
+        about = tool_attributes(name, arguments, result, call_id=call_id)
         title = f"{semconv.OP_EXECUTE_TOOL} {name}".rstrip()
         status: SpanStatus = "error" if is_error else "ok"
         self.add(key, title, parent=parent, start_ns=start_ns, end_ns=end_ns, status=status, attributes=about)

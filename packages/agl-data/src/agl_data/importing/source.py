@@ -17,7 +17,8 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json
-from agl_data.importing.values import as_list, is_storable, storable
+from agl_data.importing.values import as_list, is_storable
+from agl_data.json_values import storable
 
 MAX_RECORD = 64 << 20
 """Bytes of one record at most: of a line, or of a document that spans lines."""

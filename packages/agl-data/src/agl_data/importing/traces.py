@@ -14,9 +14,23 @@ from typing import Any, Literal, cast
 import msgspec
 
 from agl import semconv
-from agl.schemas import ErrorInfo, Json, ModelCall, Reward, SpanEvent, SpanStatus
-from agl_data.importing.runs import CHANGED_TEXT, Run
-from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, json_text, storable
+from agl.schemas import ErrorInfo, Json, ModelCall, Reward, RewardSource, SpanEvent, SpanStatus
+from agl_data.importing.runs import CHANGED_TEXT, Run, agent_attributes, tool_attributes
+from agl_data.importing.source import Line
+from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, json_text
+from agl_data.json_values import storable
+
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Part",
+    "Scored",
+    "agent_attributes",
+    "judged",
+    "marked",
+    "runs_of",
+    "tool_attributes",
+]
 
 _NO_CALLS = "traces without a model call: left out"
 _NO_MESSAGES = "model calls without messages: the exporter was told to leave contents out"
@@ -89,21 +103,20 @@ class Part(msgspec.Struct, kw_only=True):
     lost: list[str] = []
 
 
-def agent_attributes(name: str) -> dict[str, Json]:
-    """Return the attributes of an agent's span."""
-    return {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: name}
+def marked(line: Line, parts: Iterable[tuple[str, Part]]) -> Iterator[tuple[str, Part]]:
+    """Yield the parts of a record, the first one with the loss of a record that was changed."""
+    for trace, part in parts:
+        part.lost = [*part.lost, CHANGED_TEXT] if line.is_changed else part.lost
+        yield trace, part
+        line = line._replace(is_changed=False)
 
 
-def tool_attributes(name: str, arguments: Json, result: Json, *, call_id: str = "") -> dict[str, Json]:
-    """Return the attributes of a tool's span."""
-    found: dict[str, Json] = {
-        semconv.OPERATION: semconv.OP_EXECUTE_TOOL,
-        semconv.TOOL_NAME: name,
-        semconv.TOOL_CALL_ID: call_id,
-        semconv.TOOL_ARGUMENTS: None if arguments is None else json_text(arguments),
-        semconv.TOOL_RESULT: None if result is None else json_text(result),
-    }
-    return {key: value for key, value in found.items() if value not in (None, "")}
+def judged(value: float | None, words: Json, comment: str, *, name: str, source: RewardSource | None) -> Reward:
+    """Return a judgement as a reward; words that stand for a value become feedback before the comment."""
+    said = "" if value is not None or words is None else json_text(words)
+    return Reward(
+        value=value, name=name, source=source or "evaluator", feedback=": ".join(filter(None, (said, comment)))
+    )
 
 
 def runs_of(path: Path, parts: Iterable[tuple[str, Part]], *, content: Sequence[str] = ()) -> Iterator[Run]:

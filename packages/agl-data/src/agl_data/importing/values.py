@@ -11,10 +11,8 @@ import msgspec
 
 from agl.schemas import Json
 
-_LARGEST, _SMALLEST = (1 << 64) - 1, -(1 << 63)
 _LATEST = (1 << 63) - 1
 _MOST_WHOLE = 1e18
-_HALVES = re.compile("[\ud800-\udfff]")
 _FRACTION = re.compile(r"[.,](\d+)")
 
 
@@ -96,19 +94,6 @@ def field_of(record: Json, name: str) -> Json:
         return fields[name]
     head, dot, rest = name.partition(".")
     return field_of(fields.get(head), rest) if dot else None
-
-
-def storable(value: Json) -> Json:
-    """Return a JSON value as stores take it: halves of characters replaced, integers beyond 64 bits as texts."""
-    if isinstance(value, str):
-        return _HALVES.sub("\ufffd", value)
-    if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
-        return str(value)
-    if isinstance(value, list):
-        return [storable(item) for item in cast("list[Any]", value)]
-    if isinstance(value, dict):
-        return {_HALVES.sub("\ufffd", key): storable(item) for key, item in as_dict(value).items()}
-    return value
 
 
 def is_storable(value: Json) -> bool:

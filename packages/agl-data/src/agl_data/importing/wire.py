@@ -1,77 +1,23 @@
-"""OTLP as Protobuf, in the form of its JSON: a decoder for the few messages of a batch of spans.
+"""OTLP as Protobuf, in the form of its JSON; the library of OpenTelemetry decodes each request.
 
 Files are framed in one of three ways: one request or several as an HTTP exporter sends them, requests that each have
 their length as a varint before them, as OTLP's file format says, and requests with a length of four bytes, as the
 collector's file exporter writes them, which may compress each one with zstd.
 """
 
-import math
-import struct
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from agl.errors import DatasetError
 from agl.schemas import Json
 from agl_data.importing.source import MAX_RECORD, ZSTD, Line, decoded, opened, unpack_zstd
-from agl_data.importing.values import is_storable, storable
+from agl_data.importing.values import is_storable
+from agl_data.json_values import storable
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_DEEPEST = 100
 _MOST_HEAD = 16
 """Bytes by which the framing is recognised: lengths, tags, and what is in the first field."""
-
-
-class _Field(NamedTuple):
-    """A field of a message: its name in JSON, its kind, the message that it holds, and whether it is repeated."""
-
-    name: str
-    kind: str
-    message: str = ""
-    is_list: bool = False
-
-
-_MESSAGES: dict[str, dict[int, _Field]] = {
-    "batch": {1: _Field("resourceSpans", "message", "resource", True)},
-    "resource": {2: _Field("scopeSpans", "message", "scope", True)},
-    "scope": {2: _Field("spans", "message", "span", True)},
-    "span": {
-        1: _Field("traceId", "id"),
-        2: _Field("spanId", "id"),
-        4: _Field("parentSpanId", "id"),
-        5: _Field("name", "text"),
-        6: _Field("kind", "int"),
-        7: _Field("startTimeUnixNano", "fixed"),
-        8: _Field("endTimeUnixNano", "fixed"),
-        9: _Field("attributes", "message", "pair", True),
-        11: _Field("events", "message", "event", True),
-        15: _Field("status", "message", "status"),
-    },
-    "event": {
-        1: _Field("timeUnixNano", "fixed"),
-        2: _Field("name", "text"),
-        3: _Field("attributes", "message", "pair", True),
-    },
-    "status": {2: _Field("message", "text"), 3: _Field("code", "int")},
-    "pair": {1: _Field("key", "text"), 2: _Field("value", "message", "value")},
-    "value": {
-        1: _Field("stringValue", "text"),
-        2: _Field("boolValue", "bool"),
-        3: _Field("intValue", "int"),
-        4: _Field("doubleValue", "double"),
-        5: _Field("arrayValue", "message", "array"),
-        6: _Field("kvlistValue", "message", "pairs"),
-        7: _Field("bytesValue", "hex"),
-    },
-    "array": {1: _Field("values", "message", "value", True)},
-    "pairs": {1: _Field("values", "message", "pair", True)},
-}
-_WIRE = {
-    **dict.fromkeys(("message", "id", "text", "hex"), _BYTES),
-    **dict.fromkeys(("int", "bool"), _VARINT),
-    **dict.fromkeys(("fixed", "double"), _FIXED64),
-}
-"""Wire types by the kinds of fields."""
 
 
 def is_protobuf(path: Path) -> bool:
@@ -149,13 +95,15 @@ def _unpacked(place: str, data: bytes, framing: str) -> Json:
                 return decoded(data)
             except ValueError as error:
                 raise _NoBatchError(str(error)) from error
-    if framing == "plain":
-        return {"resourceSpans": [_message(memoryview(data), "resource", 1)]}
-    return _message(memoryview(data), "batch", 0)
+    return _requests(place, b"\n" + _varint(len(data)) + data if framing == "plain" else data)
 
 
 def _line(place: str, value: Json) -> Line:
     return Line(place, value) if is_storable(value) else Line(place, storable(value), is_changed=True)
+
+
+def _varint(value: int) -> bytes:
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _varint(value >> 7)
 
 
 class _NoBatchError(Exception):
@@ -207,67 +155,23 @@ class _Reader:
         return data
 
 
-def _message(data: memoryview, name: str, depth: int) -> dict[str, Any]:
-    """Decode a message; fields that are not in the table are passed over."""
-    if depth > _DEEPEST:
-        raise _NoBatchError("it is nested too deeply")
-    fields = _MESSAGES[name]
-    found: dict[str, Any] = {}
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        field, wire = fields.get(tag >> 3), tag & 7
-        if field is not None and wire != _WIRE[field.kind]:
-            raise _NoBatchError(f"its {field.name} is of another type")
-        value, at = _raw(data, at, wire)
-        if field is None:
-            continue
-        decoded_value = _value(value, field, depth)
-        if field.is_list:
-            found.setdefault(field.name, []).append(decoded_value)
-        else:
-            found[field.name] = decoded_value
-    return found
-
-
-def _raw(data: memoryview, at: int, wire: int) -> tuple[Any, int]:
-    if wire == _VARINT:
-        return _varint(data, at)
-    size = {_FIXED64: 8, _FIXED32: 4}.get(wire)
-    if wire == _BYTES:
-        size, at = _varint(data, at)
-    if size is None:
-        raise _NoBatchError("it has a field of no known type")
-    if at + size > len(data):
-        raise _NoBatchError("a field goes beyond its end")
-    return data[at : at + size], at + size
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(data) and shift < 70:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value & ((1 << 64) - 1), at
-    raise _NoBatchError("a number goes beyond its end")
-
-
-def _value(value: Any, field: _Field, depth: int) -> Any:
-    match field.kind:
-        case "message":
-            return _message(value, field.message, depth + 1)
-        case "id" | "hex":
-            return bytes(value).hex()
-        case "text":
-            return bytes(value).decode("utf-8", "replace")
-        case "bool":
-            return bool(value)
-        case "int":
-            return value - (1 << 64) if value >> 63 else value
-        case "double":
-            number = struct.unpack("<d", value)[0]
-            return number if math.isfinite(number) else str(number)
-        case _:
-            return int.from_bytes(value, "little")
+def _requests(place: str, data: bytes) -> Json:
+    """Decode a request into the form of OTLP's JSON, in which ids are in base64."""
+    try:
+        service: Any = importlib.import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+        json_format: Any = importlib.import_module("google.protobuf.json_format")
+        protobuf: Any = importlib.import_module("google.protobuf.message")
+    except ImportError as error:
+        raise DatasetError(
+            f"{place} is Protobuf, which takes one more package; install it with pip install 'agl-data[otlp]', or "
+            "write the spans as JSON"
+        ) from error
+    try:
+        request = service.ExportTraceServiceRequest.FromString(data)
+        value = json_format.MessageToDict(request, use_integers_for_enums=True)
+    except protobuf.DecodeError as error:
+        raise _NoBatchError("it is damaged or nested too deeply") from error
+    spans = (span for group in request.resource_spans for scope in group.scope_spans for span in scope.spans)
+    if not all(span.trace_id for span in spans):
+        raise _NoBatchError("it has records without the id of a trace")
+    return value

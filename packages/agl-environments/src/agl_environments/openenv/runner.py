@@ -20,7 +20,7 @@ from agl.schemas import Claim, NamedResources, Outcome, Record, Rollout
 from agl.tracing import current
 from agl_environments.openenv.servers import RemoteServer, Server, StartedServer
 from agl_environments.openenv.session import BlockingSession, CapacityError, OpenEnvError, ServerLostError, Session
-from agl_run import AgentSpec, AsyncRunner, LoadedAgent, RunSetup
+from agl_run import AgentSpec, AsyncRunner, LoadedAgent, RunContext
 
 _RETRY_S = 1.0
 """Seconds between attempts at a session of a server whose sessions others hold."""
@@ -62,7 +62,7 @@ class OpenEnvRunner:
     provides = ("env",)
     """Parameters of the agent that this runner fills."""
 
-    def __init__(self, setup: RunSetup, **params: Any) -> None:
+    def __init__(self, setup: RunContext, **params: Any) -> None:
         self._settings = _settings(params)
         self._folder = setup.agent.folder
         agent = setup.agent.load()

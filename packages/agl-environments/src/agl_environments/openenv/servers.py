@@ -12,7 +12,7 @@ import aiohttp
 
 from agl.errors import ConfigError
 from agl_environments.openenv.session import OpenEnvError
-from agl_run.programs import KeptProcess, PrintedText
+from agl_run.programs import BoundProcess, PrintedText
 
 _PAUSE_S = 0.1
 """Seconds between looks at a server that is starting."""
@@ -73,7 +73,7 @@ class StartedServer:
         self._start_s = start_s
         self._client = client
         self._lock = asyncio.Lock()
-        self._kept: KeptProcess | None = None
+        self._kept: BoundProcess | None = None
         self._reader: asyncio.Task[None] | None = None
         self._printed = PrintedText()
         self._url = ""
@@ -91,7 +91,7 @@ class StartedServer:
         words = [word.replace("{port}", str(port)) for word in self._words]
         self._printed, self._url = PrintedText(), f"http://127.0.0.1:{port}"
         try:
-            self._kept = await KeptProcess.start(
+            self._kept = await BoundProcess.start(
                 words,
                 environment={**os.environ, "PORT": str(port)},
                 cwd=self._folder or None,

@@ -15,7 +15,7 @@ from agl.schemas import LLM, Claim, Json, NamedResources, Outcome, Record, Rewar
 from agl.tracing import current
 from agl_environments.verifiers.environment import Model
 from agl_environments.verifiers.loading import load, locate
-from agl_run import AgentSpec, AsyncRunner, RunSetup
+from agl_run import AgentSpec, AsyncRunner, RunContext
 from agl_run.programs import LostError, TaskSets
 
 
@@ -42,7 +42,7 @@ class VerifiersRunner:
         ConfigError: A parameter is wrong, or the environment cannot be loaded.
     """
 
-    def __init__(self, setup: RunSetup, **params: Any) -> None:
+    def __init__(self, setup: RunContext, **params: Any) -> None:
         agent = setup.agent
         if not agent.name:
             raise ConfigError(

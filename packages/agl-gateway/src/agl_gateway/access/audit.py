@@ -8,13 +8,15 @@ task or an answer.
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from agl.errors import AglError
 from agl_run.access import AttemptToken
 
 _LOG = logging.getLogger("agl.audit")
@@ -72,6 +74,18 @@ class Audit:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
+
+    @contextmanager
+    def of(self, deed: Deed | None, *, claim: AttemptToken, request: web.BaseRequest) -> Generator[None]:
+        """Write the line of an action once it is done, or has failed; none for an action that is not privileged."""
+        try:
+            yield
+        except AglError as error:
+            if deed is not None:
+                self.write(deed, claim=claim, request=request, error=error)
+            raise
+        if deed is not None:
+            self.write(deed, claim=claim, request=request)
 
     def write(
         self, deed: Deed, *, claim: AttemptToken, request: web.BaseRequest, error: Exception | None = None

@@ -3,7 +3,6 @@
 import hmac
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -11,11 +10,13 @@ import msgspec
 from agl.contracts import Change, Store
 from agl.errors import NotFoundError, TokenError
 from agl.schemas import Span
+from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.wire.problems import Problem
 from agl_inspect.keys import Keys
 from agl_run import KEY_ADVICE
-from agl_run.access import PLACEHOLDER_KEY, AttemptToken, AttemptTokens, TokenScope
+from agl_run.access import AttemptToken
+from agl_run.access.tokens import PLACEHOLDER_KEY, AttemptTokens, TokenScope
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Identities:
     def __init__(self, tokens: AttemptTokens, *, admin_key: str | Keys = "", client_key: str | Keys = "") -> None:
         self._tokens = tokens
         self._keys = {_ADMIN: _keys_of(admin_key), _CLIENT: _keys_of(client_key)}
-        self._known: OrderedDict[str, AttemptToken] = OrderedDict()
+        self._known: Recent[str, AttemptToken] = Recent(_CACHE_SIZE)
         self._has_warned = False
         self._seen: object = None
         self._look_at = 0.0
@@ -97,8 +98,6 @@ class Identities:
             self._known.pop(key, None)
             raise self._refusal(key, error) from None
         self._known[key] = claim
-        if len(self._known) > _CACHE_SIZE:
-            self._known.popitem(last=False)
         return claim
 
     def _whose(self, key: str) -> AttemptToken | None:

@@ -7,7 +7,6 @@ spans are missing.
 
 import logging
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +14,7 @@ from agl.contracts import Store
 from agl.errors import AglError
 from agl.schemas import Span, new_span_id, new_trace_id
 from agl_gateway.processes.attempt_facts import AttemptFacts
+from agl_gateway.recent import Recent
 from agl_gateway.wire.problems import Problem
 from agl_run.access import AttemptToken
 
@@ -34,7 +34,7 @@ class _Attempt:
     """What is known of one attempt's limits: the counts up to which this process need not ask the others."""
 
     allowed: dict[str, int] = field(default_factory=dict[str, int])
-    is_told: bool = False
+    is_recorded: bool = False
 
 
 class Quotas:
@@ -50,11 +50,11 @@ class Quotas:
         self._store = store
         self._facts = facts
         self._limits: dict[Kind, int] = {"calls": max_calls, "spans": max_spans}
-        self._attempts: OrderedDict[str, _Attempt] = OrderedDict()
+        self._attempts: Recent[str, _Attempt] = Recent(_REMEMBERED)
 
     async def add_call(self, claim: AttemptToken) -> None:
         """Count a model call; raises a 403 :class:`Problem` beyond the limit."""
-        own = self._facts.usage.of(claim.attempt_id)
+        own = self._facts.usage(claim.attempt_id)
         over = await self._over(claim, "calls", own["calls"] + 1)
         if over is not None:
             await self._refuse(claim, f"has made {over - 1} model calls", "calls")
@@ -67,7 +67,7 @@ class Quotas:
         """
         if claim.scope == "admin":
             return
-        own = self._facts.usage.of(claim.attempt_id)
+        own = self._facts.usage(claim.attempt_id)
         over = await self._over(claim, "spans", own["spans"] + count)
         if over is not None:
             await self._refuse(claim, f"has appended {over - count} spans and sends {count} more", "spans")
@@ -75,36 +75,33 @@ class Quotas:
 
     async def _over(self, claim: AttemptToken, kind: Kind, wanted: int) -> int | None:
         """Return the count of all processes if ``wanted`` by this one takes it beyond the limit; else ``None``."""
-        attempt, limit, processes = self._of(claim), self._limits[kind], self._facts.processes
+        attempt, limit, processes = (
+            self._attempts.touched(claim.attempt_id, _Attempt),
+            self._limits[kind],
+            self._facts.processes,
+        )
         share = 1 if processes == 1 else _SHARES * processes
         if wanted <= attempt.allowed.get(kind, limit // share):
             return None
-        told = await self._facts.others(claim.attempt_id)
-        total = wanted + (told.calls if kind == "calls" else told.spans)
+        others = await self._facts.others(claim.attempt_id)
+        total = wanted + (others.calls if kind == "calls" else others.spans)
         if total > limit:
             return total
         attempt.allowed[kind] = wanted + (limit - total) // share
         return None
-
-    def _of(self, claim: AttemptToken) -> _Attempt:
-        found = self._attempts.setdefault(claim.attempt_id, _Attempt())
-        self._attempts.move_to_end(claim.attempt_id)
-        if len(self._attempts) > _REMEMBERED:
-            self._attempts.popitem(last=False)
-        return found
 
     async def _refuse(self, claim: AttemptToken, done: str, kind: Kind) -> None:
         message = (
             f"attempt {claim.attempt_id!r} {done}; the gateway takes {self._limits[kind]} of one attempt. Look for a "
             f"loop in the agent, or raise the gateway's max_{kind}"
         )
-        attempt = self._of(claim)
-        if not attempt.is_told:
-            attempt.is_told = True
-            await self._tell(claim, message)
+        attempt = self._attempts.touched(claim.attempt_id, _Attempt)
+        if not attempt.is_recorded:
+            attempt.is_recorded = True
+            await self._append_refusal(claim, message)
         raise Problem(403, message, code="quota_exceeded")
 
-    async def _tell(self, claim: AttemptToken, message: str) -> None:
+    async def _append_refusal(self, claim: AttemptToken, message: str) -> None:
         now = time.time_ns()
         span = Span(
             rollout_id=claim.rollout_id,

@@ -1,23 +1,47 @@
 """``POST /worker-tokens``: makes a worker's token for one experiment, for the admin token."""
 
+import os
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from aiohttp import web
 
 from agl.errors import ConfigError
-from agl_gateway.access.audit import Audit, Deed
-from agl_gateway.access.identity import Identities, key_of, require_scope
-from agl_gateway.relay.bodies import BodyReader
+from agl_gateway.access.admission import Admission
+from agl_gateway.access.audit import Deed
 from agl_gateway.wire.problems import Problem
-from agl_run.access import AttemptTokens
+from agl_inspect.keys import KeyFile, Keys
+from agl_run.access.tokens import AttemptTokens
 
 WORKER_TOKENS = "/worker-tokens"
 LONGEST_S = 366 * 86_400.0
 """Seconds for which a worker's token is valid at most."""
 
-_MAX_BODY = 64 * 1024
+
+ADMIN_ENV = "AGL_TOKEN"
+
+
+def named_keys(variable: str, *, purpose: str) -> Keys | None:
+    """Return the keys in an environment variable, else in the file that the variable with ``_FILE`` names.
+
+    The file is read again when it changes; ``None`` where neither variable is set.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    if given := os.environ.get(variable, "").encode():
+        return lambda: given
+    named = os.environ.get(f"{variable}_FILE", "")
+    try:
+        return KeyFile(Path(named), purpose=purpose) if named else None
+    except OSError as error:
+        raise ConfigError(
+            f"the {purpose}'s file {named}, from {variable}_FILE, cannot be read: {error}; write a token into it, or "
+            f"unset {variable}_FILE"
+        ) from error
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,32 +65,24 @@ class IssuedToken(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TokensApi:
     """Makes tokens; used in the gateway's event loop."""
 
-    def __init__(self, *, identities: Identities, tokens: AttemptTokens, bodies: BodyReader, audit: Audit) -> None:
-        self._identities = identities
-        self._tokens = tokens
-        self._bodies = bodies
-        self._audit = audit
+    admission: Admission
+    tokens: AttemptTokens
 
     async def make(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with a new token."""
-        claim = self._identities.verify(key_of(request.headers))
-        require_scope(claim, ("admin",), what="making a worker's token")
-        try:
-            asked = msgspec.json.decode(await self._bodies.read(request, limit=_MAX_BODY), type=TokenRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise Problem(
-                400, f'the body is not {{"experiment": "...", "valid_s": SECONDS, "name": "..."}} ({error})'
-            ) from error
+        claim = self.admission.caller(request, "admin", what="making a worker's token")
+        form = '{"experiment": "...", "valid_s": SECONDS, "name": "..."}'
+        asked = await self.admission.read(request, TokenRequest, form=form)
         expires_at = time.time() + asked.valid_s
         deed = Deed(action="make worker token", objects=[asked.name] if asked.name else [], experiment=asked.experiment)
         try:
-            token = self._tokens.issue_for_worker(asked.experiment, expires_at=expires_at, name=asked.name)
+            with self.admission.audit.of(deed, claim=claim, request=request):
+                token = self.tokens.issue_for_worker(asked.experiment, expires_at=expires_at, name=asked.name)
         except ConfigError as error:
-            self._audit.write(deed, claim=claim, request=request, error=error)
             raise Problem(400, str(error)) from error
-        self._audit.write(deed, claim=claim, request=request)
         answer = IssuedToken(token=token, expires_at=expires_at)
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

@@ -6,9 +6,11 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -17,6 +19,7 @@ from agl.errors import ConfigError, StoreError
 from agl.hints import did_you_mean
 from agl.stores import shown_url
 from agl_gateway.access.certificate import certificate_of
+from agl_gateway.access.tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.supervisor import Place, Supervisor, listening, refusal
 from agl_gateway.record.spools import OFF, default_folder, left_text, spools_for
 from agl_gateway.service import BACKLOG, GatewayService, Settings, bind_error
@@ -27,37 +30,18 @@ from agl_inspect.retention import RetentionLimits, retaining
 from agl_inspect.stores import as_url, build_store, command
 from agl_inspect.terminal import manager_of, seconds_of
 from agl_run import settle_heap, signing_keys
-from agl_run.access import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 
-_ENV = "AGL_TOKEN"
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
 _MIN_KEY = 16
-_FILE = "_FILE"
-"""Ends the name of a variable that names a file with the token, instead of holding it."""
-
 _WAKE_S = 0.2
 _OPEN_PAUSES = 5
-_TELL_S = 30.0
+_SAY_S = 30.0
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "false", "no"), False)}
 
 
-class _ServeCommand(click.Command):
-    """``agl serve``, which ``--tinker`` makes ``agl tinker serve``."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        if "--tinker" not in args or parent is None:
-            return super().make_context(info_name, args, parent, **extra)
-        # Without agl-tinker this is a usage error that says what to install.
-        tinker = cast("click.Group", cast("click.Group", parent.command).get_command(parent, "tinker"))
-        serve = cast("click.Command", tinker.get_command(parent, "serve"))
-        rest = [word for word in args if word != "--tinker"]
-        return serve.make_context(f"{info_name} --tinker", rest, parent, **extra)
-
-
-@click.command(cls=_ServeCommand)
+@click.command()
 @click.option("--store", "url", required=True, help="The store's URL, or a SQLite file such as runs.db.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=4747, show_default=True, help="Port to listen on; 0 takes any free one.")
@@ -103,7 +87,7 @@ class _ServeCommand(click.Command):
     "--reward-threshold",
     type=float,
     metavar="REWARD",
-    help="Keep the others too if their reward reaches this.",
+    help="Keep every other conversation whose reward reaches this.",
 )
 @click.option(
     "--reward-wait",
@@ -112,13 +96,13 @@ class _ServeCommand(click.Command):
     default="1h",
     show_default=True,
     metavar="DURATION",
-    help="Time for that reward after a conversation's end.",
+    help="Time after a conversation's end for the reward of --reward-threshold.",
 )
 @click.option(
     "--max-spans-per-minute",
     default=0,
     metavar="N",
-    help="Calls of a minute after which no further conversation is recorded; 0 for no limit.",
+    help="Recorded calls per minute beyond which no further conversation is recorded; 0 for no limit.",
 )
 @click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
 @click.option(
@@ -136,7 +120,9 @@ class _ServeCommand(click.Command):
 )
 @click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate's chain in PEM: listen with TLS alone.")
 @click.option(
-    "--tls-key", type=click.Path(path_type=Path), help="Its private key in PEM, unless it is in the same file."
+    "--tls-key",
+    type=click.Path(path_type=Path),
+    help="Private key of --tls-cert in PEM, unless it is in the same file.",
 )
 @click.option(
     "--audit-log",
@@ -157,19 +143,13 @@ class _ServeCommand(click.Command):
     "known_hosts",
     multiple=True,
     metavar="NAME",
-    help="Host name for which both answer without a token.",
+    help="Host name for which /metrics and /openapi.json also answer without a token; repeatable.",
 )
 @click.option(
     "--helper-match",
     default="",
     metavar="REGEX",
-    help="Mark calls whose opening it is found in as helper calls, which do not train.",
-)
-@click.option(
-    "--helper-max-tokens",
-    default=0,
-    metavar="N",
-    help="Mark calls without tools for at most so many tokens likewise.",
+    help="Mark calls as helper calls, which do not train, if their opening matches.",
 )
 @click.option(
     "--native-api",
@@ -184,8 +164,9 @@ class _ServeCommand(click.Command):
     metavar="DURATION",
     help="Remove rollouts that finished longer ago, such as 30d: at the start, and every hour.",
 )
-@click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, likewise.")
-@click.option("--tinker", is_flag=True, expose_value=False, help="Serve Tinker's API instead: agl tinker serve.")
+@click.option(
+    "--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, and remove the others."
+)
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -203,23 +184,17 @@ def serve(
     **settings: Any,
 ) -> None:
     """Serve a store and a gateway to other processes."""
+    if idle_s <= 0:
+        raise ConfigError("--conversation-idle must be above 0; write 30m, 2h or 1d")
     manager, url = manager_of(ctx), as_url(url)
     parsed = [parse_upstream(text) for text in upstreams]
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(signing_keys())
     certificate = certificate_of(settings.pop("tls_cert"), settings.pop("tls_key"))
-    audit_log = str(settings.pop("audit_log") or "")
+    settings["audit_log"] = str(settings["audit_log"] or "")
     share = Share(**{one.name: settings.pop(one.name) for one in fields(Share)})
-    found = Settings(
-        host=host,
-        port=port,
-        conversation_idle_s=_idle(idle_s),
-        is_shared=True,
-        share=share,
-        audit_log=audit_log,
-        **settings,
-    )
+    found = Settings(host=host, port=port, conversation_idle_s=idle_s, is_shared=True, share=share, **settings)
     retention = RetentionLimits.of(older_than, keep)
 
     async def run(place: Place | None = None) -> None:
@@ -253,7 +228,11 @@ def serve(
         )
         is_first = place is None or place.group.number == 0
         await _serve(
-            service, url, source, split, retention=retention if is_first else None, place=place, stopping=stopping
+            service,
+            partial(_banner, service, store_url=url, token_source=source, split=split),
+            retention=retention if is_first else None,
+            place=place,
+            stopping=stopping,
         )
 
     if workers > 1:
@@ -280,22 +259,26 @@ def _supervised(
 
 def _stopping(place: Place | None) -> asyncio.Event:
     """Return an event that is set when a signal arrives, or the parent of one of several processes is gone."""
-    stopping = asyncio.Event()
-    _on_signals(stopping)
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, stopping.set)
+        except NotImplementedError:  # on Windows
+            signal.signal(number, lambda _number, _frame: stopping.set())
     if place is not None:
-        asyncio.get_running_loop().add_reader(place.parent, stopping.set)
+        loop.add_reader(place.parent, stopping.set)
     return stopping
 
 
 async def wait_for_store(store: Store, shown: str, stopping: asyncio.Event) -> bool:
     """Return true once the store answers, false if ``stopping`` is set before; says every half minute that it waits."""
-    told_at = float("-inf")
+    said_at = float("-inf")
     while not stopping.is_set():
         try:
             await store.cursor()
         except StoreError as error:
-            if time.monotonic() - told_at > _TELL_S:
-                told_at = time.monotonic()
+            if time.monotonic() - said_at > _SAY_S:
+                said_at = time.monotonic()
                 click.echo(f"the store {shown} does not answer; the gateway starts once it does: {error}", err=True)
             for _ in range(_OPEN_PAUSES):
                 await _wait(stopping)
@@ -319,33 +302,29 @@ def parse_upstream(text: str) -> Upstream:
     if unknown:
         hint = did_you_mean(unknown[0], _UPSTREAM_KEYS, otherwise=f"known are {sorted(_UPSTREAM_KEYS)}")
         raise ConfigError(f"--upstream {text!r} has unknown settings {unknown}; {hint}")
+    is_trained = _TRUTHS.get(given.get("trained", "no").lower())
+    if is_trained is None:
+        raise ConfigError(f"--upstream {text!r} has trained={given['trained']}; write trained=1, or leave it away")
     return Upstream(
         name=name,
         base_url=base_url,
         model=given.get("model", ""),
         api_key_env=given.get("key_env", ""),
         aliases=tuple(alias for alias in given.get("aliases", "").split("|") if alias),
-        is_trained=_is_trained(given["trained"], text) if "trained" in given else False,
+        is_trained=is_trained,
         model_version=given.get("version", ""),
     )
-
-
-def _is_trained(value: str, text: str) -> bool:
-    found = _TRUTHS.get(value.lower())
-    if found is None:
-        raise ConfigError(f"--upstream {text!r} has trained={value}; write trained=1, or leave it away")
-    return found
 
 
 def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
     """Return the admin token and its source in words: the environment, else a file that only this user can read.
 
-    An existing file is kept, so clients survive a restart. A file may hold several tokens, one a line, and is read
-    again when it changes.
+    An existing file stays as it is, so clients survive a restart. A file may hold several tokens, one a line, and is
+    read again when it changes.
     """
-    if given := os.environ.get(_ENV, ""):
-        return given, f"the environment variable {_ENV}"
-    named = os.environ.get(_ENV + _FILE, "")
+    if given := os.environ.get(ADMIN_ENV, ""):
+        return given, f"the environment variable {ADMIN_ENV}"
+    named = os.environ.get(f"{ADMIN_ENV}_FILE", "")
     path = token_file or (Path(named) if named else state_dir() / "serve-token")
     try:
         if not path.exists():
@@ -357,36 +336,21 @@ def admin_key_of(token_file: Path | None) -> tuple[str | Keys, str]:
     except OSError as error:
         raise ConfigError(
             f"the admin token's file {path} cannot be made or read ({error}); choose another with --token-file, "
-            f"or set {_ENV}"
+            f"or set {ADMIN_ENV}"
         ) from error
 
 
 def client_key_of() -> str | Keys:
     """Return the keys of conversation clients from the environment or its file; ``""`` if neither is set."""
-    key, named = os.environ.get(_CLIENT_ENV, ""), os.environ.get(_CLIENT_ENV + _FILE, "")
+    key = os.environ.get(_CLIENT_ENV, "")
     if key and len(key) < _MIN_KEY:
         raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
-    if key or not named:
-        return key
-    try:
-        return KeyFile(Path(named), purpose="client token")
-    except OSError as error:
-        raise ConfigError(
-            f"the client token's file {named}, from {_CLIENT_ENV}{_FILE}, cannot be read: {error}"
-        ) from error
-
-
-def _idle(seconds: float) -> float:
-    if seconds <= 0:
-        raise ConfigError("--conversation-idle must be above 0; write 30m, 2h or 1d")
-    return seconds
+    return named_keys(_CLIENT_ENV, purpose="client token") or ""
 
 
 async def _serve(
     service: GatewayService,
-    store_url: str,
-    token_source: str,
-    split: Split | None,
+    banner: Callable[[str], list[str]],
     *,
     retention: RetentionLimits | None,
     place: Place | None,
@@ -394,17 +358,11 @@ async def _serve(
 ) -> None:
     """Serve until ``stopping`` is set, then write what is recorded."""
     try:
-        url = await service.start()
-        lines = [
-            *_banner(service, url, store_url, token_source),
-            *_conversation_banner(service, url, split, store_url),
-            "stop with Ctrl-C",
-        ]
+        lines = banner(await service.start())
         if place is not None:
             place.report(lines=lines)
         else:
-            for line in lines:
-                click.echo(line)
+            click.echo("\n".join(lines))
         settle_heap()
         async with retaining(service.store, retention, say=click.echo):
             while not stopping.is_set():
@@ -412,40 +370,21 @@ async def _serve(
     finally:
         left = await service.stop()
         await service.store.close()
-    told = left_text(left, service.spool_path) if left else "everything recorded is in the store"
+    last = left_text(left, service.spool_path) if left else "everything recorded is in the store"
     who = "" if place is None else f"process {place.group.number} "
-    click.echo(f"{who}stopped: {told}", err=True)
+    click.echo(f"{who}stopped: {last}", err=True)
 
 
 async def _wait(stopping: asyncio.Event) -> None:
     """Wait for the event in short intervals: Windows delivers signals only between wake-ups."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(_WAKE_S):
             await stopping.wait()
-    except TimeoutError:
-        return
 
 
-def _on_signals(stopping: asyncio.Event) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        try:
-            loop.add_signal_handler(number, stopping.set)
-        except NotImplementedError:
-            signal.signal(number, _setter(loop, stopping))
-
-
-def _setter(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Callable[[int, object], None]:
-    def stop(number: int, frame: object) -> None:
-        del number, frame
-        loop.call_soon_threadsafe(stopping.set)
-
-    return stop
-
-
-def _banner(service: GatewayService, url: str, store_url: str, token_source: str) -> list[str]:
+def _banner(service: GatewayService, url: str, *, store_url: str, token_source: str, split: Split | None) -> list[str]:
     policies = ", ".join(service.router.targets) or "none; add one with --upstream NAME=URL"
-    return [
+    lines = [
         f"serving {shown_url(store_url)} at {url}",
         f"  admin token  in {token_source}",
         f'  runners      AGL_TOKEN=<admin token>, store = "{url}"',
@@ -454,12 +393,11 @@ def _banner(service: GatewayService, url: str, store_url: str, token_source: str
         f"  spool        {service.spool_path or 'none; the store takes every call at once'}",
         f"  API          {url}/openapi.json, {url}/metrics, {url}/healthz, {url}/v1/traces (OTLP)",
     ]
-
-
-def _conversation_banner(service: GatewayService, url: str, split: Split | None, store_url: str) -> list[str]:
-    clients = f"  clients      OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<{_CLIENT_ENV}, or the admin token>"
-    if split is None:
-        return [clients] if service.has_conversations else []
-    shares = ", ".join(f"{label} {share:g}" for label, share in split.shares.items())
-    report = command("resources", "split", *split.shares, store_url=store_url)
-    return [f"  split        {shares}; the report is {url}/split, or: {report}", clients]
+    if split is not None:
+        shares = ", ".join(f"{label} {share:g}" for label, share in split.shares.items())
+        report = command("resources", "split", *split.shares, store_url=store_url)
+        lines.append(f"  split        {shares}; the report is {url}/split, or: {report}")
+    if service.has_conversations:
+        key = f"<{_CLIENT_ENV}, or the admin token>"
+        lines.append(f"  clients      OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY={key}")
+    return [*lines, "stop with Ctrl-C"]

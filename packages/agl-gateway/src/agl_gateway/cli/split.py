@@ -1,5 +1,7 @@
 """``agl resources split``: reports the rewards of a serving split's arms, and promotes on that evidence."""
 
+from functools import partial
+
 import click
 
 from agl import PluginManager
@@ -50,7 +52,12 @@ def split_(
         raise ConfigError(f"the arms {' '.join(names)} cannot be compared; name two different labels or more")
     if promoted:
         bar = Criterion(confidence=confidence, min_gain=min_gain, min_rollouts=min_rollouts)
-        _promote(manager, promoted, names, bar, experiment, reason, store_url, as_json)
+        promote = partial(_promote, name=promoted, labels=names, bar=bar, experiment=experiment, reason=reason)
+        made, numbers = with_store(manager, store_url, promote)
+        if as_json:
+            print_json(made)
+        else:
+            click.echo(f"{promoted}: {names[0]} is now {made.version} ({numbers})")
         return
 
     async def work(store: Store) -> SplitReport:
@@ -88,30 +95,15 @@ async def better_arm(store: Store, name: str, pair: tuple[str, str], bar: Criter
     return check_better(old, new, bar)
 
 
-def _promote(
-    manager: PluginManager,
-    name: str,
-    labels: tuple[str, ...],
-    bar: Criterion,
-    experiment: str | None,
-    reason: str,
-    store_url: str | None,
-    as_json: bool,
-) -> None:
+async def _promote(
+    store: Store, *, name: str, labels: tuple[str, ...], bar: Criterion, experiment: str | None, reason: str
+) -> tuple[LabelMove, str]:
     if len(labels) != 2:
         raise ConfigError(f"--promote compares two arms and got {len(labels)}: {' '.join(labels)}; name two labels")
     old, new = labels
-
-    async def work(store: Store) -> tuple[LabelMove, str]:
-        numbers = await better_arm(store, name, (old, new), bar, experiment=experiment)
-        version = (await pins_of(store, (old, new)))[new][name]
-        return await move(store, name, old, version, reason=reason or numbers), numbers
-
-    made, numbers = with_store(manager, store_url, work)
-    if as_json:
-        print_json(made)
-    else:
-        click.echo(f"{name}: {old} is now {made.version} ({numbers})")
+    numbers = await better_arm(store, name, (old, new), bar, experiment=experiment)
+    version = (await pins_of(store, (old, new)))[new][name]
+    return await move(store, name, old, version, reason=reason or numbers), numbers
 
 
 def _row(arm: ArmReport) -> tuple[str, ...]:

@@ -22,21 +22,97 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO
+from dataclasses import dataclass
+from typing import IO, Literal
 
 import msgspec
 
 from agl.contracts import Store, Upstream
 from agl.errors import AglError, CaptureError, ConfigError
 from agl_gateway.processes.loop_thread import LoopThread
-from agl_gateway.processes.process_lines import LONGEST, Beginning, GateState, Note, Order, line
-from agl_gateway.processes.supervisor import listening
+from agl_gateway.processes.supervisor import Restarts, listening
 from agl_gateway.record.spools import OFF
 from agl_gateway.relay.routing import Router
 from agl_gateway.service import BACKLOG, Settings, bind_error
-from agl_gateway.store_api.contract import error_of
+from agl_gateway.store_api.contract import Fault, error_of
 from agl_gateway.traffic.arms import with_distinct_names
-from agl_run.access import Secret
+from agl_run.access.tokens import Secret
+
+LONGEST = 2**24
+"""Largest line in bytes; the upstreams of thousands of replicas fit."""
+
+
+class GateState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The state of a policy's calls: held or not, and the version and model that they have; ``""`` as at the start."""
+
+    is_paused: bool = False
+    model_version: str = ""
+    model: str = ""
+
+
+class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything that a process needs to serve.
+
+    Attributes:
+        spool: Folder for the spool.
+        tls_cert: As for :class:`agl_gateway.embedded.EmbeddedGateway`, like ``tls_key``.
+        plugins: Environment that makes it load the same plugins.
+        keys: Keys of attempt tokens, one a line.
+        gates: State of the policies that were paused or resumed before.
+    """
+
+    store_url: str
+    settings: Settings
+    spool: str
+    keys: bytes
+    upstreams: tuple[Upstream, ...]
+    tls_cert: str = ""
+    tls_key: str = ""
+    plugins: dict[str, str] = {}
+    gates: dict[str, GateState] = {}
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """From the owner: ``begin``, ``pause`` or ``resume`` a policy, ``settle`` an attempt, say that you live, ``stop``.
+
+    Attributes:
+        name: The policy, or the attempt's id.
+        drain_s: Seconds that a pause waits for calls under way.
+        gate: What calls carry after ``resume``.
+        keys: New keys of attempt tokens, with ``beat``; empty for the ones before.
+    """
+
+    kind: Literal["begin", "pause", "resume", "settle", "beat", "stop"]
+    number: int = 0
+    beginning: Beginning | None = None
+    name: str = ""
+    drain_s: float = 0.0
+    gate: GateState | None = None
+    keys: bytes = b""
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """From the process: an order is ``done``, or a line for the ``log``.
+
+    Attributes:
+        text: The URL after ``begin``, the last words after ``stop``; the line.
+        fault: The error for which the order could not be carried out.
+        logger: Name of the line's logger.
+        level: Number of the line's level.
+    """
+
+    kind: Literal["done", "log"]
+    number: int = 0
+    text: str = ""
+    fault: Fault | None = None
+    logger: str = ""
+    level: int = 0
+
+
+def line(message: Order | Note) -> bytes:
+    """Return a message as a line."""
+    return msgspec.json.encode(message) + b"\n"
+
 
 PROGRAM = (sys.executable, "-m", "agl_gateway.processes.program")
 """The command of the process, before its arguments."""
@@ -58,21 +134,18 @@ SILENCES = 2
 PATIENCE_S = 120.0
 """Seconds that an attempt's end waits for a process that is started again."""
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 30.0
-_STEADY_S = 30.0
-"""Seconds after which a process that ends is started again at once, whatever came before."""
-
-_TOLD = 2_000
+_ASK_AGAIN_S = 0.1
+_LAST_WORDS = 2_000
 """Last characters of the process's errors that a message quotes."""
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class GatewayProcess:
     """Implements :class:`agl.contracts.Gateway` with a process of its own. May be called from any event loop.
 
-    Args:
+    Attributes:
         store_url: The store, which the process opens by itself.
         settings: The gateway's address and limits.
         spool: Folder for calls that the store does not take at once.
@@ -80,35 +153,20 @@ class GatewayProcess:
         plugins: Environment that makes the process load the same plugins.
         program: The command of the process.
         health_s: Seconds in which it must answer the question whether it lives; asked again once before it is ended.
-
-    Attributes:
         restarts: How often the process was started again.
     """
 
-    def __init__(
-        self,
-        *,
-        store_url: str,
-        settings: Settings,
-        spool: str,
-        tls_cert: str = "",
-        tls_key: str = "",
-        plugins: Mapping[str, str] | None = None,
-        program: Sequence[str] = PROGRAM,
-        health_s: float = HEALTH_S,
-    ) -> None:
-        self._health_s = health_s
-        self._beginning = Beginning(
-            store_url=store_url,
-            settings=settings,
-            spool=spool,
-            keys=b"",
-            upstreams=(),
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            plugins=dict(plugins or {}),
-        )
-        self._program = tuple(program)
+    store_url: str
+    settings: Settings
+    spool: str
+    tls_cert: str = ""
+    tls_key: str = ""
+    plugins: Mapping[str, str] | None = None
+    program: Sequence[str] = PROGRAM
+    health_s: float = HEALTH_S
+
+    def __post_init__(self) -> None:
+        self._upstreams: tuple[Upstream, ...] = ()
         self._thread = LoopThread("agl-gateway")
         self._secret: Secret = b""
         self._gates: dict[str, GateState] = {}
@@ -140,7 +198,7 @@ class GatewayProcess:
         names = Router(with_distinct_names(upstreams)).targets
         self._gates = {name: GateState() for name in names}
         self._secret, self._over = secret, asyncio.Event()
-        self._beginning = msgspec.structs.replace(self._beginning, upstreams=tuple(upstreams))
+        self._upstreams = tuple(upstreams)
         self._thread.start()
         try:
             return await self._thread.run(self._start)
@@ -178,7 +236,7 @@ class GatewayProcess:
         await self._thread.run(lambda: self._settle(attempt_id))
 
     async def _start(self) -> str:
-        where = self._beginning.settings.host, self._beginning.settings.port
+        where = self.settings.host, self.settings.port
         try:
             self._listener = listening(*where, backlog=BACKLOG)
         except OSError as error:
@@ -225,28 +283,19 @@ class GatewayProcess:
 
     async def _tell(self, order: Order) -> None:
         """Give an order, and return once it is carried out or the process has ended."""
-
-        async def tell() -> None:
-            note = await self._ask(order)
-            if note is not None and note.fault is not None:
-                raise error_of(note.fault)
-
-        await self._thread.run(tell)
+        await self._thread.run(lambda: self._ask(order))
 
     async def _settle(self, attempt_id: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            note = await self._ask(Order(kind="settle", name=attempt_id))
-            if note is not None and note.fault is not None:
-                raise error_of(note.fault)
-            if note is not None:
+            if await self._ask(Order(kind="settle", name=attempt_id)) is not None:
                 return
             if time.monotonic() > deadline:
                 raise CaptureError(
                     f"the gateway's process, which may hold calls of attempt {attempt_id!r}, does not come back: "
                     f"{self._last_words}"
                 )
-            await asyncio.sleep(_FIRST_PAUSE_S)
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _launch(self) -> tuple[asyncio.StreamReader, str]:
         """Start the process; returns where its notes arrive, and the URL at which it serves.
@@ -261,7 +310,7 @@ class GatewayProcess:
         with its:
             self._process = await asyncio.to_thread(
                 subprocess.Popen,
-                [*self._program, *map(str, (*numbers, os.getpid()))],
+                [*self.program, *map(str, (*numbers, os.getpid()))],
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -269,7 +318,17 @@ class GatewayProcess:
                 start_new_session=True,
             )
         reader, self._writer = await asyncio.open_connection(sock=mine, limit=LONGEST)
-        beginning = msgspec.structs.replace(self._beginning, keys=self._keys(), gates=dict(self._gates))
+        beginning = Beginning(
+            store_url=self.store_url,
+            settings=self.settings,
+            spool=self.spool,
+            keys=self._keys(),
+            upstreams=self._upstreams,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            plugins=dict(self.plugins or {}),
+            gates=dict(self._gates),
+        )
         order = Order(kind="begin", number=next(self._numbers), beginning=beginning)
         self._send(order)
         try:
@@ -295,28 +354,25 @@ class GatewayProcess:
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
         """Follow the process, and start it again when it ends."""
-        pause_s, began = _FIRST_PAUSE_S, time.monotonic()
+        restarts, began, error = Restarts(), time.monotonic(), None
         while True:
-            await self._listen(reader)
-            error: AglError = await self._ended()
-            while True:
-                if self._over.is_set():
-                    return
-                if time.monotonic() - began > _STEADY_S:
-                    pause_s = _FIRST_PAUSE_S
-                self._last_words = str(error)
-                _log.warning("%s; it is started again in %g s", error, pause_s)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._over.wait(), pause_s)
-                    return
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                self.restarts += 1
-                began = time.monotonic()
-                try:
-                    reader, _ = await self._launch()
-                    break
-                except AglError as ended:
-                    error = ended
+            if error is None:
+                await self._listen(reader)
+                error = await self._ended()
+            if self._over.is_set():
+                return
+            pause_s = restarts.pause_s(ran_s=time.monotonic() - began)
+            self._last_words = str(error)
+            _log.warning("%s; it is started again in %g s", error, pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), pause_s)
+                return
+            self.restarts += 1
+            began, error = time.monotonic(), None
+            try:
+                reader, _ = await self._launch()
+            except AglError as failure:
+                error = failure
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Follow the process's notes until it ends, or is ended because it hangs."""
@@ -334,7 +390,7 @@ class GatewayProcess:
         while silences < SILENCES:
             keys = self._keys()
             try:
-                async with asyncio.timeout(self._health_s):
+                async with asyncio.timeout(self.health_s):
                     await self._ask(Order(kind="beat", keys=b"" if keys == known else keys))
             except TimeoutError:
                 silences += 1
@@ -355,16 +411,22 @@ class GatewayProcess:
             self._answered(note.number, note)
 
     async def _ask(self, order: Order) -> Note | None:
-        """Give an order; returns the answer, or ``None`` if no process is there or it ends first."""
+        """Give an order; returns the answer, or ``None`` if no process is there or it ends first.
+
+        Raises the error for which the order could not be carried out.
+        """
         if self._writer is None or self._writer.is_closing():
             return None
         numbered = msgspec.structs.replace(order, number=next(self._numbers))
         self._answers[numbered.number] = answered = asyncio.get_running_loop().create_future()
         self._send(numbered)
         try:
-            return await answered
+            note: Note | None = await answered
         finally:
             self._answers.pop(numbered.number, None)
+        if note is not None and note.fault is not None:
+            raise error_of(note.fault)
+        return note
 
     def _answered(self, number: int, note: Note | None) -> None:
         answer = self._answers.get(number)
@@ -385,9 +447,9 @@ class GatewayProcess:
         for number in tuple(self._answers):
             self._answered(number, None)
         errors.seek(0)
-        told = errors.read().decode("utf-8", "replace")[-_TOLD:].strip()
+        said = errors.read().decode("utf-8", "replace")[-_LAST_WORDS:].strip()
         errors.close()
-        return CaptureError(f"the gateway's process {process.pid} ended with {code}{f': {told}' if told else ''}")
+        return CaptureError(f"the gateway's process {process.pid} ended with {code}{f': {said}' if said else ''}")
 
     def _send(self, order: Order) -> None:
         if self._writer is not None and not self._writer.is_closing():

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -32,37 +33,28 @@ _RETRY_S = 0.5
 _SIBLING_RETRY_S = 0.05
 
 
+@dataclass(eq=False, kw_only=True)
 class Peers:
     """The other gateways on a store. Used in one event loop only.
 
-    Args:
+    Attributes:
         siblings: The other processes of this gateway.
         outage: While it is on, the gateways that were known last are asked.
-        start: Returns the id of this gateway's newest start.
+        newest_start: Returns the id of this gateway's newest start.
         admin_key: Returns a key that all gateways with the same secret accept.
         is_shared: Whether other gateways may answer calls of the same attempts: those of ``agl serve`` do.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        recorder: Recorder,
-        session: aiohttp.ClientSession,
-        *,
-        siblings: Siblings,
-        outage: Outage,
-        start: Callable[[], str],
-        admin_key: Callable[[], str],
-        is_shared: bool,
-    ) -> None:
-        self._siblings = siblings
-        self._outage = outage
-        self._start = start
-        self._store = store
-        self._recorder = recorder
-        self._session = session
-        self._admin_key = admin_key
-        self._is_shared = is_shared
+    store: Store
+    recorder: Recorder
+    session: aiohttp.ClientSession
+    siblings: Siblings
+    outage: Outage
+    newest_start: Callable[[], str]
+    admin_key: Callable[[], str]
+    is_shared: bool
+
+    def __post_init__(self) -> None:
         self._known: list[GatewayRecord] = []
         self._looked_at = float("-inf")
         self._context: ssl.SSLContext | None = None
@@ -85,27 +77,27 @@ class Peers:
         Raises:
             CaptureError: The store refused some of the calls, or a process does not come back.
         """
-        await self._recorder.settle(attempt_id)
-        for number in self._siblings.holding():
+        await self.recorder.settle(attempt_id)
+        for number in self.siblings.holding():
             await self._settle_sibling(number, attempt_id)
 
     async def gateways(self) -> list[GatewayRecord]:
         """Return the other gateways that live, one record for each; those known last if the store does not answer."""
         if self._has_peers:
-            await self._outage.unless(self._read, lambda: None)
+            await self.outage.unless(self._read, lambda: None)
         return self._others()
 
     async def start(self) -> str:
         """Return an id of the newest starts of all gateways, this one's first of all."""
         others = sorted(f"{each.group} {each.start}" for each in await self.gateways())
-        found = [f"{self.own_id} {self._start()}", *others]
+        found = [f"{self.own_id} {self.newest_start()}", *others]
         return blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest()
 
     async def ask(self, peer: GatewayRecord, path: str, body: Any) -> tuple[int, str]:
         """Return the status and the text of another gateway's answer; 0 and the reason if there is none."""
-        headers = {"authorization": f"Bearer {self._admin_key()}", PEER_HEADER: "1"}
+        headers = {"authorization": f"Bearer {self.admin_key()}", PEER_HEADER: "1"}
         try:
-            async with self._session.post(
+            async with self.session.post(
                 f"{peer.url}{path}", json=body, headers=headers, timeout=_TIMEOUT, ssl=self._trust(peer.url)
             ) as answer:
                 return answer.status, await answer.text()
@@ -115,13 +107,13 @@ class Peers:
     @property
     def own_id(self) -> str:
         """The id by which the others know this gateway, with all of its processes."""
-        if self._siblings.group is not None:
-            return self._siblings.group.group_id
-        return "" if self._recorder.spool is None else self._recorder.spool.gateway_id
+        if self.siblings.group is not None:
+            return self.siblings.group.group_id
+        return "" if self.recorder.spool is None else self.recorder.spool.gateway_id
 
     @property
     def _has_peers(self) -> bool:
-        return self._recorder.spool is not None and self._is_shared
+        return self.recorder.spool is not None and self.is_shared
 
     def _others(self) -> list[GatewayRecord]:
         """Return one record, the newest, for each other gateway that lives."""
@@ -139,57 +131,73 @@ class Peers:
     async def _read(self) -> None:
         """Read the gateways from the store, twice as often as they announce themselves."""
         if time.monotonic() - self._looked_at > BEAT_S / 2:
-            self._known = await gateways_of(self._store)
+            self._known = await gateways_of(self.store)
             self._looked_at = time.monotonic()
 
     async def _settle_sibling(self, number: int, attempt_id: str) -> None:
         """Ask until the process has stored its calls; one that was killed is started again on its spool."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            status, answer = await self._siblings.ask(number, "/settle", {"attempt_id": attempt_id})
-            if status == 200:
-                return
-            if status == 409:
-                raise CaptureError(_message_of(answer))
-            if status == 202:
-                deadline = time.monotonic() + _PATIENCE_S
-                continue
-            if time.monotonic() > deadline:
-                raise CaptureError(
-                    f"process {number} of this gateway may hold calls of attempt {attempt_id!r} and does not answer "
-                    f"({answer}); see why it cannot be started, then run the rollout again"
-                )
-            await asyncio.sleep(_SIBLING_RETRY_S)
+
+        async def ask() -> tuple[int, str]:
+            status, answer = await self.siblings.ask(number, "/settle", {"attempt_id": attempt_id})
+            return status, answer if isinstance(answer, str) else _message_of(answer)
+
+        left = await _until_settled(ask, pause_s=_SIBLING_RETRY_S)
+        if left:
+            raise CaptureError(
+                f"process {number} of this gateway may hold calls of attempt {attempt_id!r} and does not answer "
+                f"({left}); see why it cannot be started, then run the rollout again"
+            )
 
     async def _settle_at(self, peer: GatewayRecord, attempt_id: str) -> None:
         """Ask until the peer has stored its calls, or is gone by its signs of life."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            status, text = await self.ask(peer, "/settle", {"attempt_id": attempt_id})
-            if status == 200:
-                return
-            if status == 409:
-                raise CaptureError(text)
-            if status == 202:
-                deadline = time.monotonic() + _PATIENCE_S
-                continue
+
+        async def is_gone() -> bool:
             await self._look()
-            if not any(each.group == peer.group for each in self._others()):
-                _log.warning("%s; attempt %s ends without asking it for calls", peer, attempt_id)
-                return
-            if time.monotonic() > deadline:
-                raise CaptureError(
-                    f"the gateway {peer.url} on {peer.machine} may hold calls of attempt {attempt_id!r} and cannot be "
-                    f"asked from here ({text}): let the gateways of one store reach each other, and give each the "
-                    "name by which the others do with --advertise"
-                )
-            await asyncio.sleep(_RETRY_S)
+            return not any(each.group == peer.group for each in self._others())
+
+        left = await _until_settled(
+            lambda: self.ask(peer, "/settle", {"attempt_id": attempt_id}), pause_s=_RETRY_S, is_gone=is_gone
+        )
+        if left and await is_gone():
+            _log.warning("%s; attempt %s ends without asking it for calls", peer, attempt_id)
+        elif left:
+            raise CaptureError(
+                f"the gateway {peer.url} on {peer.machine} may hold calls of attempt {attempt_id!r} and cannot be "
+                f"asked from here ({left}): let the gateways of one store reach each other, and give each the "
+                "name by which the others do with --advertise"
+            )
 
     def _trust(self, url: str) -> ssl.SSLContext | bool:
         """Return what checks the certificate of another gateway, made once it is needed."""
         if url.startswith("https:") and self._context is None:
             self._context = client_context()
         return self._context or True
+
+
+async def _until_settled(
+    ask: Callable[[], Awaitable[tuple[int, str]]],
+    *,
+    pause_s: float,
+    is_gone: Callable[[], Awaitable[bool]] | None = None,
+) -> str:
+    """Ask for the end of an attempt until it has ended; returns ``""``, or the last answer of one that does not come.
+
+    Raises:
+        CaptureError: The store refused some of the calls.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        status, text = await ask()
+        if status == 200:
+            return ""
+        if status == 409:
+            raise CaptureError(text)
+        if status == 202:  # it lives, and asks for patience
+            deadline = time.monotonic() + _PATIENCE_S
+            continue
+        if (is_gone is not None and await is_gone()) or time.monotonic() > deadline:
+            return text
+        await asyncio.sleep(pause_s)
 
 
 def _message_of(answer: Any) -> str:

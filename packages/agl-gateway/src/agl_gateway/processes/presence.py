@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from agl.contracts import Presence, Store
@@ -91,90 +91,70 @@ async def gateways_of(store: Store, *, now: float = 0.0) -> list[GatewayRecord]:
     return [_record(presence, max(now, newest)) for presence in found]
 
 
+@dataclass(eq=False, kw_only=True)
 class GatewayPresence:
     """Announces a gateway with a spool until it ends. Used in one event loop only.
 
-    Args:
+    Attributes:
         url: Returns the address at which others reach it.
         start: Returns the id of its newest start.
         is_shared: See :class:`GatewayRecord`, like ``group``.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        recorder: Recorder,
-        *,
-        url: Callable[[], str],
-        start: Callable[[], str],
-        is_shared: bool,
-        group: str = "",
-    ) -> None:
-        self._group = group
-        self._start_id = start
-        self._is_shared = is_shared
-        self._store = store
-        self._recorder = recorder
-        self._url = url
-        self._session = new_trace_id()
-        self._since = time.time()
-        self._beat = 0
-        self._task: asyncio.Task[None] | None = None
+    store: Store
+    recorder: Recorder
+    url: Callable[[], str]
+    start: Callable[[], str]
+    is_shared: bool
+    group: str = ""
 
-    def start(self) -> None:
-        """Announce the gateway every ten seconds, and warn of those that are gone with calls in their spools."""
-        if self._recorder.spool is not None:
-            self._task = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        """Stop announcing; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+    def __post_init__(self) -> None:
+        self._session, self._since, self._beat = new_trace_id(), time.time(), 0
 
     async def leave(self, left: int) -> None:
         """Withdraw a gateway that ends with an empty spool; one with calls in it stays on record."""
-        if self._recorder.spool is None:
+        if self.recorder.spool is None:
             return
         try:
             async with asyncio.timeout(BEAT_S / 5):
                 if left:
                     await self._announce(is_ended=True)
                 else:
-                    await self._store.withdraw(GATEWAYS, [self._recorder.spool.gateway_id])
+                    await self.store.withdraw(GATEWAYS, [self.recorder.spool.gateway_id])
         except (StoreError, TimeoutError):
-            _log.warning("the store could not be told that this gateway ends; it will be listed as gone")
+            _log.warning("the store did not take the news that this gateway ends; it will be listed as gone")
 
-    async def _run(self) -> None:
-        has_looked = False
-        while True:
+    async def run(self) -> None:
+        """Announce the gateway every ten seconds, and warn once of those that are gone with calls in their spools."""
+        spool, has_looked = self.recorder.spool, False
+        while spool is not None:
             try:
                 await self._announce()
                 if not has_looked:
-                    await self._warn_of_gone()
+                    for gone in await gone_gateways(self.store, own=spool.gateway_id):
+                        _log.warning("%s; start a gateway on that machine to have them stored", gone)
                     has_looked = True
             except StoreError as error:
                 _log.debug("the gateway could not announce itself: %s", error)
             await asyncio.sleep(BEAT_S)
 
     async def _announce(self, *, is_ended: bool = False) -> None:
-        spool = self._recorder.spool
+        spool = self.recorder.spool
         assert spool is not None  # noqa: S101  # callers look
         self._beat += 1
         details: dict[str, Json] = {
-            "url": self._url(),
+            "url": self.url(),
             "machine": socket.gethostname(),
             "pid": os.getpid(),
             "spool": str(spool.file.path),
-            "calls": self._recorder.pending,
-            "bytes": self._recorder.pending_bytes,
+            "calls": self.recorder.pending,
+            "bytes": self.recorder.pending_bytes,
             "is_ended": is_ended,
-            "is_shared": self._is_shared,
-            "group": self._group,
-            "start": self._start_id(),
+            "is_shared": self.is_shared,
+            "group": self.group,
+            "start": self.start(),
         }
-        await self._store.announce(
+        await self.store.announce(
             Presence(
                 experiment=GATEWAYS,
                 member=spool.gateway_id,
@@ -185,18 +165,11 @@ class GatewayPresence:
             )
         )
 
-    async def _warn_of_gone(self) -> None:
-        for gone in await gone_gateways(self._store, own=self._own()):
-            _log.warning("%s; start a gateway on that machine to have them stored", gone)
 
-    def _own(self) -> tuple[str, ...]:
-        return () if self._recorder.spool is None else (self._recorder.spool.gateway_id,)
-
-
-async def gone_gateways(store: Store, *, own: Sequence[str] = (), now: float = 0.0) -> list[GatewayRecord]:
-    """Return the gateways that are gone with calls in their spools, other than ``own``; see :func:`gateways_of`."""
+async def gone_gateways(store: Store, *, own: str = "", now: float = 0.0) -> list[GatewayRecord]:
+    """Return the gateways that are gone with calls in their spools, but not ``own``; see :func:`gateways_of`."""
     found = await gateways_of(store, now=now)
-    return [each for each in found if each.is_gone and each.calls and each.member not in own]
+    return [each for each in found if each.is_gone and each.calls and each.member != own]
 
 
 def _record(presence: Presence, now: float) -> GatewayRecord:

@@ -1,7 +1,7 @@
 """The program of a gateway in a process of its own: ``python -m agl_gateway.processes.program LISTENER CONTROL OWNER``.
 
 LISTENER is a socket that listens already and stays the owner's, so that its address outlives this process. CONTROL is
-one end of a socket pair over which the owner gives orders (:mod:`agl_gateway.processes.process_lines`), OWNER the
+one end of a socket pair over which the owner gives orders (:mod:`agl_gateway.processes.gateway_process`), OWNER the
 owner's process id. The program ends at the owner's order, and at once when its owner is gone, after ``kill -9`` too.
 """
 
@@ -22,13 +22,13 @@ import msgspec
 from agl import PluginManager
 from agl.errors import AglError
 from agl_gateway.access.certificate import certificate_of
-from agl_gateway.processes.process_lines import LONGEST, Beginning, GateState, Note, Order, line
+from agl_gateway.processes.gateway_process import LONGEST, Beginning, GateState, Note, Order, line
 from agl_gateway.record.spools import left_text, spools_for
 from agl_gateway.service import GatewayService
 from agl_gateway.store_api.contract import Fault, fault_of
 from agl_inspect.stores import build_store
 from agl_run import settle_heap
-from agl_run.access import AttemptTokens
+from agl_run.access.tokens import AttemptTokens
 
 _log = logging.getLogger(__name__)
 
@@ -148,13 +148,13 @@ async def _follow(service: GatewayService, order: Order) -> None:
     if order.kind == "settle":
         await service.recorder.settle(order.name)
     elif order.kind == "pause":
-        await service.relay.gates[order.name].pause(drain_s=order.drain_s)
+        await service.router.gates[order.name].pause(drain_s=order.drain_s)
     elif order.gate is not None:
-        service.relay.gates[order.name].resume(model_version=order.gate.model_version, model=order.gate.model)
+        service.router.gates[order.name].resume(model_version=order.gate.model_version, model=order.gate.model)
 
 
 async def _set_gate(service: GatewayService, name: str, state: GateState) -> None:
-    gate = service.relay.gates[name]
+    gate = service.router.gates[name]
     gate.resume(model_version=state.model_version, model=state.model)
     if state.is_paused:
         await gate.pause(drain_s=0.0)

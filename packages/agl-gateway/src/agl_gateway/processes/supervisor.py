@@ -37,9 +37,22 @@ _MAX_PATH = 100
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Restarts:
+    """The pauses before a process that ends is started again: longer each time, and short after a steady run."""
+
+    def __init__(self) -> None:
+        self._next_s = _FIRST_PAUSE_S
+
+    def pause_s(self, *, ran_s: float) -> float:
+        """Return the pause after a process that ran for ``ran_s`` seconds."""
+        pause_s = _FIRST_PAUSE_S if ran_s > _STEADY_S else self._next_s
+        self._next_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a process is given by its parent.
+    """The things that a process gets from its parent.
 
     Attributes:
         listener: The socket on which all processes listen.
@@ -67,11 +80,11 @@ class _Process:
 
 @dataclass(kw_only=True)
 class _Slot:
-    """The place of a process, whichever holds it."""
+    """The slot of a process, whichever holds it."""
 
     process: _Process | None = None
     spools: frozenset[Path] = frozenset()
-    pause_s: float = _FIRST_PAUSE_S
+    restarts: Restarts = field(default_factory=Restarts)
     due_at: float = 0.0
 
 
@@ -233,14 +246,14 @@ class Supervisor:
         for line in lines:
             self._take(number, process, json.loads(line))
 
-    def _take(self, number: int, process: _Process, told: dict[str, Any]) -> None:
-        if "error" in told:
-            self._error = told["error"]
-        if "spools" in told:
-            self._slots[number].spools = frozenset(Path(path) for path in told["spools"])
-        if "lines" in told:
+    def _take(self, number: int, process: _Process, report: dict[str, Any]) -> None:
+        if "error" in report:
+            self._error = report["error"]
+        if "spools" in report:
+            self._slots[number].spools = frozenset(Path(path) for path in report["spools"])
+        if "lines" in report:
             process.is_serving = True
-            for line in told["lines"] if not self._has_served else ():
+            for line in report["lines"] if not self._has_served else ():
                 self.say(line)
             self._has_served = True
             self.say(f"process {number} of {self.count} serves as {process.pid}")
@@ -274,21 +287,18 @@ class Supervisor:
             self._stop(signal.SIGTERM)
             return
         now = time.monotonic()
-        if now - process.started_at > _STEADY_S:
-            slot.pause_s = _FIRST_PAUSE_S
-        slot.due_at = now + slot.pause_s
+        pause_s = slot.restarts.pause_s(ran_s=now - process.started_at)
+        slot.due_at = now + pause_s
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         reason = f" ({self._error})" if self._error else ""
         self._error = ""
-        self.say(
-            f"process {number} of {self.count} ({process.pid}) {how}{reason}; it is started again in {slot.pause_s:g} s"
-        )
-        slot.pause_s = min(2 * slot.pause_s, _LONGEST_PAUSE_S)
+        who = f"process {number} of {self.count} ({process.pid})"
+        self.say(f"{who} {how}{reason}; it is started again in {pause_s:g} s")
 
 
-def _write(writer: int, **told: Any) -> None:
-    """Tell the parent, in one line; nobody is told where it is gone."""
-    left = json.dumps(told).encode() + b"\n"
+def _write(writer: int, **report: Any) -> None:
+    """Report to the parent, in one line; where it is gone, nothing happens."""
+    left = json.dumps(report).encode() + b"\n"
     with suppress(BrokenPipeError):
         while left:
             left = left[os.write(writer, left) :]
@@ -296,10 +306,8 @@ def _write(writer: int, **told: Any) -> None:
 
 def listening(host: str, port: int, *, backlog: int) -> socket.socket:
     """Return a socket that listens at an address, for several processes; raises :class:`OSError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.getaddrinfo(
-        host or None, port, family=0 if host else family, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
+    family = 0 if host else socket.AF_INET
+    found = socket.getaddrinfo(host or None, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:

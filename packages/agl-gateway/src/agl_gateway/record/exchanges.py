@@ -4,16 +4,19 @@ An exchange becomes one ``chat`` span per sampled choice, by the GenAI conventio
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from agl import semconv
+from agl.contracts import Upstream
 from agl.dialects import Exchange, Request, calls_of
 from agl.schemas import Json, Span, new_trace_id
 from agl.tracing import WHO_HEADER, chat_spans, decode_names
+from agl_gateway.recent import Recent
 from agl_gateway.relay.callers import HelperRules, Origin
+from agl_gateway.traffic.arms import CallRoute, policy_of
+from agl_gateway.wire.translation import Outgoing
 
 _RETRY_MEMORY = 20_000
 _MAX_CLIENT = 200
@@ -49,32 +52,64 @@ class CallContext:
         return self.names or self.origin.names
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedExchange:
-    """A finished exchange with everything that its spans need.
+@dataclass(kw_only=True, slots=True, eq=False)
+class CallRecord:
+    """One call as far as its stages have come; the recorder makes its spans once it has ended.
 
     Attributes:
-        start_ns: Unix nanoseconds at the request's last byte; ``end_ns`` at the response's last.
-        want_ids: Whether token ids were asked for.
-        arm: The label of the rollout's arm in the split; ``""`` if it is in none.
-        notes: Attributes that name the parameters of sampling that the agent asked for in training.
+        outgoing: What the policy's server gets.
+        route: Where it goes; ``None`` before that is decided.
+        model_version: The version that serves it.
+        start_ns: Unix nanoseconds at the request's last byte.
+        exchange: Request and response; ``None`` before its end.
+        number: The recorder's number; 0 before its end.
     """
 
     context: CallContext
-    exchange: Exchange
-    start_ns: int
-    end_ns: int
-    policy: str = ""
+    outgoing: Outgoing
+    route: CallRoute | None = None
     model_version: str = ""
-    provider: str = ""
-    want_ids: bool = False
-    arm: str = ""
-    notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    start_ns: int = field(default_factory=time.time_ns)
+    started: float = field(default_factory=time.perf_counter)
+    exchange: Exchange | None = None
+    number: int = 0
+
+    @property
+    def attempt_id(self) -> str:
+        """The attempt that it belongs to."""
+        return self.context.attempt_id
+
+    @property
+    def upstream(self) -> Upstream:
+        """The policy that it goes to; one without a name before that is decided."""
+        return _NO_UPSTREAM if self.route is None else self.route.target.upstream
+
+    def end(
+        self, body: bytes, *, status: int, first_byte: float = 0.0, error: str = "", is_complete: bool = True
+    ) -> None:
+        """Complete the record with the plain bytes of the answer; ``first_byte`` is when a streamed one began."""
+        latency_s = time.perf_counter() - self.started
+        self.exchange = Exchange(
+            request=self.outgoing.request,
+            request_id=self.context.request_id,
+            status=status,
+            headers={},
+            response=body,
+            is_streamed=first_byte > 0.0,
+            is_complete=is_complete,
+            latency_s=latency_s,
+            first_token_s=first_byte - self.started if first_byte else latency_s,
+            retry_count=self.context.retry_count,
+            error=error,
+        )
 
     @property
     def size(self) -> int:
         """Bytes of the request and the response."""
-        return len(self.exchange.request.body) + len(self.exchange.response)
+        return len(self.outgoing.request.body) + (len(self.exchange.response) if self.exchange else 0)
+
+
+_NO_UPSTREAM = Upstream(name="", base_url="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +128,7 @@ class RequestIds:
     A retry carries the same ``x-agl-request-id``, or the same body with a retry count above zero.
     """
 
-    _recent: OrderedDict[RequestKey, tuple[float, str]] = field(
-        default_factory=OrderedDict[RequestKey, tuple[float, str]]
-    )
+    _recent: Recent[RequestKey, tuple[float, str]] = field(default_factory=lambda: Recent(_RETRY_MEMORY))
 
     def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
         """Return the request's id and the client's retry count."""
@@ -122,8 +155,6 @@ class RequestIds:
     def learn(self, key: RequestKey, at: float, request_id: str) -> None:
         """Remember the id of a request that came at ``at`` Unix seconds."""
         self._recent[key] = (at, request_id)
-        if len(self._recent) > _RETRY_MEMORY:
-            self._recent.popitem(last=False)
 
 
 def _key(attempt_id: str, body: bytes) -> RequestKey:
@@ -137,21 +168,18 @@ def _count(text: str) -> int:
 def trace_of(headers: Mapping[str, str]) -> tuple[str, str]:
     """Return trace id and span id of a W3C ``traceparent`` header; both empty without a valid one."""
     parts = headers.get("traceparent", "").split("-")
-    if len(parts) < 4 or len(parts[1]) != 32 or len(parts[2]) != 16:
-        return "", ""
-    if not _is_hex(parts[1]) or not _is_hex(parts[2]):
-        return "", ""
-    return parts[1], parts[2]
+    is_valid = len(parts) >= 4 and _is_hex(parts[1], 32) and _is_hex(parts[2], 16)
+    return (parts[1], parts[2]) if is_valid else ("", "")
 
 
-def _is_hex(text: str) -> bool:
-    return bool(text.strip("0")) and all(letter in "0123456789abcdef" for letter in text)
+def _is_hex(text: str, size: int) -> bool:
+    return len(text) == size and bool(text.strip("0")) and all(letter in "0123456789abcdef" for letter in text)
 
 
 def span_id_of(headers: Mapping[str, str]) -> str:
     """Return the framework span's id from ``x-agl-span-id``; ``""`` unless it is 16 hex digits."""
     text = headers.get("x-agl-span-id", "").lower()
-    return text if len(text) == 16 and _is_hex(text) else ""
+    return text if _is_hex(text, 16) else ""
 
 
 def context_of(
@@ -182,15 +210,11 @@ def context_of(
     )
 
 
-def spans_of(recorded: RecordedExchange) -> list[Span]:
-    """Return the spans of one exchange, one per choice."""
-    calls = calls_of(
-        recorded.exchange,
-        policy=recorded.policy,
-        model_version=recorded.model_version,
-        want_ids=recorded.want_ids,
-    )
-    context = recorded.context
+def spans_of(record: CallRecord) -> list[Span]:
+    """Return the spans of a call that has ended, one per choice."""
+    context, exchange = record.context, record.exchange
+    if exchange is None:
+        raise AssertionError("a call is recorded once it has ended")
     about: dict[str, Json] = {
         semconv.CALLER: list(context.names),
         semconv.AGENT_NAME: context.origin.agent,
@@ -198,18 +222,23 @@ def spans_of(recorded: RecordedExchange) -> list[Span]:
         semconv.CONVERSATION_ID: context.origin.session,
         semconv.ROLE: context.origin.role,
         semconv.USER_AGENT: context.client,
-        semconv.SPLIT_ARM: recorded.arm,
-        **recorded.notes,
+        semconv.SPLIT_ARM: record.route.arm if record.route else "",
+        **record.outgoing.notes,
     }
     return chat_spans(
-        calls,
+        calls_of(
+            exchange,
+            policy=policy_of(record.upstream),
+            model_version=record.model_version,
+            want_ids=record.upstream.is_trained,
+        ),
         rollout_id=context.rollout_id,
         attempt_id=context.attempt_id,
         trace_id=context.trace_id or _trace_id_of(context.attempt_id),
         parent_id=context.parent_id,
         framework_span_id=context.framework_span_id,
-        start_ns=recorded.start_ns,
-        end_ns=recorded.end_ns,
+        start_ns=record.start_ns,
+        end_ns=record.start_ns + int(exchange.latency_s * 1e9),
         about={key: value for key, value in about.items() if value},
     )
 

@@ -12,19 +12,19 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from agl.contracts import Store
 from agl.errors import CaptureError, StoreError
 from agl.schemas import Span
-from agl_gateway.record.attempt_writer import AttemptWriter
-from agl_gateway.record.exchanges import RecordedExchange, spans_of
-from agl_gateway.record.outage import Outage
-from agl_gateway.record.spool import Spool
+from agl_gateway.record.exchanges import CallRecord, spans_of
+from agl_gateway.record.outage import FINAL, Outage
+from agl_gateway.record.spool import Spool, appended, message_of
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
+from agl_gateway.record.storable import storable
 from agl_gateway.status.metrics import SpanRate
 
 _log = logging.getLogger(__name__)
@@ -43,49 +43,30 @@ _SPOOL_STOP_S = 5.0
 """Seconds in which a gateway that ends brings the spool's calls to the store; the others stay there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Queued:
-    """An exchange with its number."""
-
-    number: int
-    recorded: RecordedExchange
-
-    @property
-    def attempt_id(self) -> str:
-        return self.recorded.context.attempt_id
-
-
+@dataclass(eq=False)
 class Recorder:
     """Writes the recorded calls of the gateway to the store. Used in one event loop only.
 
-    Args:
+    Attributes:
         spools: The gateway's own spool, and those of gateways that are gone; none to go without.
         spool_after_s: Seconds that the store may take for a batch before its calls go to the spool.
         on_held: Takes the number of calls that are not in the store, and of open streams, whenever it changes.
-
-    Attributes:
         lost: Number of spans that could not be written.
         spool: Calls that are durable and not in the store; ``None`` without one.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        rate: SpanRate,
-        outage: Outage,
-        spools: Sequence[SpoolFile] = (),
-        spool_after_s: float = 0.05,
-        on_held: Callable[[int], None] | None = None,
-    ) -> None:
-        self._on_held = on_held
+    store: Store
+    _: KW_ONLY
+    rate: SpanRate
+    outage: Outage
+    spools: Sequence[SpoolFile] = ()
+    spool_after_s: float = 0.05
+    on_held: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
         self._held = 0
-        self._spool_after_s = spool_after_s
-        self._store = store
-        self._outage = outage
-        self._rate = rate
-        self._writer = AttemptWriter(store, rate=rate, on_failure=self._fail)
-        self._queue: deque[_Queued] = deque()
+        self._writer = AttemptWriter(self.store, rate=self.rate, on_failure=self._fail)
+        self._queue: deque[CallRecord] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
         self._open_streams: Counter[str] = Counter()
@@ -102,7 +83,7 @@ class Recorder:
         self._is_stopping = False
         self._oldest_at = 0.0
         self.lost = 0
-        self.spool = self._new_spool(spools, rate) if spools else None
+        self.spool = self._new_spool(self.spools, self.rate) if self.spools else None
 
     @property
     def pending(self) -> int:
@@ -158,15 +139,16 @@ class Recorder:
             self.spool.check_room()
         await self._room.wait()
 
-    def put(self, recorded: RecordedExchange) -> int:
+    def put(self, recorded: CallRecord) -> int:
         """Queue an exchange; never blocks. Returns its number, for :meth:`written`."""
         self._put += 1
-        self._pending[recorded.context.attempt_id] += 1
+        recorded.number = self._put
+        self._pending[recorded.attempt_id] += 1
         self._hold(1)
         if not self._unwritten:
             self._oldest_at = time.monotonic()
         self._unwritten[self._put] = None
-        self._queue.append(_Queued(number=self._put, recorded=recorded))
+        self._queue.append(recorded)
         self._bytes += recorded.size
         if len(self._unwritten) >= _MAX_QUEUED or self._bytes >= _MAX_BYTES:
             self._room.clear()
@@ -269,16 +251,16 @@ class Recorder:
 
     async def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-        parsed: list[tuple[_Queued, list[Span]]] = []
+        parsed: list[tuple[CallRecord, list[Span]]] = []
         for queued in batch:
-            parsed.append((queued, self._parse(queued.recorded)))
+            parsed.append((queued, self._parse(queued)))
             await asyncio.sleep(0)
         if self.spool is not None:
             await self._keep(self.spool, parsed)
         else:
             await self._write(parsed)
 
-    async def _write(self, parsed: Sequence[tuple[_Queued, list[Span]]]) -> None:
+    async def _write(self, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
         """Store a batch; what the store refuses is tried again attempt by attempt."""
         spans: defaultdict[str, list[Span]] = defaultdict(list)
         for queued, own in parsed:
@@ -291,17 +273,17 @@ class Recorder:
             batch = [queued for queued, _ in parsed if queued.attempt_id == attempt_id]
             self._writer.write(attempt_id, spans[attempt_id], then=partial(self._finish, batch))
 
-    async def _keep(self, spool: Spool, parsed: Sequence[tuple[_Queued, list[Span]]]) -> None:
+    async def _keep(self, spool: Spool, parsed: Sequence[tuple[CallRecord, list[Span]]]) -> None:
         """Store a batch, or write it to the spool if earlier calls are there or the store does not take it at once."""
         batch = [queued for queued, _ in parsed]
         calls = [SpooledCall(attempt_id=queued.attempt_id, spans=own) for queued, own in parsed if own]
         append: asyncio.Task[bool] | None = None
         tries = 0
         while True:
-            if append is None and spool.is_empty and not self._outage.is_on:
+            if append is None and spool.is_empty and not self.outage.is_on:
                 append = asyncio.create_task(self._append([span for call in calls for span in call.spans]))
             if append is not None:
-                await asyncio.wait([append], timeout=self._spool_after_s)
+                await asyncio.wait([append], timeout=self.spool_after_s)
             if append is not None and append.done():
                 if append.result():
                     await self._finish(batch)
@@ -323,22 +305,16 @@ class Recorder:
 
     async def _append(self, spans: list[Span]) -> bool:
         """Write spans of several attempts at once; returns false if the store refuses."""
-        try:
-            if spans:
-                await self._store.append_spans(spans)
-                self._rate.add(len(spans))
-        except Exception:  # noqa: BLE001  # isolation: repeated and reported for each attempt
-            return False
-        return True
+        return not spans or await appended(self.store, spans, self.rate) is None
 
-    async def _finish(self, batch: Sequence[_Queued]) -> None:
+    async def _finish(self, batch: Sequence[CallRecord]) -> None:
         """Record that exchanges are in the store, or never will be."""
         self._acknowledge(batch)
         await self._stored([queued.attempt_id for queued in batch])
 
-    def _acknowledge(self, batch: Sequence[_Queued]) -> None:
+    def _acknowledge(self, batch: Sequence[CallRecord]) -> None:
         """Make room for further exchanges, and wake the callers that wait until these are durable."""
-        self._bytes -= sum(queued.recorded.size for queued in batch)
+        self._bytes -= sum(queued.size for queued in batch)
         self._oldest_at = time.monotonic()
         for queued in batch:
             waiting = self._unwritten.pop(queued.number, None)
@@ -359,26 +335,26 @@ class Recorder:
 
     def _hold(self, change: int) -> None:
         self._held += change
-        if self._on_held is not None:
-            self._on_held(self._held)
+        if self.on_held is not None:
+            self.on_held(self._held)
 
     def _new_spool(self, spools: Sequence[SpoolFile], rate: SpanRate) -> Spool:
         return Spool(
             spools[0],
             leftovers=spools[1:],
-            store=self._store,
-            outage=self._outage,
+            store=self.store,
+            outage=self.outage,
             rate=rate,
             on_stored=self._stored,
             on_failure=self._fail,
         )
 
-    def _parse(self, recorded: RecordedExchange) -> list[Span]:
+    def _parse(self, recorded: CallRecord) -> list[Span]:
         try:
             return spans_of(recorded)
         except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording
-            _log.exception("a model call of attempt %s could not be read", recorded.context.attempt_id)
-            self._fail(recorded.context.attempt_id, repr(error), 1)
+            _log.exception("a model call of attempt %s could not be read", recorded.attempt_id)
+            self._fail(recorded.attempt_id, repr(error), 1)
             return []
 
     def _lose(self, calls: Sequence[SpooledCall], message: str) -> None:
@@ -391,3 +367,63 @@ class Recorder:
         if len(self._failures) > _MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         self.lost += count
+
+
+_RETRY_DELAYS_S = (0.05, 0.2, 1.0, 3.0)
+
+
+class AttemptWriter:
+    """Writes spans; an attempt's trouble delays no other attempt. Used in one event loop only.
+
+    Args:
+        on_failure: Takes attempt, message and number of spans that could not be written.
+    """
+
+    def __init__(self, store: Store, *, rate: SpanRate, on_failure: Callable[[str, str, int], None]) -> None:
+        self._store = store
+        self._rate = rate
+        self._on_failure = on_failure
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def is_behind(self, attempt_id: str) -> bool:
+        """Return true while earlier spans of the attempt wait for another try."""
+        return attempt_id in self._tasks
+
+    def write(self, attempt_id: str, spans: Sequence[Span], *, then: Callable[[], Awaitable[None]]) -> None:
+        """Write an attempt's spans in a task, after its earlier ones; calls ``then`` when they are stored or lost."""
+        task = asyncio.create_task(self._write(attempt_id, spans, self._tasks.get(attempt_id), then))
+        self._tasks[attempt_id] = task
+        task.add_done_callback(lambda done: self._forget(attempt_id, done))
+
+    async def stop(self) -> None:
+        """Wait for all tries to end."""
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _forget(self, attempt_id: str, done: asyncio.Task[None]) -> None:
+        if self._tasks.get(attempt_id) is done:
+            del self._tasks[attempt_id]
+
+    async def _write(
+        self,
+        attempt_id: str,
+        spans: Sequence[Span],
+        after: asyncio.Task[None] | None,
+        then: Callable[[], Awaitable[None]],
+    ) -> None:
+        if after is not None:
+            await asyncio.wait([after])
+        error = await self._try([storable(span) for span in spans])
+        if error is not None:
+            _log.error("the store refused %d spans of attempt %s: %s", len(spans), attempt_id, message_of(error))
+            self._on_failure(attempt_id, message_of(error), len(spans))
+        await then()
+
+    async def _try(self, spans: Sequence[Span]) -> Exception | None:
+        """Append the spans, with pauses between tries; returns the last error."""
+        found: Exception | None = None
+        for delay_s in (0.0, *_RETRY_DELAYS_S):
+            await asyncio.sleep(delay_s)
+            found = await appended(self._store, spans, self._rate)
+            if found is None or isinstance(found, FINAL):
+                break
+        return found

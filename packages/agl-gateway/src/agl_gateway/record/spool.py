@@ -11,11 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from shutil import disk_usage
 from typing import TypeVar
 
 from agl.contracts import Store
 from agl.errors import StoreError
+from agl.schemas import Span
 from agl_gateway.record.outage import FINAL, Outage
 from agl_gateway.record.spool_file import SpooledCall, SpoolFile
 from agl_gateway.status.metrics import SpanRate
@@ -46,10 +48,11 @@ _FREE_FOR_S = 1.0
 _RETRY_AFTER_S = 5
 
 
+@dataclass(eq=False)
 class Spool:
     """Calls on their way to the store. Used in one event loop only.
 
-    Args:
+    Attributes:
         file: The gateway's own file.
         leftovers: Files of gateways that are gone, drained and then closed.
         on_stored: Takes the attempt ids of calls that are in the store, or will never be.
@@ -58,28 +61,19 @@ class Spool:
         max_bytes: Bytes of calls in the spool, likewise.
     """
 
-    def __init__(
-        self,
-        file: SpoolFile,
-        *,
-        store: Store,
-        outage: Outage,
-        rate: SpanRate,
-        on_stored: Callable[[Sequence[str]], Awaitable[None]],
-        on_failure: Callable[[str, str, int], None],
-        leftovers: Sequence[SpoolFile] = (),
-        max_calls: int = MAX_CALLS,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
-        self.file = file
-        self._files = [file, *leftovers]
-        self._store = store
-        self._outage = outage
-        self._rate = rate
-        self._on_stored = on_stored
-        self._on_failure = on_failure
-        self._max_calls = max_calls
-        self._max_bytes = max_bytes
+    file: SpoolFile
+    _: KW_ONLY
+    store: Store
+    outage: Outage
+    rate: SpanRate
+    on_stored: Callable[[Sequence[str]], Awaitable[None]]
+    on_failure: Callable[[str, str, int], None]
+    leftovers: Sequence[SpoolFile] = ()
+    max_calls: int = MAX_CALLS
+    max_bytes: int = MAX_BYTES
+
+    def __post_init__(self) -> None:
+        self._files = [self.file, *self.leftovers]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agl-spool")
         self._work = asyncio.Event()
         self._under_way: asyncio.Task[bool] | None = None
@@ -146,9 +140,9 @@ class Spool:
 
     def check_room(self) -> None:
         """Raise a :class:`Problem` if the spool could not take a further call: 429 if it is full, 503 without disk."""
-        if self.is_empty and not self._outage.is_on:
+        if self.is_empty and not self.outage.is_on:
             return
-        if self.calls >= self._max_calls or self.size >= self._max_bytes:
+        if self.calls >= self.max_calls or self.size >= self.max_bytes:
             raise Problem(
                 429,
                 f"{self.calls} calls ({self.size >> 20} MiB) wait for the gateway's store, which does not answer or "
@@ -195,7 +189,7 @@ class Spool:
 
     async def _run(self) -> None:
         while True:
-            if self._outage.is_on:
+            if self.outage.is_on:
                 await self._wait_for_store()
             if self._under_way is not None:
                 await self._follow(self._under_way)
@@ -214,7 +208,7 @@ class Spool:
         """Return when a call is put, or when the store stops to answer."""
         await self._do(self.file.shrink)
         self._work.clear()
-        waits = [asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(self._outage.begun.wait())]
+        waits = [asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(self.outage.begun.wait())]
         try:
             if self.is_empty and not self._is_stopping:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -224,7 +218,7 @@ class Spool:
 
     async def _wait_for_store(self) -> None:
         delays = iter(_DELAYS_S)
-        while not await self._outage.is_over():
+        while not await self.outage.is_over():
             await asyncio.sleep(next(delays, _DELAYS_S[-1]))
 
     async def _follow(self, under_way: "asyncio.Task[bool]") -> None:
@@ -250,47 +244,41 @@ class Spool:
     async def _bring(self, file: SpoolFile, calls: Sequence[SpooledCall]) -> None:
         """Store a batch; one that is refused is stored attempt by attempt, if the store answers at all."""
         if await self._append(calls) is None:
-            self._outage.end()
+            self.outage.end()
             await self._remove(file, calls)
             return
-        if not await self._outage.is_over():
+        if not await self.outage.is_over():
             return
         for attempt_id in dict.fromkeys(call.attempt_id for call in calls):
             own = [call for call in calls if call.attempt_id == attempt_id]
             error = await self._append(own)
             if error is None:
                 await self._remove(file, own)
-            elif not isinstance(error, FINAL) and not await self._outage.is_over():
+            elif not isinstance(error, FINAL) and not await self.outage.is_over():
                 return
             else:
                 await self._defer_or_refuse(file, own, error)
 
     async def _append(self, calls: Sequence[SpooledCall]) -> Exception | None:
-        spans = [span for call in calls for span in call.spans]
-        try:
-            await self._store.append_spans(spans)
-        except Exception as error:  # noqa: BLE001  # isolation: kept, and repeated or reported by the caller
-            return error
-        self._rate.add(len(spans))
-        return None
+        return await appended(self.store, [span for call in calls for span in call.spans], self.rate)
 
     async def _defer_or_refuse(self, file: SpoolFile, calls: Sequence[SpooledCall], error: Exception) -> None:
         """Try an attempt again later, for ever; set it aside only where the store will never take it."""
         attempt_id = calls[0].attempt_id
-        message = str(error) if isinstance(error, StoreError) else repr(error)
+        message = message_of(error)
         spans = sum(len(call.spans) for call in calls)
         if isinstance(error, FINAL):
             _log.error("the store refused %d spans of attempt %s: %s", spans, attempt_id, message)
             await self._do(lambda: file.refuse([call.seq for call in calls], message))
-            self._on_failure(attempt_id, message, spans)
+            self.on_failure(attempt_id, message, spans)
             await self._count_down(calls)
             return
         self._tries[attempt_id] += 1
         self._deferred[attempt_id] = time.monotonic() + _DEFER_S * 2 ** min(self._tries[attempt_id], _MAX_DOUBLINGS)
         if self._tries[attempt_id] == _TRIES:
             _log.error("%d spans of attempt %s stay in the spool: %s", spans, attempt_id, message)
-            self._on_failure(attempt_id, message, 0)
-            await self._on_stored([])
+            self.on_failure(attempt_id, message, 0)
+            await self.on_stored([])
 
     async def _remove(self, file: SpoolFile, calls: Sequence[SpooledCall]) -> None:
         await self._do(lambda: file.remove(call.seq for call in calls))
@@ -305,7 +293,7 @@ class Spool:
         for attempt_id in set(attempts):
             self._tries.pop(attempt_id, None)
             self._deferred.pop(attempt_id, None)
-        await self._on_stored(attempts)
+        await self.on_stored(attempts)
 
     def _warn(self) -> None:
         if self.calls >= WARN_CALLS and not self._has_warned:
@@ -314,7 +302,7 @@ class Spool:
                 "%d calls wait for the store, the oldest for %.0f s; at %d further calls are refused",
                 self.calls,
                 self.age_s,
-                self._max_calls,
+                self.max_calls,
             )
 
     def _disk_fault(self) -> str:
@@ -332,3 +320,18 @@ class Spool:
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+async def appended(store: Store, spans: Sequence[Span], rate: SpanRate) -> Exception | None:
+    """Write spans to the store and count them; returns the error instead where it refuses."""
+    try:
+        await store.append_spans(spans)
+    except Exception as error:  # noqa: BLE001  # isolation: repeated, or reported by the caller
+        return error
+    rate.add(len(spans))
+    return None
+
+
+def message_of(error: Exception) -> str:
+    """Return what to say of a store's refusal."""
+    return str(error) if isinstance(error, StoreError) else repr(error)

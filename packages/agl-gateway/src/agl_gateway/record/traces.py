@@ -1,4 +1,12 @@
-"""``POST /v1/traces``: the OTLP/HTTP endpoint, protobuf, with gzip and a limit on the decompressed size."""
+"""Takes OTLP/HTTP traces at ``POST /v1/traces``, so that any OpenTelemetry exporter can add spans to an attempt.
+
+The body is protobuf, with gzip and a limit on its decompressed size.
+"""
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from aiohttp import web
 from google.protobuf.message import DecodeError
@@ -7,13 +15,17 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
+from agl import semconv
 from agl.contracts import Store
 from agl.errors import NotFoundError
-from agl_gateway.access.identity import Identities, RunningAttempts, key_of, require_scope
+from agl.schemas import Json, Reward, Span, SpanEvent, SpanStatus
+from agl_gateway.access.admission import Admission
+from agl_gateway.access.identity import RunningAttempts
 from agl_gateway.access.quotas import Quotas
-from agl_gateway.record.otlp import IngestResult, ingest
-from agl_gateway.relay.bodies import BodyReader
+from agl_gateway.record.agent_spans import as_said_by_agent
 from agl_gateway.status.metrics import SpanRate
 from agl_gateway.wire.problems import Problem
 from agl_run.access import AttemptToken
@@ -21,31 +33,149 @@ from agl_run.access import AttemptToken
 PROTOBUF = "application/x-protobuf"
 _MAX_BODY = 16 * 1024 * 1024
 
+ROLLOUT_ID = "agl.rollout_id"
+ATTEMPT_ID = "agl.attempt_id"
 
+_Kind = Literal["internal", "client", "server", "producer", "consumer"]
+_KINDS: dict[int, _Kind] = {2: "server", 3: "client", 4: "producer", 5: "consumer"}
+_STATUSES: dict[int, SpanStatus] = {1: "ok", 2: "error"}
+
+
+@dataclass(kw_only=True)
+class IngestResult:
+    """The spans of an export request.
+
+    Attributes:
+        spans: Spans that belong to an attempt.
+        rejected: Number of the other spans.
+        reason: The reason for the first rejection.
+    """
+
+    spans: list[Span] = field(default_factory=list[Span])
+    rejected: int = 0
+    reason: str = ""
+
+    def reject(self, reason: str, count: int = 1) -> None:
+        """Count rejected spans; the first reason stays."""
+        self.rejected += count
+        self.reason = self.reason or reason
+
+
+def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> IngestResult:
+    """Return the spans of ``request`` that ``claim`` may append.
+
+    An attempt's token attaches everything to its attempt. With an admin token, each span or its resource names its
+    attempt in ``agl.rollout_id`` and ``agl.attempt_id``.
+    """
+    found = IngestResult()
+    for group in request.resource_spans:
+        resource = _attributes(group.resource.attributes)
+        for scope in group.scope_spans:
+            for span in scope.spans:
+                _add(found, span, resource, claim)
+    return found
+
+
+def _add(found: IngestResult, span: OtlpSpan, resource: dict[str, Json], claim: AttemptToken) -> None:
+    attributes = _attributes(span.attributes)
+    rollout_id, attempt_id = _owner(attributes, resource, claim)
+    if not rollout_id or not attempt_id:
+        found.reject(
+            f"span {span.name!r} has no {ROLLOUT_ID} and {ATTEMPT_ID}; set them on the span or its resource, "
+            "or export with the attempt's own token"
+        )
+    elif claim.scope != "admin" and (rollout_id, attempt_id) != (claim.rollout_id, claim.attempt_id):
+        found.reject(f"span {span.name!r} names attempt {attempt_id!r}, and the token belongs to another one")
+    elif len(span.span_id) != 8 or len(span.trace_id) != 16:
+        found.reject(f"span {span.name!r} has no valid trace and span id")
+    else:
+        made = _span(span, attributes, rollout_id, attempt_id)
+        if made.reward is not None and made.reward.fault:
+            found.reject(f"span {span.name!r} has the score {made.reward.fault}; export a finite number")
+        else:
+            found.spans.append(made if claim.scope == "admin" else as_said_by_agent(made))
+
+
+def _owner(attributes: dict[str, Json], resource: dict[str, Json], claim: AttemptToken) -> tuple[str, str]:
+    rollout_id = attributes.pop(ROLLOUT_ID, None) or resource.get(ROLLOUT_ID) or claim.rollout_id
+    attempt_id = attributes.pop(ATTEMPT_ID, None) or resource.get(ATTEMPT_ID) or claim.attempt_id
+    return str(rollout_id), str(attempt_id)
+
+
+def _span(span: OtlpSpan, attributes: dict[str, Json], rollout_id: str, attempt_id: str) -> Span:
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        span_id=span.span_id.hex(),
+        trace_id=span.trace_id.hex(),
+        parent_id=span.parent_span_id.hex() or None,
+        name=span.name,
+        kind=_KINDS.get(span.kind, "internal"),
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        status=_STATUSES.get(span.status.code, "unset"),
+        status_message=span.status.message,
+        attributes=attributes,
+        events=tuple(_events(span.events)),
+        reward=_reward(attributes),
+    )
+
+
+def _events(events: Sequence[OtlpSpan.Event]) -> Iterable[SpanEvent]:
+    for event in events:
+        yield SpanEvent(name=event.name, time_ns=event.time_unix_nano, attributes=_attributes(event.attributes))
+
+
+def _reward(attributes: dict[str, Json]) -> Reward | None:
+    """Return the reward that an evaluation of the GenAI conventions gives; ``None`` without a score."""
+    score = attributes.get(semconv.EVALUATION_SCORE)
+    if not isinstance(score, int | float):
+        return None
+    return Reward(
+        value=float(score),
+        name=str(attributes.get(semconv.EVALUATION_NAME, "")),
+        feedback=str(attributes.get(semconv.EVALUATION_EXPLANATION, "")),
+        source="evaluator",
+    )
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Json]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: AnyValue) -> Json:
+    match value.WhichOneof("value"):
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case "int_value":
+            return value.int_value
+        case "double_value":
+            return value.double_value
+        case "array_value":
+            return [_value(item) for item in value.array_value.values]
+        case "kvlist_value":
+            return _attributes(value.kvlist_value.values)
+        case "bytes_value":
+            return base64.b64encode(value.bytes_value).decode()
+        case _:
+            return None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TracesApi:
     """Takes spans from OpenTelemetry exporters."""
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        identities: Identities,
-        rate: SpanRate,
-        bodies: BodyReader,
-        attempts: RunningAttempts,
-        quotas: Quotas,
-    ) -> None:
-        self._store = store
-        self._identities = identities
-        self._rate = rate
-        self._bodies = bodies
-        self._attempts = attempts
-        self._quotas = quotas
+    store: Store
+    admission: Admission
+    rate: SpanRate
+    attempts: RunningAttempts
+    quotas: Quotas
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Take one export request; the answer counts rejected spans, if there are any."""
-        claim = self._identities.verify(key_of(request.headers))
-        require_scope(claim, ("attempt", "admin"), what="exporting traces")
+        claim = self.admission.caller(request, "attempt", "admin", what="exporting traces")
         if request.content_type != PROTOBUF:
             raise Problem(
                 415,
@@ -54,35 +184,32 @@ class TracesApi:
             )
         message = ExportTraceServiceRequest()
         try:
-            message.ParseFromString(await self._bodies.read(request, limit=_MAX_BODY))
+            message.ParseFromString(await self.admission.bodies.read(request, limit=_MAX_BODY))
         except DecodeError as error:
             raise Problem(400, f"the body is not an OTLP trace request ({error}); send protobuf") from error
         found = ingest(message, claim)
         await self._drop_refused(found, claim)
-        await self._quotas.add_spans(claim, len(found.spans))
+        await self.quotas.add_spans(claim, len(found.spans))
         await self._append(found)
         return web.Response(body=_answer(found), content_type=PROTOBUF)
 
     async def _drop_refused(self, found: IngestResult, claim: AttemptToken) -> None:
         """Reject the spans that the attempt's token may no longer append."""
-        reason = "" if claim.scope == "admin" else await self._attempts.refusal(claim, found.spans)
+        reason = "" if claim.scope == "admin" else await self.attempts.refusal(claim, found.spans)
         if reason:
-            kept = [span for span in found.spans if span.reward is None and span.call is None]
-            for _ in range(len(found.spans) - len(kept)):
-                found.reject(reason)
-            found.spans = kept
+            allowed = [span for span in found.spans if span.reward is None and span.call is None]
+            found.reject(reason, len(found.spans) - len(allowed))
+            found.spans = allowed
 
     async def _append(self, found: IngestResult) -> None:
         """Write attempt by attempt, so that an unknown attempt loses only its own spans."""
-        attempts = list(dict.fromkeys(span.attempt_id for span in found.spans))
-        for attempt_id in attempts:
+        for attempt_id in dict.fromkeys(span.attempt_id for span in found.spans):
             own = [span for span in found.spans if span.attempt_id == attempt_id]
             try:
-                await self._store.append_spans(own)
-                self._rate.add(len(own))
+                await self.store.append_spans(own)
+                self.rate.add(len(own))
             except NotFoundError as error:
-                found.rejected += len(own)
-                found.reason = found.reason or str(error)
+                found.reject(str(error), len(own))
 
 
 def _answer(found: IngestResult) -> bytes:

@@ -1,17 +1,232 @@
-"""Reads whole request bodies and inflates them in threads, with a limit on their size after decompression.
+"""Reads request bodies within limits: on their size, on their time, on the bytes held at once, on their JSON values.
 
-The server itself inflates nothing, so a body costs no more than its own bytes before its sender is known.
+The server itself inflates nothing, so a body costs no more than its own bytes before its sender is known. Bodies are
+inflated piece by piece in threads, so that a small one that grows without end is refused before it fills the memory.
 """
 
 import asyncio
 import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import zstandard
 from aiohttp import StreamReader, web
 
-from agl_gateway.relay.budget import ByteBudget
-from agl_gateway.relay.inflating import ENCODINGS, READABLE, inflate, largest, too_large
 from agl_gateway.wire.problems import Problem
+
+_RETRY_AFTER_S = 5
+
+
+class ByteBudget:
+    """Bytes to hold, granted in the order of the requests. Used in one event loop only.
+
+    Args:
+        limit: Bytes that may be held at once.
+        wait_s: Seconds that a request waits for its bytes.
+    """
+
+    def __init__(self, *, limit: int, wait_s: float) -> None:
+        self._limit = limit
+        self._wait_s = wait_s
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.held = 0
+
+    async def take(self, size: int) -> int:
+        """Wait until ``size`` bytes may be held, or the whole budget if that is less; returns the number.
+
+        Raises:
+            Problem: 503 with ``Retry-After`` when the time is over.
+        """
+        size = min(size, self._limit)
+        if not self._waiting and self.held + size <= self._limit:
+            self.held += size
+            return size
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, granted))
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await granted
+        except BaseException as error:
+            self._withdraw(size, granted)
+            if isinstance(error, TimeoutError):
+                raise self._refusal() from None
+            raise
+        return size
+
+    def give(self, size: int) -> None:
+        """Give bytes back, for those who wait."""
+        self.held -= size
+        while self._waiting and self.held + self._waiting[0][0] <= self._limit:
+            wanted, granted = self._waiting.popleft()
+            if not granted.done():
+                self.held += wanted
+                granted.set_result(None)
+
+    def _withdraw(self, size: int, granted: "asyncio.Future[None]") -> None:
+        if granted.done() and not granted.cancelled():
+            self.give(size)
+        else:
+            self._waiting = deque(item for item in self._waiting if item[1] is not granted)
+            self.give(0)
+
+    def _refusal(self) -> Problem:
+        return Problem(
+            503,
+            f"large requests hold {self.held} of {self._limit} bytes that the gateway keeps for them; send fewer at "
+            "once, or smaller ones, or try again later",
+            code="overloaded",
+            is_retryable=True,
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+
+ENCODINGS = ("gzip", "x-gzip", "deflate", "zstd")
+"""Content encodings of requests that the gateway reads."""
+
+READABLE = "gzip, deflate or zstd"
+
+_MAX_INFLATED = 64 * 1024 * 1024
+_STEP, _PIECE = 64 * 1024, 256 * 1024
+_GZIP, _ZLIB, _RAW = 31, 15, -15
+
+_ZSTD_STEP = 1024
+"""Bytes of a zstd stream that are read at once; they become 32 MiB at most."""
+
+_ZSTD_WINDOW = 8 * 1024 * 1024
+"""The largest window, which is memory: what RFC 8878 asks readers of web content to support, and senders to keep to."""
+
+
+def largest(size: int, encoding: str) -> int:
+    """Return the most bytes that a body of ``size`` can become.
+
+    No stream of deflate becomes more than 1,032 times as long. A block of zstd has 128 KiB at most, and takes 4 bytes
+    at least.
+    """
+    return size * (32 * 1024 if encoding == "zstd" else 1032)
+
+
+def inflate(body: bytes, encoding: str, limit: int) -> bytes:
+    """Return the decompressed body.
+
+    Raises:
+        Problem: 413 when it exceeds ``limit`` bytes, of which no more is inflated; 400 when it cannot be read, or is
+            more or less than one stream.
+    """
+    pieces, left = list[bytes](), limit
+    view = memoryview(body)
+    try:
+        for piece in _zstd(view) if encoding == "zstd" else _deflate(view, _wbits(body, encoding)):
+            left -= len(piece)
+            if left < 0:
+                raise too_large(limit)
+            pieces.append(piece)
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise _unreadable(encoding) from error
+    return b"".join(pieces)
+
+
+def too_large(limit: int) -> Problem:
+    """Return the answer to a body of more than ``limit`` bytes."""
+    return Problem(
+        413, f"the request's body is larger than {limit} bytes; send it in smaller parts", code="request_too_large"
+    )
+
+
+def plain_bytes(body: bytes, encoding: str) -> bytes:
+    """Return the decompressed ``body`` of an answer; unchanged if that fails or exceeds 64 MiB."""
+    if encoding not in ("gzip", "deflate"):
+        return body
+    inflater = zlib.decompressobj(wbits=47 if encoding == "gzip" else 15)
+    try:
+        return inflater.decompress(body, _MAX_INFLATED)
+    except zlib.error:
+        return body
+
+
+def _wbits(body: bytes, encoding: str) -> int:
+    if encoding != "deflate":
+        return _GZIP
+    return _ZLIB if body[0] & 0x0F == 8 else _RAW  # some clients send deflate without zlib's header
+
+
+def _deflate(body: memoryview, wbits: int) -> Iterator[bytes]:
+    """Inflate in small pieces, so that no thread waits long; raises ``zlib.error`` unless all is one stream."""
+    inflater = zlib.decompressobj(wbits)
+    for start in range(0, len(body), _STEP):
+        sent: bytes | memoryview = body[start : start + _STEP]
+        while len(sent):
+            yield inflater.decompress(sent, _PIECE)
+            sent = inflater.unconsumed_tail
+    yield inflater.flush()
+    if not inflater.eof or inflater.unused_data:
+        raise zlib.error("the body is more or less than one stream")
+
+
+def _zstd(body: memoryview) -> Iterator[bytes]:
+    """Inflate in small pieces; raises ``ZstdError`` unless all is one frame."""
+    inflater = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+    for start in range(0, len(body), _ZSTD_STEP):
+        if inflater.eof:
+            raise zstandard.ZstdError("the body is more than one frame")
+        yield inflater.decompress(body[start : start + _ZSTD_STEP])
+    if not inflater.eof or inflater.unused_data:
+        raise zstandard.ZstdError("the body is more or less than one frame")
+
+
+def _unreadable(encoding: str) -> Problem:
+    return Problem(
+        400,
+        f"the request's body cannot be read as content-encoding {encoding!r}; send what the header says, or no "
+        "content-encoding",
+        code="invalid_encoding",
+    )
+
+
+MAX_CONTAINERS = 200_000
+MAX_VALUES = 4_000_000
+"""More than prompts of token ids have; a parser makes an object of each, and keeps the thread meanwhile."""
+
+PIECE = 1 << 18
+"""Bytes looked at between two turns of the event loop."""
+
+
+async def check_values(body: bytes) -> None:
+    """Look at a JSON body before it is parsed, piece by piece, so that other requests are answered meanwhile.
+
+    Raises:
+        Problem: 413 when it has more than 200,000 lists and objects, or more than 4,000,000 values.
+    """
+    if len(body) <= MAX_CONTAINERS:
+        return
+    containers = values = quotes = 0
+    for piece in _pieces(body):
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[quotes % 2 :: 2])
+        containers += outside.count(b"[") + outside.count(b"{")
+        values += outside.count(b",")
+        quotes += len(parts) - 1
+        if containers > MAX_CONTAINERS or max(values, quotes // 2) > MAX_VALUES:
+            raise Problem(
+                413,
+                f"the request has more than {MAX_CONTAINERS:,} lists and objects, or more than {MAX_VALUES:,} values; "
+                "send less at once",
+                code="too_many_values",
+            )
+        await asyncio.sleep(0)
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    """Cut a body into pieces, none of them between a backslash and the character that it escapes."""
+    start = 0
+    while start < len(body):
+        piece = body[start : start + PIECE]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = body[start : start + PIECE + 1]
+        yield piece
+        start += len(piece)
+
 
 _INFLATING = 2
 """Bodies that are inflated at once; each may take as much memory as the limit of its endpoint."""
@@ -27,13 +242,21 @@ class BodyReader:
     Args:
         patience_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
         budget: Bytes for all bodies above 1 MiB, and for those whose size is unknown, until :meth:`release`.
+        max_body: Largest body of a model call or a call of the store, in bytes.
     """
 
-    def __init__(self, *, patience_s: float, budget: ByteBudget) -> None:
+    def __init__(self, *, patience_s: float, budget: ByteBudget, max_body: int) -> None:
+        self.max_body = max_body
         self._patience_s = patience_s
         self._budget = budget
         self._taken: dict[int, int] = {}
         self._inflating = ThreadPoolExecutor(_INFLATING, thread_name_prefix="agl-inflate")
+
+    async def read_call(self, request: web.BaseRequest) -> bytes:
+        """Return the JSON body of a model call; raises what :meth:`read` and :func:`check_values` raise."""
+        body = await self.read(request, limit=self.max_body)
+        await check_values(body)
+        return body
 
     async def read(self, request: web.BaseRequest, *, limit: int) -> bytes:
         """Return the decompressed body of ``request``; bodies are inflated in threads, two at a time.
@@ -51,20 +274,20 @@ class BodyReader:
         if encoding and body:
             loop = asyncio.get_running_loop()
             body = await loop.run_in_executor(self._inflating, inflate, body, encoding, limit)
-        self._keep(request, len(body))
+        self._hold(request, len(body))
         return body
 
     def release(self, request: web.BaseRequest) -> None:
         """Give the bytes of a request's body back, once it is answered."""
-        self._keep(request, 0)
+        self._hold(request, 0)
 
-    def _keep(self, request: web.BaseRequest, size: int) -> None:
-        """Keep only the bytes that a body really has."""
+    def _hold(self, request: web.BaseRequest, size: int) -> None:
+        """Hold only the bytes that a body really has, and give the others back."""
         taken = self._taken.pop(id(request), 0)
-        kept = min(size, taken) if size > _LARGE else 0
-        if kept:
-            self._taken[id(request)] = kept
-        self._budget.give(taken - kept)
+        held = min(size, taken) if size > _LARGE else 0
+        if held:
+            self._taken[id(request)] = held
+        self._budget.give(taken - held)
 
     def close(self) -> None:
         """End the threads; bodies that wait for one are not inflated."""
@@ -81,9 +304,8 @@ class BodyReader:
                 parts.append(chunk)
                 size += len(chunk)
         except web.RequestPayloadError as error:
-            raise Problem(
-                400, f"the request's body cannot be read ({error}); send it again", code="bad_body"
-            ) from error
+            text = f"the request's body cannot be read ({error}); send it again"
+            raise Problem(400, text, code="bad_body") from error
         if size > limit:
             raise too_large(limit)
         return b"".join(parts)

@@ -8,14 +8,13 @@ titles, summaries and memories. These helper calls get the role :data:`agl.semco
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
-
-import msgspec
+from typing import cast
 
 from agl import semconv
 from agl.dialects import Request
 from agl.errors import ConfigError
 from agl_gateway.traffic.conversation_ids import opening_of
+from agl_gateway.wire.translation import as_object, object_of, text_in
 
 ROLE_HEADER = "x-agl-role"
 """Request header that names the role of a call; ``helper`` marks a helper call."""
@@ -118,16 +117,13 @@ class HelperRules:
         is_on: Whether helper calls of known coding agents are marked.
         match: Regular expression; a call without an answer in its prompt is a helper's where the expression is found
             in the first 4,000 characters of its opening. ``""`` for none.
-        max_tokens: A call of any client that has no tools and asks for at most so many tokens is a helper's; 0 for
-            none, because short answers without tools are what many small agents train on.
 
     Raises:
-        ConfigError: ``match`` is no regular expression.
+        ConfigError: ``match`` is not a regular expression.
     """
 
     is_on: bool = True
     match: str = ""
-    max_tokens: int = 0
 
     def __post_init__(self) -> None:
         try:
@@ -157,10 +153,10 @@ class HelperRules:
 
     def _is_helper(self, program: _Program | None, asked: Request) -> bool:
         is_known = self.is_on and program is not None
-        if not (is_known or self.match or self.max_tokens) or not asked.is_object:
+        if not (is_known or self.match) or not asked.is_object:
             return False
-        has_tools, limit = bool(asked.get("tools")), _limit_of(asked)
-        if not has_tools and limit and limit <= max(self.max_tokens, _SMALL if is_known else 0):
+        has_tools = bool(asked.get("tools"))
+        if is_known and not has_tools and 0 < _limit_of(asked) <= _SMALL:
             return True
         if len(asked.body) > _MAX_ARGUMENTS:
             return False
@@ -201,18 +197,19 @@ def _described(program: _Program, headers: Mapping[str, str]) -> Origin:
 
 def _codex(headers: Mapping[str, str], session: str) -> Origin:
     """Return what Codex says about a turn in JSON: ``agent_name`` is a path from ``/root`` to the sub-agent."""
-    about = _object(headers.get(_CODEX_METADATA, ""))
-    path = clean(_text(about.get("agent_name")), _MAX_NAME)
+    given = headers.get(_CODEX_METADATA, "")
+    about = object_of(given.encode("utf-8", "replace")) if len(given) <= _MAX_METADATA else {}
+    path = clean(text_in(about.get("agent_name")), _MAX_NAME)
     below = path.removeprefix(_CODEX_ROOT).strip("/")
     mark = clean(headers.get("x-openai-subagent", ""), _MAX_NAME)
-    kind = clean(_text(about.get("request_kind")), _MAX_NAME)
+    kind = clean(text_in(about.get("request_kind")), _MAX_NAME)
     is_helper = mark in _CODEX_HELPERS or "x-openai-memgen-request" in headers
     role = "helper" if is_helper else _COMPACTION if kind == _COMPACTION else ""
-    thread = clean(_text(about.get("thread_id")), _MAX_SESSION)
+    thread = clean(text_in(about.get("thread_id")), _MAX_SESSION)
     return Origin(
         agent=f"codex/{below or _SUBAGENT}" if below or mark == "collab_spawn" else "codex",
         agent_id=thread if below or mark else "",
-        session=clean(_text(about.get("session_id")), _MAX_SESSION) or session,
+        session=clean(text_in(about.get("session_id")), _MAX_SESSION) or session,
         role=role,
     )
 
@@ -229,8 +226,8 @@ def _limit_of(asked: Request) -> int:
 def _has_answer(asked: Request) -> bool:
     """Return true if the prompt holds an answer of the model, as every prompt but the first of a conversation does."""
     listed = asked.get("input" if asked.dialect == "responses" else "messages")
-    items = cast("list[Any]", listed) if isinstance(listed, list) else []
-    return any(isinstance(item, dict) and cast("dict[str, Any]", item).get("role") == "assistant" for item in items)
+    items = cast("list[object]", listed) if isinstance(listed, list) else []
+    return any(as_object(item).get("role") == "assistant" for item in items)
 
 
 def _text_of(value: object) -> str:
@@ -246,17 +243,3 @@ def _text_of(value: object) -> str:
         elif isinstance(item, dict):
             waiting += reversed([*cast("dict[str, object]", item).values()])
     return "\n".join(found)[:_MAX_OPENING]
-
-
-def _object(text: str) -> dict[str, Any]:
-    if not text or len(text) > _MAX_METADATA:
-        return {}
-    try:
-        found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return {}
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""

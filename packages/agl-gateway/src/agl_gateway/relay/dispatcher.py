@@ -1,24 +1,26 @@
-"""Dispatches requests by path, with a table and prefixes: a router's regular expressions cost more than a call."""
+"""Dispatches requests by path, on connections that are closed when the headers of a request take too long to arrive.
 
-import logging
+A table and prefixes serve for the paths: a router's regular expressions cost more than a call.
+"""
+
+import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from agl.dialects import dialect_of
 from agl.errors import NotFoundError, StoreError
-from agl_gateway.access.identity import Identities, RunningAttempts, key_of, require_scope
+from agl_gateway.access.admission import Admission
+from agl_gateway.access.identity import RunningAttempts, key_of, require_scope
 from agl_gateway.access.quotas import Quotas
-from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.side_calls import COMPACT, SIDE_CALLS, SideCalls
-from agl_gateway.traffic.conversations import Conversations
 from agl_gateway.wire.google import COUNT_TOKENS, GOOGLE_BASE, GOOGLE_METHODS, google_endpoint
 from agl_gateway.wire.problems import Problem, problem_response
-from agl_gateway.wire.translation import Shape
+from agl_gateway.wire.translation import CHAT, ClientApi
 from agl_run.access import AttemptToken
-
-_log = logging.getLogger(__name__)
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -31,32 +33,25 @@ class Dispatcher:
     """Dispatches every request of the gateway to its handler.
 
     Args:
-        side_calls: Answers what belongs to a model API and samples nothing.
         routes: Further routes, from ``"METHOD /path"`` to handler; a path that ends in ``/*`` is a prefix.
-        conversations: Records calls without an attempt's token; ``None`` refuses them.
     """
 
     def __init__(
         self,
-        *,
         relay: Relay,
-        side_calls: SideCalls,
-        bodies: BodyReader,
-        identities: Identities,
+        *,
+        admission: Admission,
         attempts: RunningAttempts,
         quotas: Quotas,
-        routes: dict[str, Handle] | None = None,
-        conversations: Conversations | None = None,
+        routes: dict[str, Handle],
     ) -> None:
-        self._conversations = conversations
         self._relay = relay
-        self._side_calls = side_calls
-        self._bodies = bodies
-        self._identities = identities
+        self._side_calls = SideCalls(relay)
+        self._admission = admission
         self._attempts = attempts
         self._quotas = quotas
-        self._routes = {name: handle for name, handle in (routes or {}).items() if not name.endswith("/*")}
-        self._prefixes = {name[:-1]: handle for name, handle in (routes or {}).items() if name.endswith("/*")}
+        self._routes = {name: handle for name, handle in routes.items() if not name.endswith("/*")}
+        self._prefixes = {name[:-1]: handle for name, handle in routes.items() if name.endswith("/*")}
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -71,7 +66,7 @@ class Dispatcher:
         try:
             reply = await self._answer(request)
         finally:
-            self._bodies.release(request)
+            self._admission.bodies.release(request)
         if reply.status == _TOO_LARGE or not request.content.at_eof():
             reply.force_close()
         return reply
@@ -103,56 +98,39 @@ class Dispatcher:
         google = google_endpoint(endpoint)
         if endpoint not in MODEL_ENDPOINTS and endpoint not in SIDE_CALLS and endpoint != "/models" and not google:
             return await self._other(request)
-        claim = self._identities.verify(key)
+        claim = self._admission.identities.verify(key)
         if endpoint == "/models":
             require_scope(claim, ("attempt", "client", "admin"), what="the list of models")
-            return self._google_models() if "/v1beta/" in request.path else self._models()
+            return self._models(is_google="/v1beta/" in request.path)
         if request.method != "POST":
             raise Problem(405, f"{request.path} accepts POST, not {request.method}")
-        may_converse = claim.scope in ("client", "admin") and expected is None
-        is_conversation = may_converse and self._conversations is not None
+        has_conversations = self._relay.owners.conversations is not None
+        is_conversation = has_conversations and claim.scope in ("client", "admin") and expected is None
         if not is_conversation:
             _check(claim, expected)
             await self._attempts.require(claim)
         if google is not None and google.method == COUNT_TOKENS:
             return await self._side_calls.count_google(request)
-        if endpoint in SIDE_CALLS:
-            if endpoint == COMPACT and not is_conversation:
-                await self._quotas.add_call(claim)
-            return await self._side_calls.answer(
-                request, endpoint, rollout_id=claim.rollout_id, attempt_id=claim.attempt_id
-            )
-        translation = None if google is None else google.translation(request.query.get("alt", ""))
-        endpoint = endpoint if google is None else "/chat/completions"
-        dialect = dialect_of(endpoint)
-        assert dialect is not None  # noqa: S101  # MODEL_ENDPOINTS are the dialects' endpoints
-        if is_conversation and self._conversations is not None:
-            return await self._relay.converse(
-                request, self._conversations, dialect=dialect, endpoint=endpoint, translation=translation
-            )
-        await self._quotas.add_call(claim)
-        return await self._relay.relay(
-            request,
-            dialect=dialect,
-            endpoint=endpoint,
-            rollout_id=claim.rollout_id,
-            attempt_id=claim.attempt_id,
-            translation=translation,
-        )
+        is_side_call = endpoint in SIDE_CALLS
+        if not is_conversation and (endpoint == COMPACT or not is_side_call):
+            await self._quotas.add_call(claim)
+        if is_side_call:
+            return await self._side_calls.answer(request, endpoint, claim)
+        if google is None:
+            return await self._relay.answer(request, endpoint, claim)
+        translation = google.translation(request.query.get("alt", ""))
+        return await self._relay.answer(request, CHAT, claim, translation=translation)
 
-    def _google_models(self) -> web.Response:
+    def _models(self, *, is_google: bool) -> web.Response:
+        names = self._relay.router.models()
+        if not is_google:
+            listed = [{"id": name, "object": "model", "created": 0, "owned_by": "agl"} for name in names]
+            return web.json_response({"object": "list", "data": listed})
         methods = ["generateContent", "countTokens"]
-        listed = [
-            {"name": f"models/{name}", "displayName": name, "supportedGenerationMethods": methods}
-            for name in self._relay.router.models()
+        found = [
+            {"name": f"models/{name}", "displayName": name, "supportedGenerationMethods": methods} for name in names
         ]
-        return web.json_response({"models": listed})
-
-    def _models(self) -> web.Response:
-        listed = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "agl"} for name in self._relay.router.models()
-        ]
-        return web.json_response({"object": "list", "data": listed})
+        return web.json_response({"models": found})
 
     async def _other(self, request: web.BaseRequest) -> web.StreamResponse:
         name = f"{request.method} {request.path}"
@@ -169,7 +147,7 @@ class Dispatcher:
         return await handle(request)
 
 
-def _dialect_at(path: str) -> Shape | None:
+def _dialect_at(path: str) -> ClientApi | None:
     """Return the API whose errors a client reads at ``path``."""
     if "/v1beta/" in path or google_endpoint(path[path.rfind("/models/") :]) is not None:
         return "google"
@@ -210,3 +188,88 @@ def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
             "use the base URL of the attempt that makes the call",
             code="invalid_api_key",
         )
+
+
+_GRACE_S = 0.5
+"""Between the deadline and the end of a connection: an event loop that was busy reads here what had arrived in time."""
+
+
+class Connection(web.RequestHandler):
+    """One connection. Its deadline runs from the first byte of a request, or from the start, until a handler has it."""
+
+    __slots__ = ("_deadline", "_headers_s", "_is_answering")
+
+    def __init__(self, manager: web.Server, *, headers_s: float, **settings: Any) -> None:
+        super().__init__(manager, loop=asyncio.get_running_loop(), **settings)
+        self._headers_s = headers_s
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_answering = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._start_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; those of a further request start its deadline."""
+        super().data_received(data)
+        if self._deadline is None and not self._is_answering:
+            self._start_deadline()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget the deadline."""
+        self._stop_deadline()
+        super().connection_lost(exc)
+
+    async def answered(self, answer: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+        """Await the answer to a request whose headers have arrived."""
+        self._stop_deadline()
+        self._is_answering = True
+        try:
+            return await answer
+        finally:
+            self._is_answering = False
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log an error; one of the client, such as bytes that are no HTTP, does not fill the log."""
+        is_of_client = isinstance(kw.get("exc_info"), HttpProcessingError)
+        (self.logger.debug if is_of_client else self.logger.exception)(*args, **kw)
+
+    def _start_deadline(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self._headers_s, self._on_deadline)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(_GRACE_S, self.force_close)
+
+
+class ConnectionServer(web.Server):
+    """An HTTP server whose connections have a deadline for headers.
+
+    Args:
+        handle: Answers requests.
+        headers_s: Seconds that the headers of a request may take.
+        settings: The rest, as :class:`aiohttp.web.Server` takes it for its connections.
+    """
+
+    def __init__(
+        self, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], *, headers_s: float, **settings: Any
+    ) -> None:
+        self._handle = handle
+        self._headers_s = headers_s
+        self._settings = settings
+        super().__init__(self._answer, handler_cancellation=True)
+
+    def __call__(self) -> Connection:
+        """Make the connection for a client that connects."""
+        return Connection(self, headers_s=self._headers_s, **self._settings)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, Connection)  # noqa: S101  # this server makes no others
+        return await connection.answered(self._handle(request))

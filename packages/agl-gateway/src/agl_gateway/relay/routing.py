@@ -1,23 +1,154 @@
-"""The backends of a gateway with their keys, and the choice of one for each request."""
+"""Chooses the backend of each request: the policy by the model's name, and one of the policy's servers.
 
+All calls of a rollout go to one server, because that one has the rollout's prompt prefixes cached. The choice is
+rendezvous hashing (Thaler and Ravishankar 1998): servers rank by a hash of rollout and address. So a server that
+leaves or returns moves only its own rollouts, and all gateways choose alike without talking to each other. A server
+that has far more calls under way than the others passes calls on to the rollout's next one, as in consistent hashing
+with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350). Each gateway counts its own calls only.
+"""
+
+import asyncio
+import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.schemas import Dialect
 from agl.tracing import upstreams_for
-from agl_gateway.relay.replicas import Replicas
 from agl_gateway.wire.problems import Problem
+
+_REST_S = 5.0
+"""Seconds for which a failed server ranks last."""
+
+_SLACK = 1.25
+"""Share of the mean number of calls under way up to which a server keeps its rollouts."""
+
+_FEW = 4
+"""Calls under way up to which a server keeps its rollouts however idle the others are."""
+
+
+class Replicas:
+    """The servers of one policy, at least one. Used in one event loop only.
+
+    Attributes:
+        rerouted: Number of calls that another server took over.
+    """
+
+    def __init__(self, base_urls: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._base_urls = tuple(base_urls)
+        self._clock = clock
+        self._failed_at: dict[str, float] = {}
+        self._under_way: Counter[str] = Counter()
+        self.rerouted = 0
+
+    def __len__(self) -> int:
+        return len(self._base_urls)
+
+    def ranked(self, rollout_id: str) -> list[str]:
+        """Return the base URLs in the order to try: the rollout's own first, busy and recently failed ones last."""
+        if len(self._base_urls) == 1:
+            return [*self._base_urls]
+        bound = max(_FEW, math.ceil(_SLACK * (self._under_way.total() + 1) / len(self._base_urls)))
+        ranked = sorted(self._base_urls, key=lambda base_url: _rank(rollout_id, base_url))
+        return sorted(ranked, key=lambda base_url: (self._is_resting(base_url), self._under_way[base_url] >= bound))
+
+    def begun(self, url: str) -> None:
+        """Count a call to ``url`` as under way at its server, until :meth:`ended`."""
+        self._under_way[self._base_of(url)] += 1
+
+    def ended(self, url: str) -> None:
+        """Record the end of a call that began."""
+        self._under_way[self._base_of(url)] -= 1
+
+    def failed(self, url: str) -> None:
+        """Record that the server of ``url`` did not answer and another one is asked; it ranks last for a while."""
+        self._failed_at[self._base_of(url)] = self._clock()
+        self.rerouted += 1
+
+    def _base_of(self, url: str) -> str:
+        return next((base_url for base_url in self._base_urls if url.startswith(f"{base_url}/")), url)
+
+    def _is_resting(self, base_url: str) -> bool:
+        return self._clock() - self._failed_at.get(base_url, float("-inf")) < _REST_S
+
+
+def _rank(rollout_id: str, base_url: str) -> bytes:
+    return blake2b(f"{rollout_id}\n{base_url}".encode(), digest_size=8).digest()
+
+
+class Gate:
+    """Passes or holds the calls of one policy. Used in one event loop only."""
+
+    def __init__(self, *, model: str = "", model_version: str = "") -> None:
+        self.model = model
+        self.model_version = model_version
+        self.in_flight = 0
+        self.held = 0
+        self.total = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def passed(self) -> AsyncGenerator[str]:
+        """Hold a call until the gate is open; yields the version that serves then."""
+        version = await self.enter()
+        try:
+            yield version
+        finally:
+            self.leave()
+
+    async def enter(self) -> str:
+        """Wait until the gate is open; returns the version that serves then. Pair with :meth:`leave`."""
+        if not self._open.is_set():
+            self.held += 1
+            try:
+                while not self._open.is_set():
+                    await self._open.wait()
+            finally:
+                self.held -= 1
+        self.in_flight += 1
+        self.total += 1
+        self._idle.clear()
+        return self.model_version
+
+    def leave(self) -> None:
+        """Record the end of a call that entered."""
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._idle.set()
+
+    async def pause(self, *, drain_s: float) -> bool:
+        """Hold new calls; wait up to ``drain_s`` seconds for those in flight. Returns true if all ended."""
+        self._open.clear()
+        try:
+            async with asyncio.timeout(drain_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def resume(self, *, model_version: str = "", model: str = "") -> None:
+        """Open the gate. A non-empty version or model replaces the one that calls carry and request."""
+        self.model_version = model_version or self.model_version
+        self.model = model or self.model
+        self._open.set()
 
 
 @dataclass(frozen=True)
 class UpstreamTarget:
-    """An upstream with its servers and its key, which is sent to the backend only."""
+    """An upstream with its servers, the gate of its calls, and its key, which is sent to the backend only."""
 
     upstream: Upstream
     replicas: Replicas
+    gate: Gate
     key: str = field(default="", repr=False)
 
     def urls(self, rollout_id: str, endpoint: str, query: str) -> list[str]:
@@ -72,6 +203,11 @@ class Router:
             )
         return f"unknown model {model!r}; this gateway serves {self.models()}: use one of these names"
 
+    @property
+    def gates(self) -> dict[str, Gate]:
+        """The gates of the policies by their names."""
+        return {name: target.gate for name, target in self.targets.items()}
+
     def models(self) -> list[str]:
         """Return the model names that a request may use, aliases included, in order."""
         names: list[str] = []
@@ -106,4 +242,6 @@ def _target(upstream: Upstream, environ: Mapping[str, str]) -> UpstreamTarget:
             f"upstream {upstream.name!r} takes its key from {upstream.api_key_env}, which is not set; export it "
             "where the gateway runs, or remove api_key_env"
         )
-    return UpstreamTarget(upstream=upstream, replicas=Replicas([url.rstrip("/") for url in servers]), key=key)
+    gate = Gate(model=upstream.model, model_version=upstream.model_version)
+    replicas = Replicas([url.rstrip("/") for url in servers])
+    return UpstreamTarget(upstream=upstream, replicas=replicas, gate=gate, key=key)

@@ -1,26 +1,65 @@
-"""Lets a policy in training sample from its full distribution, whatever its agents ask for.
+"""Samples the calls of a policy in training as its rollout needs: from the full distribution, greedily, with a seed.
 
 Top-p, top-k, penalties, greedy decoding and the like draw tokens from another distribution than the one that training
 computes, which biases the gradient. Only rollouts that train are concerned: validation samples as the agent asks.
 A greedy rollout, whose reward others are compared with, gets the likeliest tokens instead.
+
+A server that draws for all its requests from one stream gives each call other numbers whenever calls meet in another
+order. The seed of a call here follows from its rollout's seed, the number of its attempt, and its position: how many
+calls with the same opening the attempt made before it. Agents of one rollout that call at the same time have openings
+of their own, mostly; where they do not, their order counts. The seed goes to the policy's server in a header, so that
+the request stays what the agent sent. The embedded server of ``agl-algo-torch`` reads it where the request has no
+``seed``; other servers ignore it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import cast
 
+import msgspec
+
 from agl import semconv
-from agl.contracts import Upstream
+from agl.contracts import RolloutQuery, Store, Upstream, sampling_mode
 from agl.dialects import Request, sampled
-from agl.schemas import Json
-from agl_gateway.relay.rollout_facts import RolloutFacts
+from agl.errors import NotFoundError
+from agl.schemas import Json, Rollout
+from agl_gateway.recent import Recent
+from agl_gateway.record.outage import Outage
+from agl_gateway.traffic.conversation_ids import opening_of
 from agl_gateway.wire.problems import Problem
+from agl_run import greedy_policies
+
+SEED_HEADER = "x-agl-seed"
+
+_LONGEST = 1024 * 1024
+"""Bytes of a request from which its opening is not looked at: that would take the event loop for too long."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rollout:
+    """The mode by which a rollout's calls are sampled, its seed, and the policies that it asks greedily.
+
+    They are ``""``, ``None`` and none for a rollout that has none or is not in the store.
+    """
+
+    mode: str = ""
+    seed: int | None = None
+    greedy: frozenset[str] = frozenset()
+
+
+@dataclass(eq=False, kw_only=True)
 class SamplingRules:
-    """Applies :attr:`agl.contracts.Upstream.sampling` to the calls of rollouts of mode ``train``."""
+    """Applies :attr:`agl.contracts.Upstream.sampling` to the calls of rollouts, and seeds them.
 
-    def __init__(self, rollouts: RolloutFacts) -> None:
-        self._rollouts = rollouts
+    Attributes:
+        position: Returns the position of an attempt's next call among those with an opening, from 1.
+    """
+
+    store: Store
+    outage: Outage
+    position: Callable[[str, bytes], Awaitable[int]]
+    _known: Recent[str, _Rollout] = field(default_factory=lambda: Recent(10_000), init=False)
 
     async def apply(self, asked: Request, upstream: Upstream, rollout_id: str) -> tuple[Request, Mapping[str, Json]]:
         """Return the request to send, and the attributes of the call's span that name what the agent asked for.
@@ -28,17 +67,47 @@ class SamplingRules:
         Raises:
             Problem: 400 where the upstream refuses such calls.
         """
-        if upstream.is_trained and upstream.name in (await self._rollouts.of(rollout_id)).greedy:
+        if upstream.is_trained and upstream.name in (await self._rollout(rollout_id)).greedy:
             whole, _ = sampled(asked, "override")  # penalties would make other tokens the likeliest
             return whole.changed({"temperature": 0}), {}
         rule = upstream.sampling
         sent, notes = sampled(asked, "override" if rule == "refuse" else rule)
-        if not notes or (await self._rollouts.of(rollout_id)).mode != "train":
+        if not notes or (await self._rollout(rollout_id)).mode != "train":
             return asked, {}
         overridden = cast("list[str]", notes.get(semconv.SAMPLING_OVERRIDDEN, []))
         if rule == "refuse" and overridden:
             raise Problem(400, _refusal(upstream.name, ", ".join(overridden)), code="narrowed_sampling")
         return sent, notes
+
+    async def seed(self, asked: Request, upstream: Upstream, *, rollout_id: str, attempt_id: str) -> Mapping[str, str]:
+        """Return the header with the seed of the attempt's next call; empty for a call that has none."""
+        seed = (await self._rollout(rollout_id)).seed if upstream.is_trained else None
+        if seed is None:
+            return {}
+        opening = opening_of(asked) if len(asked.body) < _LONGEST else None
+        digest = blake2b(msgspec.json.encode(opening, order="sorted"), digest_size=8).digest()
+        number = await self.position(attempt_id, digest)
+        attempt = attempt_id.rpartition(".")[2]
+        drawn = blake2b(b"%d/%b/%d/%b" % (seed, attempt.encode(), number, digest), digest_size=7)
+        return {SEED_HEADER: str(int.from_bytes(drawn.digest()))}
+
+    async def _rollout(self, rollout_id: str) -> _Rollout:
+        """Return what a rollout says of its calls, which never changes; nothing while the store does not answer."""
+        if rollout_id not in self._known:
+            query = RolloutQuery(ids=(rollout_id,))
+            try:
+                found = await self.outage.unless(lambda: self.store.rollouts(query), list[Rollout])
+            except NotFoundError:
+                found = []
+            if not found:
+                return _Rollout()
+            seed = found[0].metadata.get("seed")
+            self._known[rollout_id] = _Rollout(
+                mode=sampling_mode(found[0]),
+                seed=seed if isinstance(seed, int) else None,
+                greedy=greedy_policies(found[0]),
+            )
+        return self._known[rollout_id]
 
 
 def _refusal(policy: str, asked: str) -> str:

@@ -1,24 +1,24 @@
-"""Answers what clients ask beside model calls: counts of tokens, and a conversation made shorter.
+"""Answers what clients ask besides model calls: counts of tokens, and a shorter form of a conversation.
 
 The policy's own server answers where it can, and nothing is recorded. Where it cannot count, the gateway estimates:
 coding agents ask before every turn how much room is left, and stop or fill their log with errors where nobody answers.
 Where it cannot make a conversation shorter, the policy is asked for a summary, by a call that is recorded.
 """
 
+from dataclasses import dataclass
 from typing import cast
 
-import aiohttp
 from aiohttp import web
 
 from agl.dialects import Request
 from agl.schemas import Dialect, Json
-from agl_gateway.relay.bodies import BodyReader
-from agl_gateway.relay.json_values import check_values
 from agl_gateway.relay.relay import Relay
 from agl_gateway.relay.routing import UpstreamTarget
-from agl_gateway.relay.upstream_client import open_upstream, problem_of, reply_headers, request_headers
+from agl_gateway.relay.sender import reply_headers, request_headers
+from agl_gateway.wire.client_apis import ABSENT
 from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.thoughts import restored
+from agl_run.access import AttemptToken
 
 COMPACT = "/responses/compact"
 
@@ -27,7 +27,7 @@ SIDE_CALLS: dict[str, Dialect] = {
     "/responses/input_tokens": "responses",
     COMPACT: "responses",
 }
-"""Endpoints that belong to a model API beside its calls, with the API that they belong to."""
+"""Endpoints that belong to a model API besides its calls, with the API that they belong to."""
 
 ESTIMATED_HEADER = "x-agl-estimated"
 """Response header of a count that the gateway estimated."""
@@ -42,65 +42,34 @@ _INLINE = frozenset({"inlineData", "inline_data"})
 _IMAGE_TOKENS = 1600
 """Tokens of an image, about what Anthropic counts for the largest that it does not scale down."""
 
-_ABSENT = (404, 405, 501)
-"""Answers of servers that do not have an endpoint."""
 
-
+@dataclass(frozen=True, eq=False)
 class SideCalls:
-    """Answers the endpoints of :data:`SIDE_CALLS`. Used in one event loop only.
+    """Answers the endpoints of :data:`SIDE_CALLS` with a relay's policies and servers. Used in one event loop only."""
 
-    Args:
-        relay: The relay of model calls, whose policies and served models count here too.
-        session: For requests to the policies' servers.
-        bodies: Reads the requests.
-        max_body: Largest request body in bytes.
-    """
+    relay: Relay
 
-    def __init__(self, *, relay: Relay, session: aiohttp.ClientSession, bodies: BodyReader, max_body: int) -> None:
-        self._relay = relay
-        self._session = session
-        self._bodies = bodies
-        self._max_body = max_body
-
-    async def answer(
-        self, request: web.BaseRequest, endpoint: str, *, rollout_id: str, attempt_id: str
-    ) -> web.StreamResponse:
-        """Answer one request; the caller has verified its token.
-
-        Args:
-            request: The request.
-            endpoint: One of :data:`SIDE_CALLS`.
-            rollout_id: The rollout that it comes from, like ``attempt_id``; ``""`` in a conversation, for which no
-                summary is written.
-            attempt_id: The attempt.
+    async def answer(self, request: web.BaseRequest, endpoint: str, claim: AttemptToken) -> web.StreamResponse:
+        """Answer one request whose token was verified; in a conversation no summary is written.
 
         Raises:
             Problem: 400 for a body that is no JSON object, 404 for an unknown model, 413 for thoughts longer than any
                 model's context, 502 or 504 where a server that alone could answer does not.
         """
-        dialect = SIDE_CALLS[endpoint]
-        body = await self._bodies.read(request, limit=self._max_body)
-        await check_values(body)
-        asked = restored(Request(dialect, body))
-        if not asked.is_object:
-            raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
-        target = self._relay.router.choose(asked.model, dialect=dialect)
-        is_count = endpoint != COMPACT
-        if not is_count and attempt_id and not self._relay.speaks(target.upstream, dialect):
-            return await self._relay.compact(request, asked, rollout_id=rollout_id, attempt_id=attempt_id)
+        asked = restored(await self._read(request, SIDE_CALLS[endpoint]))
+        target = self.relay.router.choose(asked.model, dialect=asked.dialect)
+        is_count, is_attempt = endpoint != COMPACT, bool(claim.attempt_id)
+        if not is_count and is_attempt and not self.relay.speaks(target.upstream, asked.dialect):
+            return await self.relay.compact(request, asked, claim)
         try:
-            reply = await self._ask(request, asked, endpoint, target, rollout_id=rollout_id)
+            reply = await self._ask(request, asked, endpoint, target, rollout_id=claim.rollout_id)
         except Problem:
             if not is_count:
                 raise
             return _estimated(asked)
-        if reply.status not in _ABSENT:
+        if reply.status not in ABSENT or not (is_count or is_attempt):
             return reply
-        if is_count:
-            return _estimated(asked)
-        if not attempt_id:
-            return reply
-        return await self._relay.compact(request, asked, rollout_id=rollout_id, attempt_id=attempt_id)
+        return _estimated(asked) if is_count else await self.relay.compact(request, asked, claim)
 
     async def count_google(self, request: web.BaseRequest) -> web.Response:
         """Answer Google's ``countTokens`` with an estimate; the caller has verified its token.
@@ -108,28 +77,25 @@ class SideCalls:
         Raises:
             Problem: 400 for a body that is no JSON object.
         """
-        body = await self._bodies.read(request, limit=self._max_body)
-        await check_values(body)
-        asked = Request("chat", body)
+        asked = await self._read(request, "chat")
+        return web.json_response({"totalTokens": estimate(asked)}, headers={ESTIMATED_HEADER: "true"})
+
+    async def _read(self, request: web.BaseRequest, dialect: Dialect) -> Request:
+        asked = Request(dialect, await self.relay.bodies.read_call(request))
         if not asked.is_object:
             raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
-        return web.json_response({"totalTokens": estimate(asked)}, headers={ESTIMATED_HEADER: "true"})
+        return asked
 
     async def _ask(
         self, request: web.BaseRequest, asked: Request, endpoint: str, target: UpstreamTarget, *, rollout_id: str
     ) -> web.Response:
-        model = self._relay.gates[target.upstream.name].model
         headers = request_headers(request.headers, target, asked.dialect)
         url, *_ = target.urls(rollout_id, endpoint, request.query_string)
-        sent = asked.prepared(want_ids=False, model=model)
-        response = await open_upstream(self._session, "POST", url, sent, headers, connect_tries=1)
-        try:
-            body = await response.read()
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise problem_of(error, url) from error
-        finally:
-            response.close()
-        return web.Response(body=body, status=response.status, headers=reply_headers(response.headers))
+        sent = asked.prepared(want_ids=False, model=target.gate.model)
+        answer = await self.relay.sender.ask(url, sent, headers)
+        response = answer.response
+        response.close()
+        return web.Response(body=answer.body, status=response.status, headers=reply_headers(response.headers))
 
 
 def _estimated(asked: Request) -> web.Response:

@@ -1,5 +1,6 @@
 """The OpenAPI 3.1 document of the gateway, generated from the store contract."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -10,11 +11,13 @@ from agl_gateway.store_api.contract import METHODS, Fault, Method
 from agl_gateway.store_api.worker_reach import WORKER_METHODS
 from agl_gateway.traffic.conversation_ids import HEADER
 
-_ATTEMPT: list[dict[str, list[str]]] = [{"attempt": []}]
-_ADMIN: list[dict[str, list[str]]] = [{"admin": []}]
-_CLIENT: list[dict[str, list[str]]] = [{"client": []}]
-_WORKER: list[dict[str, list[str]]] = [{"worker": []}]
-_CALLERS = _ATTEMPT + _CLIENT + _ADMIN
+_TOKENS = {
+    "admin": "The token that `agl serve` wrote to a file.",
+    "client": "AGL_CLIENT_TOKEN, for conversations.",
+    "worker": "A token of `agl worker-token`, for the rollouts of one experiment.",
+    "attempt": "One attempt's token, also as x-api-key.",
+}
+_CALLERS = "attempt client admin"
 """The tokens that call models: the last two where the gateway records conversations."""
 
 _MODEL_PATHS = {
@@ -30,8 +33,17 @@ _MODEL_PATHS = {
     "/v1/responses/input_tokens": "The tokens of a request for a response, likewise.",
     "/v1/responses/compact": "OpenAI's compaction of a conversation: the server's own, or a summary by the policy.",
 }
-
-_TOKEN_SCHEMAS = msgspec.json.schema_components([TokenRequest, IssuedToken])[1]
+_GETS = {
+    "/": ("", "Says that a gateway is here; clients look before their first call."),
+    "/v1/models": (_CALLERS, "The model names that requests may use."),
+    "/v1beta/models": (_CALLERS, "The same for Google's clients."),
+    "/split": ("admin", "The rewards of the served split's arms."),
+    "/split/resources/{name}": (_CALLERS, "The version of a resource in the caller's arm; needs a split."),
+    "/identity": (f"{_CALLERS} worker", "The ids of this gateway and its start."),
+    "/metrics": ("", "Prometheus metrics."),
+    "/healthz": ("", "Succeeds if the gateway's store answers."),
+}
+_CONVERSATION = {"name": HEADER, "in": "header", "schema": {"type": "string"}}
 _SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
 
 
@@ -45,25 +57,25 @@ def openapi_document(*, server: str = "") -> dict[str, Any]:
         for method, params, result in pairs
     }
     paths |= {path: {"post": _model_call(path, text)} for path, text in _MODEL_PATHS.items()}
-    paths |= _other_paths()
+    paths |= {path: {"get": _described(path, text, tokens)} for path, (tokens, text) in _GETS.items()}
+    paths["/split/resources/{name}"]["get"]["parameters"].append(_CONVERSATION)
+    paths |= {path: {"post": operation} for path, operation in _posts().items()}
+    schemes = {name: {"type": "http", "scheme": "bearer", "description": text} for name, text in _TOKENS.items()}
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "agl gateway", "version": agl.__version__, "license": {"name": "Apache-2.0"}},
         "paths": paths,
-        "components": {"schemas": components, "securitySchemes": _security()},
+        "components": {"schemas": components, "securitySchemes": schemes},
     }
     return {**document, "servers": [{"url": server}]} if server else document
 
 
 def _operation(method: Method, params: Any, result: Any, fault: Any) -> dict[str, Any]:
+    is_of_worker, is_of_attempt = method.name in WORKER_METHODS, method.name == "append_spans"
     return {
         "operationId": method.name,
         "summary": method.summary,
-        "security": [
-            *_ADMIN,
-            *(_WORKER if method.name in WORKER_METHODS else []),
-            *(_ATTEMPT if method.name == "append_spans" else []),
-        ],
+        "security": _security("admin" + " worker" * is_of_worker + " attempt" * is_of_attempt),
         "requestBody": {"required": True, "content": _content(params)},
         "responses": {
             "200": {"description": "The method's result.", "content": _content(result)},
@@ -76,99 +88,49 @@ def _content(schema: Any) -> dict[str, Any]:
     return {"application/json": {"schema": schema}, "application/msgpack": {"schema": schema}}
 
 
-def _model_call(path: str, text: str) -> dict[str, Any]:
-    named = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] if "{" in path else []
+def _security(tokens: str) -> list[dict[str, list[str]]]:
+    return [{name: []} for name in tokens.split()]
+
+
+def _described(path: str, text: str, tokens: str, *, content: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return an operation with the parameters in its path, and the body that it needs."""
+    names = re.findall(r"{(\w+)}", path)
+    body = {"requestBody": {"required": True, "content": content}} if content else {}
     return {
         "summary": text,
-        "parameters": named,
-        "security": _CALLERS,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
-        "responses": {"default": {"description": "The backend's answer, byte for byte; streamed if asked."}},
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names],
+        "security": _security(tokens),
+        **body,
+        "responses": {"200": {"description": "OK"}},
     }
 
 
-def _other_paths() -> dict[str, Any]:
-    answer = {"responses": {"200": {"description": "OK"}}}
+def _model_call(path: str, text: str) -> dict[str, Any]:
+    answer = {"default": {"description": "The backend's answer, byte for byte; streamed if asked."}}
+    return {**_described(path, text, _CALLERS, content=_json({"type": "object"})), "responses": answer}
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _posts() -> dict[str, dict[str, Any]]:
+    token = msgspec.json.schema_components([TokenRequest, IssuedToken])[1]
+    traces = "Attach OTLP/HTTP traces (protobuf, gzip allowed) to the attempt of the token."
+    settle = "Answers once every answered call of the attempt is in the store; 202 asks to ask again."
+    make = "Make a token for the workers of one experiment."
+    end = "End a conversation; its rollout then has succeeded. Idempotent."
+    made = {"200": {"description": "OK", "content": _json(token["IssuedToken"])}}
+    protobuf: dict[str, Any] = {"application/x-protobuf": {}}
     return {
-        "/": {"get": {"summary": "Says that a gateway is here; clients look before their first call.", **answer}},
-        "/v1/models": {"get": {"summary": "The model names that requests may use.", "security": _CALLERS, **answer}},
-        "/v1beta/models": {"get": {"summary": "The same for Google's clients.", "security": _CALLERS, **answer}},
-        "/v1/traces": {
-            "post": {
-                "summary": "Attach OTLP/HTTP traces (protobuf, gzip allowed) to the attempt of the token.",
-                "security": _ATTEMPT + _ADMIN,
-                "requestBody": {"required": True, "content": {"application/x-protobuf": {}}},
-                **answer,
-            }
-        },
-        "/split": {"get": {"summary": "The rewards of the served split's arms.", "security": _ADMIN, **answer}},
-        "/split/resources/{name}": {
-            "get": {
-                "summary": "The version of a resource in the caller's arm; needs a split.",
-                "parameters": [
-                    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
-                    {"name": HEADER, "in": "header", "schema": {"type": "string"}},
-                ],
-                "security": _CALLERS,
-                **answer,
-            }
-        },
-        "/identity": {
-            "get": {
-                "summary": "The ids of this gateway and its start.",
-                "security": _CALLERS + _WORKER,
-                **answer,
-            }
-        },
-        "/settle": {
-            "post": {
-                "summary": "Answers once every answered call of the attempt is in the store; 202 asks to ask again.",
-                "security": _ATTEMPT + _ADMIN + _WORKER,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": _SETTLE_SCHEMA}}},
-                **answer,
-            }
-        },
+        "/v1/traces": _described("/v1/traces", traces, "attempt admin", content=protobuf),
+        "/settle": _described("/settle", settle, "attempt admin worker", content=_json(_SETTLE_SCHEMA)),
         WORKER_TOKENS: {
-            "post": {
-                "summary": "Make a token for the workers of one experiment.",
-                "security": _ADMIN,
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": _TOKEN_SCHEMAS["TokenRequest"]}},
-                },
-                "responses": {
-                    "200": {
-                        "description": "OK",
-                        "content": {"application/json": {"schema": _TOKEN_SCHEMAS["IssuedToken"]}},
-                    }
-                },
-            }
+            **_described(WORKER_TOKENS, make, "admin", content=_json(token["TokenRequest"])),
+            "responses": made,
         },
         "/conversations/end": {
-            "post": {
-                "summary": "End a conversation; its rollout then has succeeded. Idempotent.",
-                "parameters": [{"name": HEADER, "in": "header", "required": True, "schema": {"type": "string"}}],
-                "security": _CLIENT + _ADMIN,
-                **answer,
-            }
+            **_described("/conversations/end", end, "client admin"),
+            "parameters": [{**_CONVERSATION, "required": True}],
         },
-        "/metrics": {"get": {"summary": "Prometheus metrics.", "security": [], **answer}},
-        "/healthz": {"get": {"summary": "Succeeds if the gateway's store answers.", "security": [], **answer}},
-    }
-
-
-def _security() -> dict[str, Any]:
-    return {
-        "admin": {"type": "http", "scheme": "bearer", "description": "The token that `agl serve` wrote to a file."},
-        "client": {
-            "type": "http",
-            "scheme": "bearer",
-            "description": "AGL_CLIENT_TOKEN, for conversations.",
-        },
-        "worker": {
-            "type": "http",
-            "scheme": "bearer",
-            "description": "A token of `agl worker-token`, for the rollouts of one experiment.",
-        },
-        "attempt": {"type": "http", "scheme": "bearer", "description": "One attempt's token, also as x-api-key."},
     }

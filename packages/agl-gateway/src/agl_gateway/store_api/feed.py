@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import StoreError
@@ -15,53 +16,36 @@ _AFTER_FAILURE_S = 1.0
 _PAGE = 1000
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Feed:
     """Passes changes to listeners in batches, a fraction of a second after they happen.
 
-    Args:
+    Attributes:
         on_changes: Called with every batch, in order.
         on_gap: Called when reading the feed failed and changes may have been missed.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        on_changes: Sequence[Callable[[Sequence[Change]], None]],
-        on_gap: Callable[[], None],
-    ) -> None:
-        self._store = store
-        self._listeners = on_changes
-        self._on_gap = on_gap
-        self._task: asyncio.Task[None] | None = None
+    store: Store
+    on_changes: Sequence[Callable[[Sequence[Change]], None]]
+    on_gap: Callable[[], None]
 
-    async def start(self, cursor: int) -> None:
-        """Follow the feed from ``cursor``."""
-        self._task = asyncio.create_task(self._follow(cursor))
-
-    async def stop(self) -> None:
-        """Stop following; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-
-    async def _follow(self, cursor: int) -> None:
-        is_told = False
+    async def follow(self, cursor: int) -> None:
+        """Follow the feed from ``cursor`` until this is cancelled."""
+        has_warned = False
         while True:
             try:
-                changes = await self._store.changes(after=cursor, limit=10_000, wait_s=_WAIT_S)
+                changes = await self.store.changes(after=cursor, limit=10_000, wait_s=_WAIT_S)
             except StoreError:
-                if not is_told:
+                if not has_warned:
                     _log.warning("the store's change feed failed; trying again", exc_info=True)
-                is_told = True
-                self._on_gap()
+                has_warned = True
+                self.on_gap()
                 await asyncio.sleep(_AFTER_FAILURE_S)
                 continue
-            is_told = False
+            has_warned = False
             if changes:
                 cursor = changes[-1].cursor
-            for listener in self._listeners:
+            for listener in self.on_changes:
                 listener(changes)
             await asyncio.sleep(_PAUSE_S)
 

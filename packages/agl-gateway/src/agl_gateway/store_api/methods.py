@@ -5,6 +5,7 @@ An attempt's token allows only to append spans to its own attempt (see :mod:`agl
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,15 +13,15 @@ from aiohttp import web
 
 from agl.contracts import Store
 from agl.errors import AglError
-from agl_gateway.access.audit import Audit, Deed, deed_of
-from agl_gateway.access.identity import Identities, RunningAttempts, key_of, require_scope
+from agl_gateway.access.admission import Admission
+from agl_gateway.access.audit import Deed, deed_of
+from agl_gateway.access.identity import RunningAttempts, key_of, require_scope
 from agl_gateway.access.quotas import Quotas
 from agl_gateway.record.agent_spans import spans_of_agent
-from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.status.metrics import SpanRate
 from agl_gateway.store_api.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
 from agl_gateway.store_api.worker_reach import WORKER_METHODS, WorkerReach
-from agl_gateway.traffic.splitter import Splitter
+from agl_gateway.traffic.splits import Splitter
 from agl_gateway.wire.problems import Problem
 from agl_run.access import AttemptToken
 
@@ -38,43 +39,27 @@ class _Codec:
         self.encode = encode
 
 
+@dataclass(eq=False, kw_only=True)
 class StoreApi:
     """Serves a store; used in the gateway's event loop.
 
-    Args:
+    Attributes:
         settle: Waits until the answered calls of an attempt are in the store. It is called before the attempt is
             finished or its spans are read, because a remote worker cannot call the gateway itself.
         reach: Narrows the calls of workers' tokens to their experiment.
-        audit: Writes down what the admin token changes.
         splitter: Places queued rollouts in the arms of a split, if one is served.
     """
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        identities: Identities,
-        rate: SpanRate,
-        settle: Callable[[str], Awaitable[None]],
-        bodies: BodyReader,
-        attempts: RunningAttempts,
-        quotas: Quotas,
-        max_body: int,
-        reach: WorkerReach,
-        audit: Audit,
-        splitter: Splitter | None = None,
-    ) -> None:
-        self._store = store
-        self._enqueue = splitter.enqueue if splitter is not None else store.enqueue
-        self._settle = settle
-        self._identities = identities
-        self._rate = rate
-        self._bodies = bodies
-        self._attempts = attempts
-        self._quotas = quotas
-        self._max_body = max_body
-        self._reach = reach
-        self._audit = audit
+    store: Store
+    admission: Admission
+    rate: SpanRate
+    settle: Callable[[str], Awaitable[None]]
+    attempts: RunningAttempts
+    quotas: Quotas
+    reach: WorkerReach
+    splitter: Splitter | None = None
+
+    def __post_init__(self) -> None:
         self._codecs = {
             MSGPACK: _Codec(msgspec.msgpack.Decoder, msgspec.msgpack.Encoder().encode),
             JSON: _Codec(msgspec.json.Decoder, msgspec.json.Encoder().encode),
@@ -82,8 +67,8 @@ class StoreApi:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one method call."""
-        codec = self._codecs[JSON if request.content_type == JSON else MSGPACK]
         content_type = JSON if request.content_type == JSON else MSGPACK
+        codec = self._codecs[content_type]
         try:
             body = await self._call(request, codec)
             return web.Response(body=body, content_type=content_type)
@@ -95,52 +80,49 @@ class StoreApi:
         return web.Response(body=codec.encode(fault), status=status, content_type=content_type, headers=headers)
 
     async def _call(self, request: web.BaseRequest, codec: _Codec) -> bytes:
-        claim = self._identities.verify(key_of(request.headers))
+        claim = self.admission.identities.verify(key_of(request.headers))
         name = request.path.removeprefix(_PREFIX)
         method = METHODS.get(name)
         if method is None:
             raise Problem(404, f"the store has no method {name!r}; it has {', '.join(METHODS)}")
         _check_scope(claim, name)
-        params = self._params(method, codec, await self._bodies.read(request, limit=self._max_body))
+        params = self._params(
+            method, codec, await self.admission.bodies.read(request, limit=self.admission.bodies.max_body)
+        )
         if claim.scope == "worker":
-            params = await self._reach.narrowed(claim, name, params)
+            params = await self.reach.narrowed(claim, name, params)
         elif claim.scope == "attempt":
             params["spans"] = spans_of_agent(claim, params["spans"])
-            if reason := await self._attempts.refusal(claim, params["spans"]):
+            if reason := await self.attempts.refusal(claim, params["spans"]):
                 raise Problem(403, reason)
-            await self._quotas.add_spans(claim, len(params["spans"]))
+            await self.quotas.add_spans(claim, len(params["spans"]))
         spans = len(params["spans"]) if name == "append_spans" else 0
         deed = await self._deed(name, params) if claim.scope == "admin" else None
-        try:
+        with self.admission.audit.of(deed, claim=claim, request=request):
             result = await self._done(method, params)
-        except AglError as error:
-            if deed is not None:
-                self._audit.write(deed, claim=claim, request=request, error=error)
-            raise
-        if deed is not None:
-            self._audit.write(deed, claim=claim, request=request)
         if name == "claim" and claim.scope == "worker":
-            result = self._reach.issued(claim, result)
-        self._rate.add(spans)
+            result = self.reach.issued(claim, result)
+        self.rate.add(spans)
         return codec.encode(result)
 
     async def _done(self, method: Method, params: dict[str, Any]) -> Any:
         """Call the method of the store."""
         for attempt_id in _attempts_to_settle(method.name, params):
-            await self._settle(attempt_id)
+            await self.settle(attempt_id)
         positional = [params.pop(item) for item in method.positional]
-        called = self._enqueue if method.name == "enqueue" else getattr(self._store, method.name)
+        owner = self.splitter if method.name == "enqueue" and self.splitter is not None else self.store
+        called = getattr(owner, method.name)
         return await called(*positional, **params)
 
     async def _deed(self, name: str, params: dict[str, Any]) -> Deed | None:
         """Return the privileged action that a call is; rewards for attempts that run are everyday work."""
         if name == "append_spans":
             rewarded = {span.attempt_id: span.rollout_id for span in params["spans"] if span.reward is not None}
-            late = [each for each, rollout in rewarded.items() if not await self._attempts.runs(rollout, each)]
+            late = [each for each, rollout in rewarded.items() if not await self.attempts.runs(rollout, each)]
             return Deed(action="late reward", objects=[each or rewarded[each] for each in late]) if late else None
         deed = deed_of(name, params)
         if deed is not None and name in ("cancel", "delete"):
-            return msgspec.structs.replace(deed, experiment=await self._reach.experiment_of(deed.objects))
+            return msgspec.structs.replace(deed, experiment=await self.reach.experiment_of(deed.objects))
         return deed
 
     def _params(self, method: Method, codec: _Codec, body: bytes) -> dict[str, Any]:

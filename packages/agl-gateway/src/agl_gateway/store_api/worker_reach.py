@@ -1,11 +1,10 @@
-"""What a worker's token reaches at the store API: the everyday work of a worker, within one experiment.
+"""Narrows a worker's token at the store API to the everyday work of a worker, within one experiment.
 
 Methods that are not named here are refused, and so is whatever belongs to another experiment: its rollouts and attempts
 are as unknown as those that do not exist. A version of a resource is its experiment's while it is live there, or pinned
 by a rollout that runs.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,24 +15,14 @@ from agl.errors import FencedError, NotFoundError
 from agl.schemas import Claim, Span, rollout_id_of
 from agl.stores import all_spans
 from agl_gateway.access.identity import RunningAttempts
+from agl_gateway.recent import Recent
 from agl_gateway.wire.problems import Problem
-from agl_run.access import AttemptToken, AttemptTokens, IssuedClaim, issue_token
+from agl_run.access import AttemptToken, issue_token
+from agl_run.access.tokens import AttemptTokens, IssuedClaim
 
 WORKER_METHODS = (
-    "announce",
-    "append_spans",
-    "attempts",
-    "claim",
-    "count_rollouts",
-    "experiments",
-    "finish",
-    "presences",
-    "recordings",
-    "renew",
-    "resource",
-    "rollouts",
-    "spans",
-    "withdraw",
+    *("announce", "append_spans", "attempts", "claim", "count_rollouts", "experiments", "finish", "presences"),
+    *("recordings", "renew", "resource", "rollouts", "spans", "withdraw"),
 )
 """The methods of the store that a worker's token may call, each for its own experiment."""
 
@@ -55,8 +44,8 @@ class WorkerReach:
         self._store = store
         self._tokens = tokens
         self._attempts = attempts
-        self._experiments: OrderedDict[str, str] = OrderedDict()
-        self._versions: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        self._experiments: Recent[str, str] = Recent(_REMEMBERED)
+        self._versions: Recent[tuple[str, str, str], None] = Recent(_REMEMBERED)
 
     async def narrowed(self, claim: AttemptToken, name: str, params: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters of a call, with a query narrowed to the token's experiment.
@@ -106,16 +95,13 @@ class WorkerReach:
         """Return what was claimed in the token's experiment, each with the token of its attempt."""
         own = [each for each in claims if each.rollout.experiment == claim.experiment]
         for each in own:
-            self._remember(each.rollout.rollout_id, claim.experiment)
+            self._experiments[each.rollout.rollout_id] = claim.experiment
             for name, version in each.rollout.resources.items():
-                self._remember_version(claim.experiment, name, version)
+                self._versions[claim.experiment, name, version] = None
+        tokens = [issue_token(self._tokens, each.rollout, each.attempt) for each in own]
         return [
-            IssuedClaim(
-                rollout=each.rollout,
-                attempt=each.attempt,
-                token=issue_token(self._tokens, each.rollout, each.attempt),
-            )
-            for each in own
+            IssuedClaim(rollout=each.rollout, attempt=each.attempt, token=token)
+            for each, token in zip(own, tokens, strict=True)
         ]
 
     def on_changes(self, changes: Sequence[Change]) -> None:
@@ -152,18 +138,8 @@ class WorkerReach:
                     for each in part:
                         found.update(await self._read([each]))
         for rollout_id, experiment in found.items():
-            self._remember(rollout_id, experiment)
+            self._experiments[rollout_id] = experiment
         return found
-
-    def _remember(self, rollout_id: str, experiment: str) -> None:
-        self._experiments[rollout_id] = experiment
-        if len(self._experiments) > _REMEMBERED:
-            self._experiments.popitem(last=False)
-
-    def _remember_version(self, experiment: str, name: str, version: str) -> None:
-        self._versions[experiment, name, version] = None
-        if len(self._versions) > _REMEMBERED:
-            self._versions.popitem(last=False)
 
     async def _require_version(self, claim: AttemptToken, name: str, version: str | None) -> None:
         if version is None:
@@ -177,7 +153,7 @@ class WorkerReach:
         if not await self._is_used(claim.experiment, name, version):
             hint = f"{_this(claim)} reads what is live there or pinned by a running rollout; an admin token reads any"
             raise NotFoundError("resource version", f"{name}@{version}", hint)
-        self._remember_version(claim.experiment, name, version)
+        self._versions[claim.experiment, name, version] = None
 
     async def _is_used(self, experiment: str, name: str, version: str) -> bool:
         lives = [record.live for record in await self._store.experiments(experiment)]

@@ -8,6 +8,7 @@ be missing; one that sees another start, of any process, knows that calls may ha
 
 import asyncio
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import msgspec
@@ -15,16 +16,14 @@ from aiohttp import web
 
 from agl.errors import CaptureError, NotFoundError, StoreError
 from agl.schemas import rollout_id_of
-from agl_gateway.access.identity import Identities, key_of, require_scope
+from agl_gateway.access.admission import Admission
 from agl_gateway.processes.peers import Peers
 from agl_gateway.processes.siblings import PEER_HEADER, SIBLING
 from agl_gateway.record.recorder import Recorder
-from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.store_api.worker_reach import WorkerReach
 from agl_gateway.wire.problems import Problem
 from agl_run.access import AttemptToken
 
-_MAX_BODY = 64 * 1024
 _VERSION = version("agl-gateway")
 _SETTLE_S = 5.0
 """Seconds after which a caller is told to ask again, so that it knows that the gateway lives."""
@@ -36,35 +35,24 @@ class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
     attempt_id: str
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class WorkersApi:
     """Answers workers; used in the gateway's event loop.
 
-    Args:
+    Attributes:
         gateway_id: The gateway's id.
         reach: Knows the attempts of a worker's token.
     """
 
-    def __init__(
-        self,
-        *,
-        identities: Identities,
-        recorder: Recorder,
-        peers: Peers,
-        bodies: BodyReader,
-        gateway_id: str,
-        reach: WorkerReach,
-    ) -> None:
-        self._identities = identities
-        self._reach = reach
-        self._peers = peers
-        self._recorder = recorder
-        self._bodies = bodies
-        self._id = gateway_id
+    admission: Admission
+    recorder: Recorder
+    peers: Peers
+    gateway_id: str
+    reach: WorkerReach
 
     async def identity(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with the gateway's id."""
-        claim = self._identities.verify(key_of(request.headers))
-        require_scope(claim, ("attempt", "client", "admin", "worker"), what="the gateway's id")
+        self.admission.caller(request, "attempt", "client", "admin", "worker", what="the gateway's id")
         return await self._answer()
 
     async def settle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -73,19 +61,15 @@ class WorkersApi:
         Raises:
             Problem: 403 for a token that the attempt does not belong to, 409 if the store refused some of the calls.
         """
-        claim = self._identities.verify(key_of(request.headers))
-        try:
-            asked = msgspec.json.decode(await self._bodies.read(request, limit=_MAX_BODY), type=SettleRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
-        require_scope(claim, ("attempt", "admin", "worker"), what="waiting for an attempt's calls")
+        claim = self.admission.caller(request, "attempt", "admin", "worker", what="waiting for an attempt's calls")
+        asked = await self.admission.read(request, SettleRequest, form='{"attempt_id": "..."}')
         await self._require(claim, asked.attempt_id)
         asked_by = request.headers.get(PEER_HEADER, "")
-        settle = self._peers.settle_here if asked_by else self._peers.settle
+        settle = self.peers.settle_here if asked_by else self.peers.settle
         if asked_by == SIBLING:
-            settle = self._recorder.settle
+            settle = self.recorder.settle
         try:
-            async with asyncio.timeout(None if self._recorder.spool is None else _SETTLE_S):
+            async with asyncio.timeout(None if self.recorder.spool is None else _SETTLE_S):
                 await settle(asked.attempt_id)
         except CaptureError as error:
             raise Problem(409, str(error), code="calls_lost") from error
@@ -102,12 +86,13 @@ class WorkersApi:
             raise Problem(403, f"the token is not that of attempt {attempt_id!r}; use its own, or an admin token")
         if claim.scope == "worker":
             try:
-                await self._reach.require(claim, [rollout_id_of(attempt_id)])
+                await self.reach.require(claim, [rollout_id_of(attempt_id)])
             except NotFoundError as error:
                 raise Problem(403, str(error)) from None
             except StoreError:
                 return
 
     async def _answer(self, *, status: int = 200) -> web.Response:
-        told = {"gateway": self._id, "start": await self._peers.start(), "version": _VERSION, "time": time.time()}
-        return web.json_response(told, status=status)
+        start = await self.peers.start()
+        about = {"gateway": self.gateway_id, "start": start, "version": _VERSION, "time": time.time()}
+        return web.json_response(about, status=status)

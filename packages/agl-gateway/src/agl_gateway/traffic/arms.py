@@ -5,7 +5,6 @@ follows the change feed. Addresses and keys come from the command line alone: a 
 or a model, never an address.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,12 +13,11 @@ import msgspec
 from agl.contracts import Change, RolloutQuery, Store, Upstream
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import LLM, Resource, Rollout, Weights
+from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.relay.routing import Router, UpstreamTarget
 from agl_gateway.traffic.splits import Pins, differing, placement_of
 from agl_gateway.wire.problems import Problem
-
-_REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,7 @@ class ArmRoutes:
         self._store = store
         self._outage = outage
         self._targets = list(router.targets.values())
-        self._pinned: OrderedDict[str, _RolloutPins] = OrderedDict()
+        self._pinned: Recent[str, _RolloutPins] = Recent(10_000)
         self._resources: dict[tuple[str, str], Resource] = {}
 
     async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
@@ -154,14 +152,9 @@ class ArmRoutes:
 
     async def _pins(self, rollout_id: str) -> _RolloutPins | None:
         """Return the rollout's pins; ``None`` where the store does not answer and they are not known."""
-        known = self._pinned.get(rollout_id)
-        if known is None:
-            known = await self._read(rollout_id)
-            if known is None:
-                return None
+        known = self._pinned.get(rollout_id) or await self._read(rollout_id)
+        if known is not None and rollout_id not in self._pinned:
             self._pinned[rollout_id] = known
-            if len(self._pinned) > _REMEMBERED:
-                self._pinned.popitem(last=False)
         return known
 
     async def _read(self, rollout_id: str) -> _RolloutPins | None:
@@ -172,15 +165,11 @@ class ArmRoutes:
             return _UNPLACED
         if not found:
             return None
-        rollout = found[0]
-        placement = placement_of(rollout)
+        placement = placement_of(found[0])
         if placement is None:
             return _UNPLACED
-        return _RolloutPins(
-            arm=placement.arm,
-            resources=rollout.resources,
-            chosen=frozenset(differing(placement.versions)),
-        )
+        chosen = frozenset(differing(placement.versions))
+        return _RolloutPins(arm=placement.arm, resources=found[0].resources, chosen=chosen)
 
 
 def _unknown_arm_message(name: str) -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from agl.dialects import Request
 from agl_gateway.wire.problems import Problem
+from agl_gateway.wire.translation import as_object
 
 HEADER = "x-agl-conversation-id"
 
@@ -56,14 +57,14 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
     Raises:
         Problem: 400 if it is too long, or no text in UTF-8.
     """
-    found = _object(metadata).get(_FIELD)
+    found = as_object(metadata).get(_FIELD)
     given = headers.get(HEADER, "") or (found if isinstance(found, str) else "")
     if len(given) > _MAX_ID:
         raise Problem(400, f"the conversation's id has {len(given)} characters; {_MAX_ID} are allowed")
     try:
         given.encode()
     except UnicodeEncodeError as error:
-        raise Problem(400, f"the conversation's id {given!a} is no UTF-8 text; send letters and digits") from error
+        raise Problem(400, f"the conversation's id {given!a} is not UTF-8 text; send letters and digits") from error
     return given
 
 
@@ -77,7 +78,7 @@ def opening_of(call: Request) -> list[Any] | None:
     if isinstance(messages, str):
         return [system, messages]
     for index, message in enumerate(_items(messages)):
-        if _object(message).get("role") == "user":
+        if as_object(message).get("role") == "user":
             return [system, *_items(messages)[: index + 1]]
     return None
 
@@ -86,11 +87,7 @@ def _without_billing(system: Any) -> Any:
     """Return the system prompt without the block in which Claude Code counts its use."""
     if not isinstance(system, list):
         return system
-    return [block for block in _items(system) if not str(_object(block).get("text", "")).startswith(_BILLING)]
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    return [block for block in _items(system) if not str(as_object(block).get("text", "")).startswith(_BILLING)]
 
 
 def _items(value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -22,9 +22,10 @@ from hashlib import blake2b
 from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
 from agl.schemas import Outcome, RetryPolicy, Rollout
+from agl_gateway.recent import Recent
 from agl_gateway.record.outage import Outage
 from agl_gateway.traffic.kept_traffic import KeptTraffic
-from agl_gateway.traffic.splits import CONVERSATION, placement_of
+from agl_gateway.traffic.splits import CONVERSATION, arm_of
 from agl_inspect.terminal import CONVERSATIONS
 
 _log = logging.getLogger(__name__)
@@ -58,10 +59,11 @@ class Conversation:
         return {"x-agl-rollout-id": self.rollout_id, "x-agl-attempt-id": self.attempt_id, **arm}
 
 
+@dataclass(eq=False, kw_only=True)
 class Conversations:
     """Finds or creates the rollout of a conversation, and ends it. It only caches what the store holds.
 
-    Args:
+    Attributes:
         enqueue: Queues a rollout and pins its versions.
         settle: Waits until the calls of an attempt are in the store.
         idle_s: Seconds without a call after which a conversation is over.
@@ -70,26 +72,17 @@ class Conversations:
         traffic: Says of new conversations what becomes of them.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        enqueue: Enqueue,
-        settle: Callable[[str], Awaitable[None]],
-        idle_s: float,
-        outage: Outage,
-        traffic: KeptTraffic | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._outage = outage
-        self._traffic = traffic
-        self._store = store
-        self._enqueue = enqueue
-        self._settle = settle
-        self._idle_s = idle_s
-        self._clock = clock
-        self._known: OrderedDict[str, Conversation] = OrderedDict()
-        self._renewed: OrderedDict[str, float] = OrderedDict()
+    store: Store
+    enqueue: Enqueue
+    settle: Callable[[str], Awaitable[None]]
+    idle_s: float
+    outage: Outage
+    traffic: KeptTraffic | None = None
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._known: Recent[str, Conversation] = Recent(_REMEMBERED)
+        self._renewed: Recent[str, float] = Recent(_REMEMBERED)
         self._in_flight: Counter[str] = Counter()
 
     async def left_out_by(self, conversation: str, traffic: KeptTraffic) -> str:
@@ -108,8 +101,6 @@ class Conversations:
             known = self._known.get(rollout_id)
             if known is None:
                 known = self._known[rollout_id] = await self._open(rollout_id, conversation)
-                if len(self._known) > _REMEMBERED:
-                    self._known.popitem(last=False)
             if await self._renew(known):
                 return known
             self.forget(rollout_id)
@@ -149,13 +140,22 @@ class Conversations:
         await self._renew_in_flight()
         query = RolloutQuery(experiment=CONVERSATIONS, status=("running",), limit=_PAGE)
         count = 0
-        while page := await self._store.rollouts(query):
+        while page := await self.store.rollouts(query):
             idle = [attempt_id for rollout in page if (attempt_id := await self._idle_attempt(rollout))]
             for attempt_id in idle:
                 await self._finish(attempt_id)
             count += len(idle)
             query = query.next(page[-1])
         return count
+
+    async def end_idle_ones(self) -> None:
+        """End idle conversations periodically, until this is cancelled."""
+        while True:
+            await asyncio.sleep(self.idle_s / CHECKS)
+            try:
+                await self.end_idle()
+            except StoreError:
+                _log.warning("idle conversations could not be ended; trying again", exc_info=True)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
         """Drop changed rollouts from the cache; the next call reads them again."""
@@ -168,7 +168,7 @@ class Conversations:
         if rollout_id:
             self._known.pop(rollout_id, None)
             self._renewed.pop(rollout_id, None)
-        elif not self._outage.is_on:
+        elif not self.outage.is_on:
             self._known.clear()
             self._renewed.clear()
 
@@ -184,7 +184,7 @@ class Conversations:
 
     async def _is_recorded(self, rollout_id: str) -> bool:
         try:
-            return bool(await self._outage.unless(lambda: self._read(rollout_id), lambda: None))
+            return bool(await self.outage.unless(lambda: self._read(rollout_id), lambda: None))
         except NotFoundError:
             return False
 
@@ -195,25 +195,25 @@ class Conversations:
             experiment=CONVERSATIONS,
             group_id=rollout_id,
             retry=RetryPolicy(max_losses=_LAPSES),
-            metadata={CONVERSATION: conversation, **(self._traffic.marks(rollout_id) if self._traffic else {})},
+            metadata={CONVERSATION: conversation, **(self.traffic.marks(rollout_id) if self.traffic else {})},
         )
-        return (await self._enqueue([rollout]))[0]
+        return (await self.enqueue([rollout]))[0]
 
     async def _read(self, rollout_id: str) -> Rollout:
-        return (await self._store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+        return (await self.store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
 
     async def _claim(self) -> None:
         """Start the attempts of all queued conversations, also those that a killed gateway left behind."""
-        await self._store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
+        await self.store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
 
     async def _renew(self, known: Conversation) -> bool:
         """Renew the lease unless that happened recently; returns false if the attempt has ended or was removed."""
-        now = self._clock()
-        if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self._idle_s / CHECKS:
+        now = self.clock()
+        if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self.idle_s / CHECKS:
             return True
         try:
-            renewed = await self._outage.unless(
-                lambda: self._store.renew([known.attempt_id], lease_s=LEASE_S), lambda: None
+            renewed = await self.outage.unless(
+                lambda: self.store.renew([known.attempt_id], lease_s=LEASE_S), lambda: None
             )
         except NotFoundError:
             renewed = []
@@ -222,8 +222,6 @@ class Conversations:
         is_running = bool(renewed)
         if is_running:
             self._renewed[known.rollout_id] = now
-            if len(self._renewed) > _REMEMBERED:
-                self._renewed.popitem(last=False)
         return is_running
 
     async def _renew_in_flight(self) -> None:
@@ -235,47 +233,19 @@ class Conversations:
 
     async def _idle_attempt(self, rollout: Rollout) -> str:
         """Return the id of the attempt if the conversation is idle; ``""`` otherwise."""
-        rollout_id, now = rollout.rollout_id, self._clock()
-        if self._in_flight[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self._idle_s:
+        rollout_id, now = rollout.rollout_id, self.clock()
+        if self._in_flight[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self.idle_s:
             return ""
-        attempts = await self._store.attempts(rollout_id)
+        attempts = await self.store.attempts(rollout_id)
         since = next((a.lease_until - LEASE_S for a in attempts if a.attempt_id == rollout.attempt_id), math.inf)
-        is_idle = now - since >= self._idle_s * (1 + 1 / CHECKS) and not self._in_flight[rollout_id]
+        is_idle = now - since >= self.idle_s * (1 + 1 / CHECKS) and not self._in_flight[rollout_id]
         return (rollout.attempt_id or "") if is_idle else ""
 
     async def _finish(self, attempt_id: str) -> None:
         with suppress(CaptureError):  # a call that the store refused; the recorder has logged and counted it
-            await self._settle(attempt_id)
+            await self.settle(attempt_id)
         with suppress(FencedError):  # its lease lapsed
-            await self._store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
-
-
-class IdleConversationEnder:
-    """Ends idle conversations periodically, from :meth:`start` to :meth:`stop`."""
-
-    def __init__(self, conversations: Conversations, *, idle_s: float) -> None:
-        self._conversations = conversations
-        self._pause_s = idle_s / CHECKS
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Start the periodic sweep."""
-        self._task = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        """Stop the sweep; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._pause_s)
-            try:
-                await self._conversations.end_idle()
-            except StoreError:
-                _log.warning("idle conversations could not be ended; trying again", exc_info=True)
+            await self.store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
 
 
 def rollout_id_of(conversation: str) -> str:
@@ -284,10 +254,9 @@ def rollout_id_of(conversation: str) -> str:
 
 
 def _conversation(stored: Rollout) -> Conversation:
-    placement = placement_of(stored)
     return Conversation(
         rollout_id=stored.rollout_id,
         attempt_id=stored.attempt_id or "",
-        arm="" if placement is None else placement.arm,
+        arm=arm_of(stored),
         is_over=stored.is_finished,
     )

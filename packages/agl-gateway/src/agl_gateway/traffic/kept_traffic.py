@@ -8,7 +8,7 @@ removed some time after their end unless their reward has reached it. Rollouts o
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,6 +16,7 @@ from hashlib import blake2b
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, NotFoundError, StoreError
 from agl.schemas import Rollout
+from agl_gateway.recent import Recent
 from agl_inspect.retention import delete_finished, needed_experiments
 from agl_inspect.terminal import CONVERSATIONS, rewards_of
 
@@ -82,7 +83,7 @@ class KeptTraffic:
         self._idle_s = idle_s
         self._clock = clock
         self._recorded: deque[float] = deque()
-        self._over_limit: OrderedDict[str, float] = OrderedDict()
+        self._over_limit: Recent[str, float] = Recent(_REMEMBERED)
         self.calls = 0
         self.removed = 0
 
@@ -109,19 +110,19 @@ class KeptTraffic:
         since = self._over_limit.pop(rollout_id, None)
         if len(self._recorded) >= limit or (since is not None and now - since < self._idle_s):
             self._over_limit[rollout_id] = now
-            if len(self._over_limit) > _REMEMBERED:
-                self._over_limit.popitem(last=False)
             return "max_spans_per_minute"
         return ""
 
-    def count(self) -> None:
-        """Count a call that is recorded."""
-        if self.share.max_spans_per_minute:
+    def count(self, *, is_recorded: bool) -> None:
+        """Count a call of a conversation."""
+        if not is_recorded:
+            self.calls += 1
+        elif self.share.max_spans_per_minute:
             self._recorded.append(self._clock())
 
 
 class RewardSweep:
-    """Removes the conversations whose reward has not reached the threshold in time, from :meth:`start` to :meth:`stop`.
+    """Removes the conversations whose reward has not reached the threshold in time.
 
     What it does depends on the store alone, so several gateways may do it, and one that was killed goes on.
     """
@@ -131,19 +132,6 @@ class RewardSweep:
         self._traffic = traffic
         self._clock = clock
         self._last: Rollout | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Begin to look, unless no reward decides."""
-        if self._traffic.share.reward_threshold is not None:
-            self._task = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        """Stop; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
 
     async def remove(self) -> int:
         """Remove what is due; returns the number of conversations.
@@ -181,7 +169,8 @@ class RewardSweep:
         ]
         return len(await delete_finished(self._store, low))
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Remove periodically what is due, until this is cancelled."""
         while True:
             try:
                 await self.remove()

@@ -6,6 +6,7 @@ without a reward is left out, and the number of those is reported.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from agl.contracts import RolloutQuery, Store
 from agl.schemas import Record, Rollout
@@ -60,26 +61,34 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     confidence: float
 
 
-class Sample(Record, frozen=True, kw_only=True):
+@dataclass(kw_only=True)
+class Sample:
     """The counted rewards of one arm, in order of rollout id; other attributes as in :class:`ArmReport`."""
 
-    rewards: list[float]
-    failed: int
-    unrewarded: int
+    rewards: list[float] = field(default_factory=list[float])
+    failed: int = 0
+    unrewarded: int = 0
+
+    def add(self, rollout: Rollout, reward: float | None) -> None:
+        """Count a rollout; a failed one has the reward 0 unless it got another."""
+        self.failed += rollout.status == "failed"
+        if reward is not None or rollout.status == "failed":
+            self.rewards.append(reward or 0.0)
+        else:
+            self.unrewarded += 1
 
 
 async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
     """Return the rewards between these versions by label. Reads the spans of every rollout that the split placed."""
-    names = differing(pins)
-    tallies = {label: _Tally() for label in pins}
+    names, found = differing(pins), {label: Sample() for label in pins}
     query = RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)
     if not names:
-        return {label: tally.sample() for label, tally in tallies.items()}
+        return found
     async for page in pages(store, query):
         arms = {r.rollout_id: arm for r in page if is_counted(r) and (arm := _arm(r, pins, names)) is not None}
         async for rollout, reward in rewards_of(store, list(arms)):
-            tallies[arms[rollout.rollout_id]].add(rollout, reward)
-    return {label: tally.sample() for label, tally in tallies.items()}
+            found[arms[rollout.rollout_id]].add(rollout, reward)
+    return found
 
 
 async def split_report(
@@ -96,27 +105,6 @@ async def split_report(
         against={label: _compared(found[baseline].rewards, found[label].rewards, confidence) for label in others},
         confidence=confidence,
     )
-
-
-class _Tally:
-    """Counts the rollouts of one arm."""
-
-    def __init__(self) -> None:
-        self.rewards: list[float] = []
-        self._failed = 0
-        self._unrewarded = 0
-
-    def add(self, rollout: Rollout, reward: float | None) -> None:
-        if rollout.status == "failed":
-            self._failed += 1
-            self.rewards.append(reward or 0.0)
-        elif reward is None:
-            self._unrewarded += 1
-        else:
-            self.rewards.append(reward)
-
-    def sample(self) -> Sample:
-        return Sample(rewards=self.rewards, failed=self._failed, unrewarded=self._unrewarded)
 
 
 def _report(label: str, versions: dict[str, str], sample: Sample, confidence: float) -> ArmReport:

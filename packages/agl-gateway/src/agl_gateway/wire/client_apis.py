@@ -6,22 +6,26 @@ server that gives them in these APIs too is named in the gateway's settings. Of 
 is asked as the client asks, unless it does not have the API.
 """
 
+import logging
 from collections.abc import Collection
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Dialect
+from agl_gateway.relay.callers import clean
 from agl_gateway.wire.messages import MessagesTranslation
 from agl_gateway.wire.responses import ResponsesTranslation
-from agl_gateway.wire.translation import Translation
+from agl_gateway.wire.translation import Outgoing, Translation
 
-CHAT = "/chat/completions"
+_log = logging.getLogger(__name__)
 
 ABSENT = (404, 405, 501)
 """Answers of servers that do not have an endpoint."""
 
-_FIRST_ERROR = 400
+FIRST_ERROR = 400
+_MAX_WARNED = 1000
+_MAX_NAME = 200
 
 _TRANSLATED: dict[Dialect, type[Translation]] = {"messages": MessagesTranslation, "responses": ResponsesTranslation}
 
@@ -47,11 +51,31 @@ class ClientApis:
             raise ConfigError(f"native_apis names {unknown[0]!r}, which is never translated; {hint}")
         self._native = frozenset(native)
         self._absent: set[tuple[str, Dialect]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def is_translated(self, upstream: Upstream, dialect: Dialect) -> bool:
         """Return true if calls of this API go to the policy's server as chat completions."""
         is_absent = (upstream.name, dialect) in self._absent
         return dialect in _TRANSLATED and (is_absent or (upstream.is_trained and dialect not in self._native))
+
+    def translated(self, call: Outgoing, upstream: Upstream) -> Outgoing:
+        """Return a call as a chat completion; logs once per policy what is dropped for it.
+
+        Raises:
+            Problem: 400 for a call that no chat completion can express.
+        """
+        translated = call.translated(_TRANSLATED[call.request.dialect]())
+        for name in translated.dropped:
+            warning = (upstream.name, name)
+            if warning not in self._warned and len(self._warned) < _MAX_WARNED:
+                self._warned.add(warning)
+                _log.warning(
+                    "a request offers the tool %r to policy %r, whose server cannot run it; the policy does not see "
+                    "it. Switch it off in the client, or let the client run it",
+                    clean(name, _MAX_NAME),
+                    upstream.name,
+                )
+        return translated
 
     def check(self, dialect: Dialect, status: int) -> None:
         """Raise :class:`NotSpokenError` if the status of an answer says that the server lacks this API."""
@@ -60,11 +84,5 @@ class ClientApis:
 
     def learn(self, upstream: Upstream, dialect: Dialect, status: int) -> None:
         """Remember that a server lacks an API, once it has answered a chat completion instead."""
-        if status < _FIRST_ERROR:
+        if status < FIRST_ERROR:
             self._absent.add((upstream.name, dialect))
-
-
-def translation_of(dialect: Dialect) -> Translation | None:
-    """Return what translates a call to a chat completion; ``None`` for an API that is never translated."""
-    translated = _TRANSLATED.get(dialect)
-    return None if translated is None else translated()

@@ -35,7 +35,7 @@ from agl_gateway.wire.chat import (
 )
 from agl_gateway.wire.problems import google_error
 from agl_gateway.wire.thoughts import Unsealer, seal
-from agl_gateway.wire.translation import EventSplitter, Shape, as_object, data_of, object_of, objects_in, text_in
+from agl_gateway.wire.translation import ClientApi, EventSplitter, as_object, data_of, object_of, objects_in, text_in
 
 _NUMBERS = {
     "temperature": "temperature",
@@ -259,7 +259,7 @@ class GoogleTranslation:
         is_sse: Whether it is streamed as events (``alt=sse``) rather than as the elements of a JSON array.
     """
 
-    shape: Shape = "google"
+    client_api: ClientApi = "google"
     dropped: tuple[str, ...] = ()
 
     def __init__(self, *, model: str, is_streamed: bool, is_sse: bool) -> None:

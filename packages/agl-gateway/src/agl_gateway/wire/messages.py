@@ -39,7 +39,7 @@ from agl_gateway.wire.chat import (
 )
 from agl_gateway.wire.problems import Problem, problem_body
 from agl_gateway.wire.thoughts import restored, signed_block
-from agl_gateway.wire.translation import Shape, as_object, named_event, object_of, objects_in, text_in
+from agl_gateway.wire.translation import ClientApi, as_object, named_event, object_of, objects_in, text_in
 
 SAME = (
     *("temperature", "top_p", "top_k", "max_tokens", "seed", "min_p", "presence_penalty", "frequency_penalty"),
@@ -168,7 +168,7 @@ _PING = named_event({"type": "ping"})
 class MessagesTranslation:
     """Translates a call of messages to a chat completion, and back."""
 
-    shape: Shape = "messages"
+    client_api: ClientApi = "messages"
     content_type = "text/event-stream"
 
     def __init__(self) -> None:

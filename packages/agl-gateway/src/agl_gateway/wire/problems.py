@@ -3,7 +3,7 @@
 import msgspec
 from aiohttp import web
 
-from agl_gateway.wire.translation import Shape
+from agl_gateway.wire.translation import ClientApi
 
 _KINDS = {
     400: ("invalid_request_error", "invalid_request_error"),
@@ -62,7 +62,7 @@ class Problem(Exception):  # noqa: N818  # a response that is raised, not a faul
         return {"x-should-retry": "true" if self.is_retryable else "false", **wait}
 
 
-def problem_body(problem: Problem, dialect: Shape | None) -> bytes:
+def problem_body(problem: Problem, dialect: ClientApi | None) -> bytes:
     """Return the JSON body of ``problem`` in the shape of ``dialect``."""
     if dialect == "google":
         return google_error(problem.status, str(problem))
@@ -81,7 +81,7 @@ def google_error(status: int, message: str) -> bytes:
     return msgspec.json.encode({"error": {"code": status, "message": message, "status": kind}})
 
 
-def problem_response(problem: Problem, dialect: Shape | None) -> web.Response:
+def problem_response(problem: Problem, dialect: ClientApi | None) -> web.Response:
     """Return ``problem`` as a response."""
     return web.Response(
         body=problem_body(problem, dialect),

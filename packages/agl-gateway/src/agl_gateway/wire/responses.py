@@ -43,7 +43,7 @@ from agl_gateway.wire.chat import (
 from agl_gateway.wire.messages import SAME
 from agl_gateway.wire.problems import Problem, problem_body
 from agl_gateway.wire.thoughts import restored, sealed_item
-from agl_gateway.wire.translation import Shape, as_object, named_event, object_of, objects_in, text_in
+from agl_gateway.wire.translation import ClientApi, as_object, named_event, object_of, objects_in, text_in
 
 INPUT = "input"
 """The one argument of a function that stands for a free-form tool."""
@@ -269,7 +269,7 @@ Item = dict[str, Json]
 class ResponsesTranslation:
     """Translates a call of responses to a chat completion, and back."""
 
-    shape: Shape = "responses"
+    client_api: ClientApi = "responses"
     content_type = "text/event-stream"
 
     def __init__(self) -> None:

@@ -17,7 +17,15 @@ import msgspec
 
 from agl.dialects import Request
 from agl_gateway.wire.problems import Problem
-from agl_gateway.wire.translation import EventSplitter, Shape, as_object, data_of, named_event, object_of, objects_in
+from agl_gateway.wire.translation import (
+    ClientApi,
+    EventSplitter,
+    as_object,
+    data_of,
+    named_event,
+    object_of,
+    objects_in,
+)
 
 _MAGIC = b"agl-v1"
 MARK = base64.b64encode(_MAGIC)
@@ -137,7 +145,7 @@ class _Unchanged:
 class SealedResponses(_Unchanged):
     """Fills ``encrypted_content`` of reasoning items that have text and no such content."""
 
-    shape: Shape = "responses"
+    client_api: ClientApi = "responses"
 
     def answer(self, body: bytes) -> bytes:
         """Return the answer with its reasoning items sealed."""
@@ -152,7 +160,7 @@ class SealedResponses(_Unchanged):
 class SealedMessages(_Unchanged):
     """Fills ``signature`` of thinking blocks that have none."""
 
-    shape: Shape = "messages"
+    client_api: ClientApi = "messages"
 
     def answer(self, body: bytes) -> bytes:
         """Return the answer with its thinking blocks signed."""

@@ -4,16 +4,19 @@ The relay sends, and the recorder keeps, what the policy's server reads and writ
 translation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import msgspec
 
 from agl.dialects import Request
-from agl.schemas import Dialect
+from agl.schemas import Dialect, Json
 
-Shape: TypeAlias = Dialect | Literal["google"]
-"""The API whose errors a client reads."""
+ClientApi: TypeAlias = Dialect | Literal["google"]
+"""The API that a client speaks."""
+
+CHAT = "/chat/completions"
 
 
 class StreamTranslation(Protocol):
@@ -32,12 +35,12 @@ class Translation(Protocol):
     """Translates one call.
 
     Attributes:
-        shape: The client's API.
+        client_api: The client's API.
         content_type: That of a streamed answer.
         dropped: What the request asked for and the policy's server cannot do, once the request is translated.
     """
 
-    shape: Shape
+    client_api: ClientApi
     content_type: str
     dropped: tuple[str, ...]
 
@@ -56,6 +59,36 @@ class Translation(Protocol):
     def stream(self) -> StreamTranslation:
         """Return what translates the streamed answer."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """A call in the form in which its policy's server gets it.
+
+    Attributes:
+        endpoint: The server's endpoint, such as ``/chat/completions``.
+        translation: Translates the answer back; ``None`` where the client gets the server's own.
+        notes: Attributes that name the parameters of sampling that the agent asked for in training.
+    """
+
+    request: Request
+    endpoint: str
+    translation: Translation | None = None
+    notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    def translated(self, translation: Translation) -> "Outgoing":
+        """Return the call as a chat completion; raises a :class:`Problem` where that cannot be."""
+        return Outgoing(request=translation.asked(self.request), endpoint=CHAT, translation=translation)
+
+    @property
+    def client_api(self) -> ClientApi:
+        """The API in which the client reads errors."""
+        return self.request.dialect if self.translation is None else self.translation.client_api
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """What the client asked for in vain, because the policy's server cannot do it."""
+        return () if self.translation is None else self.translation.dropped
 
 
 class EventSplitter:

@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from agl.schemas import Record
 from agl_harness.harbor_tasks.dockerfile import Image, ignored_names, is_ignored, sources_of
 from agl_harness.harbor_tasks.folder import TaskFolder
@@ -21,12 +23,14 @@ class Layout(Record, frozen=True, kw_only=True):
     """The folders of a sandbox, and the files that go into it.
 
     Attributes:
+        task: The task.
         places: Absolute paths at which programs find folders and files of the sandbox, by their path in it.
         folder: The folder of the sandbox that programs work in.
         uploads: What is copied into it: a file or folder, and its path in the sandbox.
         ignored: Patterns of what is left out of folders.
     """
 
+    task: TaskFolder
     places: dict[str, str]
     folder: str
     uploads: tuple[tuple[str, str], ...] = ()
@@ -43,7 +47,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
 def layout_of(task: TaskFolder, *, extra: Sequence[str] = ()) -> Layout:
     """Return the layout in which an agent works on a task; ``extra`` are further absolute paths, such as /solution."""
-    return _layout(task.image, task.folder / "environment", workdir=task.workdir, extra=extra)
+    return _layout(task, task.image, task.folder / "environment", workdir=task.workdir, extra=extra)
 
 
 def layout_of_tests(task: TaskFolder, *, extra: Sequence[str] = ()) -> Layout:
@@ -51,7 +55,7 @@ def layout_of_tests(task: TaskFolder, *, extra: Sequence[str] = ()) -> Layout:
     image, folder = task.test_image, task.folder / "tests"
     if image is None:
         image, folder = task.image, task.folder / "environment"
-    return _layout(image, folder, workdir=image.workdir or task.workdir, extra=extra)
+    return _layout(task, image, folder, workdir=image.workdir or task.workdir, extra=extra)
 
 
 async def fill(sandbox: Sandbox, layout: Layout) -> None:
@@ -69,14 +73,13 @@ async def fill(sandbox: Sandbox, layout: Layout) -> None:
             await sandbox.upload(place, path)
 
 
-def _layout(image: Image, folder: Path, *, workdir: str, extra: Sequence[str]) -> Layout:
+def _layout(task: TaskFolder, image: Image, folder: Path, *, workdir: str, extra: Sequence[str]) -> Layout:
     copies = _copies(image, folder, workdir)
     work = PurePosixPath(workdir)
     above = [path for _, path in copies if path in work.parents and len(path.parts) > 1]
     top = min(above, key=lambda path: len(path.parts), default=work)
-    layout = Layout(
-        places={WORKSPACE: str(top), LOGS: "/logs", TESTS: "/tests"}, folder=str(WORKSPACE / work.relative_to(top))
-    )
+    places = {WORKSPACE: str(top), LOGS: "/logs", TESTS: "/tests"}
+    layout = Layout(task=task, places=places, folder=str(WORKSPACE / work.relative_to(top)))
     uploads: list[tuple[str, str]] = []
     for source, path in [*copies, *((None, PurePosixPath(path)) for path in extra)]:
         if layout.inside(str(path)) is None:
@@ -86,7 +89,7 @@ def _layout(image: Image, folder: Path, *, workdir: str, extra: Sequence[str]) -
             uploads.append((str(source), layout.inside(str(path)) or ""))
     ignore = folder / _IGNORE
     ignored = ignored_names(ignore.read_text(encoding="utf-8", errors="replace")) if ignore.is_file() else ()
-    return Layout(places=layout.places, folder=layout.folder, uploads=tuple(uploads), ignored=ignored)
+    return msgspec.structs.replace(layout, uploads=tuple(uploads), ignored=ignored)
 
 
 def _copies(image: Image, folder: Path, workdir: str) -> list[tuple[Path, PurePosixPath]]:

@@ -5,6 +5,8 @@ A sandbox has three folders below its root: ``workspace``, in which the harness 
 repeated.
 """
 
+import asyncio
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol, runtime_checkable
@@ -190,6 +192,14 @@ class ManagedSandboxes(Protocol):
     async def close(self) -> None:
         """End it, and the sandboxes that are left."""
         ...
+
+
+async def write_by_upload(sandbox: Sandbox, path: str, data: bytes) -> None:
+    """Write a file into a sandbox whose backend copies files only."""
+    with tempfile.TemporaryDirectory(prefix="agl-write-") as folder:
+        source = Path(folder, "file")
+        await asyncio.to_thread(source.write_bytes, data)
+        await sandbox.upload(source, path)
 
 
 def checked_path(path: str) -> PurePosixPath:

@@ -30,6 +30,7 @@ from agl_harness.sandboxes.contract import (
     Sandbox,
     SandboxError,
     checked_path,
+    write_by_upload,
 )
 
 _ROOT = PurePosixPath("/agl")
@@ -196,10 +197,7 @@ class HarborSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file and the folders above it."""
-        with tempfile.TemporaryDirectory(prefix="agl-write-") as folder:
-            source = Path(folder, "file")
-            await asyncio.to_thread(source.write_bytes, data)
-            await self.upload(source, path)
+        await write_by_upload(self, path, data)
 
     async def upload(self, source: Path, path: str) -> None:
         """Copy a file or the contents of a folder into the sandbox."""

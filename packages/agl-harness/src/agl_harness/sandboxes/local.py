@@ -37,7 +37,7 @@ from agl_harness.sandboxes.contract import (
 )
 from agl_harness.sandboxes.isolation import Isolation, Kind, View, find_isolation
 from agl_harness.sandboxes.usage import IS_KNOWN, exact_memory, file_memory, usage_below
-from agl_run.programs import KeptProcess, PrintedText
+from agl_run.programs import BoundProcess, PrintedText
 
 _LOG = logging.getLogger("agl_harness")
 
@@ -152,7 +152,7 @@ class LocalSandbox:
         self._isolation = isolation
         self._view = view
         self._lock = lock
-        self._running: set[KeptProcess] = set()
+        self._running: set[BoundProcess] = set()
 
     @property
     def address(self) -> str:
@@ -209,7 +209,7 @@ class LocalSandbox:
     ) -> Finished:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         try:
-            kept = await KeptProcess.start(command, environment=environment, cwd=folder, **pipes)
+            kept = await BoundProcess.start(command, environment=environment, cwd=folder, **pipes)
         except OSError as error:
             raise SandboxError(f"the sandbox {self._root} cannot start programs: {error}") from error
         self._running.add(kept)
@@ -337,7 +337,7 @@ def _on_cpus(number: float) -> list[str]:
     return [program, "-c", ",".join(map(str, random.sample(known, math.ceil(number))))]
 
 
-async def _watch(kept: KeptProcess, stdin: bytes, limits: Limits, in_memory: Sequence[Path]) -> Finished:
+async def _watch(kept: BoundProcess, stdin: bytes, limits: Limits, in_memory: Sequence[Path]) -> Finished:
     """Feed a command, read what it prints, and stop it beyond its limits."""
     printed, complaints = PrintedText(), PrintedText()
     talking = asyncio.create_task(_converse(kept.process, stdin, printed, complaints))

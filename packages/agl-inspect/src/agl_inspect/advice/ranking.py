@@ -12,6 +12,7 @@
 
 import logging
 import math
+import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from agl.contracts import ExperimentRecord, Store
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_inspect.advice.history import History, PastRun
+from agl_inspect.advice.past_runs import History, PastRun
+from agl_inspect.records.shelf import Shelf, run_key
 
 FEWEST = 8
 """Runs from which on a model is fitted."""
@@ -186,7 +189,7 @@ def _optuna() -> Any:  # untyped here, so that type checkers need no optional pa
         return import_module("optuna")
     except ImportError as error:
         raise ConfigError(
-            f"fitting a model to runs needs Optuna and scikit-learn ({error}); run: pip install 'agl-run[suggest]'"
+            f"fitting a model to runs needs Optuna and scikit-learn ({error}); run: pip install 'agl-inspect[suggest]'"
         ) from error
 
 
@@ -419,3 +422,34 @@ def _at_the_edge(dimension: _Dimension, place: int) -> str:
         f"the best run has the {which} {dimension.name} that was tried; a {further} one may be better still, and is "
         "not proposed, because nothing is known about it"
     )
+
+
+class DatedFit(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A fit, and when it was made in Unix seconds."""
+
+    time: float
+    fit: Fit
+
+
+async def add_fit(store: Store, record: ExperimentRecord, found: Fit) -> None:
+    """Keep a fit with the run from which it was asked for, in place of the one before."""
+    await _shelf(record).add(store, {"": DatedFit(time=time.time(), fit=found)})
+
+
+async def read_fits(store: Store, records: Sequence[ExperimentRecord]) -> list[DatedFit]:
+    """Return the fits that were kept with runs, the newest one for each set of comparable runs, newest first."""
+    found = [kept for record in records if (kept := await _shelf(record).get(store))]
+    shown: list[DatedFit] = []
+    for kept in sorted(found, key=lambda each: -each.time):
+        runs = _names(kept)
+        if not any(runs & _names(other) for other in shown):
+            shown.append(kept)
+    return shown
+
+
+def _shelf(record: ExperimentRecord) -> Shelf[DatedFit]:
+    return Shelf(DatedFit, run_key(record.name, record.run, "fit"))
+
+
+def _names(kept: DatedFit) -> set[tuple[str, int]]:
+    return {(run.experiment, run.run) for run in kept.fit.runs}

@@ -8,11 +8,12 @@ interval is that of one comparison: of twenty runs that are alike, one differs f
 from collections.abc import Sequence
 from typing import Literal
 
+from msgspec.structs import replace
+
 from agl.contracts import ExperimentRecord, Store
 from agl.schemas import Record
 from agl_inspect.records.validations import Validation, read_validations
-from agl_inspect.statistics.comparison import FEWEST_ALIKE, compare, compare_tasks
-from agl_inspect.statistics.means import clamped, scaled
+from agl_inspect.statistics import FEWEST_ALIKE, compare, compare_tasks
 
 Verdict = Literal["better", "worse", "unclear"]
 
@@ -58,52 +59,9 @@ _Named = tuple[str, Validation | None]
 
 def _difference(first: _Named, other: _Named) -> RunDifference:
     (baseline, old), (run, new) = first, other
-    missing = next((name for name, found in (first, other) if found is None), "")
-    if old is None or new is None:
-        return _unclear(first, other, f"{missing} has no validation")
-    fewest = min(first, other, key=_count)
-    if _count(fewest) < 2:
-        return _unclear(first, other, f"{fewest[0]} has {_tasks(_count(fewest))}, and an interval needs 2")
-    is_paired = old.tasks == new.tasks and len(old.rewards) == len(new.rewards)
-    difference, low, high = _interval(old.rewards, new.rewards, is_paired=is_paired)
-    is_clear = not low <= 0 <= high and (low < high or min(_count(first), _count(other)) >= FEWEST_ALIKE)
-    verdict: Verdict = "unclear" if not is_clear else "better" if difference > 0 else "worse"
-    head = f"{run} is {verdict} than {baseline} by {abs(difference):.3g}"
-    ends = (low, high) if difference > 0 else (-high, -low)
-    if not is_clear:
-        head = f"{run} is not shown to be better or worse than {baseline}: the difference is {difference:+.3g}"
-        ends = (low, high)
-    how = f"paired by {_tasks(len(new.rewards))}" if is_paired else _unpaired(old, new)
-    return RunDifference(
+    unclear = RunDifference(
         run=run,
         baseline=baseline,
-        difference=difference,
-        low=low,
-        high=high,
-        tasks=len(new.rewards),
-        baseline_tasks=len(old.rewards),
-        is_paired=is_paired,
-        verdict=verdict,
-        words=f"{head}, 95 % interval {ends[0]:.3g} to {ends[1]:.3g}, {how}",
-    )
-
-
-def _interval(old: Sequence[float], new: Sequence[float], *, is_paired: bool) -> tuple[float, float, float]:
-    """Return the difference of the means and the ends of its interval, finite for rewards of any size."""
-    small, scale = scaled([*old, *new])
-    first, second = small[: len(old)], small[len(old) :]
-    if is_paired:
-        samples = [{str(task): [reward] for task, reward in enumerate(rewards)} for rewards in (first, second)]
-        found = compare_tasks(*samples)
-    else:
-        found = compare(first, second)
-    return clamped(found.difference * scale), clamped(found.low * scale), clamped(found.high * scale)
-
-
-def _unclear(first: _Named, other: _Named, why: str) -> RunDifference:
-    return RunDifference(
-        run=other[0],
-        baseline=first[0],
         difference=None,
         low=None,
         high=None,
@@ -111,8 +69,31 @@ def _unclear(first: _Named, other: _Named, why: str) -> RunDifference:
         baseline_tasks=_count(first),
         is_paired=False,
         verdict="unclear",
-        words=f"{other[0]} cannot be compared with {first[0]}: {why}",
+        words=f"{run} cannot be compared with {baseline}: ",
     )
+    if old is None or new is None:
+        return replace(unclear, words=f"{unclear.words}{baseline if old is None else run} has no validation")
+    fewest = min(first, other, key=_count)
+    if _count(fewest) < 2:
+        few = f"{fewest[0]} has {_tasks(_count(fewest))}, and an interval needs 2"
+        return replace(unclear, words=unclear.words + few)
+    is_paired = old.tasks == new.tasks and len(old.rewards) == len(new.rewards)
+    if is_paired:
+        samples = [{str(task): [reward] for task, reward in enumerate(one.rewards)} for one in (old, new)]
+        found = compare_tasks(*samples)
+    else:
+        found = compare(old.rewards, new.rewards)
+    difference, low, high = found.difference, found.low, found.high
+    is_clear = not low <= 0 <= high and (low < high or min(_count(first), _count(other)) >= FEWEST_ALIKE)
+    verdict: Verdict = "unclear" if not is_clear else "better" if difference > 0 else "worse"
+    head = f"{run} is {verdict} than {baseline} by {abs(difference):.3g}"
+    ends = (low, high) if difference > 0 or not is_clear else (-high, -low)
+    if not is_clear:
+        head = f"{run} is not shown to be better or worse than {baseline}: the difference is {difference:+.3g}"
+    how = f"paired by {_tasks(len(new.rewards))}" if is_paired else _unpaired(old, new)
+    words = f"{head}, 95 % interval {ends[0]:.3g} to {ends[1]:.3g}, {how}"
+    known = replace(unclear, difference=difference, low=low, high=high)
+    return replace(known, is_paired=is_paired, verdict=verdict, words=words)
 
 
 def _count(named: _Named) -> int:

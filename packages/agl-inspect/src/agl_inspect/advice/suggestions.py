@@ -1,4 +1,4 @@
-"""Finds in the metrics of a run what keeps it from learning, and says what to change.
+"""Finds in the metrics of a run what keeps it from learning, says what to change, and records it as alerts.
 
 Each rule looks at one algorithm's steps, mostly at the means of the last ones against those of the first. It speaks
 only where the numbers that it reads were logged and are clear, and with the numbers that made it speak. The limits are
@@ -6,13 +6,15 @@ conventions, not theorems: they mark what is worth a look.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
+from typing import Literal
 
-from agl.contracts import Metric
+from agl.contracts import Metric, Store
 from agl.schemas import Record
-from agl_inspect.statistics.means import clamped, mean, scaled
+from agl_inspect.records.shelf import Shelf, run_key
 
 VALIDATE = "validate"
 """The name under which validations are logged."""
@@ -73,12 +75,12 @@ class _Steps:
     def end(self, name: str) -> float | None:
         """Return the mean over the last steps; ``None`` if too few of them logged it."""
         found = [step[name] for step in self.metrics[-_WINDOW:] if name in step]
-        return mean(found) if len(found) >= _LEAST else None
+        return fmean(found) if len(found) >= _LEAST else None
 
     def change(self, name: str) -> tuple[float, float] | None:
         """Return the means over the first and the last steps; ``None`` if these are not apart."""
         found = self.all(name)
-        return (mean(found[:_WINDOW]), mean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
+        return (fmean(found[:_WINDOW]), fmean(found[-_WINDOW:])) if len(found) >= 2 * _WINDOW else None
 
     @property
     def untrained(self) -> int:
@@ -130,6 +132,17 @@ def _steps(table: Table) -> _Steps:
     return _Steps(numbers, [{k: v for k, v in table[number].items() if math.isfinite(v)} for number in numbers])
 
 
+def _where(name: str, is_wrong: Callable[[float], bool], evidence: str, change: str, *, fewest: int = _LEAST) -> _Rule:
+    """Return a rule about the mean of one number over the last steps, which ``evidence`` formats."""
+
+    def look(steps: _Steps) -> _Finding | None:
+        value = steps.end(name)
+        is_found = value is not None and is_wrong(value) and len(steps.numbers) >= fewest
+        return (evidence.format(value), change) if is_found else None
+
+    return look
+
+
 def _silent_groups(steps: _Steps) -> _Finding | None:
     share = steps.end("silent_share")
     if share is None or share < 0.6:
@@ -174,37 +187,6 @@ def _dropped(steps: _Steps) -> _Finding | None:
     )
 
 
-def _evaluator(steps: _Steps) -> _Finding | None:
-    share = steps.end("evaluator_failed_share")
-    if share is None or share < 0.02:
-        return None
-    return (
-        f"a reward broke in {share:.0%} of the rollouts, which failed though the agent had done its work",
-        "agl runs --status failed shows the error; repair the reward, or give a judge more retries and a longer "
-        "timeout_s in [reward.params]; agl replay --score FILE --status failed tries it on these rollouts",
-    )
-
-
-def _truncated(steps: _Steps) -> _Finding | None:
-    share = steps.end("truncated_share")
-    if share is None or share < 0.1:
-        return None
-    return (
-        f"{share:.0%} of the rollouts have an answer that was cut at a limit of tokens",
-        LONGER_ANSWERS,
-    )
-
-
-def _narrowed(steps: _Steps) -> _Finding | None:
-    calls = steps.end("calls_sampling_kept")
-    if not calls:
-        return None
-    return (
-        f"{calls:.0f} calls a step were sampled with top-p, penalties or temperature 0, which biases the gradient",
-        FULL_SAMPLING,
-    )
-
-
 def _clipped(steps: _Steps) -> _Finding | None:
     low, high = steps.end("clipped_low"), steps.end("clipped_high")
     share = (low or 0.0) + (high or 0.0)
@@ -213,16 +195,6 @@ def _clipped(steps: _Steps) -> _Finding | None:
     return (
         f"the clip removed the gradient of {share:.0%} of the tokens",
         "the policy moves too far within a step: fewer epochs or updates_per_step, or half the lr",
-    )
-
-
-def _stale(steps: _Steps) -> _Finding | None:
-    share = steps.end("effective_share")
-    if share is None or share > 0.5:
-        return None
-    return (
-        f"importance weights leave {share:.0%} of the tokens' worth",
-        "the rollouts are too old for the policy that learns from them: fewer updates_per_step, or half the lr",
     )
 
 
@@ -272,31 +244,6 @@ def _leap(steps: _Steps) -> _Finding | None:
         f"the gradient's length leapt to {most:.3g}, {most / usual:.0f} times what it was",
         "halve the lr; max_grad_norm bounds what one step can do",
     )
-
-
-def _blind_critic(steps: _Steps) -> _Finding | None:
-    share = steps.end("explained_variance")
-    if share is None or share >= 0 or len(steps.numbers) < 2 * _WINDOW:
-        return None
-    return (
-        f"the critic explains {share:.0%} of the returns: less than their mean would",
-        "a higher critic_lr, critic_warmup = 10, or grpo, which needs no critic",
-    )
-
-
-def _no_pairs(steps: _Steps) -> _Finding | None:
-    if steps.end("pairs") != 0:
-        return None
-    return (
-        "there is no pair to prefer: the rewards of every group are equal",
-        "a larger group_size, or a reward that tells good from better",
-    )
-
-
-def _nothing_good(steps: _Steps) -> _Finding | None:
-    if steps.end("imitated") != 0:
-        return None
-    return "no rollout was good enough to imitate", "lower min_reward"
 
 
 def _one_kind(steps: _Steps) -> _Finding | None:
@@ -391,29 +338,65 @@ def _overfitting(steps: _Steps, validations: _Steps) -> _Finding | None:
 
 def _slope(values: Sequence[float]) -> tuple[float, float]:
     """Return the slope per step of a line through the values, and its standard error."""
-    found, scale = scaled(values)
-    count = len(found)
-    middle, level = (count - 1) / 2, mean(found)
+    count = len(values)
+    middle, level = (count - 1) / 2, fmean(values)
     across = sum((place - middle) ** 2 for place in range(count))
-    slope = sum((place - middle) * (value - level) for place, value in enumerate(found)) / across
-    rest = sum((value - level - slope * (place - middle)) ** 2 for place, value in enumerate(found))
-    return clamped(slope * scale), clamped((rest / max(1, count - 2) / across) ** 0.5 * scale)
+    slope = sum((place - middle) * (value - level) for place, value in enumerate(values)) / across
+    rest = sum((value - level - slope * (place - middle)) ** 2 for place, value in enumerate(values))
+    return slope, (rest / max(1, count - 2) / across) ** 0.5
 
+
+_no_pairs = _where(
+    "pairs",
+    lambda pairs: pairs == 0,
+    "there is no pair to prefer: the rewards of every group are equal",
+    "a larger group_size, or a reward that distinguishes good from better",
+)
+_nothing_good = _where(
+    "imitated", lambda count: count == 0, "no rollout was good enough to imitate", "lower min_reward"
+)
 
 _RULES: dict[str, _Rule] = {
     "silent-groups": _silent_groups,
     "skipped-updates": _untrained,
     "dropped-rollouts": _dropped,
-    "evaluator-errors": _evaluator,
-    "cut-answers": _truncated,
-    "narrowed-sampling": _narrowed,
+    "evaluator-errors": _where(
+        "evaluator_failed_share",
+        lambda share: share >= 0.02,
+        "a reward broke in {:.0%} of the rollouts, which failed though the agent had done its work",
+        "agl runs --status failed shows the error; repair the reward, or give a judge more retries and a longer "
+        "timeout_s in [reward.params]; agl replay --score FILE --status failed tries it on these rollouts",
+    ),
+    "cut-answers": _where(
+        "truncated_share",
+        lambda share: share >= 0.1,
+        "{:.0%} of the rollouts have an answer that was cut at a limit of tokens",
+        LONGER_ANSWERS,
+    ),
+    "narrowed-sampling": _where(
+        "calls_sampling_kept",
+        lambda calls: calls > 0,
+        "{:.0f} calls a step were sampled with top-p, penalties or temperature 0, which biases the gradient",
+        FULL_SAMPLING,
+    ),
     "clipped-updates": _clipped,
-    "stale-rollouts": _stale,
+    "stale-rollouts": _where(
+        "effective_share",
+        lambda share: share <= 0.5,
+        "importance weights leave {:.0%} of the tokens' worth",
+        "the rollouts are too old for the policy that learns from them: fewer updates_per_step, or half the lr",
+    ),
     "distance-grows": _far,
     "entropy-lost": _spread_lost,
     "answers-grow": _longer,
     "gradient-leaps": _leap,
-    "critic-blind": _blind_critic,
+    "critic-blind": _where(
+        "explained_variance",
+        lambda share: share < 0,
+        "the critic explains {:.0%} of the returns: less than their mean would",
+        "a higher critic.lr, critic.warmup = 10, or grpo, which needs no critic",
+        fewest=2 * _WINDOW,
+    ),
     "no-pairs": _no_pairs,
     "nothing-to-imitate": _nothing_good,
     "one-kind": _one_kind,
@@ -425,3 +408,39 @@ _TIMES: dict[str, _Rule] = {
     "slow-updates": _slow_updates,
     "workers-idle": _idle_places,
 }
+
+
+AlertKind = Literal["suggestion", "collapse"]
+"""What raised an alert."""
+
+
+class Alert(Record, frozen=True, kw_only=True):
+    """A finding of a rule in a run, kept once.
+
+    Attributes:
+        kind: ``collapse`` if the run acted upon it, else ``suggestion``.
+        time: Unix seconds at which it was found first.
+        found: The finding.
+    """
+
+    kind: AlertKind
+    time: float
+    found: Suggestion
+
+
+async def add_alert(store: Store, name: str, run: int, kind: AlertKind, found: Suggestion, *, key: str) -> bool:
+    """Keep an alert unless the run has one under this key; returns true if it is new."""
+    shelf, key = _alerts(name, run), f"{found.rule}/{key}"
+    if await shelf.get(store, key):
+        return False
+    await shelf.add(store, {key: Alert(kind=kind, time=time.time(), found=found)})
+    return True
+
+
+async def read_alerts(store: Store, name: str, run: int) -> list[Alert]:
+    """Return the alerts of a run, first to last."""
+    return sorted((await _alerts(name, run).read(store)).values(), key=lambda alert: alert.time)
+
+
+def _alerts(name: str, run: int) -> Shelf[Alert]:
+    return Shelf(Alert, run_key(name, run, "alerts/"))

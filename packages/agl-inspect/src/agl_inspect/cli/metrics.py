@@ -9,15 +9,18 @@ import click
 from agl import PluginManager
 from agl.contracts import Metric, Store
 from agl.errors import ConfigError
-from agl_inspect.cli.curves import STEP, Curve, curves_of, drawn
-from agl_inspect.cli.overlay import overlaid
-from agl_inspect.cli.picture import save_picture
+from agl_inspect.cli.charts import STEP, Curve, curves_of, save_picture, text_chart
 from agl_inspect.cli.suggest import rank, suggest
-from agl_inspect.records.metrics import RUN, choice, place_of, read_runs
-from agl_inspect.terminal.completion import complete_experiment
-from agl_inspect.terminal.context import pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
-from agl_inspect.terminal.output import echo, json_option, print_json, print_table
+from agl_inspect.records.metrics import RUN, choice, experiment_step, read_runs
+from agl_inspect.terminal.opening import (
+    Reading,
+    complete_experiment,
+    pass_manager,
+    reads_store,
+    store_option,
+    with_store,
+)
+from agl_inspect.terminal.output import echo, print_json, print_table
 from agl_inspect.terminal.program import Modes
 
 _run_option = click.option(
@@ -49,9 +52,9 @@ def plot(
     """Draw the metrics of EXPERIMENT over its steps; without --name the rewards.
 
     The steps are those of all its algorithms together, so that a validation stands above the step it follows. Several
-    experiments, or several runs with --run all, are drawn one over the other, a colour for each. A metric that has
-    NAME_low and NAME_high beside it is drawn with this interval, and the versions that an algorithm published are
-    marked. The score of a prompt search over its rollouts: --name best_val_score --over spent_rollouts.
+    experiments, or several runs with --run all, are drawn one over the other, a colour for each. The interval between
+    NAME_low and NAME_high is shaded where both are logged, and published versions are marked. The score of a prompt
+    search over its rollouts: --name best_val_score --over spent_rollouts.
     """
     wanted = names or ("reward",)
 
@@ -67,7 +70,10 @@ def plot(
 
     curves = with_store(manager, store_url, work)
     if output is None:
-        _draw(curves)
+        drawn = dict.fromkeys(curve.metric for curve in curves)
+        charts = [[curve for curve in curves if curve.metric == name] for name in drawn]
+        width = shutil.get_terminal_size().columns
+        click.echo("\n\n".join(text_chart(chart, width=width) for chart in charts))
         return
     save_picture(curves, output)
     echo(f"{len(curves)} curve{'s' if len(curves) > 1 else ''} in {output}")
@@ -75,52 +81,37 @@ def plot(
 
 @click.command(cls=Modes, modes={"--plot": plot, "--suggest": suggest, "--rank": rank})
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
-@store_option
 @_run_option
 @_algorithm_option
 @_name_option
 @click.option("--last", type=click.IntRange(min=1), help="Only the last steps of each algorithm.")
-@json_option
-@pass_manager
+@reads_store
 def metrics(
-    manager: PluginManager,
+    store: Reading,
     experiment: str | None,
-    store_url: str | None,
     run: int | None,
     algorithm: str | None,
     names: tuple[str, ...],
     last: int | None,
-    as_json: bool,
 ) -> None:
     """Print the metrics of EXPERIMENT, a line for each step; the only experiment of the store by default.
 
     A step is the algorithm's own. Where several algorithms train, a second column counts the steps of all together.
     """
     wanted = (experiment,) if experiment else ()
-    runs = with_store(manager, store_url, lambda store: read_runs(store, wanted, run, algorithm, names))
+    runs = store.read(lambda opened: read_runs(opened, wanted, run, algorithm, names))
     tables: dict[str, list[Metric]] = {}
     for each in runs:
         for of in dict.fromkeys(metric.algorithm for metric in each.found):
             title = f"run {each.run} {of}" if len(runs) > 1 else of
             tables[title] = _last_steps([metric for metric in each.found if metric.algorithm == of], last)
-    if as_json:
+    if store.as_json:
         print_json([metric for table in tables.values() for metric in table])
         return
     for number, (title, table) in enumerate(tables.items()):
         if len(tables) > 1:
             echo(f"{'' if number == 0 else chr(10)}{title}")
         _print_steps(table)
-
-
-def _draw(curves: Sequence[Curve]) -> None:
-    """Draw every curve by itself, or those of one metric over each other if they come from several runs."""
-    width = shutil.get_terminal_size().columns
-    if all(curve.color == 0 for curve in curves):
-        echo("\n\n".join(drawn(curve, width=width) for curve in curves))
-        return
-    names = dict.fromkeys(curve.metric for curve in curves)
-    pictures = [overlaid([curve for curve in curves if curve.metric == name], width=width) for name in names]
-    click.echo("\n\n".join(pictures))
 
 
 def _last_steps(found: Sequence[Metric], last: int | None) -> list[Metric]:
@@ -133,7 +124,7 @@ def _print_steps(found: Sequence[Metric]) -> None:
     """Print one algorithm's numbers, a column for each metric."""
     names = list(dict.fromkeys(metric.name for metric in found))
     cells = {(metric.step, metric.name): f"{metric.value:.4g}" for metric in found}
-    places = {metric.step: place_of(metric) for metric in found}
+    places = {metric.step: experiment_step(metric) for metric in found}
     head, rows = ("step",), {step: (str(step),) for step in sorted(places)}
     if any(step != place for step, place in places.items()):
         head, rows = ("step", "of all"), {step: (str(step), str(places[step])) for step in rows}

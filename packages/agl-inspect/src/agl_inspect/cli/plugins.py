@@ -10,7 +10,7 @@ from agl.contracts import Kind, PluginStatus
 from agl.errors import AglError, MissingExtraError, PluginError, UnknownComponentError
 from agl.hints import did_you_mean
 from agl.schemas import Record
-from agl_inspect.terminal.context import pass_manager
+from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.terminal.output import json_option, print_json, print_table
 
 

@@ -1,7 +1,9 @@
-"""``agl resources``: versions of prompts, weights and other resources, their lineage and labels."""
+"""``agl resources``: versions of prompts, weights and other resources, their lineage, labels and search reports."""
 
+import difflib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +12,34 @@ import click
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
-from agl_inspect.cli.search_report import report
 from agl_inspect.records import labels
-from agl_inspect.records.saved_versions import DEFERRED
-from agl_inspect.statistics.comparison import Criterion, check_better
-from agl_inspect.terminal.completion import complete_experiment
-from agl_inspect.terminal.context import given_options, pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
-from agl_inspect.terminal.output import echo, json_option, print_json, print_table, short, when
+from agl_inspect.records.state import DEFERRED
+from agl_inspect.searches import COLUMNS, Candidate, Search, candidates_of, searches_of
+from agl_inspect.statistics import Criterion, check_better
+from agl_inspect.terminal.opening import (
+    Reading,
+    complete_experiment,
+    given_options,
+    pass_manager,
+    reads_store,
+    store_option,
+    with_store,
+)
+from agl_inspect.terminal.output import echo, print_json, print_table, when
 from agl_inspect.terminal.program import OpenGroup
-from agl_inspect.text import visible
-from agl_inspect.versions.candidates import COLUMNS, Candidate, candidates_of
-from agl_inspect.versions.lineage import (
+from agl_inspect.text import short, visible
+from agl_inspect.versions import (
     Arm,
     ListedVersion,
     ShownVersion,
     arms,
+    compare_arms,
     diff_versions,
     list_versions,
     origin_of,
     resource_text,
     shown,
 )
-from agl_inspect.versions.pairing import compare_arms
 
 _confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
 _CONDITIONS = frozenset({"confidence", "min_gain", "min_rollouts", "experiment"})
@@ -54,12 +61,8 @@ def resources() -> None:
 @click.argument("name", required=False)
 @click.option("--candidates", is_flag=True, help="Also versions that an algorithm only tried.")
 @click.option("--why", is_flag=True, help="The candidates of NAME's searches, with the decisions and their costs.")
-@store_option
-@json_option
-@pass_manager
-def list_(
-    manager: PluginManager, name: str | None, candidates: bool, why: bool, store_url: str | None, as_json: bool
-) -> None:
+@reads_store
+def list_(store: Reading, name: str | None, candidates: bool, why: bool) -> None:
     """List the newest version of every resource, or all versions of NAME, oldest first.
 
     Weights that were served from memory and never written are "not saved".
@@ -69,21 +72,21 @@ def list_(
     questions to the optimiser's model with theirs.
     """
     if why:
-        _list_candidates(manager, name, store_url, as_json=as_json)
+        _list_candidates(store, name)
         return
-    found = with_store(manager, store_url, lambda store: list_versions(store, name, has_candidates=candidates))
-    if as_json:
+    found = store.read(lambda opened: list_versions(opened, name, has_candidates=candidates))
+    if store.as_json:
         print_json(found)
         return
     columns = ("name", "version", "parent", "made by", "step", "created", "labels", "score", "trials", "what")
     print_table(columns, [_row(item) for item in found], whole=("version",))
 
 
-def _list_candidates(manager: PluginManager, name: str | None, store_url: str | None, *, as_json: bool) -> None:
+def _list_candidates(store: Reading, name: str | None) -> None:
     if name is None:
         raise ConfigError("--why lists the candidates of one resource; write agl resources list NAME --why")
-    found = with_store(manager, store_url, lambda store: candidates_of(store, name))
-    if as_json:
+    found = store.read(lambda opened: candidates_of(opened, name))
+    if store.as_json:
         print_json(found)
     elif found:
         print_table(COLUMNS, [candidate.row for candidate in found], least=("money", "step", "their tokens"))
@@ -94,26 +97,22 @@ def _list_candidates(manager: PluginManager, name: str | None, store_url: str | 
 @resources.command("show")
 @click.argument("name")
 @click.argument("version", required=False)
-@store_option
-@json_option
-@pass_manager
-def show_(manager: PluginManager, name: str, version: str | None, store_url: str | None, as_json: bool) -> None:
+@reads_store
+def show_(store: Reading, name: str, version: str | None) -> None:
     """Show VERSION of NAME (a version, a label or a candidate; by default the newest) with its lineage and labels.
 
     Of a version that a prompt search made also the candidate: the critique that led to it, the rollouts that its
     critic was shown, every gate with its numbers, the decision, and the costs.
     """
 
-    async def work(store: Store) -> ShownVersion | Candidate:
-        tried = [c for c in await candidates_of(store, name) if c.id == version and not c.versions]
-        return tried[-1] if tried else await shown(store, name, version)
+    async def work(opened: Store) -> ShownVersion | Candidate:
+        tried = [c for c in await candidates_of(opened, name) if c.id == version and not c.versions]
+        return tried[-1] if tried else await shown(opened, name, version)
 
-    found = with_store(manager, store_url, work)
-    if as_json:
-        print_json(found)
-        return
-    for line in _lines(found) if isinstance(found, ShownVersion) else (*found.lines(), "", found.texts[name]):
-        echo(line)
+    found = store.read(work)
+    store.show(
+        found, lambda: _lines(found) if isinstance(found, ShownVersion) else (*found.lines(), "", found.texts[name])
+    )
 
 
 @resources.command("report")
@@ -184,13 +183,9 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
     "--experiment", shell_complete=complete_experiment, help="With --if-better: only rollouts of this experiment."
 )
 @click.option("--reason", default="", help="Why, for the history.")
-@store_option
-@json_option
-@pass_manager
-@click.pass_context
+@reads_store
 def promote(
-    ctx: click.Context,
-    manager: PluginManager,
+    store: Reading,
     name: str,
     version: str,
     label: str,
@@ -198,8 +193,6 @@ def promote(
     is_split: bool,
     experiment: str | None,
     reason: str,
-    store_url: str | None,
-    as_json: bool,
     **criterion: Any,
 ) -> None:
     """Point a label at VERSION of NAME (a version or another label).
@@ -209,6 +202,7 @@ def promote(
     interval's lower end is above --min-gain. With --split only rollouts count that a serving split gave to the arms
     VERSION, a label then, and --label.
     """
+    ctx = click.get_current_context()
     if is_split and not if_better:
         raise ConfigError("--split limits the rewards that --if-better compares; give both, or neither")
     unused = [] if if_better else [option for name, option in given_options(ctx).items() if name in _CONDITIONS]
@@ -221,12 +215,12 @@ def promote(
     if is_split:
         split = resources.get_command(ctx, "split")
         assert split is not None  # noqa: S101  # a group of plugins' commands raises for an unknown one
-        options = {"experiment": experiment, "reason": reason, "store_url": store_url, "as_json": as_json}
+        options = {"experiment": experiment, "reason": reason, "store_url": store.url, "as_json": store.as_json}
         ctx.invoke(split, labels=(label, version), promoted=name, **options, **criterion)
         return
 
-    async def work(store: Store) -> tuple[LabelMove, str]:
-        found = await shown(store, name, version)
+    async def work(opened: Store) -> tuple[LabelMove, str]:
+        found = await shown(opened, name, version)
         if not found.is_saved:
             raise ConfigError(
                 f"{name}@{found.version.version} is not saved: {_NOT_SAVED}. agl resources list {name} shows those "
@@ -234,34 +228,26 @@ def promote(
             )
         chosen = found.version.version
         if not if_better:
-            return await labels.move(store, name, label, chosen, reason=reason), ""
-        present = await labels.labelled(store, name, label)
+            return await labels.move(opened, name, label, chosen, reason=reason), ""
+        present = await labels.labelled(opened, name, label)
         if present is None:
             raise ConfigError(f"{name!r} has no label {label!r} to be better than; promote once without --if-better")
         bar = Criterion(**criterion)
-        numbers = _better(await arms(store, name, [present.version, chosen], experiment=experiment), bar)
-        return await labels.move(store, name, label, chosen, reason=reason or numbers), numbers
+        numbers = _better(await arms(opened, name, [present.version, chosen], experiment=experiment), bar)
+        return await labels.move(opened, name, label, chosen, reason=reason or numbers), numbers
 
-    made, numbers = with_store(manager, store_url, work)
-    if as_json:
-        print_json(made)
-        return
-    click.echo(f"{name}: {label} is now {made.version}{f' ({numbers})' if numbers else ''}")
+    made, numbers = store.read(work)
+    store.show(made, lambda: [f"{name}: {label} is now {made.version}{f' ({numbers})' if numbers else ''}"])
 
 
 @resources.command()
 @click.argument("name")
 @_label_option
-@store_option
-@json_option
-@pass_manager
-def rollback(manager: PluginManager, name: str, label: str, store_url: str | None, as_json: bool) -> None:
+@reads_store
+def rollback(store: Reading, name: str, label: str) -> None:
     """Point a label back at its previous version; each repetition goes one version further back."""
-    made = with_store(manager, store_url, lambda store: labels.move_back(store, name, label))
-    if as_json:
-        print_json(made)
-        return
-    click.echo(f"{name}: {label} is now {made.version} ({made.reason})")
+    made = store.read(lambda opened: labels.move_back(opened, name, label))
+    store.show(made, lambda: [f"{name}: {label} is now {made.version} ({made.reason})"])
 
 
 @resources.command("compare")
@@ -270,41 +256,24 @@ def rollback(manager: PluginManager, name: str, label: str, store_url: str | Non
 @click.argument("new")
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--confidence", type=_confidence, default=0.95, show_default=True, help="Of the interval.")
-@store_option
-@json_option
-@pass_manager
-def compare_(
-    manager: PluginManager,
-    name: str,
-    old: str,
-    new: str,
-    experiment: str | None,
-    confidence: float,
-    store_url: str | None,
-    as_json: bool,
-) -> None:
+@reads_store
+def compare_(store: Reading, name: str, old: str, new: str, experiment: str | None, confidence: float) -> None:
     """Compare the rewards of rollouts that ran with the versions or labels OLD and NEW of NAME.
 
     Where both were validated on the same tasks, these validations are paired by task: Student's interval of the
     differences. Otherwise all rollouts count, by Welch's interval of the difference of means; the answer says which.
     """
 
-    async def work(store: Store) -> Sequence[Arm]:
-        names = [(await shown(store, name, which)).version.version for which in (old, new)]
+    async def work(opened: Store) -> Sequence[Arm]:
+        names = [(await shown(opened, name, which)).version.version for which in (old, new)]
         if names[0] == names[1]:
             raise ConfigError(f"{old!r} and {new!r} are both the version {names[0]!r} of {name!r}; name two versions")
-        return await arms(store, name, names, experiment=experiment)
+        return await arms(opened, name, names, experiment=experiment)
 
-    before, after = with_store(manager, store_url, work)
+    before, after = store.read(work)
     result, counted, note = compare_arms(before, after, confidence=confidence)
-    if as_json:
-        print_json(result)
-        return
-    for arm in counted:
-        click.echo(f"{arm.version}: {arm.summary(confidence)}")
-    click.echo(result.words)
-    if note:
-        click.echo(note)
+    lines = [f"{arm.version}: {arm.summary(confidence)}" for arm in counted]
+    store.show(result, lambda: [*lines, result.words, *([note] if note else [])])
 
 
 def _better(pair: Sequence[Arm], bar: Criterion) -> str:
@@ -338,3 +307,75 @@ def _lines(found: ShownVersion) -> list[str]:
     lines += [] if found.is_saved else [f"not saved: {_NOT_SAVED}"]
     lines += [] if found.candidate is None else list(found.candidate.lines())
     return [*lines, "", resource_text(version.resource)]
+
+
+async def report(store: Store, name: str, *, experiment: str | None) -> str:
+    """Return the report on the searches of one experiment's newest run that tuned a resource.
+
+    Raises:
+        ConfigError: No search tuned it, or those of several experiments did and none is named.
+    """
+    every = await searches_of(store, name)
+    names = sorted({search.experiment for search in every})
+    if not every or (experiment is not None and experiment not in names):
+        where = f" in the experiment {experiment!r}" if experiment and names else ""
+        known = f"; it was tuned in: {', '.join(names)}" if names else "; agl resources list shows what there is"
+        raise ConfigError(f"no prompt search has tuned {name!r}{where}{known}")
+    if experiment is None and len(names) > 1:
+        raise ConfigError(f"{name!r} was tuned in several experiments; name one of {', '.join(names)} by --experiment")
+    found = [search for search in every if search.experiment == (experiment or names[0])]
+    newest = [search for search in found if search.run == found[-1].run]
+    return "\n".join(line for search in newest for line in _search(search, name)) + "\n"
+
+
+def _search(search: Search, name: str) -> Iterator[str]:
+    first = search.candidates[0]
+    winner = next((c for c in search.candidates if c.id == search.best), first)
+    yield from (f"# {name}: {search.algorithm} in {search.experiment}, run {search.run}", "")
+    yield from (f"Ended by {search.stop_reason}" if search.stop_reason else "Not ended yet.", "")
+    yield from ("## Scores", "", *_scores(first, winner), "")
+    final = [gate.words for gate in winner.gates if gate.gate.startswith("final measurement")]
+    yield from (f"The winner {final[-1]}.", "") if final else ()
+    yield from ("## Costs", "", *_costs(search), "")
+    if winner.id == first.id:
+        yield from ("## The first text stays", "", *_fenced(first.texts[name], "text"), "")
+    else:
+        yield from ("## First text", "", *_fenced(first.texts[name], "text"), "")
+        yield from (f"## Winner {winner.id}", "", *_fenced(winner.texts[name], "text"), "")
+        changes = difflib.unified_diff(
+            first.texts[name].splitlines(), winner.texts[name].splitlines(), first.id, winner.id, lineterm=""
+        )
+        yield from ("## Changes", "", *_fenced("\n".join(changes), "diff"), "")
+    yield from ("## Candidates", "", *_table(COLUMNS, [candidate.row for candidate in search.changed(name)]), "")
+
+
+def _scores(first: Candidate, winner: Candidate) -> Iterator[str]:
+    """Yield a table of the mean rewards of both, with their 95 % intervals, by the tasks that they are from."""
+    origins = list(dict.fromkeys([*first.scores, *winner.scores]))
+    owners = {"first text": first, "winner": winner} if winner.id != first.id else {"first text": first}
+    cells = [
+        (label, *(owner.scores[origin].words if origin in owner.scores else "-" for origin in origins))
+        for label, owner in owners.items()
+    ]
+    yield from _table(("", *origins), cells)
+
+
+def _costs(search: Search) -> Iterator[str]:
+    spent, tokens = search.spent, sum(candidate.agent.tokens for candidate in search.candidates)
+    yield f"- {spent.rollouts} rollouts of the agent, {tokens} tokens in the recorded model calls of the candidates"
+    yield f"- {spent.calls} questions to the optimiser's model, {spent.tokens} tokens"
+    if spent.money:
+        yield f"- {spent.money:.4g} in money"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for number, row in enumerate((columns, *rows)):
+        yield f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in row)} |"
+        if number == 0:
+            yield f"|{'---|' * len(columns)}"
+
+
+def _fenced(text: str, language: str) -> Iterator[str]:
+    """Yield a text in a fence that is longer than any in it."""
+    fence = "`" * max(3, 1 + max((len(found) for found in re.findall("`+", text)), default=0))
+    yield from (f"{fence}{language}", *text.splitlines(), fence)

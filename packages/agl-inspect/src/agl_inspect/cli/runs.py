@@ -1,4 +1,4 @@
-"""``agl runs``: list recorded rollouts, remove some, tidy old ones; copying has a module of its own.
+"""``agl runs``: lists recorded rollouts and workers, removes rollouts, and tidies old ones.
 
 Removal is always explicit. It never touches a rollout that is not finished, or any rollout of an experiment that may be
 resumed.
@@ -11,13 +11,14 @@ import click
 import msgspec
 
 from agl import PluginManager
-from agl.contracts import Recording, RolloutQuery, Store
+from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
-from agl.stores import read_recordings, reward_of
+from agl.stores import read_recordings
+from agl_inspect.ownership import is_owned
 from agl_inspect.records.state import unfinished_experiments
-from agl_inspect.retention.ownership import is_owned
-from agl_inspect.retention.removal import (
+from agl_inspect.records.workers import ListedWorker, list_workers
+from agl_inspect.retention import (
     LEAST_FREED,
     GarbageReport,
     RetentionLimits,
@@ -25,12 +26,21 @@ from agl_inspect.retention.removal import (
     parse_size,
     remove_old,
 )
-from agl_inspect.terminal.completion import complete_experiment, complete_rollout
-from agl_inspect.terminal.context import given_options, pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
-from agl_inspect.terminal.output import json_option, print_json, print_table, short, when
+from agl_inspect.rollouts.span_reader import reward_of
+from agl_inspect.terminal.opening import (
+    Reading,
+    complete_experiment,
+    complete_rollout,
+    given_options,
+    pass_manager,
+    reads_store,
+    store_option,
+    with_store,
+)
+from agl_inspect.terminal.output import print_json, print_table, when
 from agl_inspect.terminal.program import OpenGroup
 from agl_inspect.terminal.query import check_experiment, filter_options, find_ids, make_query, seconds_of
+from agl_inspect.text import short
 from agl_store_sqlite.sql import Compaction, Measured
 
 _PAGE = 500
@@ -50,9 +60,6 @@ def _bytes_of(text: str) -> int:
         raise click.BadParameter(str(error)) from None
 
 
-_own_store_option = click.option("--store", "store_url", help="As for agl runs.")
-
-
 class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout and its reward."""
 
@@ -61,7 +68,6 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 @click.group(cls=OpenGroup, invoke_without_command=True)
-@store_option
 @filter_options
 @click.option(
     "--limit",
@@ -80,13 +86,9 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 )
 @click.option("--ascending", is_flag=True, help="Let the first ones come first.")
 @click.option("--count", "counts", is_flag=True, help="Only say how many there are.")
-@json_option
-@pass_manager
-@click.pass_context
+@reads_store
 def runs(
-    ctx: click.Context,
-    manager: PluginManager,
-    store_url: str | None,
+    store: Reading,
     experiment: str | None,
     status: tuple[str, ...],
     mode: str | None,
@@ -95,10 +97,9 @@ def runs(
     sort: str,
     ascending: bool,
     counts: bool,
-    as_json: bool,
 ) -> None:
     """List recorded rollouts, by default in descending order of id: within an experiment the newest first."""
-    ctx.meta["store_url"] = store_url
+    ctx = click.get_current_context()
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
         return
@@ -108,10 +109,8 @@ def runs(
         sort=_SORTS.get(sort, "rollout_id"),
         is_newest_first=not ascending,
     )
-    found, total = with_store(
-        manager, store_url, lambda store: _listed(store, query, counts=counts, by_reward=sort == _REWARD)
-    )
-    if as_json or counts:
+    found, total = store.read(lambda opened: _listed(opened, query, counts=counts, by_reward=sort == _REWARD))
+    if store.as_json or counts:
         print_json(total if counts else found)
         return
     print_table(
@@ -128,32 +127,26 @@ def _refuse_options(ctx: click.Context) -> None:
 
     A filter that is ignored would let ``gc`` remove the rollouts of other experiments.
     """
-    for name, option in given_options(ctx).items():
-        if name != "store_url":
-            raise click.UsageError(
-                f"{option} is for the list of agl runs, and agl runs {ctx.invoked_subcommand} would ignore it; "
-                f"write the options of {ctx.invoked_subcommand} after its name",
-                ctx,
-            )
+    for option in given_options(ctx).values():
+        raise click.UsageError(
+            f"{option} is for the list of agl runs, and agl runs {ctx.invoked_subcommand} would ignore it; "
+            f"write the options of {ctx.invoked_subcommand} after its name",
+            ctx,
+        )
 
 
 @runs.command("rm")
 @click.argument("rollout_ids", nargs=-1, required=True, shell_complete=complete_rollout)
-@_own_store_option
+@store_option
 @click.option("--force", is_flag=True, help="Also rollouts of an experiment that could still be resumed.")
 @pass_manager
-@click.pass_context
-def remove(
-    ctx: click.Context, manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool
-) -> None:
+def remove(manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool) -> None:
     """Remove finished rollouts with their attempts and spans; the beginning of an id suffices where it is unique."""
-    url = store_url or ctx.meta["store_url"]
-    count = with_store(manager, url, lambda store: _remove(store, rollout_ids, force=force))
+    count = with_store(manager, store_url, lambda store: _remove(store, rollout_ids, force=force))
     click.echo(f"removed {count} rollouts")
 
 
 @runs.command("gc")
-@_own_store_option
 @click.option(
     "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished longer ago, such as 7d."
 )
@@ -163,28 +156,26 @@ def remove(
 )
 @click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-@json_option
-@pass_manager
-@click.pass_context
+@reads_store
 def collect_garbage(
-    ctx: click.Context,
-    manager: PluginManager,
-    store_url: str | None,
+    store: Reading,
     older_than: float | None,
     keep: int | None,
     max_size: int | None,
     experiment: str | None,
     dry_run: bool,
-    as_json: bool,
 ) -> None:
     """Remove old finished rollouts, never those that an unfinished experiment needs, and return their space."""
     limits = RetentionLimits.of(older_than, keep, max_size)
     if limits is None:
         raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, --max-size 10GB, or several")
     query = RolloutQuery(experiment=experiment)
-    url = store_url or ctx.meta["store_url"]
-    done = with_store(manager, url, lambda store: _collect(store, query, limits, is_dry_run=dry_run))
-    if as_json:
+
+    async def collect(opened: Store) -> GarbageReport:
+        return await compacted(opened, await remove_old(opened, query, limits, is_dry_run=dry_run))
+
+    done = store.read(collect)
+    if store.as_json:
         print_json(done)
         return
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(done.removed)} rollouts")
@@ -201,20 +192,14 @@ def collect_garbage(
 
 
 @runs.command("vacuum")
-@_own_store_option
-@json_option
-@pass_manager
-@click.pass_context
-def vacuum(ctx: click.Context, manager: PluginManager, store_url: str | None, as_json: bool) -> None:
+@reads_store
+def vacuum(store: Reading) -> None:
     """Return all space of removed rollouts to the file system, also the one that gc leaves for new rollouts.
 
     Nothing else can use the store meanwhile, so the command is refused while rollouts or an experiment run.
     """
-    done = with_store(manager, store_url or ctx.meta["store_url"], _vacuum)
-    if as_json:
-        print_json(done)
-        return
-    click.echo(_sizes(done))
+    done = store.read(_vacuum)
+    store.show(done, lambda: [_sizes(done)])
 
 
 def _sizes(compaction: Compaction) -> str:
@@ -251,7 +236,7 @@ async def _listed(
     if by_reward:
         return await _best(store, query), total
     async for recording in read_recordings(store, query, spans="none"):
-        found.append(ListedRollout(rollout=recording.rollout, reward=_reward(recording)))
+        found.append(ListedRollout(rollout=recording.rollout, reward=reward_of(recording)))
         if len(found) == query.limit:
             break
     return found, total
@@ -262,16 +247,10 @@ async def _best(store: Store, query: RolloutQuery) -> list[ListedRollout]:
     found: list[ListedRollout] = []
     every = msgspec.structs.replace(query, limit=_PAGE)
     async for recording in read_recordings(store, every, spans="none"):
-        found.append(ListedRollout(rollout=recording.rollout, reward=_reward(recording)))
+        found.append(ListedRollout(rollout=recording.rollout, reward=reward_of(recording)))
         if len(found) >= 2 * query.limit:
             found = _first(found, query)
     return _first(found, query)
-
-
-def _reward(recording: Recording) -> float | None:
-    """Return the reward of the deciding or running attempt, which the store keeps with it."""
-    deciding = recording.rollout.attempt_id
-    return reward_of(next((each for each in recording.attempts if each.attempt_id == deciding), None))
 
 
 def _first(found: Sequence[ListedRollout], query: RolloutQuery) -> list[ListedRollout]:
@@ -304,5 +283,26 @@ async def _remove(store: Store, names: Sequence[str], *, force: bool) -> int:
     return await store.delete(rollout_ids)
 
 
-async def _collect(store: Store, query: RolloutQuery, limits: RetentionLimits, *, is_dry_run: bool) -> GarbageReport:
-    return await compacted(store, await remove_old(store, query, limits, is_dry_run=is_dry_run))
+@runs.command()
+@click.option("--experiment", help="Only processes of this experiment.")
+@reads_store
+def workers(store: Reading, experiment: str | None) -> None:
+    """List the trainers and workers of the store's experiments, and whether they are busy, idle or gone.
+
+    A trainer or worker reports every four seconds; without a report for 15 seconds, or with its process ended on this
+    machine, it is gone.
+    """
+    found = store.read(lambda opened: list_workers(opened, experiment))
+    if store.as_json:
+        print_json(found)
+    elif found:
+        columns = ("worker", "experiment", "role", "state", "attempts", "since", "last sign of life")
+        print_table(columns, [_worker_row(item) for item in found], least=("since", "role"))
+    else:
+        click.echo("no process takes part in an experiment of this store")
+
+
+def _worker_row(item: ListedWorker) -> tuple[str, ...]:
+    name = f"{item.host}:{item.pid}" if item.pid else item.worker
+    attempts, since, seen = str(item.attempts), when(item.since), when(item.seen_at)
+    return name, item.experiment, item.role, item.state, attempts, since, seen

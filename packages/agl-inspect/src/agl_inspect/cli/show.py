@@ -1,31 +1,139 @@
-"""``agl show``: a rollout as a tree of its spans with their contents, a resource with its history, or a run's steps."""
+"""``agl show``: prints a rollout as a tree of its spans, a resource with its history, or the steps of a run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import click
-from msgspec.structs import replace
 
-from agl import PluginManager, semconv
+from agl import semconv
 from agl.contracts import SpanQuery, Store
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
-from agl_inspect.cli.contents import Contents
-from agl_inspect.cli.steps import read_steps
+from agl.schemas import Attempt, ErrorInfo, Json, Record, Reward, Rollout, Span, to_json
+from agl_inspect.advice.suggestions import VALIDATE
 from agl_inspect.cli.why import why
-from agl_inspect.records.metrics import RUN
+from agl_inspect.records.metrics import RUN, LoggedRun, experiment_step, read_runs, step_line, version_of_step
 from agl_inspect.records.names import ORIGIN
-from agl_inspect.rollouts.explanations import token_counts
-from agl_inspect.rollouts.origin import answer_counts, fork_origin
-from agl_inspect.rollouts.span_reader import SpanReader
-from agl_inspect.terminal.completion import LATEST, complete_experiment, complete_rollout
-from agl_inspect.terminal.context import pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
-from agl_inspect.terminal.output import echo, json_line, json_option, print_json, short, when
+from agl_inspect.rollouts.answers import answer_counts, fork_origin
+from agl_inspect.rollouts.conversations import ShownMessages, contents_of
+from agl_inspect.rollouts.explanations import call_facts
+from agl_inspect.rollouts.span_reader import SpanReader, in_tree
+from agl_inspect.terminal.opening import (
+    LATEST,
+    Reading,
+    complete_experiment,
+    complete_rollout,
+    reads_store,
+)
+from agl_inspect.terminal.output import echo, json_line, when
 from agl_inspect.terminal.program import Modes
 from agl_inspect.terminal.query import find, find_exact, span_options
-from agl_inspect.versions.lineage import ListedVersion, diff_versions, list_versions
+from agl_inspect.text import short
+from agl_inspect.versions import ListedVersion, diff_versions, list_versions
+
+CUT = 200
+"""Characters of a text that are shown unless all of it is asked for."""
+
+TRACEBACK_LINES = 8
+"""Lines of a traceback that are shown unless all of it is asked for: its end, where the error is."""
+
+_ON_THE_LINE = ("says", "returned")
+"""Texts whose beginning a span's own line shows."""
+
+
+class Contents:
+    """Formats spans one after the other; messages that an earlier call has shown are not repeated.
+
+    Args:
+        is_full: Show every text whole.
+
+    Attributes:
+        is_full: Whether every text is shown whole.
+        is_cut: Whether anything was shortened so far.
+    """
+
+    def __init__(self, *, is_full: bool) -> None:
+        self.is_full = is_full
+        self._shown = ShownMessages()
+        self.is_cut = False
+
+    def of(self, span: Span) -> list[str]:
+        """Return the lines below the span's own."""
+        repeated, texts = contents_of(span, self._shown)
+        lines = [f"({repeated} messages as above)"] if repeated else []
+        for role, label, value in texts:
+            if role == "error":
+                lines += self.traceback(str(value)) if self.is_full else []
+            elif self.is_full or label not in _ON_THE_LINE:
+                lines += self.text(label, value)
+        return lines
+
+    def of_error(self, error: ErrorInfo) -> list[str]:
+        """Return the lines below a failed attempt's own: the traceback, and a long message whole."""
+        message = self.text("message", error.message) if self.is_full and len(error.message) > CUT else []
+        return [*self.traceback(error.traceback), *message]
+
+    def text(self, label: str, value: Any) -> list[str]:
+        """Return a labelled text: whole, with its lines below each other, or the beginning on one line."""
+        text = value if isinstance(value, str) else to_json(value).decode()
+        if self.is_full:
+            first, *rest = text.splitlines() or [""]
+            return [f"{label}: {first}", *(f"  {line}" for line in rest)]
+        text = " ".join(text.split())
+        if len(text) <= CUT:
+            return [f"{label}: {text}"]
+        self.is_cut = True
+        return [f"{label}: {text[:CUT]}… ({len(text)} characters)"]
+
+    def traceback(self, text: str) -> list[str]:
+        """Return the lines of a traceback, or the last of them."""
+        lines = text.rstrip().splitlines()
+        if self.is_full:
+            return lines
+        left_out = max(0, len(lines) - TRACEBACK_LINES)
+        kept = [line if len(line) <= CUT else f"{line[:CUT]}…" for line in lines[left_out:]]
+        self.is_cut = self.is_cut or kept != lines
+        return [f"… ({left_out} lines before)", *kept] if left_out else kept
+
+
+async def read_steps(store: Store, experiment: str | None, run: int | None) -> list[dict[str, Json]]:
+    """Read the steps of an experiment in the order in which they ended, as mappings for a program to read.
+
+    Args:
+        store: Where to look.
+        experiment: Its name; ``None`` for the only one that has metrics.
+        run: The run, 0 for all, ``None`` for the newest.
+
+    Raises:
+        ConfigError: There is no such experiment or run, or it has no metrics; says which there are.
+    """
+    runs = await read_runs(store, (experiment,) if experiment else (), run, None, ())
+    newest = await store.resources()
+    versions = {version.version for each in newest for version in await store.resources(each.name)}
+    return [step for each in runs for step in _steps(each, versions)]
+
+
+def _steps(logged: LoggedRun, versions: set[str]) -> Iterator[dict[str, Json]]:
+    places: dict[tuple[str, int], int] = {}
+    numbers: dict[tuple[str, int], dict[str, float]] = {}
+    for metric in logged.found:
+        key = (metric.algorithm, metric.step)
+        places[key] = experiment_step(metric)
+        numbers.setdefault(key, {})[metric.name] = metric.value
+    for name, step in sorted(numbers, key=lambda key: (places[key], key[0] == VALIDATE, key)):
+        found = numbers[name, step]
+        metrics = {key: found[key] for key in sorted(found, key=lambda key: (key != "reward", key))}
+        version = version_of_step(logged.experiment, logged.run, name, step)
+        line = step_line(name, step, metrics=metrics, has_published=version in versions)
+        yield {
+            "experiment": logged.experiment,
+            "run": logged.run,
+            "algorithm": name,
+            "step": step,
+            "experiment_step": places[name, step],
+            "line": line,
+            "metrics": dict(metrics),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +164,6 @@ class ShownSpan(Record, frozen=True, kw_only=True):
     sequence: int
     line: str
     reader: int = 0
-    is_circular: bool = False
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -72,19 +179,15 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
 @click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
 @span_options
-@store_option
-@json_option
-@pass_manager
+@reads_store
 def show(
-    manager: PluginManager,
+    store: Reading,
     rollout_id: str | None,
     has_steps: bool,
     run: int | None,
     number: int | None,
     is_full: bool,
     chosen: SpanQuery | None,
-    store_url: str | None,
-    as_json: bool,
 ) -> None:
     """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
 
@@ -96,7 +199,9 @@ def show(
     """
     if has_steps:
         _refuse_options(number, chosen, is_full=is_full)
-        _show_steps(manager, store_url, experiment=rollout_id, run=run, as_json=as_json)
+        steps = store.read(lambda opened: read_steps(opened, rollout_id, run))
+        has_runs = len({step["run"] for step in steps}) > 1
+        store.show(steps, lambda: (f"run {s['run']} {s['line']}" if has_runs else str(s["line"]) for s in steps))
         return
     if rollout_id is None:
         raise click.UsageError("give the id of a rollout, latest, or the name of a resource; agl runs lists rollouts")
@@ -104,17 +209,14 @@ def show(
         raise click.UsageError("--run goes with --steps; a rollout is named by its id")
     contents = Contents(is_full=is_full)
 
-    async def work(store: Store) -> None:
-        found = await _find(store, rollout_id, number, chosen)
+    async def work(opened: Store) -> None:
+        found = await _find(opened, rollout_id, number, chosen)
         if isinstance(found, ShownRollout):
-            await (_print_json(found) if as_json else _print(found, contents))
-        elif as_json:
-            print_json(found)
+            await (_print_json(found) if store.as_json else _print(found, contents))
         else:
-            for line in _story(found):
-                echo(line)
+            store.show(found, lambda: _story(found))
 
-    with_store(manager, store_url, work)
+    store.read(work)
     if contents.is_cut:
         echo("… texts are cut; --full shows them whole")
 
@@ -125,18 +227,6 @@ def _refuse_options(number: int | None, chosen: SpanQuery | None, *, is_full: bo
     option = next((name for name, value in {"--attempt": number, "--full": is_full, **spans}.items() if value), "")
     if option:
         raise click.UsageError(f"{option} is for a rollout; leave it out, or --steps")
-
-
-def _show_steps(
-    manager: PluginManager, store_url: str | None, *, experiment: str | None, run: int | None, as_json: bool
-) -> None:
-    steps = with_store(manager, store_url, lambda store: read_steps(store, experiment, run))
-    if as_json:
-        print_json(steps)
-        return
-    has_runs = len({step["run"] for step in steps}) > 1
-    for step in steps:
-        echo(f"run {step['run']} {step['line']}" if has_runs else str(step["line"]))
 
 
 async def _find(
@@ -210,10 +300,10 @@ async def _print(found: ShownRollout, contents: Contents) -> None:
         echo(f"fork of {found.origin}{'' if found.is_filtered else answered}")
     if not spans:
         echo("no span fits --span, --agent and --kind" if found.is_filtered else "no spans were recorded")
-    for depth, span in tree(spans):
+    for depth, span, is_circular in in_tree(spans):
         indent = "  " * depth
-        echo(f"{indent}- {span.line}")
-        if not span.is_circular:
+        echo(f"{indent}- {span.line}{' (its parents form a circle)' if is_circular else ''}")
+        if not is_circular:
             recorded = await found.readers[span.reader].at(span.sequence)
             for line in contents.of(recorded):
                 echo(f"{indent}    {line}")
@@ -245,29 +335,12 @@ def shown(span: Span, reader: int = 0) -> ShownSpan:
     )
 
 
-def tree(spans: Sequence[ShownSpan]) -> Iterator[tuple[int, ShownSpan]]:
-    """Return the spans with their depths: children below their parent, in order of start."""
-    known = {span.span_id for span in spans}
-    children: dict[str, list[ShownSpan]] = {}
-    for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
-        parent = span.parent_id if span.parent_id in known and span.parent_id != span.span_id else None
-        children.setdefault(parent or "", []).append(span)
-    waiting = [(0, span) for span in reversed(children.pop("", []))]
-    while waiting:
-        depth, span = waiting.pop()
-        yield depth, span
-        waiting.extend((depth + 1, child) for child in reversed(children.pop(span.span_id, [])))
-    for span in (span for left in children.values() for span in left):
-        yield 0, replace(span, line=f"{span.line} (its parents form a circle)", is_circular=True)
-
-
 def line_of(span: Span) -> str:
     """Format a span on one line."""
     parts = [span.name]
     if span.reward is not None:
         parts.append(_reward(span.reward))
-    if span.call is not None:
-        parts.append(_call(span.call, token_counts(span)))
+    parts += call_facts(span)
     parts += [f"{key} {span.attributes[name]}" for key, name in _SHOWN.items() if name in span.attributes]
     for word, name in _SAMPLING.items():
         if asked := cast("list[str]", span.attributes.get(name, [])):
@@ -292,14 +365,6 @@ _SHOWN = {
 
 _SAMPLING = {"sampled without": semconv.SAMPLING_OVERRIDDEN, "sampled with": semconv.SAMPLING_KEPT}
 """In training a policy samples from its full distribution, apart from what cannot be changed."""
-
-
-def _call(call: ModelCall, counts: str) -> str:
-    parts = [call.policy or call.model, counts, "no token ids" if call.ids_missing else "", call.finish_reason]
-    parts.append(f"version {call.model_version}" if call.model_version else "")
-    parts.append("" if call.is_complete else "cut")
-    parts.append(f"ERROR {call.status_code or ''} {call.error}" if call.error else "")
-    return ", ".join(part for part in parts if part)
 
 
 def _reward(reward: Reward) -> str:

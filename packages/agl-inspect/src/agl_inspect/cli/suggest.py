@@ -1,19 +1,16 @@
 """``agl metrics --suggest`` and ``--rank``: advice by a run's numbers, or by runs like it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 
-from agl import PluginManager
 from agl.contracts import Metric
 from agl.schemas import Record
 from agl_inspect.advice.suggestions import Suggestion, suggestions_of
 from agl_inspect.records.metrics import RUN, read_runs
-from agl_inspect.stores.hints import command
-from agl_inspect.terminal.completion import complete_experiment
-from agl_inspect.terminal.context import pass_manager
-from agl_inspect.terminal.opening import store_option, with_store
-from agl_inspect.terminal.output import echo, json_option, print_json
+from agl_inspect.stores import command
+from agl_inspect.terminal.opening import Reading, complete_experiment, reads_store
+from agl_inspect.terminal.output import print_json
 from agl_inspect.terminal.ranking import counted, print_fit, suggest_next
 
 _VALIDATION_FAILED = ("validate", "failed")
@@ -33,47 +30,14 @@ class _RunSuggestions(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.command("suggest")
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
 @click.option("--run", type=RUN, metavar="N|all", help="Only this run, from 1, or all of them; by default the newest.")
-@store_option
-@json_option
-@pass_manager
-def suggest(
-    manager: PluginManager,
-    experiment: str | None,
-    run: int | None,
-    store_url: str | None,
-    as_json: bool,
-) -> None:
+@reads_store
+def suggest(store: Reading, experiment: str | None, run: int | None) -> None:
     """Say what keeps EXPERIMENT from learning, with the numbers that show it and the setting to change.
 
     The only experiment of the store by default. It reads the metrics of a run that goes on or is over, and changes
     nothing.
     """
-    _look(manager, experiment, run, store_url, as_json=as_json)
-
-
-@click.command("rank")
-@click.argument("experiment", required=False, shell_complete=complete_experiment)
-@store_option
-@json_option
-@pass_manager
-def rank(manager: PluginManager, experiment: str | None, store_url: str | None, as_json: bool) -> None:
-    """Rank the parameters of the runs that compare with EXPERIMENT, and propose the next run.
-
-    A model is fitted to eight runs at least. "agl run FILE --next" runs the proposal.
-    """
-    found = suggest_next(manager, experiment, store_url)
-    if as_json:
-        print_json(found)
-    else:
-        print_fit(found)
-
-
-def _look(
-    manager: PluginManager, experiment: str | None, run: int | None, store_url: str | None, *, as_json: bool
-) -> None:
-    """Print what rules find in the numbers of an experiment."""
     wanted = (experiment,) if experiment else ()
-    runs = with_store(manager, store_url, lambda store: read_runs(store, wanted, run, None, ()))
     found = [
         _RunSuggestions(
             experiment=each.experiment,
@@ -82,24 +46,40 @@ def _look(
             failed=_failed(each.every),
             suggestions=suggestions_of(each.every),
         )
-        for each in runs
+        for each in store.read(lambda opened: read_runs(opened, wanted, run, None, ()))
     ]
-    if as_json:
+    store.show(found, lambda: _lines(store, found))
+
+
+@click.command("rank")
+@click.argument("experiment", required=False, shell_complete=complete_experiment)
+@reads_store
+def rank(store: Reading, experiment: str | None) -> None:
+    """Rank the parameters of the runs that compare with EXPERIMENT, and propose the next run.
+
+    A model is fitted to eight runs at least. "agl run FILE --next" runs the proposal.
+    """
+    found = store.read(lambda opened: suggest_next(opened, experiment))
+    if store.as_json:
         print_json(found)
-        return
+    else:
+        print_fit(found)
+
+
+def _lines(store: Reading, found: Sequence[_RunSuggestions]) -> Iterator[str]:
     for each in found:
+        run = f"{each.experiment}, run {each.run}"
         if not each.suggestions and not each.failed:
-            place = f"{each.experiment}, run {each.run}"
-            echo(f"{place}: nothing stands out in {each.steps} step{'' if each.steps == 1 else 's'} and validations")
+            yield f"{run}: nothing stands out in {each.steps} step{'' if each.steps == 1 else 's'} and validations"
         if each.failed:
             failed = f"{each.failed} rollout{'' if each.failed == 1 else 's'} of the newest validation failed"
-            look = command("runs", "--experiment", each.experiment, "--status", "failed", store_url=store_url or "")
-            echo(f"{each.experiment}, run {each.run}: {failed}; list them with: {look}")
+            look = command("runs", "--experiment", each.experiment, "--status", "failed", store_url=store.url or "")
+            yield f"{run}: {failed}; list them with: {look}"
         for one in each.suggestions:
-            place = f"{each.experiment}, run {each.run}, {one.algorithm}, up to step {one.step}"
-            echo(f"{place}: {one.evidence}\n  {one.change}  [{one.rule}]")
-    if others := counted(manager, found[-1].experiment, store_url):
-        echo(f"{found[-1].experiment}: {others}")
+            yield f"{run}, {one.algorithm}, up to step {one.step}: {one.evidence}\n  {one.change}  [{one.rule}]"
+    name = found[-1].experiment
+    if others := store.read(lambda opened: counted(opened, name)):
+        yield f"{name}: {others}"
 
 
 def _failed(metrics: Sequence[Metric]) -> int:

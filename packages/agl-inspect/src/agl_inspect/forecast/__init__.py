@@ -1,13 +1,20 @@
 """Forecasts: the size of rollouts, waiting, memory and time on a device, faults of the data."""
 
-from agl_inspect.forecast.costs import DeviceForecast, Memory, Recorded, forecast_on
-from agl_inspect.forecast.devices import Device, device_of
+from agl_inspect.forecast.costs import (
+    Device,
+    DeviceForecast,
+    Memory,
+    Recorded,
+    StepShape,
+    Training,
+    device_of,
+    forecast_on,
+)
 from agl_inspect.forecast.faults import Examined, Fault, faults_in, faults_of_tasks
 from agl_inspect.forecast.models import ModelShape, shape_of_model
 from agl_inspect.forecast.observed import Observed, observe
 from agl_inspect.forecast.queueing import Spread, StepForecast, at_once, forecast, spread_of, uncertainty_of
 from agl_inspect.forecast.silence import NEARLY, SilentShare, best_size, loud_groups, silent_shares
-from agl_inspect.forecast.step_size import StepShape, Training
 
 __all__ = [
     "NEARLY",

@@ -14,17 +14,164 @@ Time. An operation takes as long as its arithmetic or its traffic with memory, w
 (Kaplan et al. 2020, arXiv 2001.08361), and attention 4 q for each token before it.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Record
-from agl_inspect.forecast.devices import Device
 from agl_inspect.forecast.models import ModelShape
 from agl_inspect.forecast.observed import Observed
 from agl_inspect.forecast.queueing import StepForecast, forecast
-from agl_inspect.forecast.step_size import StepShape, Training
+
+
+class Device(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A device.
+
+    Attributes:
+        name: Its name, as ``--device`` takes it.
+        title: Its whole name.
+        memory: Bytes.
+        bandwidth: Bytes per second of its memory.
+        flops: Operations per second of dense products in bfloat16.
+        source: The document that the figures are from.
+    """
+
+    name: str
+    title: str
+    memory: float
+    bandwidth: float
+    flops: float
+    source: str
+
+
+_GB, _TB, _TFLOPS = 1e9, 1e12, 1e12
+
+
+def _nvidia(name: str, title: str, memory: float, bandwidth: float, flops: float) -> Device:
+    return Device(
+        name=name,
+        title=f"NVIDIA {title}",
+        memory=memory * _GB,
+        bandwidth=bandwidth * _GB,
+        flops=flops * _TFLOPS,
+        source=f"NVIDIA, data sheet of the {title}",
+    )
+
+
+DEVICES = (
+    _nvidia("h100", "H100 SXM", 80, 3350, 989.5),
+    _nvidia("h100-pcie", "H100 PCIe", 80, 2000, 756),
+    _nvidia("h200", "H200 SXM", 141, 4800, 989.5),
+    _nvidia("b200", "B200 SXM", 180, 8000, 2250),
+    _nvidia("a100-80", "A100 80 GB SXM", 80, 2039, 312),
+    _nvidia("a100-40", "A100 40 GB SXM", 40, 1555, 312),
+    _nvidia("l40s", "L40S", 48, 864, 362),
+    _nvidia("l4", "L4", 24, 300, 121),
+    _nvidia("a10", "A10", 24, 600, 125),
+    _nvidia("rtx4090", "GeForce RTX 4090", 24, 1008, 165.2),
+    Device(
+        name="mi300x",
+        title="AMD Instinct MI300X",
+        memory=192 * _GB,
+        bandwidth=5.3 * _TB,
+        flops=1307.4 * _TFLOPS,
+        source="AMD, data sheet of the Instinct MI300X",
+    ),
+)
+"""The devices by falling likelihood; ``cpu`` is the machine that plans."""
+
+_CORE_FLOPS = 3e10
+_CORE_BANDWIDTH = 5e9
+
+
+def device_of(name: str) -> Device:
+    """Return a device by its name, upper or lower case; ``cpu`` is this machine.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    known = {device.name: device for device in DEVICES}
+    if name.lower() == "cpu":
+        return _cpu()
+    if name.lower() not in known:
+        names = [*known, "cpu"]
+        kinds = [each for each in names if each.startswith(name.lower())]
+        hint = _all(kinds) if kinds else did_you_mean(name.lower(), names, otherwise=_all(names))
+        raise ConfigError(f"--device {name!r} is not in the table of devices; {hint}")
+    return known[name.lower()]
+
+
+def _all(names: list[str]) -> str:
+    return f"there are {', '.join(names)}"
+
+
+def _cpu() -> Device:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Device(
+        name="cpu",
+        title=f"this machine, {cores} core{'' if cores == 1 else 's'}",
+        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        bandwidth=cores * _CORE_BANDWIDTH,
+        flops=cores * _CORE_FLOPS,
+        source="the system's memory; a rough 30 GFLOP/s and 5 GB/s for each core",
+    )
+
+
+class StepShape(Record, frozen=True, kw_only=True):
+    """The size of a step.
+
+    Attributes:
+        tasks: Tasks per step.
+        samples: Rollouts per task.
+        steps: Steps in all; 0 if the algorithm sets no limit.
+        token_budget: Tokens that one pass may compute; 0 where there is no such limit.
+    """
+
+    tasks: int
+    samples: int
+    steps: int = 0
+    token_budget: int = 0
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts per step."""
+        return self.tasks * self.samples
+
+
+class Training(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The settings of an algorithm that memory and time depend on.
+
+    Attributes:
+        dtype: The type that passes compute in.
+        lora_rank: Rank of the adapters; 0 if all weights train.
+        gradient_checkpointing: Whether layers are computed again in the backward pass.
+        token_budget: Tokens of a pass at most; 0 where there is no such limit.
+        passes: Forward passes with a gradient over a step's rows.
+        other_passes: Forward passes without one: old log-probabilities and those of a reference.
+        updates: Updates of a step.
+        has_reference: Whether a frozen copy of the weights is held.
+        has_critic: Whether a second model of the same size trains.
+    """
+
+    dtype: str = "bfloat16"
+    lora_rank: int = 0
+    gradient_checkpointing: bool = False
+    token_budget: int = 0
+    passes: int = 1
+    other_passes: int = 0
+    updates: int = 1
+    has_reference: bool = False
+    has_critic: bool = False
+
+    @property
+    def models(self) -> int:
+        """Models that train."""
+        return 2 if self.has_critic else 1
+
 
 CHUNK_LOGITS = 2**22
 """Logits that are in memory at once, as the trainer of ``agl-algo-torch`` cuts them."""

@@ -12,6 +12,7 @@ from agl.schemas import Json, Record, to_json
 from agl_inspect.advice.suggestions import FULL_SAMPLING, LONGER_ANSWERS, REWRITTEN
 from agl_inspect.forecast.observed import Observed, ToolUse
 from agl_inspect.rollouts.explanations import NEXT_STEP
+from agl_inspect.text import short
 
 SHARE = 0.1
 """Share of the rollouts from which a fault is worth a look."""
@@ -92,7 +93,7 @@ def faults_of_tasks(train: Sequence[Json], val: Sequence[Json]) -> list[Fault]:
             Fault(
                 rule="repeated-tasks",
                 evidence=f"{repeated} of {len(train)} training tasks stand there already, one of them {often[1]} "
-                f"times: {_short(often[0])}",
+                f"times: {short(often[0])}",
                 change="leave each task once, or give those that differ in what is not in the file an id of their own",
             )
         )
@@ -101,7 +102,7 @@ def faults_of_tasks(train: Sequence[Json], val: Sequence[Json]) -> list[Fault]:
         found.append(
             Fault(
                 rule="shared-tasks",
-                evidence=f"{shared} of {len(val)} validation tasks are training tasks too, such as {_short(first)}",
+                evidence=f"{shared} of {len(val)} validation tasks are training tasks too, such as {short(first)}",
                 change="take them out of the training tasks: a validation on them measures what was learnt by heart",
             )
         )
@@ -112,17 +113,37 @@ def _key(task: Json) -> str:
     return to_json(task).decode()
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:59]}…"
+def _many(
+    concerns: Callable[[Observed], bool],
+    evidence: Callable[[Sequence[Observed], str], str],
+    change: str,
+    *,
+    needs_token_ids: bool = False,
+) -> _Rule:
+    """Return a rule about a fault that is worth a look where it concerns a share of the rollouts.
+
+    ``evidence`` gets the rollouts, and words for how many of all they are.
+    """
+
+    def look(examined: Examined) -> _Found | None:
+        found = [one for one in examined.rollouts if concerns(one)]
+        if not _is_many(found, examined) or (needs_token_ids and not examined.needs_token_ids):
+            return None
+        return evidence(found, _of(found, examined)), change, _first(found)
+
+    return look
 
 
-def _failed(examined: Examined) -> _Found | None:
-    failed = [one for one in examined.rollouts if one.status != "succeeded" and not _is_of_others(one)]
-    if not _is_many(failed, examined):
-        return None
+def _errors(failed: Sequence[Observed], of: str) -> str:
     errors = Counter(one.error for one in failed)
-    named = ", ".join(f"{text} ({count})" for text, count in errors.most_common(2))
-    return f"{_of(failed, examined)} failed: {named}", "repair the agent; agl show prints the traceback", _first(failed)
+    return f"{of} failed: {', '.join(f'{text} ({count})' for text, count in errors.most_common(2))}"
+
+
+def _nameless(mixed: Sequence[Observed], of: str) -> str:
+    named = sorted({name for one in mixed for name in one.agents if name})
+    return f"{sum(one.agents[''] for one in mixed)} calls in {of} have no agent's name, but others are by " + ", ".join(
+        named[:5]
+    )
 
 
 def _is_of_others(one: Observed) -> bool:
@@ -165,13 +186,6 @@ def _reward_flat(examined: Examined) -> _Found | None:
     )
 
 
-def _cut(examined: Examined) -> _Found | None:
-    cut = [one for one in examined.rollouts if one.cut]
-    if not _is_many(cut, examined):
-        return None
-    return f"{_of(cut, examined)} have an answer that was cut at a limit of tokens", LONGER_ANSWERS, _first(cut)
-
-
 def _long(examined: Examined) -> _Found | None:
     limit = examined.token_budget
     long = [one for one in examined.rollouts if limit and one.context > limit]
@@ -190,18 +204,6 @@ def _has_no_call(one: Observed) -> bool:
     return "NoModelCallsError" in one.error or (one.status == "succeeded" and not one.calls and not one.unseen)
 
 
-def _no_calls(examined: Examined) -> _Found | None:
-    silent = [one for one in examined.rollouts if _has_no_call(one)]
-    if not _is_many(silent, examined):
-        return None
-    return (
-        f"{_of(silent, examined)} made no model call that was recorded",
-        "let the agent's client call over HTTP with httpx, as the openai and anthropic clients do, or give it the base "
-        "URL and key of the resource",
-        _first(silent),
-    )
-
-
 def _other_policy(examined: Examined) -> _Found | None:
     calling = [one for one in examined.succeeded if one.calls]
     others = [one for one in calling if one.rejects.get("not_selected", 0) >= one.calls]
@@ -212,32 +214,6 @@ def _other_policy(examined: Examined) -> _Found | None:
         NEXT_STEP["not_selected"],
         _first(others),
     )
-
-
-def _without_ids(examined: Examined) -> _Found | None:
-    missing = [one for one in examined.rollouts if one.rejects.get("missing_token_ids")]
-    if not examined.needs_token_ids or not _is_many(missing, examined):
-        return None
-    return f"{_of(missing, examined)} have calls without token ids", NEXT_STEP["missing_token_ids"], _first(missing)
-
-
-def _unseen(examined: Examined) -> _Found | None:
-    unseen = [one for one in examined.rollouts if one.unseen]
-    if not _is_many(unseen, examined):
-        return None
-    count = sum(one.unseen for one in unseen)
-    return (
-        f"{count} model calls in {_of(unseen, examined)} bypass the record",
-        NEXT_STEP["unseen_calls"],
-        _first(unseen),
-    )
-
-
-def _call_errors(examined: Examined) -> _Found | None:
-    wrong = [one for one in examined.rollouts if one.rejects.get("error") or one.rejects.get("incomplete")]
-    if not _is_many(wrong, examined):
-        return None
-    return f"{_of(wrong, examined)} have model calls that failed", NEXT_STEP["error"], _first(wrong)
 
 
 def _leaked(examined: Examined) -> _Found | None:
@@ -296,30 +272,6 @@ def _failing_tools(examined: Examined) -> _Found | None:
     return f"every call of a tool failed: {named}", "repair the tool; agl show prints its errors", _first(users)
 
 
-def _nameless(examined: Examined) -> _Found | None:
-    mixed = [one for one in examined.rollouts if one.agents.get("") and len(one.agents) > 1]
-    if not _is_many(mixed, examined):
-        return None
-    count = sum(one.agents[""] for one in mixed)
-    named = sorted({name for one in mixed for name in one.agents if name})
-    return (
-        f"{count} calls in {_of(mixed, examined)} have no agent's name, beside those of {', '.join(named[:5])}",
-        NEXT_STEP["unattributed"],
-        _first(mixed),
-    )
-
-
-def _timeouts(examined: Examined) -> _Found | None:
-    late = [one for one in examined.rollouts if one.is_timeout]
-    if not _is_many(late, examined):
-        return None
-    return (
-        f"{_of(late, examined)} reached their time limit",
-        "raise timeout_s in [runner], or lower concurrency where the model's server is what is slow",
-        _first(late),
-    )
-
-
 def _retries(examined: Examined) -> _Found | None:
     again = [one for one in examined.rollouts if (one.attempts > 1 and not one.is_timeout) or one.retried]
     if len(again) < _RETRIED * len(examined.rollouts) or len(examined.rollouts) < _LEAST:
@@ -356,23 +308,55 @@ def _first(concerned: Sequence[Observed]) -> str:
 
 
 _RULES: Mapping[str, _Rule] = {
-    "failed-rollouts": _failed,
-    "timeouts": _timeouts,
+    "failed-rollouts": _many(
+        lambda one: one.status != "succeeded" and not _is_of_others(one),
+        _errors,
+        "repair the agent; agl show prints the traceback",
+    ),
+    "timeouts": _many(
+        lambda one: one.is_timeout,
+        lambda _, of: f"{of} reached their time limit",
+        "raise timeout_s in [runner], or lower concurrency where the model's server is slow",
+    ),
     "retries": _retries,
-    "no-calls": _no_calls,
+    "no-calls": _many(
+        _has_no_call,
+        lambda _, of: f"{of} made no model call that was recorded",
+        "let the agent's client call over HTTP with httpx, as the openai and anthropic clients do, or give it the base "
+        "URL and key of the resource",
+    ),
     "other-policy": _other_policy,
-    "unseen-calls": _unseen,
-    "call-errors": _call_errors,
-    "missing-token-ids": _without_ids,
+    "unseen-calls": _many(
+        lambda one: one.unseen > 0,
+        lambda found, of: f"{sum(one.unseen for one in found)} model calls in {of} bypass the record",
+        NEXT_STEP["unseen_calls"],
+    ),
+    "call-errors": _many(
+        lambda one: bool(one.rejects.get("error") or one.rejects.get("incomplete")),
+        lambda _, of: f"{of} have model calls that failed",
+        NEXT_STEP["error"],
+    ),
+    "missing-token-ids": _many(
+        lambda one: bool(one.rejects.get("missing_token_ids")),
+        lambda _, of: f"{of} have calls without token ids",
+        NEXT_STEP["missing_token_ids"],
+        needs_token_ids=True,
+    ),
     "reward-errors": _reward_errors,
     "reward-missing": _reward_missing,
     "reward-never-varies": _reward_flat,
-    "cut-answers": _cut,
+    "cut-answers": _many(
+        lambda one: one.cut > 0,
+        lambda _, of: f"{of} have an answer that was cut at a limit of tokens",
+        LONGER_ANSWERS,
+    ),
     "over-token-budget": _long,
     "hidden-in-prompt": _leaked,
     "identical-answers": _identical,
     "unused-tools": _unused_tools,
     "failing-tools": _failing_tools,
-    "nameless-agents": _nameless,
+    "nameless-agents": _many(
+        lambda one: bool(one.agents.get("")) and len(one.agents) > 1, _nameless, NEXT_STEP["unattributed"]
+    ),
     "split-rows": _split,
 }

@@ -178,7 +178,7 @@ def _number(values: Mapping[str, Any], key: str, name: str) -> int:
     except (OverflowError, TypeError, ValueError):
         number = -1
     if number < 0:
-        raise ConfigError(f"{name} gives {key} as {found!r}, which is no whole number; {_FORMS}")
+        raise ConfigError(f"{name} gives {key} as {found!r}, which is not a whole number; {_FORMS}")
     return number
 
 

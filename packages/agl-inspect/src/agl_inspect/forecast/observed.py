@@ -10,7 +10,8 @@ from agl import semconv
 from agl.contracts import Recording
 from agl.dialects import call_messages
 from agl.schemas import Attempt, Episode, Json, ModelCall, Record, Rollout, Span, Transition, to_json
-from agl_inspect.records.rollouts import error_of
+from agl_inspect.records.names import error_of
+from agl_inspect.rollouts.conversations import objects
 from agl_inspect.rollouts.explanations import tokens_of
 
 _SECOND_NS = 1e9
@@ -169,9 +170,9 @@ def ended_at(recording: Recording, attempt: Attempt) -> float:
     return min(attempt.finished_at, max(ends, default=attempt.finished_at))
 
 
-def covered(intervals: Iterable[tuple[int, int]]) -> int:
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
-    total, until = 0, 0
+    total, until = 0.0, 0.0
     for begin, end in sorted(intervals):
         total += max(0, end - max(begin, until))
         until = max(until, end)
@@ -248,13 +249,8 @@ def _restarted(calls: Sequence[_Call]) -> int:
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     content: Any = message.get("content")
     yield content if isinstance(content, str) else to_json(content).decode() if content else ""
-    for call in _objects(message.get("tool_calls")):
+    for call in objects(message.get("tool_calls")):
         yield to_json(call.get("function") or call.get("custom")).decode()
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    items = cast("list[Any]", value) if isinstance(value, list) else []
-    return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
 
 
 def _standing(rollout: Rollout, task: Json, prompt: str) -> Iterator[str]:

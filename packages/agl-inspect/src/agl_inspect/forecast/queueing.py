@@ -17,8 +17,10 @@ from math import sqrt
 from statistics import fmean, variance
 
 from agl.schemas import Record
-from agl_inspect.forecast.observed import Observed
-from agl_inspect.statistics.comparison import student_quantile
+from agl_inspect.forecast.observed import Observed, covered
+from agl_inspect.statistics import student_quantile
+
+_COUNTED = ("rows", "row_tokens", "trained_tokens", "prompt_tokens", "response_tokens")
 
 _ROLLOUTS = 200_000
 """Rollouts at most in all simulated steps together."""
@@ -101,11 +103,7 @@ def forecast(
     return StepForecast(
         rollouts=tasks * samples,
         concurrency=concurrency,
-        rows=spread_of(sum(one.rows for one in step) for step in steps),
-        row_tokens=spread_of(sum(one.row_tokens for one in step) for step in steps),
-        trained_tokens=spread_of(sum(one.trained_tokens for one in step) for step in steps),
-        prompt_tokens=spread_of(sum(one.prompt_tokens for one in step) for step in steps),
-        response_tokens=spread_of(sum(one.response_tokens for one in step) for step in steps),
+        **{name: spread_of(sum(getattr(one, name) for one in step) for step in steps) for name in _COUNTED},
         collect_s=spread_of(
             _seconds(durations, concurrency=concurrency, beside=beside, idle=idle) for durations, beside in times
         ),
@@ -206,9 +204,6 @@ def _batches(observed: Sequence[Observed]) -> list[list[list[Observed]]]:
 
 def at_once(observed: Sequence[Observed]) -> float:
     """Return how many rollouts ran at once on average while any ran."""
-    spans = sorted((one.started_at, one.finished_at) for one in observed if one.finished_at > one.started_at)
-    busy, until = 0.0, 0.0
-    for begin, end in spans:
-        busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
+    spans = [(one.started_at, one.finished_at) for one in observed if one.finished_at > one.started_at]
+    busy = covered(spans)
     return sum(end - begin for begin, end in spans) / busy if busy else 0.0

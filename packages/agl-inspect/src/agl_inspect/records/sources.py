@@ -43,7 +43,7 @@ async def finished(store: Store, experiment: str, *, after: int, limit: int = BA
     found: list[Rollout] = []
     while changes := await store.changes(after=after, limit=_PAGE):
         ends = {change.key: change.cursor for change in changes if _is_end(change) and change.experiment == experiment}
-        for rollout in await _existing(store, list(ends)):
+        for rollout in await existing(store, list(ends)):
             found += [rollout] if rollout.mode == "train" else []
             if len(found) == limit:
                 return FinishedRollouts(rollouts=found, cursor=ends[rollout.rollout_id], is_all=False)
@@ -55,8 +55,8 @@ def _is_end(change: Change) -> bool:
     return change.kind == "rollout" and change.status in _FINISHED
 
 
-async def _existing(store: Store, rollout_ids: Sequence[str]) -> list[Rollout]:
-    """Read rollouts in the given order, without those removed since the change feed named them."""
+async def existing(store: Store, rollout_ids: Sequence[str]) -> list[Rollout]:
+    """Read rollouts in the given order, without those that were removed since somebody named them."""
     if not rollout_ids:
         return []
     try:
@@ -64,6 +64,6 @@ async def _existing(store: Store, rollout_ids: Sequence[str]) -> list[Rollout]:
     except NotFoundError as error:
         if error.key not in rollout_ids:
             raise
-        return await _existing(store, [rollout_id for rollout_id in rollout_ids if rollout_id != error.key])
+        return await existing(store, [rollout_id for rollout_id in rollout_ids if rollout_id != error.key])
     by_id = {rollout.rollout_id: rollout for rollout in found}
     return [by_id[rollout_id] for rollout_id in rollout_ids]

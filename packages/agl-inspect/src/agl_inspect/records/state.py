@@ -1,15 +1,20 @@
-"""The stored state of an experiment: its record, one state per algorithm, and a ledger.
+"""Keeps the state of an experiment: its record, a state for each algorithm, saved versions, and a ledger.
 
 Everything is written together after each step, so a crash repeats at most the step in flight and the ledger always
-agrees with the state.
+agrees with the state. The settings in the states say by which rules an experiment counts rewards and calls, for
+commands that read no experiment file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from agl.contracts import ExperimentRecord, Store, Trained
-from agl.schemas import Json, Record
+from agl.episodes import EpisodeOptions, ScoreOptions, Verdict
+from agl.schemas import Json, Record, ResourceVersion
+from agl_inspect.records.names import FORKS, PROMPT_TRIAL, TRIAL
+from agl_inspect.records.shelf import Shelf, run_key
 
 
 class AlgorithmState(Record, frozen=True, kw_only=True):
@@ -25,14 +30,9 @@ class AlgorithmState(Record, frozen=True, kw_only=True):
     settings: dict[str, str] = {}
 
 
-def run_key(name: str, run: int, what: str) -> str:
-    """Return the key of a part of a run's state in the store."""
-    return f"experiment/{name}/{run}/{what}"
-
-
-def algorithm_key(name: str, run: int, algorithm: str) -> str:
-    """Return the key of an algorithm's state in the store."""
-    return run_key(name, run, f"algorithm/{algorithm}")
+def states_of_run(name: str, run: int) -> Shelf[AlgorithmState]:
+    """Return the shelf of the states of a run's algorithms, by algorithm."""
+    return Shelf(AlgorithmState, run_key(name, run, "algorithm/"))
 
 
 async def load_experiment(store: Store, name: str) -> ExperimentRecord | None:
@@ -42,18 +42,12 @@ async def load_experiment(store: Store, name: str) -> ExperimentRecord | None:
 
 async def load_algorithm(store: Store, name: str, run: int, algorithm: str) -> AlgorithmState | None:
     """Load an algorithm's state, ``None`` before its first step."""
-    key = algorithm_key(name, run, algorithm)
-    data = (await store.load_state(key)).get(key)
-    return None if data is None else msgspec.json.decode(data, type=AlgorithmState)
+    return await states_of_run(name, run).get(store, algorithm)
 
 
 async def load_settings(store: Store, record: ExperimentRecord) -> dict[str, str]:
     """Load the settings of a run's algorithms as of their last steps, by ``ALGORITHM.SETTING``."""
-    prefix = algorithm_key(record.name, record.run, "")
-    states = {
-        key.removeprefix(prefix): msgspec.json.decode(data, type=AlgorithmState)
-        for key, data in (await store.load_state(prefix)).items()
-    }
+    states = await states_of_run(record.name, record.run).read(store)
     return {f"{name}.{key}": text for name, state in states.items() for key, text in state.settings.items()}
 
 
@@ -62,16 +56,14 @@ async def trained_rollouts(store: Store, name: str, run: int, algorithm: str) ->
     return set(await store.trained(name, run=run, algorithm=algorithm))
 
 
-def last_versions(name: str, run: int, versions: Mapping[str, str]) -> dict[str, bytes]:
-    """Return what remembers the versions of the last step, by key: at the end others may be live."""
-    return {run_key(name, run, "last"): msgspec.json.encode(dict(versions))}
+def last_versions(name: str, run: int) -> Shelf[dict[str, str]]:
+    """Return the shelf of one record, the versions of the last step: at the end others may be live."""
+    return Shelf(dict[str, str], run_key(name, run, "last"))
 
 
 async def load_last_versions(store: Store, record: ExperimentRecord) -> dict[str, str]:
     """Load the versions of a finished experiment's last step, from which it continues."""
-    key = run_key(record.name, record.run, "last")
-    data = (await store.load_state(key)).get(key)
-    return record.live if data is None else msgspec.json.decode(data, type=dict[str, str])
+    return await last_versions(record.name, record.run).get(store) or record.live
 
 
 async def save_progress(
@@ -82,10 +74,7 @@ async def save_progress(
     others: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write everything in one transaction; ``trained`` maps (algorithm, step) to rollout ids, ``others`` are by key."""
-    states = {
-        algorithm_key(experiment.name, experiment.run, algorithm): msgspec.json.encode(state)
-        for algorithm, state in (algorithms or {}).items()
-    }
+    states = states_of_run(experiment.name, experiment.run).states(algorithms or {})
     ledger = [
         Trained(experiment=experiment.name, run=experiment.run, algorithm=algorithm, step=step, rollout_ids=tuple(ids))
         for (algorithm, step), ids in (trained or {}).items()
@@ -96,3 +85,68 @@ async def save_progress(
 async def unfinished_experiments(store: Store) -> set[str]:
     """Load the names of the experiments that can still be resumed, whose rollouts must be kept."""
     return {record.name for record in await store.experiments() if record.status == "running"}
+
+
+DEFERRED = "deferred"
+"""Metadata of a version that is saved later or never; the value names its experiment and run."""
+
+
+def deferred(experiment: str, run: int) -> dict[str, Json]:
+    """Return the metadata of a version that is saved later or never."""
+    return {DEFERRED: {"experiment": experiment, "run": run}}
+
+
+def saved_marks(experiment: str, run: int, versions: Iterable[ResourceVersion]) -> dict[str, bytes]:
+    """Return what remembers that these versions are saved, by key."""
+    return {_mark(experiment, run, each.name, each.version): b"1" for each in versions if DEFERRED in each.metadata}
+
+
+async def unsaved(store: Store, versions: Iterable[ResourceVersion]) -> set[tuple[str, str]]:
+    """Return those of the versions that were never saved, by name and version."""
+    found = [each for each in versions if DEFERRED in each.metadata]
+    folders = {_mark(*_place(each), each.name, "") for each in found}
+    marks = {key for folder in folders for key in await store.load_state(folder)}
+    return {(each.name, each.version) for each in found if _mark(*_place(each), each.name, each.version) not in marks}
+
+
+def _place(version: ResourceVersion) -> tuple[str, int]:
+    place: Any = version.metadata[DEFERRED]
+    return str(place["experiment"]), int(place["run"])
+
+
+def _mark(experiment: str, run: int, name: str, version: str) -> str:
+    return run_key(experiment, run, f"saved/{name}/{version}")
+
+
+_SECTION = ".experiment."
+_WEIGHTS = "reward_weights."
+
+
+async def rules_of(store: Store, experiment: str) -> EpisodeOptions:
+    """Return the rules of an experiment by its last steps; those of its trials and forks are the same."""
+    origins = [experiment.removesuffix(suffix) for suffix in (TRIAL, PROMPT_TRIAL, FORKS)]
+    for name in dict.fromkeys([experiment, *origins]):
+        record = await load_experiment(store, name) if name else None
+        if record is not None:
+            return _rules(await load_settings(store, record))
+    return EpisodeOptions()
+
+
+def _rules(settings: Mapping[str, str]) -> EpisodeOptions:
+    """Return the rules that settings hold, which are JSON by ``ALGORITHM.experiment.KEY``."""
+    section = {key.partition(_SECTION)[2]: text for key, text in settings.items() if _SECTION in key}
+    weights = {key.removeprefix(_WEIGHTS): text for key, text in section.items() if key.startswith(_WEIGHTS)}
+    return EpisodeOptions(
+        score=ScoreOptions(
+            weights={name: msgspec.json.decode(text, type=float) for name, text in weights.items()},
+            trust_agent=section.get("trust_agent_rewards") == "true",
+        ),
+        unseen=_verdict(section.get("unseen_calls"), otherwise=EpisodeOptions().unseen),
+        unattributed=_verdict(section.get("unattributed_calls"), otherwise=EpisodeOptions().unattributed),
+    )
+
+
+def _verdict(text: str | None, *, otherwise: Verdict) -> Verdict:
+    if text is None:
+        return otherwise
+    return "accept" if text == '"accept"' else "drop"

@@ -9,16 +9,15 @@ Two validations run the same tasks, so they are compared task by task: Student's
 
 import hashlib
 from collections.abc import Mapping, Sequence
-
-import msgspec
+from statistics import fmean
 
 from agl.contracts import Store, VersionScore
 from agl.schemas import Episode, Json, Record, ResourceVersion, to_json
 from agl_inspect.records import labels
-from agl_inspect.records.rollouts import broke_in_reward
-from agl_inspect.records.state import AlgorithmState, run_key
-from agl_inspect.statistics.comparison import interval
-from agl_inspect.statistics.means import mean
+from agl_inspect.records.names import broke_in_reward
+from agl_inspect.records.shelf import Shelf, run_key
+from agl_inspect.records.state import AlgorithmState
+from agl_inspect.statistics import interval
 
 BEST = "best"
 """The label of the best validated versions."""
@@ -66,7 +65,7 @@ class Validation(Record, frozen=True, kw_only=True):
     @property
     def mean(self) -> float:
         """The mean reward."""
-        return mean(self.rewards)
+        return fmean(self.rewards)
 
     @property
     def place(self) -> str:
@@ -112,6 +111,8 @@ class Validations:
         tuned: frozenset[str],
     ) -> None:
         self._store, self._name, self._run = store, name, run
+        self._shelf = validations_of(name, run)
+        self._bests = Shelf(_Best, run_key(name, run, "best-validation"))
         self._digest, self._train = digest_of(tasks), digest_of(train)
         self._agent, self._tuned = agent, tuned
         self._found: dict[int, Validation] = {}
@@ -120,10 +121,9 @@ class Validations:
 
     async def load(self) -> None:
         """Load the validations on the present tasks from before a restart."""
-        states = await self._store.load_state(self._key(""))
-        self._found |= {one.turn: one for one in _decoded(states) if one.tasks == self._digest}
-        best = states.get(self._key(BEST))
-        kept = None if best is None else msgspec.json.decode(best, type=_Best)
+        every = (await self._shelf.read(self._store)).values()
+        self._found |= {one.turn: one for one in every if one.tasks == self._digest}
+        kept = await self._bests.get(self._store)
         if self._found and kept is not None and kept.turn == self.best.turn:
             self._states = kept.states
         if self._found:
@@ -176,10 +176,10 @@ class Validations:
             unjudged=tuple(place for place, one in enumerate(episodes) if broke_in_reward(one.attempt)),
         )
         self._found[turn] = one
-        saved = {self._key(f"{turn:08d}"): msgspec.json.encode(one)}
+        saved = self._shelf.states({f"{turn:08d}": one})
         if self.best is one:
             self._states = dict(states)
-            saved[self._key(BEST)] = msgspec.json.encode(_Best(turn=turn, states=dict(states)))
+            saved |= self._bests.states({"": _Best(turn=turn, states=dict(states))})
         await self._store.save_state(saved)
         self._running = [running for running in self._running if running is not steps]
         await self.score(one, one.rewards)
@@ -196,7 +196,7 @@ class Validations:
             if known.get(version, _HOW) in (_HOW, _HOW_AGAIN):
                 how = _HOW_AGAIN if is_fresh else _HOW
                 score = VersionScore(
-                    name=name, version=version, mean=mean(rewards), low=low, high=high, n=len(rewards), how=how
+                    name=name, version=version, mean=fmean(rewards), low=low, high=high, n=len(rewards), how=how
                 )
                 await self._store.save_scores([score])
 
@@ -222,13 +222,15 @@ class Validations:
     async def _label(self) -> None:
         await self.label(self.best, f"validation reward {self.best.words} of experiment {self._name}")
 
-    def _key(self, last: str) -> str:
-        return run_key(self._name, self._run, f"validation/{last}")
+
+def validations_of(name: str, run: int) -> Shelf[Validation]:
+    """Return the shelf of a run's validations, by the steps before each."""
+    return Shelf(Validation, run_key(name, run, "validation/"))
 
 
 async def read_validations(store: Store, name: str, run: int) -> list[Validation]:
     """Read the validations of a run, first to last, on whatever tasks."""
-    return sorted(_decoded(await store.load_state(run_key(name, run, "validation/"))), key=lambda one: one.turn)
+    return list((await validations_of(name, run).read(store)).values())
 
 
 def rewards_of(episodes: Sequence[Episode]) -> list[float]:
@@ -244,11 +246,6 @@ def failures_of(episodes: Sequence[Episode]) -> int:
 def digest_of(tasks: Sequence[Json]) -> str:
     """Return the digest by which validations know tasks."""
     return hashlib.blake2b(to_json(list(tasks)), digest_size=8).hexdigest()
-
-
-def _decoded(states: Mapping[str, bytes]) -> list[Validation]:
-    """Return the validations among the states of a run's folder of them."""
-    return [msgspec.json.decode(data, type=Validation) for key, data in states.items() if not key.endswith(f"/{BEST}")]
 
 
 def files_of(versions: Sequence[ResourceVersion], states: Mapping[str, AlgorithmState]) -> dict[str, tuple[int, ...]]:
@@ -274,10 +271,10 @@ def has_fallen(one: Validation, best: Validation) -> bool:
 
 
 def _differences(one: Validation, other: Validation) -> list[float]:
-    """Return half of each task's difference, which has the sign of the whole one and never overflows."""
+    """Return the difference of each task that both validations judged."""
     left_out = {*one.unjudged, *other.unjudged}
     pairs = enumerate(zip(one.rewards, other.rewards, strict=True))
-    return [mine / 2 - theirs / 2 for place, (mine, theirs) in pairs if place not in left_out]
+    return [mine - theirs for place, (mine, theirs) in pairs if place not in left_out]
 
 
 def after_step(turn: int) -> str:

@@ -1,15 +1,29 @@
 """Reading one rollout: why each call trained or did not, its conversation, its answers, its tallies."""
 
-from agl_inspect.rollouts.answers import answer_of, asked, encode_answer, exchanges_of, key_of, text_answer
-from agl_inspect.rollouts.conversations import ShownMessages, comparable, labelled_texts
-from agl_inspect.rollouts.differences import difference, ending, nearest, one_line
-from agl_inspect.rollouts.explanations import explain, explain_training, reward_text, tokens_of
-from agl_inspect.rollouts.origin import answer_counts
-from agl_inspect.rollouts.recorded import RecordedAnswer, recorded_answers
-from agl_inspect.rollouts.saved_training import is_saved
-from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader
-from agl_inspect.rollouts.step_tallies import AgentTally, Observed, StepTallies, StepTally, keep_tallies, read_tallies
-from agl_inspect.rollouts.training_records import TrainingRecord, save_training, token_values, training_of
+from agl_inspect.rollouts.answers import (
+    RecordedAnswer,
+    answer_counts,
+    answer_of,
+    asked,
+    encode_answer,
+    exchanges_of,
+    key_of,
+    recorded_answers,
+    text_answer,
+)
+from agl_inspect.rollouts.conversations import (
+    ShownMessages,
+    comparable,
+    contents_of,
+    difference,
+    ending,
+    labelled_texts,
+    nearest,
+)
+from agl_inspect.rollouts.explanations import call_facts, explain, explain_training, reward_text, tokens_of
+from agl_inspect.rollouts.span_reader import CHOSEN_PAGE, SpanReader, in_tree, read_episode, reward_of
+from agl_inspect.rollouts.step_tallies import AgentTally, Observed, StepTallies, StepTally, add_tallies, read_tallies
+from agl_inspect.rollouts.training import TrainingRecord, is_saved, save_training, token_values, training_of
 
 __all__ = [
     "CHOSEN_PAGE",
@@ -21,24 +35,28 @@ __all__ = [
     "StepTallies",
     "StepTally",
     "TrainingRecord",
+    "add_tallies",
     "answer_counts",
     "answer_of",
     "asked",
+    "call_facts",
     "comparable",
+    "contents_of",
     "difference",
     "encode_answer",
     "ending",
     "exchanges_of",
     "explain",
     "explain_training",
+    "in_tree",
     "is_saved",
-    "keep_tallies",
     "key_of",
     "labelled_texts",
     "nearest",
-    "one_line",
+    "read_episode",
     "read_tallies",
     "recorded_answers",
+    "reward_of",
     "reward_text",
     "save_training",
     "text_answer",

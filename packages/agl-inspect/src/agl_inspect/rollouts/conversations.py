@@ -1,16 +1,19 @@
-"""The messages of calls as labelled texts for people; what an earlier call has shown is told apart.
+"""Turns the messages of calls into labelled texts for people, and describes how two conversations differ.
 
 Everything here was written by agents, models and tools, and may have any shape.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
-from typing import Any, cast
+from itertools import takewhile, zip_longest
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from agl.schemas import Json, to_json
+from agl import semconv
+from agl.dialects import call_messages
+from agl.schemas import Json, Span, to_json
+from agl_inspect.text import short
 
 
 class ShownMessages:
@@ -25,6 +28,43 @@ class ShownMessages:
         common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
         self._shown.update(digests)
         return common
+
+
+_LABELS = {
+    semconv.TOOL_ARGUMENTS: "arguments",
+    semconv.TOOL_RESULT: "result",
+    semconv.MESSAGE: "message",
+    semconv.OBJECT: "object",
+    semconv.OBSERVATION_CONTENT: "says",
+    semconv.OUTPUT: "returned",
+}
+_UNRECORDED = {semconv.INPUT_MESSAGES: "input", semconv.OUTPUT_MESSAGES: "output"}
+"""Attributes in which a framework reports the messages of a call that was not recorded."""
+
+_STACKTRACE = "exception.stacktrace"
+
+
+class SpanText(NamedTuple):
+    """A labelled text of a span; ``role`` is that of a message, ``error`` for a traceback, and ``""`` for the rest."""
+
+    role: str
+    label: str
+    value: Any
+
+
+def contents_of(span: Span, shown: ShownMessages) -> tuple[int, list[SpanText]]:
+    """Return how many messages of a call were shown before, and all other texts of the span."""
+    labels = _LABELS if span.call else {**_LABELS, **_UNRECORDED}
+    texts = [SpanText("", label, span.attributes[name]) for name, label in labels.items() if name in span.attributes]
+    messages = call_messages(span.call) if span.call else []
+    repeated = shown.add(messages)
+    for message in messages[repeated:]:
+        role = str(message.get("role", "message"))
+        texts += [SpanText(role, label, text) for label, text in labelled_texts(message)]
+    if span.reward is not None and span.reward.feedback:
+        texts.append(SpanText("", "feedback", span.reward.feedback))
+    traces = [event.attributes[_STACKTRACE] for event in span.events if _STACKTRACE in event.attributes]
+    return repeated, texts + [SpanText("error", "traceback", trace) for trace in traces]
 
 
 def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
@@ -43,7 +83,7 @@ def labelled_texts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [(f"{role} thinks", _plain(each)) for each in reasoning]
     if message.get("content"):
         found.append((role, _plain(message["content"])))
-    for call in _objects(message.get("tool_calls")):
+    for call in objects(message.get("tool_calls")):
         called = _object(call.get("function")) or _object(call.get("custom"))
         arguments = called.get("arguments", called.get("input", ""))
         found.append((f"{role} calls {called.get('name', '')}", _plain(arguments)))
@@ -65,7 +105,8 @@ def _part(part: Any) -> str:
     return part if isinstance(part, str) else to_json(part).decode()
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
+def objects(value: Any) -> list[dict[str, Any]]:
+    """Return the items of a list of any JSON as objects; others become empty ones."""
     return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
 
 
@@ -76,3 +117,61 @@ def _object(value: Any) -> dict[str, Any]:
 def comparable(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Json]]:
     """Return messages without their empty parts: clients differ in whether one is absent, null or empty."""
     return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
+
+
+_CONTEXT = 24
+_LIMIT = 100
+_NOTHING = "nothing"
+
+
+def difference(then: Any, now: Any) -> str:
+    """Return ``was A, is B``, both cut to the differing part with a little context."""
+    if not (isinstance(then, str) and isinstance(now, str)):
+        return f"was {_whole(then)}, is {_whole(now)}"
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(then, now, strict=False))
+    start = max(0, sum(1 for _ in same) - _CONTEXT)
+    return f"was {_cut(then, start)}, is {_cut(now, start)}"
+
+
+def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
+    """Describe the first difference between ``asked`` and the most similar recorded request; ``""`` without any."""
+    if not recorded:
+        return ""
+    best = max(recorded, key=lambda messages: (_shared(asked, messages), -abs(len(messages) - len(asked))))
+    for number, (now, then) in enumerate(zip_longest(asked, best), start=1):
+        if now != then:
+            role = _role(now) or _role(then)
+            return f"message {number} ({role}) {difference(_content(then), _content(now))}"
+    return "the request was recorded, and made fewer times"
+
+
+def ending(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Describe a request by the last message of its conversation, on one line."""
+    if not messages:
+        return "an empty conversation"
+    return f"{_role(messages[-1])}: {short(messages[-1].get('content'), 120)}"
+
+
+def _role(message: Mapping[str, Any] | None) -> str:
+    return str(message.get("role", "")) if message else ""
+
+
+def _content(message: Mapping[str, Any] | None) -> Any:
+    if message is None:
+        return None
+    rest = {key: value for key, value in message.items() if key != "role"}
+    return rest["content"] if set(rest) == {"content"} else rest
+
+
+def _whole(value: Any) -> str:
+    if isinstance(value, str):
+        return _cut(value, 0)
+    return _NOTHING if value is None else short(value, _LIMIT)
+
+
+def _cut(text: str, start: int) -> str:
+    return repr(("…" if start else "") + short(text[start:], _LIMIT)) if text else _NOTHING
+
+
+def _shared(asked: Sequence[Any], recorded: Sequence[Any]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, recorded, strict=False)))

@@ -9,10 +9,7 @@ from agl import semconv
 from agl.contracts import CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
-from agl_inspect.rollouts.training_records import TrainingRecord, token_values
-
-_MOST_TOKENS = 2**53
-"""Tokens of a call from which a count is no count."""
+from agl_inspect.rollouts.training import TrainingRecord, token_values
 
 NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
@@ -227,6 +224,23 @@ def token_counts(span: Span) -> str:
     return f"{prompt} + {response} tokens" if prompt or response else ""
 
 
+def call_facts(span: Span) -> list[str]:
+    """Describe a recorded call: policy or model, tokens, finish reason, version, and what went wrong."""
+    call = span.call
+    if call is None:
+        return []
+    facts = [
+        call.policy or call.model,
+        token_counts(span),
+        "no token ids" if call.ids_missing else "",
+        call.finish_reason,
+        f"version {call.model_version}" if call.model_version else "",
+        "" if call.is_complete else "cut",
+        f"ERROR {call.status_code or ''} {call.error}" if call.error else "",
+    ]
+    return [fact for fact in facts if fact]
+
+
 def tokens_of(span: Span) -> tuple[int, int]:
     """Return the numbers of a call's prompt and response tokens; 0 where they are not known."""
     if span.call is None:
@@ -239,7 +253,7 @@ def tokens_of(span: Span) -> tuple[int, int]:
 def _count(given: Any) -> int:
     """Return a number of tokens, 0 for any other value: exporters of all kinds write attributes."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    return int(given) if is_number and 0 <= given <= _MOST_TOKENS else 0
+    return int(given) if is_number and given >= 0 else 0
 
 
 def _call(call: Transition, span: Span | None, *, is_without_ids: bool) -> str:

@@ -1,14 +1,17 @@
 """Reads a rollout's spans in small pages: a rollout may have thousands of calls, and each a long conversation."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from agl import semconv
-from agl.contracts import RolloutQuery, SpanQuery, Store
-from agl.episodes import Enclosing
+from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
+from agl.episodes import Enclosing, ScoreOptions, build_episode
 from agl.errors import NotFoundError
-from agl.schemas import Span
+from agl.schemas import Attempt, Episode, Json, Rollout, Span
+from agl.stores import reward_of as attempt_reward
+from agl_inspect.records.state import rules_of
 
 _PAGE = 16
 CHOSEN_PAGE = 16
@@ -96,3 +99,71 @@ def _names_of(span: Span) -> Span:
     """Return a span without its contents, to find the actors around others."""
     attributes = {name: span.attributes[name] for name in _NAMING if name in span.attributes}
     return replace(span, attributes=attributes, events=(), call=None, reward=None)
+
+
+def without_text(span: Span) -> Span:
+    """Drop a call's request and response, which decide nothing and are most of its size."""
+    if span.call is None:
+        return span
+    response: Json = None if span.call.response is None else {}
+    return replace(span, call=replace(span.call, request={}, response=response))
+
+
+async def read_episode(
+    store: Store,
+    rollout: Rollout,
+    attempts: Sequence[Attempt],
+    *,
+    agent_match: str | None = None,
+    policy: str | None = None,
+) -> tuple[Episode, list[Span], ScoreOptions]:
+    """Build a rollout's episode by the rules of its experiment; calls have lost their texts.
+
+    Returns:
+        The episode, the spans of all attempts and of the rollout alone, and the rules for rewards.
+    """
+    readers = [SpanReader(store, rollout.rollout_id, name) for name in ("", *(one.attempt_id for one in attempts))]
+    spans = [without_text(span) for reader in readers async for span in reader]
+    deciding = next((attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id), None)
+    rules = await rules_of(store, rollout.experiment)
+    episode = build_episode(rollout, deciding, spans, agent_match=agent_match, policy=policy, options=rules)
+    return episode, spans, rules.score
+
+
+def reward_of(recording: Recording) -> float | None:
+    """Return the reward of the deciding or running attempt, which the store keeps with it."""
+    deciding = recording.rollout.attempt_id
+    return attempt_reward(next((each for each in recording.attempts if each.attempt_id == deciding), None))
+
+
+class _Spanning(Protocol):
+    @property
+    def span_id(self) -> str: ...
+    @property
+    def parent_id(self) -> str | None: ...
+    @property
+    def start_ns(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+
+
+S = TypeVar("S", bound=_Spanning)
+
+
+def in_tree(spans: Sequence[S]) -> Iterator[tuple[int, S, bool]]:
+    """Yield spans with their depths, children below their parent, in order of start.
+
+    Spans whose parents form a circle come last, with true as the third value.
+    """
+    known = {span.span_id for span in spans}
+    children: dict[str, list[S]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
+        parent = span.parent_id if span.parent_id in known and span.parent_id != span.span_id else None
+        children.setdefault(parent or "", []).append(span)
+    waiting = [(0, span) for span in reversed(children.pop("", []))]
+    while waiting:
+        depth, span = waiting.pop()
+        yield depth, span, False
+        waiting.extend((depth + 1, child) for child in reversed(children.pop(span.span_id, [])))
+    for left in children.values():
+        yield from ((0, span, True) for span in left)

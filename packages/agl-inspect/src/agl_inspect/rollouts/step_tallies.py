@@ -8,23 +8,19 @@ that is repeated after a crash collects the same rollouts and replaces its recor
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
+from statistics import fmean
 from typing import NamedTuple
-
-import msgspec
 
 from agl import semconv
 from agl.contracts import CallUse, ExperimentRecord, Moments, Recording, Store
 from agl.episodes import Enclosing
 from agl.schemas import Episode, Mode, Record
-from agl_inspect.records.state import run_key
+from agl_inspect.records.shelf import Shelf, run_key
 from agl_inspect.rollouts.explanations import tokens_of
-from agl_inspect.statistics.comparison import interval
-from agl_inspect.statistics.means import mean
+from agl_inspect.statistics import interval
 
 MOST_AGENTS = 64
 """Agents of a record; those with the fewest calls are left out."""
-
-_PART = "tally/"
 
 
 class AgentTally(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -159,22 +155,19 @@ class StepTallies:
         return [_tally(caller, number, mode, seen, uses) for (number, mode), seen in found.items()]
 
 
-async def keep_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[StepTally]) -> None:
+async def add_tallies(store: Store, record: ExperimentRecord, tallies: Iterable[StepTally]) -> None:
     """Keep the sums of steps with their run."""
-    states = {_key(record, each): msgspec.json.encode(each) for each in tallies}
-    if states:
-        await store.save_state(states)
+    await _shelf(record).add(store, {f"{each.algorithm}/{each.mode}/{each.step}": each for each in tallies})
 
 
 async def read_tallies(store: Store, record: ExperimentRecord) -> list[StepTally]:
     """Return the sums of a run's steps, by algorithm, step and mode; none for runs of older releases."""
-    states = await store.load_state(run_key(record.name, record.run, _PART))
-    found = [msgspec.json.decode(data, type=StepTally) for data in states.values()]
+    found = (await _shelf(record).read(store)).values()
     return sorted(found, key=lambda each: (each.algorithm, each.step, each.mode))
 
 
-def _key(record: ExperimentRecord, tally: StepTally) -> str:
-    return run_key(record.name, record.run, f"{_PART}{tally.algorithm}/{tally.mode}/{tally.step}")
+def _shelf(record: ExperimentRecord) -> Shelf[StepTally]:
+    return Shelf(StepTally, run_key(record.name, record.run, "tally/"))
 
 
 def _tally(
@@ -187,7 +180,7 @@ def _tally(
             by_task.setdefault(seen.task, []).append(seen.reward)
         for share in _shares(seen, {use.span_id: use for use in uses.get(seen.rollout_id, ())}):
             agents[share.agent] = agents[share.agent].plus(share) if share.agent in agents else share
-    means = [mean(rewards) for rewards in by_task.values()]
+    means = [fmean(rewards) for rewards in by_task.values()]
     low, high = interval(means) if len(means) > 1 else (None, None)
     kept = sorted(agents.values(), key=lambda each: (-each.calls, each.agent))[:MOST_AGENTS]
     return StepTally(
@@ -195,7 +188,7 @@ def _tally(
         step=step,
         mode=mode,
         rollouts=len(rollouts),
-        reward=mean(means) if means else None,
+        reward=fmean(means) if means else None,
         low=low,
         high=high,
         agents=tuple(kept),

@@ -1,9 +1,17 @@
 """The kit for command lines: the ``agl`` command, options for stores and rollouts, output."""
 
-from agl_inspect.terminal.completion import complete_experiment, complete_rollout
-from agl_inspect.terminal.context import given_options, manager_of, pass_manager
-from agl_inspect.terminal.opening import new_store, resolve_url, store_option, with_store
-from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table, short
+from agl_inspect.terminal.opening import (
+    complete_experiment,
+    complete_rollout,
+    given_options,
+    manager_of,
+    new_store,
+    pass_manager,
+    resolve_url,
+    store_option,
+    with_store,
+)
+from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json, print_table
 from agl_inspect.terminal.program import Modes, OpenGroup, main
 from agl_inspect.terminal.query import (
     CONVERSATIONS,
@@ -21,7 +29,8 @@ from agl_inspect.terminal.query import (
     seconds_of,
     span_options,
 )
-from agl_inspect.terminal.ranking import fit_and_keep, lacking, print_fit, settings_of
+from agl_inspect.terminal.ranking import fit_and_record, lacking, print_fit, settings_of
+from agl_inspect.text import short
 
 __all__ = [
     "CONVERSATIONS",
@@ -37,7 +46,7 @@ __all__ = [
     "filter_options",
     "find",
     "find_ids",
-    "fit_and_keep",
+    "fit_and_record",
     "given_options",
     "is_counted",
     "json_option",

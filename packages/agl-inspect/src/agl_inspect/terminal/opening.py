@@ -1,17 +1,48 @@
-"""Opens the store that a command reads: the named one, or the only one in ``runs/``."""
+"""Opens the store that a command reads, the named one or the only one in ``runs/``, and completes names from it.
+
+A completion must be quick and must change nothing, so it reads SQLite files as they are, and no other kind of store.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterable
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from agl import PluginManager
 from agl.contracts import Store
-from agl.errors import ConfigError
-from agl_inspect.stores.opening import build_store
-from agl_inspect.stores.urls import SQLITE, as_url, refuse_directory, stores_in
+from agl.errors import AglError, ConfigError
+from agl_inspect.stores import SQLITE, as_url, build_store, refuse_directory, stores_in
+from agl_inspect.terminal.output import echo, json_option, print_json
+from agl_store_sqlite import experiments, rollout_ids
+
+pass_manager = click.make_pass_decorator(PluginManager)
+"""Decorator that passes the plugin manager as a command's first argument."""
+
+
+def manager_of(ctx: click.Context) -> PluginManager:
+    """Return the manager of this invocation, after ``--no-plugins`` and the environment variables."""
+    root = ctx.find_root()
+    if not isinstance(root.obj, PluginManager):
+        try:
+            root.obj = PluginManager.from_environment(load=not root.params.get("no_plugins"))
+        except AglError as error:
+            raise click.ClickException(str(error)) from error
+    return root.obj
+
+
+def given_options(ctx: click.Context) -> dict[str, str]:
+    """Return the options that were written on the command line, by the names of their parameters."""
+    return {
+        param.name: max(param.opts, key=len)
+        for param in ctx.command.params
+        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    }
+
 
 T = TypeVar("T")
 
@@ -39,6 +70,36 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
 
     asyncio.run(use())  # what a main coroutine returns is written out by Python, and thrown away, as it ends
     return result[0]
+
+
+class Reading(NamedTuple):
+    """The store that a command reads, and the form of its output."""
+
+    manager: PluginManager
+    url: str | None
+    as_json: bool
+
+    def read(self, work: Callable[[Store], Awaitable[T]]) -> T:
+        """Open the store, do the work, close the store."""
+        return with_store(self.manager, self.url, work)
+
+    def show(self, found: Any, lines: Callable[[], Iterable[str]]) -> None:
+        """Print what was found as JSON, or as lines for people."""
+        if self.as_json:
+            print_json(found)
+        else:
+            for line in lines():
+                echo(line)
+
+
+def reads_store(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--store`` and ``--json`` to a command, which gets both as a :class:`Reading` before its own arguments."""
+
+    @wraps(command)
+    def reading(manager: PluginManager, *args: Any, store_url: str | None, as_json: bool, **options: Any) -> Any:
+        return command(Reading(manager, store_url, as_json), *args, **options)
+
+    return store_option(json_option(pass_manager(reading)))
 
 
 def new_store(manager: PluginManager, url: str, *, other_than: str) -> Store:
@@ -82,3 +143,30 @@ def _only_file(folder: Path) -> str:
             f"which store? {found}; name one with --store {SQLITE}{files[0].as_posix()}, or set AGL_STORE"
         )
     return f"{SQLITE}{files[0]}"
+
+
+LATEST = "latest"
+"""The id that stands for the newest rollout."""
+
+_LISTED = 100
+"""Suggestions at most; more letters lead to the others."""
+
+
+def complete_rollout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Ids that begin with what was typed, and ``latest``."""
+    begins_latest = LATEST.startswith(incomplete) and _names(ctx, lambda path: rollout_ids(path, "", limit=1))
+    found = _names(ctx, lambda path: rollout_ids(path, incomplete, limit=_LISTED))
+    return [LATEST, *found] if begins_latest else found
+
+
+def complete_experiment(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Names of experiments that begin with what was typed."""
+    return _names(ctx, lambda path: experiments(path, incomplete, limit=_LISTED))
+
+
+def _names(ctx: click.Context, look: Callable[[Path], list[str]]) -> list[str]:
+    try:
+        url = resolve_url(ctx.params.get("store_url") or ctx.params.get("source"))
+        return look(Path(url.removeprefix(SQLITE))) if url.startswith(SQLITE) else []
+    except (AglError, sqlite3.Error, OSError):
+        return []

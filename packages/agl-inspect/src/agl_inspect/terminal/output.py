@@ -73,13 +73,6 @@ def when(unix_s: float) -> str:
         return f"{unix_s:g}"
 
 
-def short(value: Any, limit: int = 60) -> str:
-    """Format a value on one line of at most ``limit`` characters."""
-    text = value if isinstance(value, str) else to_json(value).decode()
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 def _print_aligned(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
     for row in cells:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

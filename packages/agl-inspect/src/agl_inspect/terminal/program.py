@@ -13,7 +13,7 @@ import agl
 from agl.contracts import CommandEntry
 from agl.errors import AglError, UnknownComponentError
 from agl.hints import did_you_mean
-from agl_inspect.terminal.context import manager_of
+from agl_inspect.terminal.opening import manager_of
 from agl_inspect.terminal.output import STOPPED
 from agl_inspect.text import visible
 
@@ -27,24 +27,24 @@ class Modes(click.Command):
 
     def __init__(self, *args: Any, modes: Mapping[str, click.Command], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._modes = modes
+        self.modes = modes
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """Read the words after the command's name, without the flag that chose a mode."""
         words = args[: args.index("--")] if "--" in args else args
-        flag = next((word for word in words if word in self._modes), None)
+        flag = next((word for word in words if word in self.modes), None)
         if flag is None:
             return super().make_context(info_name, args, parent, **extra)
         args.remove(flag)
-        return self._modes[flag].make_context(f"{info_name} {flag}", args, parent, **extra)
+        return self.modes[flag].make_context(f"{info_name} {flag}", args, parent, **extra)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, then the modes, each of which has a help of its own."""
         super().format_options(ctx, formatter)
         with formatter.section("Modes, each with a --help of its own"):
-            formatter.write_dl([(flag, command.get_short_help_str(80)) for flag, command in self._modes.items()])
+            formatter.write_dl([(flag, command.get_short_help_str(80)) for flag, command in self.modes.items()])
 
 
 class OpenGroup(click.Group):

@@ -1,7 +1,6 @@
 """Selects the rollouts of a command: filters as options, and paging through a store."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -14,9 +13,10 @@ from agl.errors import ConfigError, NotFoundError
 from agl.hints import closest, did_you_mean
 from agl.schemas import Attempt, Rollout, RolloutStatus
 from agl.stores import read_recordings
-from agl_inspect.records.rules import rules_of
-from agl_inspect.retention.removal import parse_duration
-from agl_inspect.terminal.completion import LATEST, complete_experiment
+from agl_inspect.records.sources import existing
+from agl_inspect.records.state import rules_of
+from agl_inspect.retention import parse_duration
+from agl_inspect.terminal.opening import LATEST, complete_experiment
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -166,25 +166,12 @@ async def _latest(store: Store) -> Rollout:
     """Find the rollout that was made last, among those that changed last; ids sort by time within one experiment."""
     changes = await store.changes(after=max(0, await store.cursor() - PAGE))
     keys = tuple(dict.fromkeys(change.key for change in changes if change.kind == "rollout"))
-    if changed := await _existing(store, keys):
+    if changed := await existing(store, keys):
         return max(changed, key=lambda rollout: (rollout.created_at, rollout.rollout_id))
     newest = await store.rollouts(RolloutQuery(limit=1, is_newest_first=True))
     if not newest:
         raise NotFoundError("rollout", LATEST, "the store is empty")
     return newest[0]
-
-
-async def _existing(store: Store, ids: tuple[str, ...]) -> list[Rollout]:
-    """Return the rollouts of these ids that were not deleted."""
-    found: list[Rollout] = []
-    try:
-        if ids:
-            found += await store.rollouts(RolloutQuery(ids=ids))
-    except NotFoundError:
-        for one in ids:
-            with suppress(NotFoundError):
-                found += await store.rollouts(RolloutQuery(ids=(one,)))
-    return found
 
 
 async def read_one(store: Store, rollout_id: str, *, spans: SpanChoice = "deciding") -> Recording:

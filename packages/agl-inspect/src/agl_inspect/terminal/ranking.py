@@ -4,32 +4,21 @@ import asyncio
 import shlex
 from collections.abc import Mapping
 
-from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl_inspect.advice.fits import keep_fit
-from agl_inspect.advice.history import (
+from agl_inspect.advice.past_runs import (
     History,
     PastRun,
     history_of,
 )
-from agl_inspect.advice.ranking import FEWEST, Fit, fit
+from agl_inspect.advice.ranking import FEWEST, Fit, add_fit, fit
 from agl_inspect.records.metrics import choice
 from agl_inspect.records.state import load_experiment
-from agl_inspect.terminal.opening import with_store
-from agl_inspect.terminal.output import echo, print_table, short
+from agl_inspect.terminal.output import echo, print_table
+from agl_inspect.text import short
 
 _NAMED = 12
 """Runs that are named in a line."""
-
-
-def suggest_next(manager: PluginManager, experiment: str | None, store_url: str | None) -> Fit:
-    """Fit a model to the runs that compare with an experiment, and keep what it says in the store.
-
-    Raises:
-        ConfigError: No such experiment was validated, or none is named and there are several.
-    """
-    return with_store(manager, store_url, lambda store: _fitted(store, experiment))
 
 
 def settings_of(proposed: Mapping[str, str | None]) -> tuple[str, ...]:
@@ -60,9 +49,9 @@ def print_fit(found: Fit) -> None:
         echo(f"next, as Optuna's TPE proposes from these runs: {words}{without}")
 
 
-def counted(manager: PluginManager, experiment: str, store_url: str | None) -> str:
+async def counted(store: Store, experiment: str) -> str:
     """Return how many runs compare with an experiment, in a sentence; ``""`` for fewer than two."""
-    history = with_store(manager, store_url, lambda store: history_of(store, experiment))
+    history = await history_of(store, experiment)
     if history is None or len(history.runs) < 2:
         return ""
     if len(history.runs) < FEWEST:
@@ -71,7 +60,12 @@ def counted(manager: PluginManager, experiment: str, store_url: str | None) -> s
     return f"{len(history.runs)} runs compare with it: agl metrics --suggest {experiment} --next ranks their parameters"
 
 
-async def _fitted(store: Store, experiment: str | None) -> Fit:
+async def suggest_next(store: Store, experiment: str | None) -> Fit:
+    """Fit a model to the runs that compare with an experiment, and keep what it says in the store.
+
+    Raises:
+        ConfigError: No such experiment was validated, or none is named and there are several.
+    """
     name = experiment or await _only(store)
     history = await history_of(store, name)
     if history is None:
@@ -81,16 +75,16 @@ async def _fitted(store: Store, experiment: str | None) -> Fit:
             if await load_experiment(store, name)
             else f"there is no experiment {name!r}; {choice(name, await _names(store))}"
         )
-    return await fit_and_keep(store, history, experiment=name)
+    return await fit_and_record(store, history, experiment=name)
 
 
-async def fit_and_keep(store: Store, history: History, *, experiment: str = "") -> Fit:
+async def fit_and_record(store: Store, history: History, *, experiment: str = "") -> Fit:
     """Fit a model, and keep it with the experiment or the last run of the history."""
     found = await asyncio.to_thread(fit, history)
     if found.parameters:
         record = await load_experiment(store, experiment or history.runs[-1].experiment)
         if record is not None:
-            await keep_fit(store, record, found)
+            await add_fit(store, record, found)
     return found
 
 

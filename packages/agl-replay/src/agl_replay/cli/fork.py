@@ -6,6 +6,7 @@ answer in their place, and a result that changes a later request before the call
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,26 +20,12 @@ from agl.episodes import episode_reward
 from agl.errors import AglError, ConfigError
 from agl.schemas import Record, Rollout, Span
 from agl.stores import all_spans
+from agl_inspect import terminal
 from agl_inspect.records import FORKS, PROMPT_TRIAL, TRIAL
 from agl_inspect.rollouts import RecordedAnswer, asked, ending, labelled_texts, recorded_answers
 from agl_inspect.stores import command, located
-from agl_inspect.terminal import (
-    STOPPED,
-    complete_rollout,
-    echo,
-    find,
-    json_option,
-    pass_manager,
-    print_json,
-    print_table,
-    resolve_url,
-    short,
-    store_option,
-    with_store,
-)
 from agl_inspect.text import visible
-from agl_replay.cli.fork_report import ForkReport, describe_fork, judged, print_forks
-from agl_replay.forking import Forked, fork_rollout
+from agl_replay.forking import CONFIDENCE, Forked, ForkReport, describe_fork, fork_rollout, judged
 from agl_run import load_config
 from agl_run.engine import Plan, can_replay, default_progress, run_blocking
 from agl_run.terminal import make_trainer, store_of
@@ -73,15 +60,15 @@ class ForkPoint(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 @click.command("fork")
-@click.argument("rollout_id", shell_complete=complete_rollout)
+@click.argument("rollout_id", shell_complete=terminal.complete_rollout)
 @click.option("--at", "number", type=click.IntRange(min=1), help="The call to fork at; without it, list the calls.")
 @click.option("--n", "count", type=click.IntRange(1, 1000), default=8, show_default=True, help="Number of forks.")
 @click.option(
     "--file", type=click.Path(path_type=Path), help="The experiment; by default the one of that name in this folder."
 )
-@store_option
-@json_option
-@pass_manager
+@terminal.store_option
+@terminal.json_option
+@terminal.pass_manager
 def fork(
     manager: PluginManager,
     rollout_id: str,
@@ -97,8 +84,8 @@ def fork(
     recorded answers, that call and later ones ask the experiment's models. A fork whose calls are not the recorded ones
     has diverged: it fails and is not scored. The exit status is 1 when no fork got a reward.
     """
-    url = store_of(load_config(file), file) if file is not None and not store_url else resolve_url(store_url)
-    recorded = with_store(manager, url, lambda store: _load(store, rollout_id))
+    url = store_of(load_config(file), file) if file is not None and not store_url else terminal.resolve_url(store_url)
+    recorded = terminal.with_store(manager, url, lambda store: _load(store, rollout_id))
     if number is None:
         _list(_points(recorded), as_json=as_json)
         return
@@ -107,7 +94,7 @@ def fork(
     forked = _run(plan, recorded, ForkPlan(rollout_id=recorded.rollout.rollout_id, span_id=call.span_ids[0]), count)
     if not forked.episodes:
         click.echo("stopped before a fork ended; there is nothing to report", err=True)
-        sys.exit(STOPPED)
+        sys.exit(terminal.STOPPED)
     report = judged(
         ForkReport(
             rollout_id=recorded.rollout.rollout_id,
@@ -125,17 +112,17 @@ def fork(
         )
     )
     if as_json:
-        print_json(report)
+        terminal.print_json(report)
     else:
-        print_forks(report)
-        echo(f"look at a fork with: {command('show', report.forks[0].rollout_id, store_url=url)}")
+        _print_forks(report)
+        terminal.echo(f"look at a fork with: {command('show', report.forks[0].rollout_id, store_url=url)}")
     if not report.is_complete:
-        sys.exit(STOPPED)
+        sys.exit(terminal.STOPPED)
     sys.exit(0 if report.mean is not None else 1)
 
 
 async def _load(store: Store, rollout_id: str) -> _Recorded:
-    rollout = await find(store, rollout_id)
+    rollout = await terminal.find(store, rollout_id)
     if not rollout.is_finished:
         raise ConfigError(f"the rollout {rollout.rollout_id} is still {rollout.status}; fork it once it has ended")
     spans = await all_spans(store, rollout.rollout_id)
@@ -185,13 +172,18 @@ def _answer(span: Span) -> str:
 def _list(points: Sequence[ForkPoint], *, as_json: bool) -> None:
     """Print the calls with the numbers that ``--at`` takes."""
     if as_json:
-        print_json(points)
+        terminal.print_json(points)
         return
     rows = [
-        (str(point.call), point.agent or "-", short(point.asked, 80), short(point.answered, 60) or "-")
+        (
+            str(point.call),
+            point.agent or "-",
+            terminal.short(point.asked, 80),
+            terminal.short(point.answered, 60) or "-",
+        )
         for point in points
     ]
-    print_table(("call", "agent", "asked", "answered"), rows)
+    terminal.print_table(("call", "agent", "asked", "answered"), rows)
 
 
 def _file_of(rollout: Rollout) -> Path:
@@ -243,3 +235,36 @@ def _run(plan: Plan, recorded: _Recorded, fork: ForkPlan, count: int) -> Forked:
     except KeyboardInterrupt:
         click.echo(visible("\nstopped; this is what was done so far"), err=True)
     return forked
+
+
+def _print_forks(report: ForkReport) -> None:
+    """Print the forks as a table, the errors of those that failed, the mean and the verdict."""
+    by = f" by {report.agent}" if report.agent else ""
+    terminal.echo(
+        f"{report.rollout_id} from call {report.call} of {report.calls}{by} on; recorded {_words(report.reward)}"
+    )
+    rows = [
+        (
+            fork.rollout_id,
+            "diverged" if fork.is_diverged else fork.status,
+            "-" if fork.reward is None else f"{fork.reward:g}",
+            str(fork.replayed_calls),
+            str(fork.model_calls),
+        )
+        for fork in report.forks
+    ]
+    terminal.print_table(("fork", "status", "reward", "replayed", "model calls"), rows)
+    for error, count in Counter(fork.error for fork in report.forks if fork.error).items():
+        terminal.echo(f"{count} of {len(report.forks)}: {terminal.short(error, 600)}")
+    if report.mean is not None:
+        ends = "" if report.low is None else f", {CONFIDENCE:.0%} interval [{report.low:.3g}, {report.high:.3g}]"
+        count = sum(fork.reward is not None for fork in report.forks)
+        forks = f"{count} fork{'' if count == 1 else 's'}"
+        terminal.echo(f"mean reward {report.mean:.3g}{ends}, {forks}; recorded {_words(report.reward)}")
+    terminal.echo(report.verdict)
+    if not report.is_complete:
+        terminal.echo("stopped before all forks had ended")
+
+
+def _words(value: float | None) -> str:
+    return "no reward" if value is None else f"reward {value:g}"

@@ -8,7 +8,7 @@ rollout belongs to an experiment of its own, ``NAME-replay``. With ``--live`` th
 import asyncio
 import os
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,35 +17,59 @@ from typing import Any, TypeGuard
 import click
 import msgspec
 
-from agl import PluginManager
+from agl import PluginManager, semconv
 from agl.contracts import Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout
+from agl.schemas import Episode, JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout, Span
 from agl.stores import all_spans
+from agl_inspect import terminal
+from agl_inspect.rollouts import difference
 from agl_inspect.stores import located
-from agl_inspect.terminal import (
-    Modes,
-    complete_rollout,
-    deciding,
-    echo,
-    find,
-    json_option,
-    pass_manager,
-    print_json,
-    read_one,
-    resolve_url,
-    store_option,
-    with_store,
-)
 from agl_inspect.versions import is_of_file
 from agl_replay.cli.fork import SUFFIX, fork
-from agl_replay.cli.replay_report import ComparedRun, compare, side_of
 from agl_replay.cli.replay_server import ReplayServer
 from agl_replay.cli.score import score
 from agl_run import ExperimentConfig, PolicyConfig, Quiet, ResourceConfig, Trainer, load_config, policy
 from agl_run.engine import describe_episode, record_command
 from agl_run.terminal import read_experiment, store_of
+
+
+class ComparedRun(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One of the two runs: its episode, the agent's output, and the number of its calls."""
+
+    episode: Episode
+    output: Any = None
+    calls: int = 0
+
+
+def side_of(episode: Episode, spans: Sequence[Span]) -> ComparedRun:
+    """Make the comparable form of a recorded run."""
+    outputs = [span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes]
+    calls = sum(span.call is not None for span in spans)
+    return ComparedRun(episode=episode, output=outputs[-1] if outputs else None, calls=calls)
+
+
+def compare(then: ComparedRun, now: ComparedRun) -> tuple[list[str], list[str]]:
+    """Return the names of the equal parts, and a line for each changed one."""
+    pairs = {name: (read(then), read(now)) for name, read in _READ.items()}
+    equal = [name for name, (old, new) in pairs.items() if old == new]
+    changed = [f"{name} {difference(old, new)}" for name, (old, new) in pairs.items() if old != new]
+    return equal, changed
+
+
+def _error(side: ComparedRun) -> str:
+    error = side.episode.attempt.error if side.episode.attempt else None
+    return f"{error.type}: {error.message}" if error else ""
+
+
+_READ: Mapping[str, Callable[[ComparedRun], Any]] = {
+    "status": lambda side: side.episode.rollout.status,
+    "error": _error,
+    "reward": lambda side: side.episode.reward,
+    "output": lambda side: side.output,
+    "calls": lambda side: side.calls,
+}
 
 
 class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -83,13 +107,13 @@ class _ReplayedRollout:
         return self.side.episode.rollout
 
 
-@click.command(cls=Modes, modes={"--fork": fork, "--score": score})
-@click.argument("rollout_id", shell_complete=complete_rollout)
+@click.command(cls=terminal.Modes, modes={"--fork": fork, "--score": score})
+@click.argument("rollout_id", shell_complete=terminal.complete_rollout)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--live", is_flag=True, help="Let the experiment's models answer anew.")
-@store_option
-@json_option
-@pass_manager
+@terminal.store_option
+@terminal.json_option
+@terminal.pass_manager
 def replay(
     manager: PluginManager, rollout_id: str, file: Path | None, live: bool, store_url: str | None, as_json: bool
 ) -> None:
@@ -98,8 +122,8 @@ def replay(
     The beginning of an id suffices where it is unique; "latest" is the newest rollout. A rollout that agl exec recorded
     needs no FILE: its command runs again. The exit status is 1 when something changed.
     """
-    url = store_of(load_config(file), file) if file is not None and not store_url else resolve_url(store_url)
-    past = with_store(manager, url, lambda store: _load(store, rollout_id))
+    url = store_of(load_config(file), file) if file is not None and not store_url else terminal.resolve_url(store_url)
+    past = terminal.with_store(manager, url, lambda store: _load(store, rollout_id))
     with ReplayServer(() if live else past.calls) as server:
         if file is not None:
             now = _with_agent(manager, file, url, past, None if live else server)
@@ -115,31 +139,31 @@ def replay(
             unused=server.unused,
         )
     if as_json:
-        print_json(result)
+        terminal.print_json(result)
     else:
         _print(result, served=None if live else server.served)
     sys.exit(0 if result.is_same else 1)
 
 
 def _print(result: ReplayComparison, *, served: int | None) -> None:
-    echo(f"recorded {describe_episode(result.recorded.episode)}")
-    echo(f"replayed {describe_episode(result.replayed.episode)}")
+    terminal.echo(f"recorded {describe_episode(result.recorded.episode)}")
+    terminal.echo(f"replayed {describe_episode(result.replayed.episode)}")
     for line in result.diverged:
-        echo(f"diverged: the agent made a request that was not recorded: {line}")
+        terminal.echo(f"diverged: the agent made a request that was not recorded: {line}")
     if result.unused:
-        echo(f"diverged: {result.unused} recorded answers were not asked for")
+        terminal.echo(f"diverged: {result.unused} recorded answers were not asked for")
     if served is not None and not (result.diverged or result.unused):
-        echo(f"the agent made exactly the recorded requests ({served} calls)")
+        terminal.echo(f"the agent made exactly the recorded requests ({served} calls)")
     for line in result.changed:
-        echo(f"changed: {line}")
+        terminal.echo(f"changed: {line}")
     if result.equal:
-        echo(f"equal: {', '.join(result.equal)}")
+        terminal.echo(f"equal: {', '.join(result.equal)}")
 
 
 async def _load(store: Store, rollout_id: str) -> _ReplayedRollout:
-    rollout = await find(store, rollout_id)
-    recording = await read_one(store, rollout.rollout_id)
-    attempt, spans = deciding(rollout, recording.attempts), recording.spans
+    rollout = await terminal.find(store, rollout_id)
+    recording = await terminal.read_one(store, rollout.rollout_id)
+    attempt, spans = terminal.deciding(rollout, recording.attempts), recording.spans
     pinned = [await store.resource(name, version) for name, version in rollout.resources.items()]
     return _ReplayedRollout(
         side=side_of(build_episode(rollout, attempt, spans), spans),
@@ -159,7 +183,7 @@ def _with_agent(
     name = trainer.config.experiment.name.removesuffix(SUFFIX) + SUFFIX
     result = trainer.dev(train_dataset=[past.rollout.task], tasks=1, record_as=name)
     episode = result.episodes[0]
-    spans = with_store(manager, store, lambda opened: all_spans(opened, episode.rollout.rollout_id))
+    spans = terminal.with_store(manager, store, lambda opened: all_spans(opened, episode.rollout.rollout_id))
     return side_of(episode, spans)
 
 
@@ -202,7 +226,7 @@ def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: Re
     upstream = f"{server.url}/v1" if server else os.environ.get("OPENAI_BASE_URL", "")
     with _environment(server):
         run = asyncio.run(record_command(list(command), manager=manager, store_url=url, upstream=upstream))
-    return with_store(manager, url, lambda store: _load(store, run.rollout_id)).side
+    return terminal.with_store(manager, url, lambda store: _load(store, run.rollout_id)).side
 
 
 @contextmanager

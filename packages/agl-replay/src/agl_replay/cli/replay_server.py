@@ -14,7 +14,8 @@ import msgspec
 
 from agl.dialects import dialect_of
 from agl.schemas import Dialect, ModelCall, to_json
-from agl_inspect.rollouts import answer_of, asked, encode_answer, ending, exchanges_of, key_of, nearest, one_line
+from agl_inspect.rollouts import answer_of, asked, encode_answer, ending, exchanges_of, key_of, nearest
+from agl_inspect.text import short
 
 _REFUSED = 400
 _NO_ANSWER = 502
@@ -73,7 +74,7 @@ class ReplayServer:
 
     def _note(self, dialect: Dialect | None, path: str, body: Any) -> str:
         messages = asked(dialect, body) if dialect else []
-        what = ending(messages) if messages else one_line(body, 120)
+        what = ending(messages) if messages else short(body, 120)
         where = nearest(messages, [known for kind, known in self._recorded if kind == dialect])
         self.diverged.append(f"{path}, ending with {what}{'; ' if where else ''}{where}" if dialect else path)
         return f"this request is not in the recorded rollout, or was made less often there ({what})"

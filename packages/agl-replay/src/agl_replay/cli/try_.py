@@ -11,13 +11,12 @@ import msgspec
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl.schemas import Json
-from agl_inspect.records import keep_trial
 from agl_inspect.stores import MEMORY, command, without_password
 from agl_inspect.terminal import STOPPED, echo, json_option, pass_manager, print_json, with_store
 from agl_inspect.text import visible
-from agl_replay.trials.candidates import Contender, Given, contenders, new_placeholders, resource_of
-from agl_replay.trials.report import TrialReport, best_of, print_report, report_of, scores_of
-from agl_replay.trials.trying import Contest, Contested, try_versions
+from agl_inspect.versions import add_trial
+from agl_replay.candidates import Contender, Given, contenders, new_placeholders, resource_of
+from agl_replay.trials import Contest, Contested, TrialReport, best_of, print_report, report_of, scores_of, try_versions
 from agl_run.engine import Plan, check_hidden, default_progress, load_dataset, run_blocking, store_url_of
 from agl_run.terminal import experiment_argument, make_trainer
 
@@ -143,7 +142,7 @@ def _task(text: str) -> Json:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
-            f'--task {text[:60]!r} is no JSON: {error}; write one such as \'{{"question": "2 + 2?"}}\''
+            f'--task {text[:60]!r} is not JSON: {error}; write one such as \'{{"question": "2 + 2?"}}\''
         ) from None
 
 
@@ -153,7 +152,7 @@ def _picked(text: str, count: int) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise ConfigError(f"--pick {text[:60]!r} is no list of positions; write one such as 0,3,7-9")
+            raise ConfigError(f"--pick {text[:60]!r} is not a list of positions; write one such as 0,3,7-9")
         start, end = int(first), int(last or first)
         if start > end or end >= count:
             raise ConfigError(f"--pick names {part.strip()[:30]}, and the positions of the tasks are 0 to {count - 1}")
@@ -195,7 +194,7 @@ def _keep(report: TrialReport, plan: Plan, manager: PluginManager) -> None:
     if not report.is_complete or url.startswith(MEMORY):
         return
     facts = {"experiment": report.experiment, "resource": report.resource, "source": report.source}
-    with_store(manager, url, lambda store: keep_trial(store, scores=scores_of(report), **facts))
+    with_store(manager, url, lambda store: add_trial(store, scores=scores_of(report), **facts))
 
 
 def _print(report: TrialReport, plan: Plan, *, is_full: bool) -> None:

@@ -236,3 +236,10 @@ def _read(payload: str) -> AttemptToken:
 
 def _encode(data: bytes) -> str:
     return urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+PLACEHOLDER_KEY = "agl-no-key-needed"
+"""Value of ``OPENAI_API_KEY`` in a process whose calls get their token from the wire hook; gateways refuse it."""
+
+REFUSED = "refused"
+"""Value of ``agl.unrecorded`` on the span of a call whose key was refused."""

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from agl import LitAgent
 from agl.errors import ConfigError
@@ -193,3 +193,30 @@ def _only(kind: type, resources: Mapping[str, Any], name: str) -> Any:
             "name the parameter after the resource it wants"
         )
     return resources[found[0]]
+
+
+TaskSets: TypeAlias = tuple[Sequence[Json], Sequence[Json]]
+"""Training tasks and validation tasks."""
+
+
+@runtime_checkable
+class AgentSource(Protocol):
+    """The class of a runner that brings agents; both functions are static, and called before a runner is built."""
+
+    @staticmethod
+    def check(agent: AgentSpec) -> None:
+        """Look for the agent called ``agent.name``.
+
+        Raises:
+            ConfigError: There is none, or it refuses ``agent.args``; says what to install or to write.
+        """
+        ...
+
+    @staticmethod
+    def tasks(agent: AgentSpec) -> TaskSets:
+        """Return the tasks that belong to the agent; called where the experiment names none.
+
+        Raises:
+            ConfigError: They cannot be had.
+        """
+        ...

@@ -10,16 +10,14 @@ from agl import PluginManager
 from agl_inspect.terminal import Modes, pass_manager
 from agl_inspect.text import visible
 from agl_run.checks.frameworks import unlisted_tracers
-from agl_run.checks.serving_files import served_from_disk
-from agl_run.checks.unused import unused_credits
-from agl_run.cli.again import run_again
+from agl_run.checks.notices import crowded_loop, served_from_disk, unused_credits
 from agl_run.cli.forecast import forecast
+from agl_run.cli.run import run_again
 from agl_run.config.dataset import unkeyed_tasks
 from agl_run.parts.build import check_components
-from agl_run.parts.waiting import told
+from agl_run.parts.waiting import waiting_for
 from agl_run.plan import Plan
 from agl_run.terminal import experiment_argument, make_trainer, ray_option
-from agl_run.worker.loop_limit import crowded_loop
 
 
 @click.command(cls=Modes, modes={"--forecast": forecast})
@@ -31,7 +29,7 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_add
 
     Also adds up what it asks of a cluster. Starts nothing, and says on standard error what takes longer than a second.
     """
-    with told(f"reading {file.name}, its tasks and its agent", say=_say):
+    with waiting_for(f"reading {file.name}, its tasks and its agent", say=_say):
         plan = make_trainer(file, settings, manager=manager, ray_address=ray_address).plan()
     # before components import frameworks
     warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val), *unused_credits(plan)]
@@ -48,7 +46,7 @@ async def _layout(plan: Plan) -> list[str]:
     if plan.fleet is None:
         return []
     placed = [algorithm for algorithm in plan.config.algorithm if algorithm.resources is not None]
-    with told("looking at the cluster", say=_say):
+    with waiting_for("looking at the cluster", say=_say):
         return await plan.fleet.check(placed)
 
 

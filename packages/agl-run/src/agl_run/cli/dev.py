@@ -7,8 +7,8 @@ import click
 
 from agl import PluginManager
 from agl_inspect.terminal import json_option, pass_manager, print_json
-from agl_run.display.episode import describe_episode
 from agl_run.display.progress import default_progress
+from agl_run.display.result_text import describe_episode
 from agl_run.run.blocking import run_blocking
 from agl_run.run.fit import dev_plan
 from agl_run.terminal import experiment_argument, make_trainer

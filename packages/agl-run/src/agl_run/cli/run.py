@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -12,18 +12,33 @@ from types import FrameType
 import click
 
 from agl import PluginManager
-from agl_inspect.records import after_step
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl_inspect.advice import Fit, History, kind_of, parameters_of, runs_of_kind
+from agl_inspect.records import MAX_NAME, after_step, digest_of
 from agl_inspect.stores import MEMORY, command, located, without_password
-from agl_inspect.terminal import STOPPED, Modes, echo, json_option, pass_manager, print_fit, print_json
-from agl_run.cli.again import run_again
-from agl_run.cli.next_run import propose_for
+from agl_inspect.terminal import (
+    STOPPED,
+    Modes,
+    echo,
+    fit_and_record,
+    json_option,
+    lacking,
+    pass_manager,
+    print_fit,
+    print_json,
+    settings_of,
+    with_store,
+)
 from agl_run.cli.sync import sync
 from agl_run.cli.watching import console_of
 from agl_run.config.records import ExperimentConfig
+from agl_run.config.settings import training_settings
 from agl_run.display.progress import Quiet
+from agl_run.plan import Plan
 from agl_run.run.fit import FitResult
 from agl_run.run.resume import NothingMoreError
-from agl_run.terminal import experiment_argument, make_trainer, ray_option
+from agl_run.terminal import experiment_argument, make_trainer, ray_option, store_of
 
 
 @click.command(cls=Modes, modes={"--sync": sync})
@@ -164,3 +179,71 @@ def _loss(result: FitResult) -> list[str]:
         return [f"{text}{after_step(result.best_step)}; agl resources list shows the versions of every step"]
     text = f"the last step was not the best: validation reward {last:.3f} after it, {result.after:.3f} "
     return [f"{text}{after_step(result.kept_step)}; the versions of then are live, and have the label best"]
+
+
+_OF_AGL = ("debug", "no_plugins")
+_FLAGS = ("quiet", "as_json", "has_console")
+_NAMES = {"as_json": "--json", "has_console": "--console"}
+
+
+def run_again(file: Path, settings: tuple[str, ...], *flags: str) -> str:
+    """Return ``agl run FILE`` with ``--set`` and the flags of the current command, and ``flags`` besides."""
+    context = click.get_current_context()
+    before = _given(context.find_root(), _OF_AGL)
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    return command(*before, "run", str(file), *overrides, *_given(context, _FLAGS), *flags)
+
+
+def _given(context: click.Context, names: tuple[str, ...]) -> list[str]:
+    return [_NAMES.get(name, f"--{name.replace('_', '-')}") for name in names if context.params.get(name)]
+
+
+NEXT = "-next-"
+"""Stands between the name of an experiment and the number of a run of it that was proposed."""
+
+
+def propose_for(file: Path, manager: PluginManager, settings: tuple[str, ...]) -> tuple[Fit, tuple[str, ...]]:
+    """Fit a model to the runs that compare with the one that a file asks for; returns it, and words for ``--set``.
+
+    Raises:
+        ConfigError: There is nothing to propose, or the file's run has parameters that the proposal leaves out.
+    """
+    plan = make_trainer(file, settings, manager=manager).plan()
+    store_url = store_of(plan.config, file)
+
+    async def read(store: Store) -> tuple[Fit, str]:
+        history = await _history_of_plan(store, plan)
+        found = await fit_and_record(store, history)
+        names = {record.name for record in await store.experiments()}
+        return found, _new_name(plan.name, names)
+
+    found, name = with_store(manager, store_url, read)
+    if not found.next:
+        why = lacking(found) if found.missing else " ".join(found.notes)
+        raise ConfigError(f"no next run can be proposed: {why}")
+    _check_left_out(plan, found.next, file=str(file))
+    return found, (f"experiment.name={name}", *settings_of(found.next))
+
+
+async def _history_of_plan(store: Store, plan: Plan) -> History:
+    """Read the runs that compare with the one that a file asks for."""
+    val = plan.val[: plan.config.experiment.validation_limit or None]
+    settings = {each.name: training_settings(plan.config, each) for each in plan.config.algorithm}
+    kind = kind_of(settings, agent=plan.agent.identity, train=digest_of(plan.train), val=digest_of(val))
+    return await runs_of_kind(store, kind)
+
+
+def _check_left_out(plan: Plan, proposed: Mapping[str, str | None], *, file: str) -> None:
+    """Refuse a proposal to leave out what the file sets: ``--set`` cannot take a key away."""
+    own = parameters_of({each.name: training_settings(plan.config, each) for each in plan.config.algorithm})
+    fixed = [key for key, text in proposed.items() if text is None and own.get(key, "null") != "null"]
+    if fixed:
+        raise ConfigError(
+            f"the proposed run leaves out {' and '.join(fixed)}, which {file} sets; remove it there, and start again"
+        )
+
+
+def _new_name(name: str, taken: set[str]) -> str:
+    """Return a name for the next run of an experiment that no other one has."""
+    base = name.partition(NEXT)[0][: MAX_NAME - len(NEXT) - 5]
+    return next(f"{base}{NEXT}{number}" for number in range(1, len(taken) + 2) if f"{base}{NEXT}{number}" not in taken)

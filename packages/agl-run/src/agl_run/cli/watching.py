@@ -15,7 +15,7 @@ from pathlib import Path
 from agl import PluginManager
 from agl.errors import ConfigError
 from agl_inspect.stores import MEMORY, SQLITE, build_store
-from agl_run.runners.kept import GRACE_S, KEEPER
+from agl_run.runners.bound_process import GRACE_S, KEEPER
 
 _SLACK_S = 5.0
 """Seconds beyond the grace after which a console that does not end is killed."""

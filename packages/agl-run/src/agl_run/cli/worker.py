@@ -18,12 +18,12 @@ from agl_inspect.stores import as_url, build_store, located
 from agl_inspect.terminal import json_option, pass_manager, print_json
 from agl_run.access.trust import CA_ENV
 from agl_run.access.worker_token import WORKER_TOKEN_ENV, worker_key
+from agl_run.checks.notices import crowded_loop
 from agl_run.config.records import RunnerConfig
 from agl_run.plan import Plan
 from agl_run.terminal import experiment_argument, read_experiment
 from agl_run.worker.admission import make_worker_plan
 from agl_run.worker.heap import settle_heap
-from agl_run.worker.loop_limit import crowded_loop
 from agl_run.worker.remote import RemoteWorker
 from agl_run.worker.setup import ca_of
 

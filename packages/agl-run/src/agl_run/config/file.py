@@ -5,15 +5,17 @@ Unknown keys are refused before anything runs, with a close match.
 
 import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from agl.errors import ConfigError
 from agl.hints import did_you_mean
-from agl_run.config.records import ExperimentConfig
-from agl_run.config.shape import check_shape
+from agl.schemas import Record
+from agl_run.config.records import ExperimentConfig, PolicyConfig
+from agl_run.config.wording import EXAMPLES, check_value, shown
 
 ONE_OR_SEVERAL = ("tunes", "source", "first")
 """Keys that take one name or an array of names; the records always hold several."""
@@ -89,3 +91,133 @@ def _shape_policy(table: dict[str, Any]) -> dict[str, Any]:
     own = {key: table[key] for key in _POLICY_KEYS if key in table}
     rest = {key: value for key, value in table.items() if key not in own and key != "params"}
     return {**own, "params": {**rest, **table.get("params", {})}}
+
+
+_GONE = {
+    "logger": "metrics are always written to metrics.jsonl in the work directory; remove the section, and for another "
+    "place install a plugin that observes agl_step_finished",
+}
+"""Sections of earlier releases, with their replacements."""
+
+_RENAMED = {"n_workers": "runner.concurrency", "n_runners": "runner.concurrency"}
+"""Names of the trainer's arguments in Python and in other tools, with those of the file."""
+
+
+_FILLED = {"policy": 'use = "openai" and model = {}', "resource": "template = {}", "experiment": "agent = {}"}
+"""The key that a text means where a section belongs; in the other sections it means ``use``."""
+
+
+def check_shape(data: Mapping[str, Any], record: type[Record], *, path: str = "") -> None:
+    """Check the keys and values of a section, and of those within it.
+
+    Args:
+        data: The section.
+        record: The record that it becomes.
+        path: The section's place, as in ``--set``; empty for a whole experiment.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or has a value of another type.
+    """
+    hints = get_type_hints(record, include_extras=True)
+    for key, value in data.items():
+        where = f"{path}.{key}" if path else key
+        if key in hints:
+            _check_value(value, hints[key], where)
+        elif record is not PolicyConfig:  # whose other keys are arguments of the policy
+            raise ConfigError(f"unknown key {where!r}; {_hint(where, key, value, data, list(hints))}")
+    for field in msgspec.structs.fields(record):
+        if field.required and field.name not in data:
+            raise ConfigError(_lacking(field.name, path))
+
+
+def _check_value(value: Any, hint: Any, where: str) -> None:
+    record = _record_of(hint)
+    if record is None:
+        check_value(value, hint, where)
+    elif value is None and type(None) in get_args(hint):
+        return
+    else:
+        for place, item in _sections(value, hint, where):
+            if not isinstance(item, dict):
+                raise ConfigError(_no_section(item, hint, place, record))
+            check_shape(cast("dict[str, Any]", item), record, path=place)
+
+
+def _sections(value: Any, hint: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield the sections that a key of the file holds, with their places."""
+    origin = get_origin(hint)
+    if origin is tuple and isinstance(value, list | tuple):
+        items = cast("list[Any]", value)
+        yield from ((f"{where}.{number}" if len(items) > 1 else where, item) for number, item in enumerate(items))
+    elif origin is dict and isinstance(value, dict):
+        yield from ((f"{where}.{name}", item) for name, item in cast("dict[str, Any]", value).items())
+    elif origin in (tuple, dict):
+        yield where, None if isinstance(value, dict) else value
+    else:
+        yield where, value
+
+
+def _record_of(hint: Any) -> type[Record] | None:
+    """Return the record that a key's sections become; ``None`` for a plain value."""
+    kinds = get_args(hint) or (hint,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Record)), None)
+
+
+def _no_section(item: Any, hint: Any, where: str, record: type[Record]) -> str:
+    """Word the error for something else in the place of a section."""
+    key = where.partition(".")[0]
+    origin = get_origin(hint)
+    if origin is dict and isinstance(item, list):
+        return f"[[{key}]] is a list, and every {key} has a name: write [{key}.NAME], such as [{key}.main]"
+    if origin is dict and where.rpartition(".")[2] in record.__struct_fields__:
+        return f"{where} is {shown(item)}, and every {key} has a name: write [{key}.NAME], such as [{key}.main]"
+    if origin is tuple and item is None:
+        return f"[{key}] may stand several times in a file: write [[{key}]] with two brackets"
+    if isinstance(item, list) and "." not in where:
+        return f"[[{where}]] stands once in a file: write [{where}] with one bracket"
+    section = f"[[{where}]]" if origin is tuple else f"[{where}]"
+    use = f" with {_FILLED.get(key, 'use = {}').format(shown(item))}" if isinstance(item, str) else ""
+    if "." in where and origin is not dict:
+        name = where.rpartition(".")[2]
+        inside = shown(item) if use else '"NAME"'
+        return f"{where} is {shown(item)}; write a table: {name} = {{ use = {inside} }}"
+    return f"{where} is {shown(item)}; write a section {section}{use}"
+
+
+def _hint(where: str, key: str, value: Any, data: Mapping[str, Any], known: list[str]) -> str:
+    """Return what to write instead of an unknown key."""
+    if where in _GONE:
+        return f"there is no section [[{where}]]: {_GONE[where]}"
+    near, home = did_you_mean(key, known), _home(key)
+    if near:
+        return near
+    if key in _RENAMED:
+        return f"it is {_RENAMED[key]} in a file"
+    if home:
+        return home
+    listed = f"remove it, or use one of: {', '.join(sorted(known))}"
+    if "params" not in known:
+        return listed
+    owner = data.get("use") or f"the {where.partition('.')[0]}"
+    return (
+        f"if {key} is an argument of {owner}, put it under params: params = {{ {key} = {shown(value)} }}; else {listed}"
+    )
+
+
+def _home(key: str) -> str:
+    """Return where a key belongs that stands in the wrong section; ``""`` for one that no section has."""
+    for name, hint in get_type_hints(ExperimentConfig).items():
+        record = _record_of(hint)
+        if key == name and record is None:
+            return f"write {key} at the top of the file, above the first section"
+        if record is not None and get_origin(hint) is None and key in record.__struct_fields__:
+            return f"it is a key of [{name}], so write it there; with --set it is {name}.{key}"
+    return ""
+
+
+def _lacking(name: str, path: str) -> str:
+    if not path:
+        return f'there is no section [{name}]; begin the file with [{name}] and, below it, agent = "agent:solve"'
+    if path.startswith("policy."):
+        return f'[{path}] lacks {name}; write {name} = "openai", "torch" or the name of another policy'
+    return f"{path} lacks {name}; {EXAMPLES.get(name, f'write {name} = ...')}"

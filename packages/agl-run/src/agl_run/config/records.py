@@ -6,12 +6,14 @@ component's own parameters written beside the settings, as in a file.
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig, PlacementConfig
 from agl.schemas import Json, JsonResource, PromptTemplate, Record
+from agl.stores import MAX_ATTEMPTS
 from agl_run.config.wording import check_value
 
 ASYNC = "async"
@@ -35,10 +37,14 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     use: str = ASYNC
-    concurrency: int = 8
-    timeout_s: float | None = None
-    max_attempts: int = 3
-    max_losses: int = 20
+    concurrency: Annotated[
+        int, Meta(ge=0, description="it must be at least 1, or 0 to leave every attempt to `agl worker`")
+    ] = 8
+    timeout_s: (
+        Annotated[float, Meta(gt=0, description="it must be above 0 seconds, or be left out for no limit")] | None
+    ) = None
+    max_attempts: Annotated[int, Meta(ge=1, le=MAX_ATTEMPTS, description=f"choose between 1 and {MAX_ATTEMPTS}")] = 3
+    max_losses: Annotated[int, Meta(ge=0, le=MAX_ATTEMPTS, description=f"choose between 0 and {MAX_ATTEMPTS}")] = 20
     retry_on: tuple[Literal["failed", "timeout"], ...] = ()
     resources: PlacementConfig | None = None
     params: dict[str, Json] = {}
@@ -99,7 +105,7 @@ class ScheduleConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     mode: Literal["sequential", "alternate", "concurrent"] = "sequential"
-    every: int = 1
+    every: Annotated[int, Meta(ge=1, description="it must be at least 1")] = 1
     first: tuple[str, ...] = ()
 
 
@@ -111,9 +117,8 @@ class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         advertise: Host name or URL by which other machines reach it; by default the address that it listens at.
         ca: File with the authorities of its certificate, in PEM, for workers and agents; by default that of
             ``AGL_CA_FILE``, else the system's.
-        process: Whether it has a process of its own: ``auto`` for beyond ``process_above`` and where no
+        process: True for a process of its own; ``auto`` gives it one for more than 64 attempts at once, and where no
             attempt runs here (``concurrency = 0``), if the store allows it.
-        process_above: Attempts at once, in all workers that the experiment starts, beyond which it gets one.
         params: Further arguments of the gateway.
     """
 
@@ -121,7 +126,6 @@ class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     advertise: str = ""
     ca: str = ""
     process: Literal["auto"] | bool = "auto"
-    process_above: int = 64
     params: dict[str, Json] = {}
 
 
@@ -137,7 +141,7 @@ class RetentionConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     older_than: str = ""
-    keep: int | None = None
+    keep: Annotated[int, Meta(ge=0, description="write 0 or more")] | None = None
     max_size: str = ""
     experiments: Literal["own", "all"] = "own"
 
@@ -189,8 +193,10 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     hidden: tuple[str, ...] = ()
     group_key: str = ""
     workdir: str = ""
-    validate_every: int = 0
-    validation_limit: int = 0
+    validate_every: Annotated[
+        int, Meta(ge=0, description="write the number of steps between validations, 0 for only before and after")
+    ] = 0
+    validation_limit: Annotated[int, Meta(ge=0, description="write the most validation tasks, 0 for all")] = 0
     final: Literal["best", "last"] = "best"
     on_collapse: Literal["rollback", "stop", "continue"] = "rollback"
     failed: Literal["drop", "penalise"] = "drop"
@@ -299,14 +305,15 @@ def runner(
     )
 
 
-def checked(config: ExperimentConfig) -> ExperimentConfig:
+def validated(config: ExperimentConfig) -> ExperimentConfig:
     """Check that every value has the type that its section declares, and return the configuration.
 
     Raises:
         ConfigError: A value has another type; names the section and the key.
     """
+    hints = get_type_hints(ExperimentConfig)
     fields = {name: _checked(value, name) for name, value in msgspec.structs.asdict(config).items()}
-    return ExperimentConfig(**fields)
+    return ExperimentConfig(**{name: check_value(value, hints[name], name) for name, value in fields.items()})
 
 
 def _checked(value: Any, where: str) -> Any:
@@ -316,7 +323,7 @@ def _checked(value: Any, where: str) -> Any:
         return tuple(_checked(item, where) for item in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # likewise
     if not isinstance(value, Record):
         return value
-    hints = get_type_hints(type(value))
+    hints = get_type_hints(type(value), include_extras=True)
     for name, item in msgspec.structs.asdict(value).items():
         plain = list(cast("tuple[Any, ...]", item)) if isinstance(item, tuple) else item
         check_value(plain, hints[name], f"{where}.{name}")

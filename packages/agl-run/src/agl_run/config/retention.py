@@ -23,8 +23,6 @@ def limits_of(config: RetentionConfig) -> RetentionLimits | None:
         max_bytes = parse_size(config.max_size) if config.max_size else None
     except ValueError as error:
         raise ConfigError(f"retention.max_size: {error}") from None
-    if config.keep is not None and config.keep < 0:
-        raise ConfigError(f"retention.keep is {config.keep}; write 0 or more")
     limits = RetentionLimits.of(older_than, config.keep, max_bytes)
     if limits is None and config != RetentionConfig():
         raise ConfigError('[retention] needs a limit: write older_than = "30d", keep = 1000, or max_size = "10GB"')

@@ -1,7 +1,7 @@
 """Words the errors for values of another type than a setting's: the key, the value, and what to write instead."""
 
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -21,18 +21,29 @@ EXAMPLES = {
 """Examples of what to write for keys that a type alone does not explain."""
 
 
-def check_value(value: Any, hint: Any, where: str) -> None:
-    """Raise :class:`ConfigError` if a key's value, as in a file, has another type than ``hint``."""
+def check_value(value: Any, hint: Any, where: str) -> Any:
+    """Return a key's value, as in a file, as ``hint`` says; raises :class:`ConfigError` for one of another type."""
     try:
-        msgspec.convert(value, hint)
+        return msgspec.convert(value, hint)
     except msgspec.ValidationError:
         key = where.rpartition(".")[2]
-        raise ConfigError(f"{where} is {shown(value)}; {EXAMPLES.get(key) or _remedy(key, value, hint)}") from None
+        remedy = _bounds(value, hint) or EXAMPLES.get(key) or _remedy(key, value, hint)
+        raise ConfigError(f"{where} is {shown(value)}; {remedy}") from None
+
+
+def _bounds(value: Any, hint: Any) -> str:
+    """Return the description of the bounds that a number does not keep, ``""`` for a value of another type."""
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = get_args(hint)[0]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return get_args(hint)[1].description if is_number and get_origin(hint) is Annotated else ""
 
 
 def _remedy(key: str, value: Any, hint: Any) -> str:
     """Return what to write for a value of another type."""
     if get_origin(hint) in (Union, types.UnionType):
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
         return _one_of(value, get_args(hint))

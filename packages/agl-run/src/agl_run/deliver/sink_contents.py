@@ -12,8 +12,8 @@ from agl.schemas import TERMINAL_ROLLOUT, Json, JsonResource, PromptTemplate, Re
 from agl.stores import read_recordings
 from agl.tracing import redact
 from agl_inspect.advice import Alert, read_alerts
+from agl_inspect.searches import Candidate, searches_in
 from agl_inspect.stores import command, without_password
-from agl_inspect.versions import Candidate, searches_in
 from agl_run.config.records import ExperimentConfig
 from agl_run.config.settings import is_secret
 

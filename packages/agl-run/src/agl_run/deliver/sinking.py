@@ -20,13 +20,15 @@ from agl.contracts import Sink, SinkOutcome, SinkRow, SinkRun, SinkTable, Store,
 from agl.errors import AglError, FencedError
 from agl.tracing import redact
 from agl_inspect.records import run_key
-from agl_run.deliver.own_thread import OwnThread
 from agl_run.deliver.sink_contents import read_rows, read_tables, shown_config
 from agl_run.parts.build import build_sinks
 from agl_run.plan import Plan
 
 if TYPE_CHECKING:
     from agl.schemas import Json
+
+import threading
+from queue import SimpleQueue
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -258,3 +260,40 @@ class _Sinking:
 def _problem(error: Exception) -> str:
     text = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
     return shortened(redact(text), _LONGEST_PROBLEM)
+
+
+class OwnThread:
+    """Runs calls one after the other in one thread; call ``close`` at the end."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    async def call(self, work: Callable[[], None]) -> None:
+        """Return when ``work`` is done, or raise what it raises; a caller that is cancelled leaves it to the thread."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if not done.done():
+                done.set_result(None) if error is None else done.set_exception(error)
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                work()
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # raised again where it is awaited
+                failure = error if isinstance(error, Exception) else RuntimeError(f"the library exits: {error}")
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, failure)
+
+        self._calls.put(run)
+        await done
+
+    def close(self) -> None:
+        """Let the thread end after the calls that it has."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()

@@ -5,6 +5,7 @@ from html import escape
 
 from agl.schemas import Episode
 from agl_inspect.records import error_of
+from agl_inspect.text import visible
 
 Rows = Sequence[Sequence[str]]
 
@@ -60,3 +61,21 @@ def as_html(title: str, rows: Rows, *, has_head: bool) -> str:
 def _cell(text: str, *, is_name: bool) -> str:
     kind = "th" if is_name else "td"
     return f'<{kind} style="text-align: left">{escape(text)}</{kind}>'
+
+
+def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
+    """Describe a rollout in a few lines: its status, reward and calls, with the reasons of rejected ones."""
+    rollout = episode.rollout
+    reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
+    lines = [f"{rollout.rollout_id}: {rollout.status}, {reward}, {len(episode.rows)} rows"]
+    if episode.attempt and episode.attempt.error:
+        lines.append(f"  {episode.attempt.error.type}: {episode.attempt.error.message}")
+    for call in episode.transitions:
+        who = call.agent or "agent"
+        prompt, response = len(call.prompt_ids) // 4, len(call.response_ids) // 4
+        tokens = f"{prompt} + {response} tokens" if prompt or response else "no token ids"
+        fate = f"rejected: {call.reject} {call.detail}".rstrip() if call.reject else f"row {call.branch}"
+        if call.reject == "missing_token_ids" and not is_trained:
+            fate = "recorded"
+        lines.append(f"  {who} turn {call.turn}: {tokens}, {fate}")
+    return visible("\n".join(lines))

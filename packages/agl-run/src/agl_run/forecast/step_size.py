@@ -69,7 +69,7 @@ async def shape_of(plan: Plan, config: AlgorithmConfig) -> StepShape | None:
         tasks=min(tasks, len(plan.train)) if plan.train else tasks,
         samples=samples,
         steps=steps_in_all(factory, config.params),
-        token_budget=_number(factory, config, "token_budget"),
+        token_budget=_number(factory, config, "compute.token_budget"),
     )
 
 
@@ -96,20 +96,20 @@ async def measured_update(
 def training_of(plan: Plan, config: AlgorithmConfig) -> Training:
     """Return the settings of an algorithm that memory and time depend on; of one without such parameters, the usual."""
     factory = plan.manager.resolve(plan.entry(config))
-    rank = _number(factory, config, "lora_rank")
+    rank = _number(factory, config, "lora.rank")
     updates = max(1, _number(factory, config, "updates_per_step"))
     epochs = max(1, _number(factory, config, "epochs"))
-    compares = bool(_value(factory, config, "kl_coef")) or _value(factory, config, "reference") == "start"
+    compares = bool(_value(factory, config, "objective.kl_coef")) or _value(factory, config, "reference") == "start"
     return Training(
-        dtype=str(_value(factory, config, "dtype") or Training().dtype),
+        dtype=str(_value(factory, config, "compute.dtype") or Training().dtype),
         lora_rank=rank,
-        gradient_checkpointing=bool(_value(factory, config, "gradient_checkpointing")),
-        token_budget=_number(factory, config, "token_budget"),
+        gradient_checkpointing=bool(_value(factory, config, "compute.gradient_checkpointing")),
+        token_budget=_number(factory, config, "compute.token_budget"),
         passes=epochs,
         other_passes=int(updates * epochs > 1) + (epochs if compares else 0),
         updates=updates * epochs,
         has_reference=compares and not rank,
-        has_critic=_value(factory, config, "critic_lr") is not None,
+        has_critic=_value(factory, config, "critic") is not None,
     )
 
 
@@ -124,9 +124,12 @@ def _number(factory: Any, config: AlgorithmConfig, name: str) -> int:
 
 
 def _value(factory: Any, config: AlgorithmConfig, name: str) -> Any:
-    """Return a parameter or its default; ``None`` for one that the algorithm does not have."""
+    """Return a parameter or its default, such as ``lora.rank`` in a table; ``None`` if the algorithm has none."""
+    name, _, key = name.partition(".")
     try:
         default = signature(factory).parameters[name].default
     except (KeyError, TypeError, ValueError):
         return None
+    if key:
+        return config.params.get(name, {}).get(key, getattr(default, key, None))
     return config.params.get(name, None if default is Parameter.empty else default)

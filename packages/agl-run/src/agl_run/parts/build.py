@@ -1,19 +1,32 @@
 """Builds every component of a plan once, so that wrong parameters and missing packages show before a run."""
 
+import os
+import re
+import string
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn, cast
 
-from agl.contracts import Exporter, RewardEmitter, RewardSetup, Sink, Upstream
-from agl.errors import ConfigError
-from agl.schemas import LLM, PromptTemplate
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import (
+    AlgorithmContext,
+    CheckedAlgorithm,
+    Credit,
+    Exporter,
+    RewardEmitter,
+    RewardSetup,
+    Sink,
+    Upstream,
+)
+from agl.errors import ConfigError, UnknownComponentError
+from agl.hints import did_you_mean
+from agl.schemas import LLM, PromptTemplate, Resource, ResourceVersion
 from agl_inspect.stores import located
 from agl_run.parts.counterfactual import check_replays
-from agl_run.parts.declared import check_keys, check_policy_key, check_template
-from agl_run.parts.dry_check import check_without_starting
 from agl_run.parts.gateway import check_place
 from agl_run.parts.models import policy_params
 from agl_run.parts.rewards import build_own, is_own
-from agl_run.parts.waiting import loading, told
+from agl_run.parts.waiting import loading, waiting_for
 from agl_run.plan import Plan
 
 
@@ -31,7 +44,7 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
             check_template(name, resource)
     check_keys(plan)
     check_place(plan, store_url="" if plan.store else located(config.experiment.store, plan.folder))
-    with told("importing the rewards, tracers and exporters", say=say):
+    with waiting_for("importing the rewards, tracers and exporters", say=say):
         build_rewards(plan)
         for name in config.tracers:
             manager.build(manager.tracer(name))
@@ -40,13 +53,13 @@ async def check_components(plan: Plan, *, say: Callable[[str], None] | None = No
         build_sinks(plan)
     trained = plan.trained_policies() if plan.needs_token_ids() else set[str]()
     for name, policy in config.policy.items():
-        with told(loading(name, policy.use, policy.params, folder=plan.folder), say=say):
+        with waiting_for(loading(name, policy.use, policy.params, folder=plan.folder), say=say):
             built = manager.build(manager.policy(policy.use), name=name, **policy_params(plan, name))
         if name in trained and not built.has_token_ids:
             raise ConfigError(no_token_ids(name, policy.use))
         check_policy_key(plan, name, built.resource())
     for algorithm in config.algorithm:
-        with told(f"algorithm {algorithm.name!r}: checking {algorithm.use}", say=say):
+        with waiting_for(f"algorithm {algorithm.name!r}: checking {algorithm.use}", say=say):
             await check_without_starting(plan, algorithm)
 
 
@@ -115,3 +128,171 @@ def no_token_ids(name: str, use: str) -> str:
         f"an algorithm trains on the tokens of {name!r}, and its backend (use = {use!r}) returns no token ids; "
         "serve it with torch, vLLM or SGLang, or set has_token_ids = true if it does return them"
     )
+
+
+_KEY = "api_key_env"
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+
+_NAME = re.compile(r"[^\W\d][\w -]*([.\[].*)?")
+"""A placeholder's name, with an attribute or an index."""
+
+_FORMAT = re.compile(r"(.?[<>=^])?[+\- ]?z?#?0?\d*[,_]?(\.\d+)?[bcdeEfFgGnosxX%]?|%.*")
+"""A placeholder's format, as Python defines it."""
+
+
+def check_keys(plan: Plan) -> None:
+    """Raise :class:`ConfigError` for a variable that is named as ``api_key_env`` and not set."""
+    for place, params in _all_params(plan):
+        for name in _variables(params):
+            require_key(place, name)
+
+
+def check_policy_key(plan: Plan, name: str, resource: Resource) -> None:
+    """Check the key of a policy, which may come from its default; raises :class:`ConfigError`."""
+    if isinstance(resource, LLM) and ("api.openai.com" in resource.endpoint or _has_gateway(plan)):
+        require_key(f"policy.{name}", resource.api_key_env)
+
+
+def require_key(place: str, variable: str) -> None:
+    """Raise :class:`ConfigError` if the environment lacks the variable; ``""`` is none."""
+    if variable and not _VARIABLE.fullmatch(variable):
+        raise ConfigError(
+            f"[{place}] {_KEY} is no name of an environment variable, and may be a key itself; export the key, such as "
+            f'in OPENAI_API_KEY, and write {_KEY} = "OPENAI_API_KEY"'
+        )
+    if variable and not os.environ.get(variable):
+        raise ConfigError(
+            f"[{place}] takes its key from the environment variable {variable}, which is not set; set it, name another "
+            f'with {_KEY}, or write {_KEY} = "" if the server needs no key'
+        )
+
+
+def check_template(name: str, template: PromptTemplate) -> None:
+    """Raise :class:`ConfigError` for braces of an f-string template that are no placeholder, such as ``{json: 1}``."""
+    if template.engine != "f-string":
+        return
+    remedy = 'write literal braces as {{ and }}, or set engine = "plain" or "jinja"'
+    try:
+        fields = [item for item in string.Formatter().parse(template.template) if item[1] is not None]
+    except ValueError as error:
+        raise ConfigError(f"[resource.{name}] template: {error}; {remedy}") from None
+    for _, field, form, conversion in fields:
+        if not (_NAME.fullmatch(field or "") and _is_format(form or "")):
+            shown = f"{field}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
+            raise ConfigError(
+                f"[resource.{name}] template: {'{' + shown[:60] + '}'!r} is read as a placeholder and is none; {remedy}"
+            )
+
+
+def _is_format(form: str) -> bool:
+    return not form.startswith((" ", "\n")) and bool(_FORMAT.fullmatch(re.sub(r"\{[^{}]*\}", "", form)))
+
+
+def _has_gateway(plan: Plan) -> bool:
+    use = plan.config.gateway.use
+    try:
+        return use != "none" and bool(plan.manager.gateway("gateway" if use == "auto" else use))
+    except UnknownComponentError:
+        return False
+
+
+def _all_params(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parameters of the components that call models, with their place in the file."""
+    config = plan.config
+    yield from ((f"policy.{name}", policy.params) for name, policy in config.policy.items())
+    yield from (("[algorithm]", algorithm.params) for algorithm in config.algorithm)
+    yield from (("[reward]", reward.params) for reward in config.reward)
+
+
+def _variables(value: Any) -> Iterator[str]:
+    """Yield every ``api_key_env`` within a value."""
+    if isinstance(value, Mapping):
+        for key, item in cast("Mapping[str, Any]", value).items():
+            if key == _KEY and isinstance(item, str):
+                yield item
+            else:
+                yield from _variables(item)
+    elif isinstance(value, list | tuple):
+        for item in cast("list[Any]", value):
+            yield from _variables(item)
+
+
+class _NotStartedError(Exception):
+    """Ends a check that asks for a part of a running experiment."""
+
+
+class _Absent:
+    """A part of a running experiment; any use raises."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _NotStartedError(name)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise _NotStartedError("")
+
+    def __truediv__(self, other: object) -> NoReturn:
+        raise _NotStartedError(str(other))
+
+    def __fspath__(self) -> NoReturn:
+        raise _NotStartedError("")
+
+
+async def check_without_starting(plan: Plan, algorithm: AlgorithmConfig) -> None:
+    """Build and release an algorithm, which checks its parameters, its tasks and its budget.
+
+    Raises:
+        ConfigError: A run would refuse it, for a reason that is known without one.
+    """
+    manager = plan.manager
+    built = manager.build(plan.entry(algorithm), **algorithm.params)
+    try:
+        if isinstance(built, CheckedAlgorithm):
+            await built.check(_context(plan, algorithm))
+    except _NotStartedError:
+        return
+    finally:
+        await built.close()
+
+
+def _context(plan: Plan, algorithm: AlgorithmConfig) -> AlgorithmContext:
+    section, absent = plan.config.experiment, cast("Any", _Absent())
+    credit = algorithm.credit or plan.config.credit
+    made: Credit = plan.manager.build(plan.manager.credit(credit.use), **credit.params)
+    return AlgorithmContext(
+        experiment=plan.name,
+        name=algorithm.name,
+        tunes=algorithm.tunes,
+        train=plan.train,
+        val=plan.val,
+        validation=len(plan.val[: section.validation_limit or None]),
+        validated=lambda: (),
+        seed=section.seed,
+        workdir=absent,
+        folder=plan.folder,
+        store=absent,
+        credit=made,
+        collect=absent,
+        sources=algorithm.source,
+        recorded=absent,
+        publish=absent,
+        propose=absent,
+        live=absent,
+        endpoint=absent,
+        current=lambda name: _first_version(plan, name),
+        policy=absent,
+        progress=lambda done, total, text: None,
+        say=lambda text: None,
+        clock=time.time,
+        agents=algorithm.agents,
+    )
+
+
+def _first_version(plan: Plan, name: str) -> ResourceVersion:
+    """Return a resource as the file has it; one with a label may have another version when the run starts."""
+    if name in plan.config.policy or plan.label(name):
+        raise _NotStartedError(name)
+    if name not in plan.resources:
+        hint = did_you_mean(name, plan.resources, otherwise=f"there are {sorted(plan.resources)}")
+        raise ConfigError(f"there is no resource {name!r}; {hint}")
+    return ResourceVersion(name=name, version="initial", resource=plan.resources[name], created_at=0.0)

@@ -11,6 +11,9 @@ from agl.contracts import Gateway
 from agl.errors import ConfigError
 from agl_run.plan import Plan
 
+PROCESS_ABOVE = 64
+"""Attempts at once, in all workers that an experiment starts, beyond which its gateway gets a process."""
+
 
 @runtime_checkable
 class SeparableGateway(Protocol):
@@ -59,8 +62,8 @@ def placed(gateway: Gateway, plan: Plan, *, store_url: str) -> tuple[Gateway, st
     if config.process is False:
         return gateway, "the gateway runs in this process, as [gateway] process = false says"
     count = f"{load} attempt{'' if load == 1 else 's'} at once" if load else "workers elsewhere run the attempts"
-    if config.process == "auto" and 0 < load <= config.process_above:
-        return gateway, f"the gateway runs in this process: {count}, and it gets its own above {config.process_above}"
+    if config.process == "auto" and 0 < load <= PROCESS_ABOVE:
+        return gateway, f"the gateway runs in this process: {count}, and it gets its own above {PROCESS_ABOVE}"
     try:
         separate = _apart(gateway, plan, store_url)
     except ConfigError as error:

@@ -20,7 +20,7 @@ _KEPT = 5
 
 
 @contextmanager
-def told(
+def waiting_for(
     what: str, *, say: Callable[[str], None] | None, first_s: float = FIRST_S, again_s: float = AGAIN_S
 ) -> Generator[None]:
     """Name a wait once it takes longer than a second, remind of it, and say when it is over.

@@ -15,7 +15,7 @@ from agl.schemas import Json, Resource, ResourceVersion
 from agl_inspect.records import AlgorithmState, deferred, step_line, trained_rollouts, version_of_step
 from agl_inspect.rollouts import TrainingRecord, save_training
 from agl_run.config.settings import changed_settings, training_settings
-from agl_run.parts.waiting import StepTimes, steps_in_all, told
+from agl_run.parts.waiting import StepTimes, steps_in_all, waiting_for
 from agl_run.run.driver import Driver
 from agl_run.run.saving import Collecting, SaveFn, to_end
 
@@ -83,7 +83,7 @@ class DrivenAlgorithm:
             return
         session, name = self._driver.session, self._config.name
         self._algorithm = algorithm = session.algorithm(self._config)
-        with told(f"setting up the algorithm {name}", say=self._driver.progress.say):
+        with waiting_for(f"setting up the algorithm {name}", say=self._driver.progress.say):
             await algorithm.setup(self._context())
         if self._state.step:
             await algorithm.restore(self._state.state)

@@ -1,18 +1,16 @@
 """Acts when training loses what it had learned: goes back to the best versions, stops, or only says so.
 
-A validation has fallen if its reward is below the best one by more than chance explains. The first one is told; when
-the next one has fallen too, the experiment does what ``on_collapse`` says. Everything that decides is in the store, so
-a run that is killed in between decides the same when it is resumed.
+A validation has fallen if its reward is below the best one by more than chance explains. The first time is reported;
+when the next validation has fallen too, the experiment does what ``on_collapse`` says. Everything that decides is in
+the store, so a run that is killed in between decides the same when it is resumed.
 """
 
 from collections.abc import Sequence
 
-import msgspec
-
 from agl.errors import AglError
 from agl.schemas import Record
 from agl_inspect.advice import Suggestion
-from agl_inspect.records import AlgorithmState, Validation, has_fallen, run_key
+from agl_inspect.records import AlgorithmState, Shelf, Validation, has_fallen, run_key
 from agl_run.plan import VALIDATION
 from agl_run.run.algorithm import DrivenAlgorithm
 from agl_run.run.driver import Driver
@@ -46,13 +44,12 @@ class CollapseGuard:
 
     def __init__(self, driver: Driver, turns: Sequence[DrivenAlgorithm]) -> None:
         self._driver, self._turns = driver, turns
-        self._key = run_key(driver.name, driver.state.run, "rollbacks")
+        self._shelf = Shelf(_Rollbacks, run_key(driver.name, driver.state.run, "rollbacks"))
         self._past = _Rollbacks()
 
     async def load(self) -> None:
         """Load how often the run went back before a restart."""
-        data = (await self._driver.session.store.load_state(self._key)).get(self._key)
-        self._past = self._past if data is None else msgspec.json.decode(data, type=_Rollbacks)
+        self._past = await self._shelf.get(self._driver.session.store) or self._past
 
     async def check(self, turn: int) -> None:
         """Act if the validation after ``turn`` steps, the newest one, and the one before it have fallen.
@@ -64,27 +61,27 @@ class CollapseGuard:
         if not fallen or all(turn.is_finished for turn in self._turns):
             return
         best, last = self._driver.validations.best, fallen[-1]
-        told = f"the validation reward has fallen: {last.words}, and {best.words}, by more than chance explains"
+        finding = f"the validation reward has fallen: {last.words}, and {best.words}, by more than chance explains"
         chosen = self._driver.session.plan.config.experiment.on_collapse
         if len(fallen) == 1:
-            self._say(f"{told}; if the next validation shows that too, {_INTENTIONS[chosen]}")
+            self._say(f"{finding}; if the next validation shows that too, {_INTENTIONS[chosen]}")
             return
         key = f"{best.turn}-{self._past.count}"
         try:
-            text = await self._react(chosen, best, told)
+            text = await self._react(chosen, best, finding)
         except CollapseError as error:
             await self._alert(f"{error}; the run stops", step=last.turn, key=key)
             raise
         self._say(text)
         await self._alert(text, step=last.turn, key=key)
 
-    async def _react(self, chosen: str, best: Validation, told: str) -> str:
+    async def _react(self, chosen: str, best: Validation, finding: str) -> str:
         """Do what the configuration says about a collapse; returns that in words."""
         if chosen == "continue":
-            return f'{told}; training goes on, because on_collapse is "continue"'
+            return f'{finding}; training goes on, because on_collapse is "continue"'
         if chosen == "stop":
-            raise CollapseError(f"{told}, twice in a row")
-        return await self._go_back(best, told)
+            raise CollapseError(f"{finding}, twice in a row")
+        return await self._go_back(best, finding)
 
     async def _alert(self, text: str, *, step: int, key: str) -> None:
         found = Suggestion(rule="collapse", algorithm=VALIDATION, step=step, evidence=text, change="")
@@ -102,27 +99,27 @@ class CollapseGuard:
             fallen.insert(0, one)
         return fallen
 
-    async def _go_back(self, best: Validation, told: str) -> str:
+    async def _go_back(self, best: Validation, finding: str) -> str:
         """Make the best versions live, and let the algorithms continue from them with smaller steps."""
         session, states = self._driver.session, self._driver.validations.states
         live = session.live.versions()
         changed = {name for name, version in best.versions.items() if live[name] != version}
         if not changed:
-            return f"{told}, twice in a row, and the versions are the same: something else has changed"
+            return f"{finding}, twice in a row, and the versions are the same: something else has changed"
         affected = [t for t in self._turns if not t.is_finished and t.steps and changed.intersection(t.tunes)]
         obstacle = await self._obstacle(best, affected)
         if obstacle:
-            raise CollapseError(f"{told}, twice in a row; training cannot go back, because {obstacle}")
+            raise CollapseError(f"{finding}, twice in a row; training cannot go back, because {obstacle}")
         rate = RATE ** (self._past.count + 1)
         await session.go_back(best.versions)
         went: dict[str, AlgorithmState] = {}
         for turn in affected:
             went[turn.name] = await turn.go_back(states.get(turn.name), rate=rate)
         past = _Rollbacks(count=self._past.count + 1, turn=self._driver.state.turn)
-        await self._driver.go_back(went, others={self._key: msgspec.json.encode(past)})
+        await self._driver.go_back(went, others=self._shelf.states({"": past}))
         self._past = past
         slower = f"; {' and '.join(went)}: {rate:g} times the configured learning rate" if went else ""
-        return f"{told}, twice in a row: back to the versions {best.place}{slower}"
+        return f"{finding}, twice in a row: back to the versions {best.place}{slower}"
 
     async def _obstacle(self, best: Validation, affected: Sequence[DrivenAlgorithm]) -> str:
         """Return the reason why the run cannot go back, ``""`` if it can."""

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +19,7 @@ from agl.contracts import (
     StepReport,
 )
 from agl.schemas import Episode, Json
-from agl_inspect.advice import AlertKind, Suggestion, keep_alert
+from agl_inspect.advice import AlertKind, Suggestion, add_alert
 from agl_inspect.records import (
     AlgorithmState,
     Validations,
@@ -30,7 +31,6 @@ from agl_inspect.records import (
     save_progress,
     saved_marks,
 )
-from agl_inspect.statistics import mean
 from agl_run.display.progress import Progress
 from agl_run.display.run_view import AlgorithmView, RunView
 from agl_run.parts.counterfactual import check_replays
@@ -268,7 +268,7 @@ class Driver:
 
     async def alert(self, kind: AlertKind, found: Suggestion, *, key: str) -> None:
         """Keep what a rule found in the run, once for each key, and let plugins and sinks report it."""
-        if await keep_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
+        if await add_alert(self.session.store, self.name, self.state.run, kind, found, key=key):
             facts = msgspec.structs.asdict(found)
             manager = self.session.plan.manager
             manager.notify("agl_alert_raised", experiment=self.name, run=self.state.run, kind=kind, **facts)
@@ -356,7 +356,7 @@ class Driver:
         episodes = (await collector(tasks, step=step, mode="val", resources=versions)).episodes
         if not step:
             self.validated = episodes
-        reward, failed = mean(rewards_of(episodes)), failures_of(episodes)
+        reward, failed = fmean(rewards_of(episodes)), failures_of(episodes)
         report = StepReport(step=step, metrics={"reward": reward, "failed": float(failed)})
         await self.measure(VALIDATION, step=step)
         await self._log(VALIDATION, report, turn=step)  # first: a validation that is known is not repeated

@@ -7,11 +7,11 @@ last versions stay unless they are clearly worse than the first.
 """
 
 from pathlib import Path
+from statistics import fmean
 
 from agl.contracts import Metric, Store
 from agl.schemas import Record, Weights
 from agl_inspect.records import Validation, is_below, rewards_of
-from agl_inspect.statistics import mean
 from agl_run.plan import VALIDATION
 from agl_run.run.driver import Driver
 
@@ -98,11 +98,11 @@ async def _measured(driver: Driver, finalists: list[Validation]) -> tuple[Valida
             step=one.turn,
             experiment_step=one.turn,
             name="final_reward",
-            value=mean(rewards),
+            value=fmean(rewards),
         )
         await driver.session.store.log_metrics([reward])
-        found.append((mean(rewards), one.mean, one))
-        driver.progress.say(f"fresh rollouts of the versions {one.place}: {mean(rewards):.3f}")
+        found.append((fmean(rewards), one.mean, one))
+        driver.progress.say(f"fresh rollouts of the versions {one.place}: {fmean(rewards):.3f}")
     reward, _, chosen = max(found, key=lambda item: item[:2])
     driver.progress.update(f"{VALIDATION} rollouts", 0, 0)
     return chosen, reward

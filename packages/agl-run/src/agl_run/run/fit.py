@@ -9,7 +9,7 @@ import msgspec
 
 from agl.schemas import Episode, Json, Mode, Record
 from agl_inspect.records import TRIAL, AlgorithmState, after_step, error_of, experiment_of, last_versions, save_progress
-from agl_run.checks.unused import unused_credits
+from agl_run.checks.notices import unused_credits
 from agl_run.config.records import ScheduleConfig
 from agl_run.config.retention import retain_after_run
 from agl_run.deliver.sinking import Sinks, SinkSource
@@ -17,7 +17,7 @@ from agl_run.display.progress import Progress
 from agl_run.display.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
 from agl_run.display.summary import LiveSummary
 from agl_run.parts.build import build_rewards, check_algorithms
-from agl_run.parts.waiting import told
+from agl_run.parts.waiting import waiting_for
 from agl_run.plan import Plan
 from agl_run.run.algorithm import DrivenAlgorithm
 from agl_run.run.collapse import CollapseError, CollapseGuard
@@ -124,7 +124,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     session = Session(plan)
     try:
         build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
-        with told(f"importing {_algorithms(plan)}", say=progress.say):
+        with waiting_for(f"importing {_algorithms(plan)}", say=progress.say):
             await check_algorithms(plan)
         store = await session.open_store()
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
@@ -237,7 +237,7 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
     last = driver.session.live.versions()
     choice = await choose(driver)
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
-    kept = last_versions(driver.name, driver.state.run, last)
+    kept = last_versions(driver.name, driver.state.run).states({"": dict(last)})
     await save_progress(driver.session.store, finished, algorithms=stopped, others=kept)
     return before, choice
 

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
 
 import msgspec
 
@@ -26,28 +25,29 @@ from agl.contracts import (
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, Json, Resource, ResourceVersion
+from agl_inspect.ownership import Ownership
 from agl_inspect.records import labelled
-from agl_inspect.retention import Ownership
 from agl_inspect.stores import address_of, build_store, checked_store, located, without_password
 from agl_run.access.secret import signing_keys
+from agl_run.checks.notices import crowded_loop
 from agl_run.config.work_folder import own
 from agl_run.deliver.exporting import Exporting
 from agl_run.fleet import FleetSetup
 from agl_run.parts.build import build_exporters, no_token_ids
 from agl_run.parts.gateway import gateway_params, placed
 from agl_run.parts.models import policy_params
-from agl_run.parts.waiting import loading, told
+from agl_run.parts.waiting import loading, waiting_for
 from agl_run.plan import Plan
 from agl_run.run.finish_feed import FinishFeed
 from agl_run.run.lock import ExperimentLock
+from agl_run.runners.setup import RunContext
 from agl_run.worker.address import advertised_url, local_url
-from agl_run.worker.announcement import Announcement, Serving, make_serving, withdraw
 from agl_run.worker.cluster_share import store_for_workers
 from agl_run.worker.current import LiveResources
-from agl_run.worker.loop_limit import crowded_loop
+from agl_run.worker.heartbeat import Heartbeat, RunningExperiment, make_running, withdraw
 from agl_run.worker.order import order_of, reclaim_lost
-from agl_run.worker.setup import WorkerContext, make_tracers, worker_setup
-from agl_run.worker.unclaimed import WorkerWatch
+from agl_run.worker.setup import make_runner, make_tracers, run_context
+from agl_run.worker.unclaimed import UnclaimedReport
 from agl_run.worker.worker import Worker
 
 _LOG = logging.getLogger("agl_run.run")
@@ -77,7 +77,7 @@ class Session:
         self._gateway: Gateway | None = None
         self._gateway_url = ""
         self._advertised_url = ""
-        self._announcement: Announcement | None = None
+        self._heartbeat: Heartbeat | None = None
         self._say: Callable[[str], None] | None = None
         self._stack = AsyncExitStack()
 
@@ -124,13 +124,12 @@ class Session:
         self.live = LiveResources(self.store, llms)
         await self._make_live(state)
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
-        context = self._worker_context(upstreams)
-        tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
-        setup = replace(worker_setup(self.plan, context, tracers), keep=self.feed.keep)
-        self.worker = await self._stack.enter_async_context(Worker(setup))
+        context = self._context(upstreams)
+        worker = Worker(context, make_runner(self.plan, context), keep=self.feed.keep)
+        self.worker = await self._stack.enter_async_context(worker)
         self._ownership.on_loss = self.worker.fail
-        announcement = Announcement(self.store, self.plan.name, self._serving(state, context, llms))
-        self._announcement = await self._stack.enter_async_context(announcement)
+        heartbeat = Heartbeat(self.store, self.plan.name, self._serving(state, context, llms))
+        self._heartbeat = await self._stack.enter_async_context(heartbeat)
         if self.plan.fleet is not None:
             self._stack.push_async_callback(self.plan.fleet.recall)
             await self.plan.fleet.deploy(self._fleet_setup())
@@ -140,7 +139,7 @@ class Session:
     async def _watch_load(self, concurrency: int, say: Callable[[str], None]) -> None:
         """Say that this process holds too many rollouts, or that it holds none and no worker does."""
         if not concurrency:
-            await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
+            await self._stack.enter_async_context(UnclaimedReport(self.store, self.plan.name, say=say))
         for text in crowded_loop(self.plan.config.runner.use, concurrency, key="runner.concurrency"):
             say(text)
 
@@ -162,8 +161,8 @@ class Session:
         if policy is not None:
             await self._load(version.name, policy, version)
         self.live.set(version)
-        if self._announcement is not None:
-            await self._announcement.update(self.live.versions())
+        if self._heartbeat is not None:
+            await self._heartbeat.update(self.live.versions())
         return version
 
     async def go_back(self, versions: Mapping[str, str]) -> None:
@@ -174,8 +173,8 @@ class Session:
                 if name in self.policies:
                     await self._load(name, self.policies[name], found)
                 self.live.set(found)
-        if self._announcement is not None:
-            await self._announcement.update(self.live.versions())
+        if self._heartbeat is not None:
+            await self._heartbeat.update(self.live.versions())
 
     async def _load(self, name: str, policy: Policy, version: ResourceVersion) -> None:
         if self._gateway is None:
@@ -198,7 +197,7 @@ class Session:
         if fleet is not None:
             self._stack.push_async_callback(fleet.stop)
             placed = [algorithm for algorithm in self.plan.config.algorithm if algorithm.resources is not None]
-            with told("connecting to the cluster", say=self._say):
+            with waiting_for("connecting to the cluster", say=self._say):
                 await fleet.reserve(placed)
 
     def _fleet_setup(self) -> FleetSetup:
@@ -228,7 +227,7 @@ class Session:
         for name, policy in self.policies.items():
             self._stack.push_async_callback(policy.stop)
             config = self.plan.config.policy[name]
-            with told(loading(name, config.use, config.params, folder=self.plan.folder), say=self._say):
+            with waiting_for(loading(name, config.use, config.params, folder=self.plan.folder), say=self._say):
                 self._served[name] = await policy.start()
 
     def _upstreams(self) -> list[Upstream]:
@@ -296,7 +295,7 @@ class Session:
         for name in state.live:
             if name in self.policies:
                 version = self.live.current(name)
-                with told(f"policy {name!r}: loading version {version.version}", say=self._say):
+                with waiting_for(f"policy {name!r}: loading version {version.version}", say=self._say):
                     await self._load(name, self.policies[name], version)
         initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
         version = f"{self.plan.name}-{state.run}-initial"
@@ -339,8 +338,10 @@ class Session:
         self.live.set(version)
         return True
 
-    def _worker_context(self, upstreams: list[Upstream]) -> WorkerContext:
-        return WorkerContext(
+    def _context(self, upstreams: list[Upstream]) -> RunContext:
+        return run_context(
+            self.plan,
+            make_tracers(self.plan, self._stack.enter_context(ExitStack())),
             store=self.store,
             secret=signing_keys(),
             resources=self.live.for_rollout,
@@ -351,8 +352,8 @@ class Session:
             concurrency=0 if self.plan.fleet is not None else self.plan.config.runner.concurrency,
         )
 
-    def _serving(self, state: ExperimentRecord, context: WorkerContext, llms: Mapping[str, LLM]) -> Serving:
-        return make_serving(
+    def _serving(self, state: ExperimentRecord, context: RunContext, llms: Mapping[str, LLM]) -> RunningExperiment:
+        return make_running(
             self.plan,
             run=state.run,
             gateway_url=self._advertised_url,

@@ -13,7 +13,8 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, Resource
 from agl_run.agents.agent import Agent
-from agl_run.checks.checks import make_plan
+from agl_run.checks.planning import make_plan
+from agl_run.config.dataset import Tasks
 from agl_run.config.records import (
     ASYNC,
     ExperimentConfig,
@@ -24,15 +25,13 @@ from agl_run.config.records import (
     RetentionConfig,
     RunnerConfig,
     ScheduleConfig,
-    checked,
     listed,
     policy,
+    validated,
 )
-from agl_run.config.tables import Tasks
 from agl_run.display.progress import Progress, default_progress, run_progress
 from agl_run.parts.rewards import given_rewards, name_of
 from agl_run.plan import Plan
-from agl_run.run.arguments import check_arguments
 from agl_run.run.blocking import require_blocking, run_beside, run_blocking
 from agl_run.run.fit import DevResult, FitResult, dev_plan, fit_plan
 from agl_run.run.session import store_url_of
@@ -102,17 +101,16 @@ class Trainer:
         folder: str | Path = ".",
         **settings: Any,
     ) -> None:
-        check_arguments(locals())
         resources = dict(initial_resources or {})
         served = {key: _served(value) for key, value in resources.items() if isinstance(value, LLM)}
-        self._config = checked(
+        self._config = validated(
             ExperimentConfig(
                 experiment=_section(settings, name=name, store=store if isinstance(store, str) else "memory://"),
                 runner=_runner(runner, n_runners),
-                policy={**served, **{key: _policy(value) for key, value in (policies or {}).items()}},
+                policy={**served, **{key: _policy(key, value) for key, value in (policies or {}).items()}},
                 resource={key: _resource(key, value) for key, value in resources.items() if key not in served},
                 algorithm=tuple(_algorithm(item, adapter or {}) for item in _several(algorithm)),
-                schedule=ScheduleConfig(mode=schedule) if isinstance(schedule, str) else schedule,  # pyright: ignore[reportArgumentType]  # checked() says which modes there are
+                schedule=ScheduleConfig(mode=schedule) if isinstance(schedule, str) else schedule,  # pyright: ignore[reportArgumentType]  # validated() says which modes there are
                 credit=_component(credit),
                 reward=tuple(_reward(item) for item in _several(rewards)),
                 gateway=GatewayConfig(use=gateway) if isinstance(gateway, str) else gateway,
@@ -311,7 +309,12 @@ def _served(llm: LLM) -> PolicyConfig:
     )
 
 
-def _policy(given: str | PolicyConfig) -> PolicyConfig:
+def _policy(name: str, given: str | PolicyConfig) -> PolicyConfig:
+    if isinstance(given, LLM):  # a common slip
+        raise ConfigError(
+            f"policies[{name!r}] is {given!r:.60}; policies are model servers, such as agl_run.policy('torch', "
+            "model=...), and an agl.LLM that runs elsewhere belongs to initial_resources"
+        )
     return PolicyConfig(use=given) if isinstance(given, str) else given
 
 

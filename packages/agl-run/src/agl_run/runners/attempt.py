@@ -9,9 +9,10 @@ import ctypes
 import inspect
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -20,7 +21,6 @@ from agl.contracts import DivergenceError, Tracer, Upstream, sampling_mode
 from agl.errors import CaptureError, RunError
 from agl.schemas import (
     LLM,
-    Attempt,
     AttemptStatus,
     ErrorInfo,
     NamedResources,
@@ -39,7 +39,6 @@ from agl_run.replay.script import Script
 from agl_run.runners.refusals import RefusedCalls
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.storable import storable_span
-from agl_run.runners.threads import AgentThreads
 
 STOP_GRACE_S = 5.0
 """Seconds that a cancelled agent gets to stop before it is abandoned."""
@@ -49,56 +48,63 @@ class AttemptStopped(BaseException):
     """Raised inside the thread of an agent past its time limit; no ``Exception``, so that agents do not catch it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptScope:
-    """The context of an attempt, apart from its agent.
-
-    Attributes:
-        resources: Named resources, not yet bound to the attempt.
-        token: The attempt's token.
-        gateway_url: Base URL of the gateway without ``/v1``, ``""`` for none.
-        upstreams: The configured policies.
-        tracers: The installed tracers.
-        recorder: Collects the spans that are made in this process.
-        replay: Script that answers the model calls, if the attempt is a replay or a fork.
-    """
-
-    resources: NamedResources
-    token: str
-    recorder: SpanRecorder
-    gateway_url: str = ""
-    upstreams: Sequence[Upstream] = ()
-    tracers: Sequence[Tracer] = ()
-    replay: Script | None = None
-
-
-async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *, scope: AttemptScope) -> Outcome:
+async def run_attempt(
+    agent: LoadedAgent, rollout: Rollout, active: ActiveAttempt, *, resources: NamedResources, recorder: SpanRecorder
+) -> Outcome:
     """Run the agent once; returns the outcome with the spans that were not drained before.
 
     Never raises for an error of the agent. Cancelling this coroutine stops the agent, then re-raises.
+
+    Args:
+        agent: The agent.
+        rollout: The rollout.
+        active: The attempt; see :func:`new_attempt`.
+        resources: Named resources, not yet bound to the attempt.
+        recorder: Collects the spans that are made in this process.
     """
-    refused = RefusedCalls(_recording(scope.recorder), has_gateway=bool(scope.gateway_url))
-    active = _active(rollout, attempt, scope, record=refused.record)
-    resources = bind_resources(scope.resources, token=scope.token)
+    refused = RefusedCalls(active.record, has_gateway=bool(active.gateway_url))
+    active = replace(active, record=refused.record)
     started = time.time_ns()
     with activate(active):
-        status, error, value = await _run_limited(agent, rollout, resources, scope=scope)
+        status, error, value = await _run_limited(agent, rollout, bind_resources(resources, token=active.token))
     status, error = _checked(active, status, error)
-    for tracer in scope.tracers:
+    for tracer in active.tracers:
         tracer.flush(1.0)
     status, error, extra = _read(status, refused.explained(error), value, active)
     root = _root_span(active, started, status, error, extra.attributes)
     return Outcome(
-        attempt_id=attempt.attempt_id,
+        attempt_id=active.attempt_id,
         status=status,
         error=error,
-        spans=(root, *scope.recorder.drain(), *extra.rewards),
+        spans=(root, *recorder.drain(), *extra.rewards),
     )
 
 
-def _recording(recorder: SpanRecorder) -> Callable[[Span], None]:
-    """Return what records spans as a store carries them."""
-    return lambda span: recorder.record(storable_span(span))
+def new_attempt(
+    rollout: Rollout,
+    attempt_id: str,
+    recorder: SpanRecorder,
+    *,
+    token: str,
+    gateway_url: str,
+    upstreams: Sequence[Upstream],
+    tracers: Iterable[Tracer],
+    replay: Script | None,
+) -> ActiveAttempt:
+    """Make the record of an attempt that starts; ``replay`` answers its calls if it is a replay or a fork."""
+    player = None if replay is None else ForkPlayer(replay) if isinstance(replay, ForkScript) else Player(replay)
+    return ActiveAttempt(
+        rollout_id=rollout.rollout_id,
+        attempt_id=attempt_id,
+        trace_id=new_trace_id(),
+        root_span_id=new_span_id(),
+        record=lambda span: recorder.record(storable_span(span)),
+        token=token,
+        gateway_url=gateway_url,
+        upstreams=upstreams_of(rollout, upstreams),
+        tracers=tuple(tracers),
+        responder=player,
+    )
 
 
 def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
@@ -111,27 +117,6 @@ def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
 
 def _with_token(llm: LLM, token: str) -> LLM:
     return llm if llm.api_key_env else msgspec.structs.replace(llm, api_key=token)
-
-
-def _active(
-    rollout: Rollout, attempt: Attempt, scope: AttemptScope, *, record: Callable[[Span], None]
-) -> ActiveAttempt:
-    return ActiveAttempt(
-        rollout_id=rollout.rollout_id,
-        attempt_id=attempt.attempt_id,
-        trace_id=new_trace_id(),
-        root_span_id=new_span_id(),
-        record=record,
-        token=scope.token,
-        gateway_url=scope.gateway_url,
-        upstreams=upstreams_of(rollout, scope.upstreams),
-        tracers=tuple(scope.tracers),
-        responder=_player(scope.replay) if scope.replay else None,
-    )
-
-
-def _player(script: Script) -> Player | ForkPlayer:
-    return ForkPlayer(script) if isinstance(script, ForkScript) else Player(script)
 
 
 def _checked(
@@ -152,7 +137,7 @@ def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstr
 
 
 async def _run_limited(
-    agent: LoadedAgent, rollout: Rollout, resources: NamedResources, *, scope: AttemptScope
+    agent: LoadedAgent, rollout: Rollout, resources: NamedResources
 ) -> tuple[AttemptStatus, ErrorInfo | None, Any]:
     invocation = _Invocation(agent, rollout, resources)
     task = asyncio.ensure_future(invocation.run())
@@ -291,3 +276,32 @@ def _root_span(
         status_message="" if error is None else error.message,
         attributes=values,
     )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AgentThreads(Executor):
+    """Runs every call in a daemon thread of its own.
+
+    An agent may block in a call that nothing interrupts. The threads of a ``ThreadPoolExecutor`` would then hold up the
+    end of the process until that call returns.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        """Start ``fn`` at once; the number of calls that run at a time is the caller's to bound."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                value = fn(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001  # raised where the result is asked for
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        threading.Thread(target=run, name="agl-agent", daemon=True).start()
+        return future

@@ -19,7 +19,7 @@ from agl.tracing import SpanRecorder
 from agl_run.agents.agent import AgentSpec, LoadedAgent
 from agl_run.agents.importing import install_tracers
 from agl_run.messages import value_for_agent
-from agl_run.runners.attempt import AttemptScope, run_attempt
+from agl_run.runners.attempt import new_attempt, run_attempt
 from agl_run.runners.connections import separate_loops
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_to_child
 from agl_run.runners.result import describe_error
@@ -90,10 +90,12 @@ async def _serve(
         if not isinstance(message, ChildRun):
             break
         recorder = SpanRecorder()
-        scope = AttemptScope(
-            resources={name: value_for_agent(resource) for name, resource in message.resources.items()},
+        resources = {name: value_for_agent(resource) for name, resource in message.resources.items()}
+        active = new_attempt(
+            message.rollout,
+            message.attempt.attempt_id,
+            recorder,
             token=message.token,
-            recorder=recorder,
             gateway_url=start.gateway_url,
             upstreams=start.upstreams,
             tracers=tracers,
@@ -101,7 +103,7 @@ async def _serve(
         )
         flusher = asyncio.create_task(_flush_loop(recorder, write))
         with environment(_credentials(start, message.token)):
-            outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)
+            outcome = await run_attempt(agent, message.rollout, active, resources=resources, recorder=recorder)
         write(frame(ChildDone(outcome=_sendable(await _flushed(flusher, outcome)))))
 
 

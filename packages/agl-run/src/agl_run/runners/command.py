@@ -9,6 +9,7 @@ other ``reward`` there is an error, and so is a line with an object that is long
 import asyncio
 import json
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -29,24 +30,89 @@ from agl.schemas import (
 )
 from agl.tracing import make_reward_span, redact
 from agl_run.runners.attempt import upstreams_of
+from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.folders import own_folder, remove_abandoned
-from agl_run.runners.kept import KeptProcess
-from agl_run.runners.printed import LINE, PrintedText
 from agl_run.runners.result import describe_error, read_result
-from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
+from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunContext, environment_for_agents
 from agl_run.runners.spool import Spool
+
+HEAD = 16_000
+"""Bytes kept of the beginning."""
+
+TAIL = 64_000
+"""Bytes kept of the end."""
+
+LINE = 1 << 20
+"""Bytes kept of the last line."""
+
+_CHUNK = 64 * 1024
+
+
+class PrintedText:
+    """Accepts any number of bytes; keeps the first ``HEAD`` and the last ``TAIL`` of them, and the last line."""
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._tail: deque[bytes] = deque()
+        self._in_tail = 0
+        self._total = 0
+        self._line = b""
+        self._open = bytearray()
+
+    async def read(self, stream: asyncio.StreamReader) -> None:
+        """Add the bytes of a stream until it ends."""
+        while chunk := await stream.read(_CHUNK):
+            self.add(chunk)
+
+    def add(self, data: bytes) -> None:
+        """Add bytes."""
+        self._total += len(data)
+        self._follow(data)
+        room = HEAD - len(self._head)
+        self._head += data[:room]
+        if data := data[room:]:
+            self._tail.append(data)
+            self._in_tail += len(data)
+        while self._tail and self._in_tail - len(self._tail[0]) >= TAIL:
+            self._in_tail -= len(self._tail.popleft())
+
+    def _follow(self, data: bytes) -> None:
+        """Keep the last line that ended and is not blank, and the one that has not ended."""
+        ended, separator, rest = data.replace(b"\r", b"\n").rpartition(b"\n")
+        if separator:
+            lines = bytes(self._open + ended).rstrip()
+            self._line = lines[lines.rfind(b"\n") + 1 :][: LINE + 1] or self._line
+            self._open.clear()
+        self._open += rest[: LINE + 1 - len(self._open)]
+
+    @property
+    def last_line(self) -> bytes:
+        """The last line that is not blank, without blanks around it; of a longer one its first ``LINE + 1`` bytes.
+
+        Lines end at a line feed or a carriage return, neither of which JSON has within a text.
+        """
+        return bytes(self._open).strip() or self._line.strip()
+
+    def text(self) -> str:
+        """Return the kept text; a line between the two parts gives the number of missing bytes."""
+        tail = b"".join(self._tail)[-TAIL:]
+        left_out = self._total - len(self._head) - len(tail)
+        if not left_out:
+            return (self._head + tail).decode(errors="replace")
+        gap = f"\n[{left_out} bytes left out]\n"
+        return self._head.decode(errors="replace") + gap + tail.decode(errors="replace")
 
 
 class CommandRunner:
     """Runs a command line per attempt; see the module."""
 
-    def __init__(self, setup: RunSetup) -> None:
+    def __init__(self, setup: RunContext) -> None:
         if not setup.agent.command:
             raise ConfigError(
                 'the \'command\' runner needs the agent as a list of words, such as agent = ["node", "agent.js"]'
             )
         self._setup = setup
-        self._running: set[KeptProcess] = set()
+        self._running: set[BoundProcess] = set()
 
     async def start(self) -> None:
         """Remove what killed runners left behind; attempts share no state."""
@@ -102,10 +168,10 @@ class CommandRunner:
             "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",
         }
 
-    async def _spawn(self, folder: Path, environment: dict[str, str]) -> KeptProcess:
+    async def _spawn(self, folder: Path, environment: dict[str, str]) -> BoundProcess:
         words = [word.replace("{task}", str(folder / "task.json")) for word in self._setup.agent.command]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-        return await KeptProcess.start(words, environment=environment, cwd=self._setup.agent.folder or None, **pipes)
+        return await BoundProcess.start(words, environment=environment, cwd=self._setup.agent.folder or None, **pipes)
 
     async def _watch(
         self, process: asyncio.subprocess.Process, task: bytes, limit: float | None

@@ -9,8 +9,8 @@ import msgspec
 from agl.contracts import RewardEmitter
 from agl.errors import GatewayLostError, RewardError, RunError
 from agl.schemas import Reward, Rollout, Span
-from agl_run.runners.lasting import LostError
 from agl_run.runners.result import read_reward
+from agl_run.runners.setup import LostError
 
 
 async def judged(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:

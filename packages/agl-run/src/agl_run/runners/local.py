@@ -17,9 +17,9 @@ from agl.schemas import Claim, Outcome
 from agl.tracing import SpanRecorder, Undo
 from agl_run.agents.importing import install_tracers
 from agl_run.replay.script import load_script
-from agl_run.runners.attempt import AttemptScope, run_attempt
+from agl_run.runners.attempt import new_attempt, run_attempt
 from agl_run.runners.connections import separate_loops
-from agl_run.runners.setup import RunSetup
+from agl_run.runners.setup import RunContext
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -34,7 +34,7 @@ class AsyncRunner:
     calls.
     """
 
-    def __init__(self, setup: RunSetup) -> None:
+    def __init__(self, setup: RunContext) -> None:
         if setup.agent.command:
             raise ConfigError("a command runs with the 'command' runner; set [runner] use = \"command\"")
         self._setup = setup
@@ -64,18 +64,20 @@ class AsyncRunner:
         setup = self._setup
         recorder = SpanRecorder()
         attempt_id = claim.attempt.attempt_id
-        scope = AttemptScope(
-            resources=await setup.resources(claim.rollout),
+        resources = await setup.resources(claim.rollout)
+        active = new_attempt(
+            claim.rollout,
+            attempt_id,
+            recorder,
             token=setup.token_of(claim),
-            recorder=recorder,
             gateway_url=setup.gateway_url,
             upstreams=setup.upstreams,
-            tracers=[tracer for _, tracer in setup.tracers],
+            tracers=(tracer for _, tracer in setup.tracers),
             replay=await load_script(setup.store, claim.rollout),
         )
         self._recorders[attempt_id] = recorder
         try:
-            outcome = await run_attempt(self._agent, claim.rollout, claim.attempt, scope=scope)
+            outcome = await run_attempt(self._agent, claim.rollout, active, resources=resources, recorder=recorder)
         finally:
             del self._recorders[attempt_id]
         async with self._flushing:  # a write in progress finishes before the attempt ends

@@ -12,9 +12,9 @@ from agl.errors import ConfigError, RunError
 from agl.schemas import Claim, ErrorInfo, Outcome
 from agl_run.messages import resource_for_child
 from agl_run.replay.script import load_script
-from agl_run.runners.kept import KeptProcess
+from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
-from agl_run.runners.setup import RunSetup, environment_for_agents
+from agl_run.runners.setup import RunContext, environment_for_agents
 
 START_S = 60.0
 """Seconds that a child may take to start and import its agent."""
@@ -29,7 +29,7 @@ KILL_GRACE_S = 3.0
 class ProcessRunner:
     """Runs attempts in child processes; see the module."""
 
-    def __init__(self, setup: RunSetup) -> None:
+    def __init__(self, setup: RunContext) -> None:
         if setup.agent.command:
             raise ConfigError("a command runs with the 'command' runner; set [runner] use = \"command\"")
         if not setup.agent.path:
@@ -134,14 +134,14 @@ class _KilledAtStartError(RunError):
 class _Child:
     """One child process and its pipes."""
 
-    def __init__(self, kept: KeptProcess) -> None:
+    def __init__(self, kept: BoundProcess) -> None:
         self._kept = kept
         self._process = kept.process
 
     @classmethod
-    async def spawn(cls, setup: RunSetup) -> "_Child":
+    async def spawn(cls, setup: RunContext) -> "_Child":
         environment = {**environment_for_agents(setup), **setup.plugins, **setup.environment()}
-        kept = await KeptProcess.start(
+        kept = await BoundProcess.start(
             [sys.executable, "-m", "agl_run.runners.child"],
             environment=environment,
             stdin=asyncio.subprocess.PIPE,
@@ -150,7 +150,7 @@ class _Child:
         )
         return cls(kept)
 
-    async def greet(self, setup: RunSetup) -> None:
+    async def greet(self, setup: RunContext) -> None:
         start = ChildStart(
             agent_path=setup.agent.path,
             folder=setup.agent.folder,

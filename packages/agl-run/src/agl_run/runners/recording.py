@@ -36,8 +36,8 @@ from agl_inspect.records import worker_name
 from agl_inspect.stores import build_store
 from agl_run.access.secret import signing_keys
 from agl_run.access.tokens import AttemptTokens, issue_token
+from agl_run.runners.bound_process import BoundProcess
 from agl_run.runners.folders import own_folder, remove_abandoned
-from agl_run.runners.kept import KeptProcess
 from agl_run.runners.setup import client_environment
 from agl_run.runners.spool import Spool
 
@@ -234,15 +234,15 @@ async def _capture(
     return gateway, {**spool.environment(gateway_url=url, token=token), **client_environment(f"{url}/v1", token)}
 
 
-async def _start(command: Sequence[str], environment: dict[str, str]) -> KeptProcess:
+async def _start(command: Sequence[str], environment: dict[str, str]) -> BoundProcess:
     try:
-        return await KeptProcess.start(command, environment=environment, stops_rest=False, has_session=False)
+        return await BoundProcess.start(command, environment=environment, stops_rest=False, has_session=False)
     except OSError as error:
         raise RunError(f"cannot start {command[0]!r}: {error}") from error
 
 
 async def _end_of(
-    process: KeptProcess, timeout_s: float | None, request: StopRequest
+    process: BoundProcess, timeout_s: float | None, request: StopRequest
 ) -> tuple[AttemptStatus, int, ErrorInfo | None]:
     """Wait for the program's end, or end it."""
     try:

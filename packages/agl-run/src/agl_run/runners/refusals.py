@@ -10,7 +10,7 @@ import msgspec
 
 from agl import semconv
 from agl.schemas import ErrorInfo, Span
-from agl_run.access.placeholder_key import REFUSED
+from agl_run.access.tokens import REFUSED
 
 ARGUMENT = "pass base_url and api_key of the agent's argument llm to the client"
 """The way out for every runner."""

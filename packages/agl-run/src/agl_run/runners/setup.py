@@ -1,4 +1,4 @@
-"""The settings of a runner that all its attempts share."""
+"""The context of a run that all its attempts share: for its worker, and for its runner."""
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
-from agl.errors import TokenError
-from agl.schemas import Claim, NamedResources, Rollout
-from agl_run.access.placeholder_key import PLACEHOLDER_KEY
+from agl.contracts import POLICY_KEY_ENV, RewardEmitter, Store, Tracer, Upstream
+from agl.errors import RunError, TokenError
+from agl.schemas import Claim, NamedResources, Outcome, Rollout
 from agl_run.access.secret import SECRET_ENV, SECRET_FILE_ENV
-from agl_run.access.tokens import AttemptTokens, IssuedClaim, Secret, issue_token
+from agl_run.access.tokens import PLACEHOLDER_KEY, AttemptTokens, IssuedClaim, Secret, issue_token
 from agl_run.access.trust import trust_variables
 from agl_run.access.worker_token import WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV
 from agl_run.agents.agent import AgentSpec
@@ -23,6 +22,11 @@ ADMIN_TOKEN_ENV = "AGL_TOKEN"
 
 TOKEN_FILE_ENV = "AGL_TOKEN_FILE"
 """Variable with the name of a file that holds the admin token of a served store."""
+
+
+async def no_resources(_: Rollout) -> NamedResources:
+    """Return no resources, for runs without any."""
+    return {}
 
 
 class SettlingGateway(Protocol):
@@ -38,30 +42,36 @@ class SettlingGateway(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSetup:
-    """One experiment's settings for running attempts.
+class RunContext:
+    """Everything that the attempts of a run share, in the experiment's own process and in a remote worker.
 
     Attributes:
+        store: Source of rollouts, and target of spans and outcomes.
         agent: The agent to run.
-        store: Where spans go while an attempt runs.
+        experiment: Only this experiment's rollouts are claimed, ``None`` for all.
         secret: Signs attempt tokens; never stored. ``None`` where they come with the claims, for a worker's token.
         resources: Returns the resources of a rollout, with pinned versions applied.
         gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
         gateway: The gateway, local or remote, so that an attempt ends only after its calls are in the store.
+        rewards: Reward emitters by name, run after the agent, hidden task fields included.
+        requires_calls: True if a successful attempt without any model call is a failure.
         upstreams: The configured policies, so that the wire hook knows which calls to redirect.
         tracers: Names of the tracers to install in the process that runs the agent, with the objects made.
         plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
-        concurrency: Attempts at once.
+        concurrency: Attempts at once; 0 leaves them all to remote workers.
         workdir: Where the experiment keeps its files; ``None`` for none.
         ca: File with the authorities of the gateway's certificate; ``None`` for that of ``AGL_CA_FILE``, if it is set.
     """
 
-    agent: AgentSpec
     store: Store
-    secret: Secret | None
-    resources: Callable[[Rollout], Awaitable[NamedResources]]
+    agent: AgentSpec = field(default_factory=AgentSpec)
+    secret: Secret | None = None
+    resources: Callable[[Rollout], Awaitable[NamedResources]] = no_resources
+    experiment: str | None = None
     gateway_url: str = ""
     gateway: SettlingGateway | None = None
+    rewards: Sequence[tuple[str, RewardEmitter]] = ()
+    requires_calls: bool = False
     upstreams: Sequence[Upstream] = ()
     tracers: Sequence[tuple[str, Tracer]] = ()
     plugins: dict[str, str] = field(default_factory=dict[str, str])
@@ -104,7 +114,7 @@ class RunSetup:
         return {**client_environment(self.base_url, token), **trust} if self.base_url else {}
 
 
-def environment_for_agents(setup: RunSetup) -> dict[str, str]:
+def environment_for_agents(setup: RunContext) -> dict[str, str]:
     """Return this process's environment without the keys of the store, and without those that a gateway holds."""
     held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
     own = {SECRET_ENV, SECRET_FILE_ENV, ADMIN_TOKEN_ENV, TOKEN_FILE_ENV, WORKER_TOKEN_ENV, WORKER_TOKEN_FILE_ENV}
@@ -135,3 +145,24 @@ def client_environment(base_url: str, token: str) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": token,
     }
+
+
+class LostError(RunError):
+    """Something that an attempt needs went away, such as its sandbox, which says nothing about the agent.
+
+    The worker gives the attempt back, and it is repeated; ``max_losses`` of the runner bounds how often.
+    """
+
+
+@runtime_checkable
+class LastingRunner(Protocol):
+    """A runner that leaves something of an attempt for the rewards, such as a workspace."""
+
+    async def release(self, claim: Claim, outcome: Outcome | None) -> None:
+        """Remove what is left of an attempt; called once it is judged, and before its outcome is written.
+
+        Args:
+            claim: The attempt that :meth:`execute` was called with.
+            outcome: Its outcome; ``None`` where it was given back and will be repeated.
+        """
+        ...

@@ -5,7 +5,7 @@ model's route that is answered with success becomes a span that names the librar
 :func:`agl.episodes.find_disagreement` knows of a call without a record. Requests are never changed. Nothing of them
 is read but method and URL, and of these only the host is kept. Left out are calls to the run's own gateway, which
 records them, and failed ones, which may be tried again. Calls to a server of a policy lack in the rollout's record;
-calls to another, such as the model behind a tool, are only told of. A call that is refused for its key (401) becomes a
+calls to another, such as the model behind a tool, are only reported. A call that is refused for its key (401) becomes a
 failed span, by which the attempt's error says how a client gets a key that counts.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from agl import semconv
 from agl.tracing import ActiveAttempt, Undo, current, open_span, patch
-from agl_run.access.placeholder_key import PLACEHOLDER_KEY, REFUSED
+from agl_run.access.tokens import PLACEHOLDER_KEY, REFUSED
 from agl_run.tracers.module_tracer import ModuleTracer
 
 _ROUTES = re.compile(

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from agl.contracts import CallUse, ExperimentRecord, StepReport, Store
 from agl_inspect.advice import Suggestion, suggestions_for
 from agl_inspect.records import broke_in_reward
-from agl_inspect.rollouts import StepTallies, keep_tallies
+from agl_inspect.rollouts import StepTallies, add_tallies
 from agl_run.watch.observers import Batch, Observer
 
 _FIRST, _LAST = 10, 50
@@ -67,7 +67,7 @@ class TallyObserver(Observer):
 
     async def measure(self, caller: str, *, step: int, uses: Mapping[str, Sequence[CallUse]]) -> Mapping[str, float]:
         """Store the sums of a step."""
-        await keep_tallies(self._store, self._record, self._tallies.take(caller, step=step, uses=uses))
+        await add_tallies(self._store, self._record, self._tallies.take(caller, step=step, uses=uses))
         return {}
 
 

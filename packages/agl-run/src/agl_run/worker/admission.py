@@ -8,15 +8,15 @@ import agl
 from agl import PluginManager
 from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
-from agl_inspect.records import place
-from agl_run.config.harnesses import agent_of, with_runner
+from agl_inspect.records import host_id
+from agl_run.config.agent import agent_of, with_runner
 from agl_run.config.records import ExperimentConfig
 from agl_run.config.work_folder import work_folder
 from agl_run.parts.rewards import check_known
 from agl_run.plan import Plan, load_agent
 from agl_run.worker.address import is_loopback
-from agl_run.worker.announcement import Serving, settings_of
 from agl_run.worker.cluster_share import with_fleet
+from agl_run.worker.heartbeat import RunningExperiment, settings_of
 from agl_run.worker.remote_gateway import RemoteGateway
 
 
@@ -65,7 +65,7 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
     return plan
 
 
-def differences(serving: Serving, plan: Plan) -> JoinProblem | None:
+def differences(serving: RunningExperiment, plan: Plan) -> JoinProblem | None:
     """Compare the running experiment's settings and release with those of this machine."""
     if serving.release != agl.__version__:
         return _differs(serving, f"runs with agl-core {serving.release} and this is {agl.__version__}: install that")
@@ -77,10 +77,10 @@ def differences(serving: Serving, plan: Plan) -> JoinProblem | None:
     return None
 
 
-async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
+async def try_gateway(serving: RunningExperiment, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
     """Check that this machine reaches the experiment's gateway; ``is_given`` if its address is an option's."""
     where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
-    if is_loopback(gateway.url) and serving.place != place() and not is_given:
+    if is_loopback(gateway.url) and serving.place != host_id() and not is_given:
         return JoinProblem(
             kind="gateway",
             text=f"{where} listens on its own machine only, and this is another one. There, set [gateway] params = "
@@ -102,9 +102,9 @@ async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: boo
     )
 
 
-def unreachable_policies(serving: Serving) -> dict[str, str]:
+def unreachable_policies(serving: RunningExperiment) -> dict[str, str]:
     """Return the policies that only the experiment's machine reaches directly, with the remedy."""
-    if serving.place == place():
+    if serving.place == host_id():
         return {}
     return {
         upstream.name: f"a reward calls the policy {upstream.name!r} directly, which serves at {upstream.base_url} on "
@@ -115,7 +115,7 @@ def unreachable_policies(serving: Serving) -> dict[str, str]:
     }
 
 
-def check_direct_calls(serving: Serving) -> JoinProblem | None:
+def check_direct_calls(serving: RunningExperiment) -> JoinProblem | None:
     """Check that agents can reach the models from here, if there is no gateway."""
     lost = unreachable_policies(serving)
     if serving.gateway_url or not lost:
@@ -129,7 +129,7 @@ def check_direct_calls(serving: Serving) -> JoinProblem | None:
     )
 
 
-def _differs(serving: Serving, what: str) -> JoinProblem:
+def _differs(serving: RunningExperiment, what: str) -> JoinProblem:
     return JoinProblem(kind="settings", text=f"the experiment on {serving.host!r} {what}")
 
 

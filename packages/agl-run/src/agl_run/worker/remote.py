@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -23,11 +23,11 @@ from agl_run.access.tokens import AdminKey
 from agl_run.access.worker_token import worker_key
 from agl_run.plan import Plan
 from agl_run.worker.admission import JoinProblem, check_direct_calls, differences, try_gateway, unreachable_policies
-from agl_run.worker.announcement import BEAT_S, Serving, load_serving
 from agl_run.worker.current import PinnedResources
+from agl_run.worker.heartbeat import BEAT_S, RunningExperiment, load_running
 from agl_run.worker.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
-from agl_run.worker.setup import WorkerContext, ca_of, make_tracers, worker_setup
-from agl_run.worker.worker import Worker, WorkerSetup
+from agl_run.worker.setup import ca_of, make_runner, make_tracers, run_context
+from agl_run.worker.worker import Worker
 
 _LOG = logging.getLogger("agl_run.run")
 
@@ -112,12 +112,12 @@ class RemoteWorker:
         self._tell("finished", text, finished=dict(self.tally.finished))
         return self.tally
 
-    async def _wait(self) -> tuple[Serving, RemoteGateway | None] | None:
+    async def _wait(self) -> tuple[RunningExperiment, RemoteGateway | None] | None:
         """Wait until the experiment can be joined; returns its record and gateway, ``None`` if it is finished."""
         seen: tuple[str, int] | None = None
         while True:
             try:
-                serving = await load_serving(self._store, self._plan.name)
+                serving = await load_running(self._store, self._plan.name)
                 if serving is None and await self._check_finished():
                     return None
             except TokenError as error:
@@ -144,19 +144,19 @@ class RemoteWorker:
         self._is_over = state is not None and state.status == "finished" and not self._stays
         return self._is_over
 
-    def _gateway_of(self, serving: Serving) -> RemoteGateway | None:
+    def _gateway_of(self, serving: RunningExperiment) -> RemoteGateway | None:
         url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
         if not url:
             return None
         return RemoteGateway(url, key=worker_key() or AdminKey(signing_keys()), ca=ca_of(self._plan))
 
-    async def _join_problem(self, serving: Serving, gateway: RemoteGateway | None) -> JoinProblem | None:
+    async def _join_problem(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> JoinProblem | None:
         found = differences(serving, self._plan) or check_direct_calls(serving)
         if found is None and gateway is not None:
             found = await try_gateway(serving, gateway, is_given=bool(self._gateway_url))
         return found
 
-    def _refuse(self, serving: Serving, problem: JoinProblem, *, runs: bool) -> None:
+    def _refuse(self, serving: RunningExperiment, problem: JoinProblem, *, runs: bool) -> None:
         """Raise a problem if the experiment certainly runs: a killed one leaves its record, but its beat stops."""
         if runs and (problem.kind == "settings" or not self._has_joined):
             raise ConfigError(problem.text)
@@ -167,14 +167,14 @@ class RemoteWorker:
             self._said = text
             self._tell(event, text, experiment=self._plan.name)
 
-    async def _take_part(self, serving: Serving, gateway: RemoteGateway | None) -> None:
+    async def _take_part(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> None:
         """Run attempts until this start of the experiment ends, then give the running ones back."""
         member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
         self._said = ""
         with ExitStack() as stack:
             try:
                 await self._store.announce(member)
-                async with Worker(self._setup(serving, gateway, stack)) as worker:
+                async with self._make_worker(serving, gateway, stack) as worker:
                     self._worker = worker
                     self._announce(serving, gateway)
                     self._has_joined = True
@@ -191,7 +191,7 @@ class RemoteWorker:
         except StoreError as error:
             _LOG.debug("the worker could not sign off: %s", error)
 
-    def _announce(self, serving: Serving, gateway: RemoteGateway | None) -> None:
+    def _announce(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> None:
         calls = f"model calls go to {gateway.url}" if gateway is not None else "model calls are recorded here"
         self._tell(
             "joined",
@@ -202,13 +202,16 @@ class RemoteWorker:
             worker=self._name,
         )
 
-    def _setup(self, serving: Serving, gateway: RemoteGateway | None, stack: ExitStack) -> WorkerSetup:
+    def _make_worker(self, serving: RunningExperiment, gateway: RemoteGateway | None, stack: ExitStack) -> Worker:
         url = gateway.url if gateway is not None else ""
         endpoints = {
             name: msgspec.structs.replace(llm, endpoint=f"{url}/v1") if url else llm
             for name, llm in serving.endpoints.items()
         }
-        context = WorkerContext(
+        context = run_context(
+            self._plan,
+            make_tracers(self._plan, stack),
+            unreachable=unreachable_policies(serving),
             store=self._store,
             secret=None if worker_key() else signing_keys(),
             resources=PinnedResources(self._store, endpoints, live=self._live).for_rollout,
@@ -217,21 +220,19 @@ class RemoteWorker:
             upstreams=serving.upstreams,
             requires_calls=serving.requires_calls,
             concurrency=self._concurrency,
-            unreachable=unreachable_policies(serving),
         )
-        setup = worker_setup(self._plan, context, make_tracers(self._plan, stack))
-        runner = setup.runner if gateway is None else GuardedRunner(setup.runner, gateway)
-        return replace(setup, runner=runner, finished=self._count)
+        runner = make_runner(self._plan, context)
+        return Worker(context, runner if gateway is None else GuardedRunner(runner, gateway), finished=self._count)
 
     def _count(self, rollout: Rollout) -> None:
         self.tally.finished[rollout.status] = self.tally.finished.get(rollout.status, 0) + 1
 
     async def _live(self) -> Mapping[str, str]:
-        serving = await load_serving(self._store, self._plan.name)
+        serving = await load_running(self._store, self._plan.name)
         return serving.live if serving is not None else {}
 
     async def _until_over(
-        self, serving: Serving, gateway: RemoteGateway | None, worker: Worker, member: Presence
+        self, serving: RunningExperiment, gateway: RemoteGateway | None, worker: Worker, member: Presence
     ) -> None:
         if worker.failure is None:
             raise RuntimeError("the worker is not running")
@@ -255,9 +256,9 @@ class RemoteWorker:
         if not self._is_over:
             self._tell("left", reason)
 
-    async def _end_reason(self, serving: Serving, gateway: RemoteGateway | None) -> str:
+    async def _end_reason(self, serving: RunningExperiment, gateway: RemoteGateway | None) -> str:
         """Return the reason why this start of the experiment ended, ``""`` while it runs."""
-        current = await load_serving(self._store, self._plan.name)
+        current = await load_running(self._store, self._plan.name)
         if current is None:
             is_finished = await self._check_finished()
             return f"experiment {self._plan.name!r} " + ("is finished" if is_finished else "ended or was stopped")

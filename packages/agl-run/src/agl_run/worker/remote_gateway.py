@@ -19,7 +19,7 @@ from agl.errors import CaptureError, GatewayLostError
 from agl.schemas import Claim, Outcome
 from agl_run.access.trust import client_context, refusal_of
 from agl_run.access.worker_token import WORKER_TOKEN_ENV, WorkerKey
-from agl_run.runners.lasting import LastingRunner
+from agl_run.runners.setup import LastingRunner
 
 TIMEOUT_S = 10.0
 """Seconds that one request may take."""

@@ -1,19 +1,17 @@
-"""Builds a worker's parts from an experiment's plan, for the experiment's own process and for a remote worker."""
+"""Builds what a worker needs from an experiment's plan: the context of its attempts, its tracers, its runner."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from agl.contracts import Runner, Store, Tracer, Upstream
+from agl.contracts import Runner, Tracer
 from agl.errors import RunError
-from agl.schemas import Claim, NamedResources, Outcome, Rollout
-from agl_run.access.tokens import Secret
+from agl.schemas import Claim, Outcome
 from agl_run.parts.build import build_rewards
 from agl_run.parts.rewards import named
 from agl_run.plan import Plan
-from agl_run.runners.setup import RunSetup, SettlingGateway, environment
-from agl_run.worker.worker import WorkerSetup
+from agl_run.runners.setup import RunContext, environment
 
 ALWAYS_ON = ("otel", "own-spans", "wire", "unrecorded")
 """Tracers that no experiment has to name."""
@@ -33,63 +31,36 @@ class NoRunner:
         """Do nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerContext:
-    """The parts of a worker that its plan does not give.
+def run_context(
+    plan: Plan, tracers: Sequence[tuple[str, Tracer]], *, unreachable: Mapping[str, str] | None = None, **parts: Any
+) -> RunContext:
+    """Make the context of a run, for its own process or a remote worker.
 
-    Attributes:
-        store: Where rollouts come from.
-        secret: Signs the tokens of attempts; ``None`` where these come with the claims.
-        resources: Returns the resources of a rollout.
-        gateway_url: Base URL without ``/v1``; ``""`` where calls are recorded in the agent's process.
-        gateway: Settles an attempt's calls before the attempt ends.
-        upstreams: The running policies.
+    Args:
+        plan: The experiment.
+        tracers: The tracers by name.
         unreachable: Policies that this machine cannot reach past the gateway, with the reason.
-        requires_calls: Whether a successful attempt without any model call is a failure.
-        concurrency: Attempts at once; 0 for none.
+        parts: The parts of the context that a plan does not have, such as ``store`` and ``gateway``.
     """
-
-    store: Store
-    secret: Secret | None
-    resources: Callable[[Rollout], Awaitable[NamedResources]]
-    gateway_url: str
-    gateway: SettlingGateway | None
-    upstreams: Sequence[Upstream]
-    requires_calls: bool
-    concurrency: int
-    unreachable: Mapping[str, str] = field(default_factory=dict[str, str])
-
-
-def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str, Tracer]]) -> WorkerSetup:
-    """Build the setup of a worker for this experiment."""
-    manager, config = plan.manager, plan.config.runner
-    setup = RunSetup(
+    rewards = build_rewards(plan, parts.get("upstreams", ()), unreachable=unreachable)
+    return RunContext(
         agent=plan.agent,
-        store=context.store,
-        secret=context.secret,
-        resources=context.resources,
-        gateway_url=context.gateway_url,
-        gateway=context.gateway,
-        upstreams=context.upstreams,
+        experiment=plan.name,
+        rewards=[(name, named(name, emitter, folder=plan.folder)) for name, emitter in rewards],
         tracers=tracers,
-        plugins=manager.worker_env(),
-        concurrency=context.concurrency,
+        plugins=plan.manager.worker_env(),
         workdir=plan.workdir,
         ca=ca_of(plan),
+        **parts,
     )
-    runner: Runner = (
-        manager.build(manager.runner(config.use), setup=setup, **config.params) if context.concurrency else NoRunner()
-    )
-    rewards = build_rewards(plan, context.upstreams, unreachable=context.unreachable)
-    return WorkerSetup(
-        store=context.store,
-        runner=runner,
-        experiment=plan.name,
-        concurrency=context.concurrency,
-        rewards=[(name, named(name, emitter, folder=plan.folder)) for name, emitter in rewards],
-        gateway=context.gateway,
-        requires_calls=context.requires_calls,
-    )
+
+
+def make_runner(plan: Plan, context: RunContext) -> Runner:
+    """Build the runner of an experiment; without slots one that runs nothing."""
+    config = plan.config.runner
+    if not context.concurrency:
+        return NoRunner()
+    return plan.manager.build(plan.manager.runner(config.use), setup=context, **config.params)
 
 
 def ca_of(plan: Plan) -> Path | None:

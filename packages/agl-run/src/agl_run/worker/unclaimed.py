@@ -16,8 +16,8 @@ FIRST_S = 5.0
 LONGEST_S = 120.0
 
 
-class WorkerWatch:
-    """Checks periodically that queued rollouts are claimed: ``async with WorkerWatch(store, name, say=print):``."""
+class UnclaimedReport:
+    """Checks periodically that queued rollouts are claimed: ``async with UnclaimedReport(store, name, say=print):``."""
 
     def __init__(self, store: Store, name: str, *, say: Callable[[str], None], first_s: float = FIRST_S) -> None:
         self._store = store
@@ -26,7 +26,7 @@ class WorkerWatch:
         self._first_s = first_s
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "WorkerWatch":
+    async def __aenter__(self) -> "UnclaimedReport":
         """Start checking."""
         self._task = asyncio.create_task(self._watch())
         return self

@@ -5,14 +5,14 @@ One worker serves one runner. It leaves the course of an attempt to the runner.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from agl.contracts import RewardEmitter, Runner, Store
+from agl.contracts import Runner
 from agl.episodes import find_disagreement
 from agl.errors import FencedError, GatewayLostError, NoModelCallsError, NotFoundError, StoreError
 from agl.schemas import Claim, Outcome, Rollout, Span, decode, encode, new_trace_id
@@ -20,12 +20,10 @@ from agl.stores import all_spans
 from agl.tracing import make_reward_span
 from agl_inspect.records import worker_name
 from agl_run.runners.judging import judged
-from agl_run.runners.lasting import LastingRunner, LostError
 from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error
-from agl_run.runners.setup import SettlingGateway
+from agl_run.runners.setup import LastingRunner, LostError, RunContext
 from agl_run.runners.storable import UNFIT, storable_outcome
-from agl_run.worker.slots import Slots
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -43,47 +41,33 @@ def _ignore(*_: object) -> None:
     """Do nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSetup:
-    """The parts of a worker and its settings.
+class Worker:
+    """Runs attempts until it is stopped: ``async with Worker(context, runner):``.
 
-    Attributes:
-        store: Source of rollouts and target of outcomes.
+    Args:
+        context: The run.
         runner: Executes attempts; started and stopped by the worker.
-        experiment: Only this experiment's rollouts are claimed, ``None`` for all.
-        concurrency: Attempts at once; 0 leaves them all to remote workers.
-        rewards: Reward emitters by name, run after the agent, hidden task fields included.
-        gateway: Settles an attempt's calls before the attempt ends, so that they are in the store.
-        requires_calls: Whether a successful attempt without any model call is a failure.
         finished: Called with every rollout that reached its final status here.
         keep: Called with the ids of a rollout and its attempt, and the attempt's spans, if they were read to judge it;
             a waiter for the rollout can then skip that read.
-    """
-
-    store: Store
-    runner: Runner
-    experiment: str | None = None
-    concurrency: int = 8
-    rewards: Sequence[tuple[str, RewardEmitter]] = ()
-    gateway: SettlingGateway | None = None
-    requires_calls: bool = False
-    finished: Callable[[Rollout], None] = _ignore
-    keep: Callable[[str, str, list[Span]], None] = _ignore
-
-
-class Worker:
-    """Runs attempts until it is stopped: ``async with Worker(setup):``.
 
     Attributes:
         slots: The agents that run.
         failure: Completes with the error for which the worker gave up; ``None`` before the start.
     """
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        self._setup = setup
+    def __init__(
+        self,
+        context: RunContext,
+        runner: Runner,
+        *,
+        finished: Callable[[Rollout], None] = _ignore,
+        keep: Callable[[str, str, list[Span]], None] = _ignore,
+    ) -> None:
+        self._context, self._runner, self._finished, self._keep = context, runner, finished, keep
         self._name = worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self.slots = Slots(setup.concurrency)
+        self.slots = Slots(context.concurrency)
         self._is_careful = False
         self._free = asyncio.Event()
         self._warnings = RepeatedWarnings()
@@ -92,7 +76,7 @@ class Worker:
 
     async def __aenter__(self) -> "Worker":
         """Start the runner and begin to claim."""
-        await self._setup.runner.start()
+        await self._runner.start()
         self.failure = asyncio.get_running_loop().create_future()
         self._loops = [self._spawn(self._claim_loop), self._spawn(self._renew_loop)]
         return self
@@ -106,7 +90,7 @@ class Worker:
         for _, task in running:
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
-        await self._setup.runner.stop()
+        await self._runner.stop()
         self._warnings.conclude()
         if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
             self.failure.exception()  # retrieved, so that asyncio does not log it again
@@ -140,10 +124,10 @@ class Worker:
     async def _claim(self, *, limit: int) -> list[Claim]:
         """Wait for rollouts; a stop gives back what the store had already handed out, though its answer is lost."""
         claim = partial(
-            self._setup.store.claim,
+            self._context.store.claim,
             worker=self._name,
             lease_s=LEASE_S,
-            experiment=self._setup.experiment,
+            experiment=self._context.experiment,
             claim_id=new_trace_id(),
         )
         try:
@@ -203,7 +187,7 @@ class Worker:
     async def _renew(self, held: Sequence[str]) -> list[str]:
         """Renew leases and return those that are held on; an attempt that was removed costs no other its lease."""
         try:
-            return await self._setup.store.renew(held, lease_s=LEASE_S)
+            return await self._context.store.renew(held, lease_s=LEASE_S)
         except NotFoundError:
             if len(held) == 1:
                 return []
@@ -226,12 +210,12 @@ class Worker:
 
     async def _outcome(self, claim: Claim) -> Outcome:
         """Run an attempt and judge it; raises only what gives it back."""
-        setup = self._setup
+        context = self._context
         outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
         try:
             outcome = await self._execute(claim)
-            if setup.gateway is not None:
-                await setup.gateway.settle(claim.attempt.attempt_id)
+            if context.gateway is not None:
+                await context.gateway.settle(claim.attempt.attempt_id)
             return await self._judge(claim.rollout, outcome)
         except (GatewayLostError, LostError):
             raise
@@ -241,17 +225,17 @@ class Worker:
 
     async def _release(self, claim: Claim, outcome: Outcome | None) -> None:
         """Let the runner remove what it left for the rewards; a failure of that harms no attempt."""
-        if not isinstance(self._setup.runner, LastingRunner):
+        if not isinstance(self._runner, LastingRunner):
             return
         try:
-            await self._setup.runner.release(claim, outcome)
+            await self._runner.release(claim, outcome)
         except Exception as error:  # noqa: BLE001  # the attempt boundary: its outcome is decided already
             self._warnings.add(claim.attempt.attempt_id, error)
 
     async def _execute(self, claim: Claim) -> Outcome:
         """Run the agent; another may start when it ends, before this one's outcome is written."""
         try:
-            return await self._setup.runner.execute(claim)
+            return await self._runner.execute(claim)
         finally:
             self.slots.leave()
             self._free.set()
@@ -264,12 +248,12 @@ class Worker:
             return
         for rollout in rollouts:
             if rollout.is_finished:
-                self._setup.finished(rollout)
+                self._finished(rollout)
 
     async def _write(self, outcome: Outcome) -> list[Rollout]:
         """Write an outcome; one with contents that the store refuses is written as a failure without them."""
         try:
-            return await self._setup.store.finish([outcome])
+            return await self._context.store.finish([outcome])
         except (FencedError, NotFoundError):
             raise
         except (StoreError, *UNFIT) as error:
@@ -277,12 +261,12 @@ class Worker:
             if fitting is None:
                 raise
             self._warnings.add(outcome.attempt_id, error)
-        return await self._setup.store.finish([fitting])
+        return await self._context.store.finish([fitting])
 
     async def _give_back(self, claim: Claim, error: Exception | None = None) -> None:
         described = None if error is None else describe_error(error)
         try:
-            await self._setup.store.finish(
+            await self._context.store.finish(
                 [Outcome(attempt_id=claim.attempt.attempt_id, status="lost", error=described)]
             )
         except StoreError as error:
@@ -290,21 +274,21 @@ class Worker:
 
     async def _judge(self, rollout: Rollout, outcome: Outcome) -> Outcome:
         """Add the reward emitters' spans; a success without model calls becomes a failure if calls are required."""
-        setup = self._setup
-        if outcome.status != "succeeded" or not (setup.rewards or setup.requires_calls):
+        context = self._context
+        if outcome.status != "succeeded" or not (context.rewards or context.requires_calls):
             return outcome
-        recorded = await all_spans(setup.store, rollout.rollout_id, outcome.attempt_id)
+        recorded = await all_spans(context.store, rollout.rollout_id, outcome.attempt_id)
         spans = [*recorded, *outcome.spans]
-        if setup.requires_calls and not any(span.call is not None for span in spans):
+        if context.requires_calls and not any(span.call is not None for span in spans):
             error = describe_error(NoModelCallsError(_no_calls(spans, outcome.attempt_id)))
             return msgspec.structs.replace(outcome, status="failed", error=error)
         rewards = [
             make_reward_span(rollout.rollout_id, outcome.attempt_id, reward)
-            for name, emitter in setup.rewards
+            for name, emitter in context.rewards
             for reward in await judged(name, emitter, rollout, spans)
         ]
         outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
-        setup.keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
+        self._keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
         return outcome
 
 
@@ -344,3 +328,44 @@ def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
         "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "
         "through httpx"
     )
+
+
+class Slots:
+    """Counts the agents that run, and adds up the time that they do.
+
+    Args:
+        count: Agents that may run at once; 0 where other machines run them all.
+        clock: Returns seconds that only grow.
+
+    Attributes:
+        taken: Agents that run now.
+    """
+
+    def __init__(self, count: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count = count
+        self.taken = 0
+        self._clock = clock
+        self._since = clock()
+        self._total_s = 0.0
+
+    @property
+    def free(self) -> int:
+        """Agents that may start."""
+        return self.count - self.taken
+
+    def now(self) -> tuple[float, float]:
+        """Return the time, and the seconds that all agents together have run until then."""
+        now = self._clock()
+        self._total_s += self.taken * (now - self._since)
+        self._since = now
+        return now, self._total_s
+
+    def take(self) -> None:
+        """Note that an agent starts."""
+        self.now()
+        self.taken += 1
+
+    def leave(self) -> None:
+        """Note that an agent has ended."""
+        self.now()
+        self.taken -= 1

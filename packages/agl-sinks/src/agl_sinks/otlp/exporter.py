@@ -1,11 +1,149 @@
-"""The exporter that an experiment file names: finished rollouts as traces over OTLP."""
+"""The exporter that an experiment file names, and the tracing backend behind one URL that it sends to."""
 
-from collections.abc import Sequence
+import gzip
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 from agl.contracts import Recording
-from agl_sinks.otlp.backend import Backend
-from agl_sinks.otlp.background import in_background
+from agl.errors import ConfigError, ExportError
+from agl.stores import shown_url, web_parts
 from agl_sinks.otlp.requests import requests_of
+from agl_sinks.sending import in_background, post
+
+PATH = "/v1/traces"
+DEFAULT = "http://localhost:4318"
+"""The address at which a collector listens by default."""
+
+_PASSING = frozenset({429, 502, 503, 504})
+"""Statuses after which a request may be repeated, by the specification of OTLP over HTTP."""
+
+_ADVICE = {
+    401: "give its key in the variable that headers_env names",
+    403: "give its key in the variable that headers_env names",
+    404: f"check the path of the endpoint, to which {PATH} is added",
+    405: f"check the path of the endpoint, to which {PATH} is added",
+    413: "leave out the contents, or raise the backend's limit on the size of a request",
+}
+_VALUE = re.compile(r"[\t -~\x80-\xff]*")
+"""The characters that the value of a header may have."""
+
+_PROTOBUF = "application/x-protobuf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A tracing backend.
+
+    Attributes:
+        url: The whole URL to which requests go.
+        headers: Further headers, such as a key.
+        timeout_s: Seconds that one request may take.
+    """
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    timeout_s: float = 10.0
+
+    @classmethod
+    def from_environment(cls, endpoint: str, *, headers_env: str = "", timeout_s: float = 10.0) -> "Backend":
+        """Find what is not given in OpenTelemetry's environment variables.
+
+        Raises:
+            ConfigError: The endpoint is no URL, or the variable is not set or has another form.
+        """
+        if headers_env and not os.environ.get(headers_env):
+            raise ConfigError(
+                f"headers_env names the environment variable {headers_env}, which is not set; set it to "
+                "name=value,name=value, or leave headers_env out if the backend needs no key"
+            )
+        return cls(url=_url(endpoint), headers=_headers(headers_env), timeout_s=timeout_s)
+
+    @property
+    def shown(self) -> str:
+        """The URL for messages, without a password in it."""
+        return shown_url(self.url)
+
+    async def send(self, request: ExportTraceServiceRequest) -> None:
+        """Send one request.
+
+        Raises:
+            ExportError: It was not taken, or only in part.
+        """
+        body = gzip.compress(request.SerializeToString(), compresslevel=1)
+        answer = await in_background(lambda: self._post(body))
+        rejected = answer.partial_success.rejected_spans
+        if rejected:
+            raise ExportError(
+                f"{self.shown} rejected {rejected} of {_count(request)} spans: "
+                f"{answer.partial_success.error_message or 'it gave no reason'}"
+            )
+
+    def _post(self, body: bytes) -> ExportTraceServiceResponse:
+        headers = {"Content-Type": _PROTOBUF, "Content-Encoding": "gzip", **self.headers}
+        answer = post(
+            self.url,
+            body,
+            shown=self.shown,
+            headers=headers,
+            timeout_s=self.timeout_s,
+            passing=_PASSING,
+            advice=_ADVICE,
+        )
+        return _parsed(answer.headers.get("Content-Type", "").partition(";")[0], answer.content)
+
+
+def _url(endpoint: str) -> str:
+    whole = "" if endpoint else os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
+    url = whole or endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "") or DEFAULT
+    parts = web_parts(url)
+    if parts is None:
+        raise ConfigError(
+            f"the endpoint {shown_url(url)!r} is no URL of a tracing backend; write http://HOST:PORT, and name the "
+            "port for OTLP over HTTP, which is 4318 for most collectors"
+        )
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"the endpoint {shown_url(url)!r} has a user or a password in it; send them as a header: "
+            "Authorization=Basic%20..., in the variable that headers_env names"
+        )
+    return url if whole or parts.path.endswith(PATH) else f"{url.rstrip('/')}{PATH}"
+
+
+def _headers(variable: str) -> dict[str, str]:
+    """Read headers in OpenTelemetry's form, in which values are quoted as in URLs."""
+    names = (variable,) if variable else ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
+    name = next((name for name in names if os.environ.get(name)), "")
+    found: dict[str, str] = {}
+    for part in filter(str.strip, os.environ.get(name, "").split(",")):
+        key, equals, value = (unquote(word.strip()) for word in part.partition("="))
+        if not equals or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", key) or not _VALUE.fullmatch(value):
+            raise ConfigError(
+                f"the environment variable {name} is not of the form name=value,name=value; write a header such as "
+                "Authorization=Bearer%20KEY, with %20 for a space"
+            )
+        found[key] = value
+    return found
+
+
+def _parsed(content_type: str, body: bytes) -> ExportTraceServiceResponse:
+    """Read an answer; one of another type counts as empty, which means that everything was taken."""
+    try:
+        return ExportTraceServiceResponse.FromString(body if content_type == _PROTOBUF else b"")
+    except DecodeError:
+        return ExportTraceServiceResponse()
+
+
+def _count(request: ExportTraceServiceRequest) -> int:
+    return sum(len(scope.spans) for group in request.resource_spans for scope in group.scope_spans)
 
 
 class OtlpExporter:

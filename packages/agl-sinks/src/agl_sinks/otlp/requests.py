@@ -10,8 +10,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 import agl
 from agl.contracts import Recording
 from agl.schemas import Json
+from agl_sinks.otlp.attributes import key_values
 from agl_sinks.otlp.traces import spans_of
-from agl_sinks.otlp.values import key_values
 
 MAX_BYTES = 2 << 20
 """Bytes of spans in one request, before compression; one span may be larger."""

@@ -18,9 +18,7 @@ from agl.contracts import Recording
 from agl.episodes import build_episode
 from agl.schemas import Attempt, ErrorInfo, Json, Reward, Span, SpanEvent, Transition, to_json
 from agl_inspect.exports import call_record
-from agl_sinks.otlp.calls import call_attributes
-from agl_sinks.otlp.contents import allowed, allowed_events
-from agl_sinks.otlp.values import as_text, key_values
+from agl_sinks.otlp.attributes import allowed, allowed_events, as_text, call_attributes, key_values
 
 CALL_RECORD, REWARD_RECORD = "agl.call", "agl.reward_record"
 """Attributes that hold whole records as JSON."""

@@ -87,3 +87,8 @@ class Changes:
     def is_heard(self) -> bool:
         """Return true if waiting callers need a message about these changes."""
         return bool(self.feed) or self.has_queued or self.soonest < math.inf
+
+    @property
+    def message(self) -> str:
+        """The message about these changes to waiting callers on all machines; see :func:`read_message`."""
+        return f"{'q' if self.has_queued else ''}{'f' if self.feed else ''} {self.soonest!r}"

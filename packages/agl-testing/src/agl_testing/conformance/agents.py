@@ -54,23 +54,19 @@ def _raise(task: dict[str, Any]) -> None:
     raise ValueError(task["text"])
 
 
-def _exit(task: dict[str, Any]) -> None:
-    del task
+def _exit(_: dict[str, Any]) -> None:
     sys.exit(3)
 
 
-def _hard_exit(task: dict[str, Any]) -> None:
-    del task
+def _hard_exit(_: dict[str, Any]) -> None:
     os._exit(7)
 
 
-def _cancelled(task: dict[str, Any]) -> None:
-    del task
+def _cancelled(_: dict[str, Any]) -> None:
     raise asyncio.CancelledError
 
 
-def _object(task: dict[str, Any]) -> object:
-    del task
+def _object(_: dict[str, Any]) -> object:
     return object()
 
 

@@ -42,9 +42,8 @@ class RolloutOrder:
     is_greedy: bool = False
 
 
-def no_policies(workdir: Path) -> Mapping[str, Policy]:
+def no_policies(_: Path) -> Mapping[str, Policy]:
     """Return no policies, for an algorithm that tunes no weights."""
-    del workdir
     return {}
 
 

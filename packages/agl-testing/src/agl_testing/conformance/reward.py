@@ -14,7 +14,7 @@ import pytest
 
 from agl.contracts import RewardEmitter
 from agl.schemas import Record, Reward, Rollout, Span
-from agl_testing.conformance._base import Conformance
+from agl_testing.conformance._base import Conformance, require
 from agl_testing.conformance.samples import chat_span, error_span, rollout_of, tool_span
 
 
@@ -86,8 +86,7 @@ class RewardConformance(Conformance):
     def test_equal_records_get_equal_rewards(
         self, emitter: RewardEmitter, attempts: list[tuple[Rollout, list[Span]]]
     ) -> None:
-        if not self.is_deterministic:
-            pytest.skip("this reward says is_deterministic = False")
+        require(self.is_deterministic, "is_deterministic", self.contract)
         for rollout, spans in attempts:
             assert evaluate(emitter, rollout, spans) == evaluate(emitter, rollout, spans)
 

@@ -17,14 +17,14 @@ from agl.contracts import Runner, Store
 from agl.schemas import Claim, NamedResources, Outcome, RetryPolicy, Rollout, Span
 from agl.stores import MemoryStore
 from agl.tracing import current
-from agl_run import AgentSpec, RunSetup
+from agl_run import AgentSpec, RunContext
 from agl_testing.conformance._base import Conformance, require, run
 from agl_testing.stores.samples import make_rollout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-MakeRunner = Callable[[RunSetup], Runner]
+MakeRunner = Callable[[RunContext], Runner]
 Work = Callable[["Bench"], Awaitable[None]]
 
 STOP_S = 10.0
@@ -72,7 +72,7 @@ class RunnerConformance(Conformance):
         class TestMyRunner(RunnerConformance):
             @pytest.fixture
             def make_runner(self):
-                return MyRunner  # called with a RunSetup
+                return MyRunner  # called with a RunContext
     """
 
     contract: ClassVar[str] = "runner"
@@ -257,7 +257,7 @@ async def _with_bench(make_runner: MakeRunner, agent: AgentSpec, work: Work) -> 
 @asynccontextmanager
 async def _bench(make_runner: MakeRunner, agent: AgentSpec) -> "AsyncGenerator[Bench]":
     store = MemoryStore("memory://")
-    setup = RunSetup(agent=agent, store=store, secret=b"s" * 32, resources=_no_resources)
+    setup = RunContext(agent=agent, store=store, secret=b"s" * 32, resources=_no_resources)
     runner = make_runner(setup)
     await runner.start()
     try:

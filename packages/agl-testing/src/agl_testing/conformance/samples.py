@@ -64,9 +64,7 @@ def chat_span(rollout: Rollout, *, text: str, agent: str = "") -> Span:
         model="m",
         request={"model": "m", "messages": [{"role": turn.role, "content": turn.text}]},
         response={
-            "choices": [
-                {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"},
-            ]
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]
         },
         prompt_ids=pack_ids(render_prompt([turn])),
         response_ids=pack_ids(ids),

@@ -7,12 +7,10 @@ nothing but a count. A call costs it about 30 microseconds. It is no general HTT
 
 import asyncio
 import random
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
@@ -20,6 +18,7 @@ from agl_testing.model_server.answer import ScriptedExchange, answer_of
 from agl_testing.model_server.codec import OFFSET
 from agl_testing.model_server.dialects import chat
 from agl_testing.model_server.script import Reply
+from agl_testing.model_server.thread import ThreadedServer
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
@@ -55,7 +54,7 @@ class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
         return cls(plain=head.encode() + body, stream=_framed(list(chat.events_of(exchange))))
 
 
-class CannedModelServer:
+class CannedModelServer(ThreadedServer):
     """Serves ``replies`` in turn from its own thread; a context manager like the scripted server.
 
     ``write_delay`` is the time in seconds between the writes of a stream.
@@ -69,69 +68,26 @@ class CannedModelServer:
         port: int = 0,
         write_delay: float = 0.0,
     ) -> None:
+        super().__init__(host, port)
         self.replies = tuple(replies) if replies else (CannedReply.chat(),)
         self.write_delay = write_delay
         self.call_count = 0
-        self._address = (host, port)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping: asyncio.Event | None = None
-        self._failure: OSError | None = None
-
-    @property
-    def base_url(self) -> str:
-        """The address with ``/v1``."""
-        return f"http://{self._address[0]}:{self._address[1]}/v1"
 
     def next_reply(self) -> CannedReply:
         """Count a call and return the reply for it; replies are used in turn."""
         self.call_count += 1
         return self.replies[(self.call_count - 1) % len(self.replies)]
 
-    def start(self) -> Self:
-        """Bind the port and serve; returns when calls are accepted."""
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="canned-model-server", daemon=True)
-        self._thread.start()
-        started.wait(10.0)
-        if self._failure is not None:
-            raise self._failure
-        return self
-
-    def stop(self) -> None:
-        """Close the port and every connection; idempotent."""
-        if self._thread is not None and self._loop is not None and self._stopping is not None:
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join()
-        self._thread = None
-
-    async def serve(self, started: threading.Event) -> None:
-        """Serve until :meth:`stop`; sets ``started`` once the port is open. Raises :class:`OSError` if it is taken."""
+    @asynccontextmanager
+    async def listening(self) -> AsyncGenerator[int]:
+        """Listen with a protocol of its own, which does nothing that a benchmark does not need."""
         connections: set[_Connection] = set()
-        self._loop = asyncio.get_running_loop()
-        server = await self._loop.create_server(lambda: _Connection(self, connections), *self._address)
-        self._address = (self._address[0], int(server.sockets[0].getsockname()[1]))
-        self._stopping = asyncio.Event()
-        started.set()
-        await self._stopping.wait()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Connection(self, connections), self._host, self._port)
+        yield int(server.sockets[0].getsockname()[1])
         server.close()
         for connection in list(connections):
             connection.close()
-
-    def _run(self, started: threading.Event) -> None:
-        try:
-            asyncio.run(self.serve(started))
-        except OSError as error:
-            self._failure = error
-            started.set()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 class _Connection(asyncio.Protocol):

@@ -143,12 +143,7 @@ class ScriptedHandler:
             prompt = render_prompt(turns, tools=call.json.get("tools"))
         index, self._count = self._count, self._count + 1
         return ModelRequest(
-            index=index,
-            dialect=call.dialect,
-            headers=call.headers,
-            body=call.json,
-            turns=turns,
-            prompt_ids=prompt,
+            index=index, dialect=call.dialect, headers=call.headers, body=call.json, turns=turns, prompt_ids=prompt
         )
 
     def _exchange(self, request: ModelRequest, step: Reply | tuple[Reply, ...]) -> ScriptedExchange:

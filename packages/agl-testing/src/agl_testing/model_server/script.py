@@ -150,8 +150,3 @@ class Script:
         if self.default is not None:
             return self.default
         return Status(code=500, message=f"the script has no step for call {request.index}; enqueue one more")
-
-    @property
-    def steps_left(self) -> int:
-        """Number of queued steps that no call has used."""
-        return len(self._steps)

@@ -1,21 +1,18 @@
 """The scripted model server: real sockets, its own thread and event loop, usable from sync and async tests."""
 
-import asyncio
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
 
 from aiohttp import web
 
 from agl_testing.model_server.handler import ScriptedHandler
 from agl_testing.model_server.recording import RecordedCall, Recording
 from agl_testing.model_server.script import Flavour, Reply, Respond, Script, Step
+from agl_testing.model_server.thread import ThreadedServer
 
-_START_LIMIT_S = 10.0
 
-
-class ScriptedModelServer:
+class ScriptedModelServer(ThreadedServer):
     """A model API on a local port that says what a script tells it to say.
 
     >>> with ScriptedModelServer([Reply(text="hello")]) as server:
@@ -48,37 +45,17 @@ class ScriptedModelServer:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
+        super().__init__(host, port)
         self._script = Script(respond=respond, steps=steps, default=default)
         self._recording = Recording()
         self._handler = ScriptedHandler(
             script=self._script, recording=self._recording, flavour=flavour, models=models, api_key=api_key
         )
-        self._host = host
-        self._port = port
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping: asyncio.Event | None = None
-        self._failure: OSError | None = None
-
-    @property
-    def url(self) -> str:
-        """Root of the server, which Anthropic clients take as their base URL."""
-        return f"http://{self._host}:{self._port}"
-
-    @property
-    def base_url(self) -> str:
-        """The root with ``/v1``, which OpenAI clients take as their base URL."""
-        return f"{self.url}/v1"
 
     @property
     def calls(self) -> list[RecordedCall]:
         """Every call that has arrived, in order."""
         return self._recording.snapshot()
-
-    @property
-    def steps_left(self) -> int:
-        """The number of queued steps that no call has used."""
-        return self._script.steps_left
 
     def enqueue(self, *steps: Step) -> None:
         """Queue further steps."""
@@ -96,56 +73,20 @@ class ScriptedModelServer:
         """Block until ``count`` calls have arrived; :class:`TimeoutError` says how many did."""
         return self._recording.wait_for(count, timeout=timeout)
 
-    def start(self) -> Self:
-        """Bind the port and serve; returns when calls are accepted."""
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="scripted-model-server", daemon=True)
-        self._thread.start()
-        if not started.wait(_START_LIMIT_S):
-            raise TimeoutError(f"the scripted model server did not start within {_START_LIMIT_S} s")
-        if self._failure is not None:
-            raise self._failure
-        return self
-
-    def stop(self) -> None:
-        """Close the port and every connection, stalled calls included; idempotent."""
-        if self._thread is None:
-            return
-        if self._loop is not None and self._stopping is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
-        self._thread = None
-
-    def __enter__(self) -> Self:
-        return self.start()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        super().__exit__(kind, error, trace)
         if error is None and self._handler.script_errors:
             raise self._handler.script_errors[0]
 
-    def _run(self, started: threading.Event) -> None:
-        asyncio.run(self._serve(started))
-
-    async def _serve(self, started: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
+    @asynccontextmanager
+    async def listening(self) -> AsyncGenerator[int]:
+        """Listen with aiohttp, which cancels what is being answered when the block ends."""
         runner = web.ServerRunner(web.Server(self._handler.handle, handler_cancellation=True), shutdown_timeout=0.05)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, self._host, self._port)
-            await site.start()
-            self._port = _port_of(runner)
-            started.set()
-            await self._stopping.wait()
-        except OSError as error:
-            self._failure = error
-            started.set()
+            await web.TCPSite(runner, self._host, self._port).start()
+            yield int(runner.addresses[0][1])
         finally:
             await runner.cleanup()
-
-
-def _port_of(runner: web.ServerRunner) -> int:
-    return int(runner.addresses[0][1])

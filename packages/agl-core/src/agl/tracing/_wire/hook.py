@@ -20,12 +20,13 @@ from typing import Any, ClassVar, Self
 from agl import semconv
 from agl.contracts import CannedAnswer, Tracer, Upstream
 from agl.dialects import Request, sampled
+from agl.errors import describe
 from agl.tracing._caller import who_within
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._import_watch import ImportWatch
 from agl.tracing._open_span import note_model_call
 from agl.tracing._patches import Undo, patch
-from agl.tracing._wire.open_call import OpenCall, Tee, describe
+from agl.tracing._wire.open_call import OpenCall, Tee
 from agl.tracing._wire.outgoing import (
     Route,
     call_of,

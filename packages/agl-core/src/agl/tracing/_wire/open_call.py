@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from agl._redact import redact
 from agl.contracts import Upstream
 from agl.dialects import Exchange, Request, calls_of
+from agl.errors import describe
 from agl.schemas import Json
 from agl.tracing._context import ActiveAttempt
 from agl.tracing._spans import chat_spans
@@ -204,9 +205,3 @@ class Tee:
             self._call.finish(is_complete=False, error=describe(error))
             raise
         self._call.finish(is_complete=True)
-
-
-def describe(error: BaseException) -> str:
-    """An exception as one line: its type and message."""
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,12 +1,12 @@
 """Model calls from OpenTelemetry's GenAI attributes, in the form of OpenAI's chat."""
 
-import json
 from typing import Any
 
 from agl import semconv
-from agl.schemas import Json, ModelCall, Sampling
+from agl.schemas import Json, ModelCall
+from agl_data.importing.readers.payloads import FLOATS, WHOLE, decoded, sampling_of
 from agl_data.importing.runs import IDS_MISSING
-from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, first, json_text, number_of, whole_of
+from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, first, json_text
 
 SYSTEM, TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 MESSAGES = (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES, SYSTEM, TOOLS)
@@ -24,10 +24,10 @@ def is_call(attributes: dict[str, Json]) -> bool:
 def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
     """Return the call that a span describes; ``error`` is its failure in words, ``""`` without one."""
     model = as_text(attributes.get(semconv.REQUEST_MODEL)) or as_text(attributes.get(semconv.RESPONSE_MODEL))
-    system = _parts(_structure(attributes.get(SYSTEM)))
+    system = _parts(decoded(attributes.get(SYSTEM)))
     messages = [{"role": "system", "content": system}] if system else []
     messages += [each for found in _listed(attributes.get(semconv.INPUT_MESSAGES)) for each in _messages(found)]
-    tools = _structure(attributes.get(TOOLS))
+    tools = decoded(attributes.get(TOOLS))
     request: dict[str, Json] = {"model": model, "messages": messages}
     answers = [each for found in _listed(attributes.get(semconv.OUTPUT_MESSAGES)) for each in _messages(found)]
     reasons = as_list(attributes.get(semconv.FINISH_REASONS))
@@ -48,7 +48,7 @@ def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
         model_version=as_text(attributes.get(semconv.MODEL_VERSION)),
         request={**request, **({"tools": tools} if isinstance(tools, list) and tools else {})},
         response={name: value for name, value in response.items() if value} or None,
-        sampling=_sampling(attributes),
+        sampling=sampling_of(_settings(attributes)),
         ids_missing=IDS_MISSING,
         finish_reason=as_text(first(reasons)),
         status_code=200 if not error else 0,
@@ -57,27 +57,13 @@ def call_of(key: str, attributes: dict[str, Json], *, error: str) -> ModelCall:
     )
 
 
-def _sampling(attributes: dict[str, Json]) -> Sampling:
-    floats = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
-    whole = ("top_k", "max_tokens", "seed")
-    found: dict[str, Any] = {name: number_of(attributes.get(f"gen_ai.request.{name}")) for name in floats}
-    found |= {name: whole_of(attributes.get(f"gen_ai.request.{name}")) for name in whole}
-    stops = as_list(attributes.get("gen_ai.request.stop_sequences"))
-    return Sampling(**found, stop=tuple(map(as_text, stops)))
-
-
-def _structure(value: Json) -> Json:
-    """Return an attribute's value, parsed where an exporter wrote it as JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+def _settings(attributes: dict[str, Json]) -> dict[str, Json]:
+    names = {**{name: name for name in (*FLOATS, *WHOLE)}, "stop": "stop_sequences"}
+    return {name: attributes.get(f"gen_ai.request.{given}") for name, given in names.items()}
 
 
 def _listed(value: Json) -> list[dict[str, Any]]:
-    found = _structure(value)
+    found = decoded(value)
     return [{"role": "user", "content": found}] if isinstance(found, str) and found else dicts_in(found)
 
 

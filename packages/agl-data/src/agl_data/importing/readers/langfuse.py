@@ -14,13 +14,23 @@ from typing import Any
 import msgspec
 
 from agl.errors import DatasetError
-from agl.schemas import Json, Reward, RewardSource, SpanStatus
+from agl.schemas import Json, RewardSource, SpanStatus
 from agl_data.importing.own import own_call, own_reward
-from agl_data.importing.readers.langfuse_attributes import COUNTS
+from agl_data.importing.readers.attributes import COUNTS
 from agl_data.importing.readers.payloads import call_of, parsed, token_counts
-from agl_data.importing.runs import CHANGED_TEXT, Run
-from agl_data.importing.source import Line, read_lines
-from agl_data.importing.traces import KINDS, Kind, Part, Scored, agent_attributes, runs_of, tool_attributes
+from agl_data.importing.runs import Run
+from agl_data.importing.source import read_lines
+from agl_data.importing.traces import (
+    KINDS,
+    Kind,
+    Part,
+    Scored,
+    agent_attributes,
+    judged,
+    marked,
+    runs_of,
+    tool_attributes,
+)
 from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 
 _NO_NUMBER = "scores that are no number: their words are kept as feedback, without a value"
@@ -59,16 +69,9 @@ def _parts(path: Path) -> Iterator[tuple[str, Part]]:
             if isinstance(record.get("batch"), list):
                 events.take(record)
             else:
-                yield from _marked(line, _record(line.place, record))
+                yield from marked(line, _record(line.place, record))
         for record in events.records():
             yield from _record(str(path), record)
-
-
-def _marked(line: Line, parts: Iterator[tuple[str, Part]]) -> Iterator[tuple[str, Part]]:
-    for trace, part in parts:
-        part.lost = [*part.lost, CHANGED_TEXT] if line.is_changed else part.lost
-        yield trace, part
-        line = line._replace(is_changed=False)
 
 
 class _Events:
@@ -208,14 +211,12 @@ def _score(place: str, record: dict[str, Any], trace: str) -> tuple[str, Part]:
         )
         return trace, Part(rewards=[scored])
     value, words = number_of(record.get("value")), as_text(record.get("stringValue"))
-    comment = as_text(record.get("comment"))
-    reward = Reward(
-        value=value,
+    reward = judged(
+        value,
+        words or as_text(record.get("value")),
+        as_text(record.get("comment")),
         name=as_text(record.get("name")),
-        source=_SOURCES.get(as_text(record.get("source")), "evaluator"),
-        feedback=comment
-        if value is not None
-        else ": ".join(filter(None, (words or as_text(record.get("value")), comment))),
+        source=_SOURCES.get(as_text(record.get("source"))),
     )
     scored = Scored(
         f"score {record.get('id')}",

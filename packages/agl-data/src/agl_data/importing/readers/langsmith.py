@@ -12,9 +12,9 @@ from typing import Any
 from agl.errors import DatasetError
 from agl.schemas import Json, Reward, RewardSource
 from agl_data.importing.readers.payloads import call_of, parsed, token_counts
-from agl_data.importing.runs import CHANGED_TEXT, Run
+from agl_data.importing.runs import Run
 from agl_data.importing.source import Line, read_lines
-from agl_data.importing.traces import Part, Scored, agent_attributes, runs_of, tool_attributes
+from agl_data.importing.traces import Part, Scored, agent_attributes, judged, marked, runs_of, tool_attributes
 from agl_data.importing.values import as_dict, as_text, dicts_in, first, json_text, ns_of, number_of
 
 _NO_NUMBER = "feedback that is no number: its words are kept, without a value"
@@ -44,10 +44,7 @@ def _parts(path: Path) -> Iterator[tuple[str, Part]]:
                 f"{line.place} is neither a run nor feedback of LangSmith, and nothing was imported; write what its "
                 "client lists, one a line, with model_dump_json()"
             )
-        lost = [CHANGED_TEXT] if line.is_changed else []
-        for trace, part in _records(line, as_dict(line.value)):
-            part.lost, lost = [*part.lost, *lost], []
-            yield trace, part
+        yield from marked(line, _records(line, as_dict(line.value)))
 
 
 def _records(line: Line, record: dict[str, Any]) -> Iterator[tuple[str, Part]]:
@@ -143,13 +140,12 @@ def _wordless(record: dict[str, Any]) -> list[str]:
 def _feedback(record: dict[str, Any]) -> tuple[str, Part]:
     value, about = number_of(record.get("score")), as_text(record.get("run_id"))
     trace = as_text(record.get("trace_id")) or about
-    words = record.get("value")
-    texts = ["" if value is not None or words is None else json_text(words), as_text(record.get("comment"))]
-    reward = Reward(
-        value=value,
+    reward = judged(
+        value,
+        record.get("value"),
+        as_text(record.get("comment")),
         name=as_text(record.get("key")),
-        source=_SOURCES.get(as_text(as_dict(record.get("feedback_source")).get("type")), "evaluator"),
-        feedback=": ".join(filter(None, texts)),
+        source=_SOURCES.get(as_text(as_dict(record.get("feedback_source")).get("type"))),
     )
     if not trace:
         return "", Part(lost=[_NO_TRACE])

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from agl.errors import DatasetError
-from agl.schemas import Json, Reward, RewardSource, SpanEvent
-from agl_data.importing.readers.payloads import call_of, parsed, token_counts
+from agl.schemas import Json, RewardSource, SpanEvent
+from agl_data.importing.readers.payloads import call_of, decoded, token_counts
 from agl_data.importing.runs import CHANGED_TEXT, Run
 from agl_data.importing.source import read_lines
-from agl_data.importing.traces import Part, Scored, agent_attributes, runs_of, tool_attributes
+from agl_data.importing.traces import Part, Scored, agent_attributes, judged, runs_of, tool_attributes
 from agl_data.importing.values import as_dict, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 
 _EXPECTED = "expectations of a trace, which are no rewards: left out"
@@ -44,8 +44,7 @@ def _parts(path: Path) -> Iterator[tuple[str, Part]]:
                 f"{line.place} is no trace of MLflow 3 (it has no info with a trace_id, or no data with spans), and "
                 "nothing was imported; read it with MLflow 3, and write it with Trace.to_json()"
             )
-        lost = [CHANGED_TEXT] if line.is_changed else []
-        yield trace, Part(fields=info, lost=lost)
+        yield trace, Part(fields=info, lost=[CHANGED_TEXT] if line.is_changed else [])
         for span in dicts_in(as_dict(record["data"])["spans"]):
             yield trace, _part(line.place, span)
         for assessment in dicts_in(info.get("assessments")):
@@ -59,7 +58,10 @@ def _part(place: str, span: dict[str, Any]) -> Part:
             f"{place} has a span without a span_id, as MLflow 2 wrote them, and nothing was imported; read it "
             "with MLflow 3, and write it with Trace.to_json()"
         )
-    given = {name: _decoded(value) for name, value in as_dict(span.get("attributes")).items()}
+    given = {
+        name: decoded(value) if as_text(value)[:1] in ('"', "{", "[") else value  # written as JSON text
+        for name, value in as_dict(span.get("attributes")).items()
+    }
     asked, answered = given.pop("mlflow.spanInputs", None), given.pop("mlflow.spanOutputs", None)
     name, kind, status = as_text(span.get("name")), as_text(given.get("mlflow.spanType")), as_dict(span.get("status"))
     is_error = "ERROR" in as_text(status.get("code"))
@@ -111,12 +113,12 @@ def _assessment(found: dict[str, Any]) -> Part:
         return Part(lost=[_EXPECTED])
     given = as_dict(found["feedback"]).get("value")
     value = number_of(given) if not isinstance(given, str) else _WORDS.get(given.lower())
-    texts = ("" if value is not None or given is None else json_text(given), as_text(found.get("rationale")))
-    reward = Reward(
-        value=value,
+    reward = judged(
+        value,
+        given,
+        as_text(found.get("rationale")),
         name=as_text(found.get("assessment_name")),
-        source=_SOURCES.get(as_text(as_dict(found.get("source")).get("source_type")), "evaluator"),
-        feedback=": ".join(filter(None, texts)),
+        source=_SOURCES.get(as_text(as_dict(found.get("source")).get("source_type"))),
     )
     scored = Scored(
         f"assessment {found.get('assessment_id')}",
@@ -125,10 +127,3 @@ def _assessment(found: dict[str, Any]) -> Part:
         at_ns=ns_of(found.get("create_time")),
     )
     return Part(rewards=[scored], lost=[_NO_NUMBER] if value is None else [])
-
-
-def _decoded(value: Json) -> Json:
-    """Return an attribute, which MLflow writes as JSON text."""
-    if isinstance(value, str) and value[:1] == '"':
-        return parsed(f"[{value}]")[0] if isinstance(parsed(f"[{value}]"), list) else value
-    return parsed(value)

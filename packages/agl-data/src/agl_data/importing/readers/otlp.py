@@ -9,31 +9,26 @@ import binascii
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from agl import semconv
 from agl.errors import DatasetError
 from agl.schemas import Json, Reward, RewardSource, SpanEvent, SpanStatus
 from agl_data.importing.own import own_call, own_reward
-from agl_data.importing.readers import genai, langfuse_attributes, openinference
+from agl_data.importing.readers import genai
+from agl_data.importing.readers.attributes import LANGFUSE_CONTENT, as_genai
 from agl_data.importing.readers.payloads import parsed
-from agl_data.importing.runs import CHANGED_TEXT, Run
+from agl_data.importing.runs import Run
 from agl_data.importing.source import Line, read_lines
-from agl_data.importing.traces import Kind, Part, Scored, runs_of
-from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, number_of
+from agl_data.importing.traces import Kind, Part, Scored, marked, runs_of
+from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, number_of, whole_ns
 from agl_data.importing.wire import read_batches
 
 _STATUS: dict[str, SpanStatus] = {"1": "ok", "2": "error", "STATUS_CODE_OK": "ok", "STATUS_CODE_ERROR": "error"}
 _WHOLE = re.compile("-?[0-9]{1,99}")
 _KINDS: tuple[Kind, ...] = ("internal", "internal", "server", "client", "producer", "consumer")
 _NAMED: dict[str, Kind] = {kind: kind for kind in _KINDS}
-_SOURCES: dict[str, RewardSource] = {
-    "evaluator": "evaluator",
-    "environment": "environment",
-    "agent": "agent",
-    "hook": "hook",
-    "human": "human",
-}
+_SOURCES: dict[str, RewardSource] = {source: source for source in get_args(RewardSource)}
 _CALL, _REWARD = "agl.call", "agl.reward_record"
 """Attributes in which ``agl data export`` writes whole records, as JSON."""
 
@@ -47,17 +42,14 @@ def fits(record: Json) -> bool:
 
 def read(path: Path) -> Iterator[Run]:
     """Read the traces of a file; raises :class:`DatasetError` for a record that is no batch of spans."""
-    return runs_of(path, _parts(path), content=(*genai.CONTENT, *langfuse_attributes.CONTENT))
+    return runs_of(path, _parts(path), content=(*genai.CONTENT, *LANGFUSE_CONTENT))
 
 
 def _parts(path: Path) -> Iterator[tuple[str, Part]]:
     for line in read_batches(path) or read_lines(path):
         if not fits(line.value):
             raise DatasetError(f"{line.place} is no batch of spans (it has no resourceSpans); write one request a line")
-        lost = [CHANGED_TEXT] if line.is_changed else []
-        for trace, part in _spans_in(line):
-            part.lost, lost = lost, []
-            yield trace, part
+        yield from marked(line, _spans_in(line))
 
 
 def _spans_in(line: Line) -> Iterator[tuple[str, Part]]:
@@ -76,7 +68,7 @@ def _spans_in(line: Line) -> Iterator[tuple[str, Part]]:
 def _part(place: str, own: str, span: dict[str, Any]) -> Part:
     name, status = as_text(span.get("name")), as_dict(span.get("status"))
     given = _attributes(span.get("attributes"))
-    attributes = langfuse_attributes.as_genai(openinference.as_genai(given, name), name)
+    attributes = as_genai(given, name)
     part = Part(
         id=own,
         parent=_id(span.get("parentSpanId"), 8),
@@ -142,10 +134,7 @@ def _id(value: Json, size: int) -> str:
 
 
 def _ns(value: Json) -> int:
-    try:
-        return min(max(int(value), 0), (1 << 63) - 1)
-    except (TypeError, ValueError, OverflowError):
-        return 0
+    return whole_ns(int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value)
 
 
 def _attributes(pairs: Json) -> dict[str, Json]:

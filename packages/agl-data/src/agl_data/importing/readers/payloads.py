@@ -29,8 +29,9 @@ _ANSWERS = (
 _DEEPEST = 16
 """Levels down to which messages are looked for; those of LangChain are four down."""
 
-_FLOATS = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
-_WHOLE = ("top_k", "max_tokens", "seed")
+FLOATS = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
+WHOLE = ("top_k", "max_tokens", "seed")
+"""Names of sampling parameters."""
 
 
 def call_of(
@@ -59,7 +60,7 @@ def call_of(
     asked, answered = parsed(asked), parsed(answered)
     request, response = as_dict(asked), as_dict(answered)
     own = _dialect(request, response)
-    known = {**as_dict(settings), **{name: request[name] for name in (*_FLOATS, *_WHOLE, "stop") if name in request}}
+    known = {**as_dict(settings), **{name: request[name] for name in (*FLOATS, *WHOLE, "stop") if name in request}}
     name = first((model, request.get("model"), response.get("model"), ""))
     if own is None:
         given = first((tools, request.get("tools"), []))
@@ -75,7 +76,7 @@ def call_of(
         model=as_text(name),
         request=request,
         response=response or None,
-        sampling=_sampling(known),
+        sampling=sampling_of(known),
         ids_missing=IDS_MISSING,
         finish_reason=as_text(first((choices[0].get("finish_reason") if choices else "", response.get("stop_reason")))),
         status_code=0 if error else 200,
@@ -158,7 +159,12 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 def parsed(value: Json) -> Json:
     """Return a value, parsed where a tracer wrote an object or a list as JSON text."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+    return decoded(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
+
+
+def decoded(value: Json) -> Json:
+    """Return a value, parsed where it is any JSON text."""
+    if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
@@ -176,9 +182,10 @@ def token_counts(found: Json, *names: tuple[str, str]) -> dict[str, int]:
     return {}
 
 
-def _sampling(settings: dict[str, Any]) -> Sampling:
-    found: dict[str, Any] = {name: _number(settings.get(name)) for name in _FLOATS}
-    found |= {name: whole_of(_number(settings.get(name))) for name in _WHOLE}
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    """Return sampling parameters by their names."""
+    found: dict[str, Any] = {name: _number(settings.get(name)) for name in FLOATS}
+    found |= {name: whole_of(_number(settings.get(name))) for name in WHOLE}
     stops = settings.get("stop")
     return Sampling(**found, stop=(stops,) if isinstance(stops, str) else tuple(map(as_text, as_list(stops))))
 

@@ -16,15 +16,7 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import FencedError, StoreError
 from agl.schemas import Claim, Outcome, RetryPolicy
 from agl_testing.conformance.store.case import store_test
-from agl_testing.stores.samples import (
-    TWO_ATTEMPTS,
-    claim_one,
-    make_rollout,
-    make_span,
-    outcome_of,
-    start_one,
-    until,
-)
+from agl_testing.stores.samples import TWO_ATTEMPTS, claim_one, make_rollout, make_span, outcome_of, start_one, until
 
 T = TypeVar("T")
 

@@ -150,11 +150,9 @@ class ResourceTests:
 
         await store.log_metrics([metric(2, "reward", 0.2), metric(1, "reward", 0.1), metric(1, "loss", 3.0)])
         await store.log_metrics([metric(1, "reward", 0.5), metric(1, "reward", 9.0, "other")])
-        assert [
-            (1, "loss", 3.0),
-            (1, "reward", 0.5),
-            (2, "reward", 0.2),
-        ] == [(m.step, m.name, m.value) for m in await store.metrics("e")]
+        assert [(1, "loss", 3.0), (1, "reward", 0.5), (2, "reward", 0.2)] == [
+            (m.step, m.name, m.value) for m in await store.metrics("e")
+        ]
         assert [3.0] == [m.value for m in await store.metrics("e", name="loss")]
         assert [] == await store.metrics("nobody")
 

@@ -55,12 +55,7 @@ def _content(content: object) -> tuple[str, int]:
 
 
 def _head(exchange: ScriptedExchange, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{exchange.number}",
-        "object": kind,
-        "created": exchange.created,
-        "model": exchange.model,
-    }
+    return {"id": f"chatcmpl-{exchange.number}", "object": kind, "created": exchange.created, "model": exchange.model}
 
 
 def _choice(exchange: ScriptedExchange, index: int, answer: ScriptedAnswer) -> dict[str, Any]:

@@ -76,9 +76,8 @@ def _message_events(
 
 
 def _call_events(
-    exchange: ScriptedExchange, index: int, item: dict[str, Any], pieces: list[Piece]
+    _: ScriptedExchange, index: int, item: dict[str, Any], pieces: list[Piece]
 ) -> Iterator[dict[str, Any]]:
-    del exchange
     where = {"item_id": item["id"], "output_index": index}
     opened = {**item, "status": "in_progress", "arguments": ""}
     yield {"type": "response.output_item.added", "output_index": index, "item": opened}

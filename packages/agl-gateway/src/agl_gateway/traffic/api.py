@@ -1,0 +1,104 @@
+"""Serves the endpoints of served traffic: the end of a conversation, a split's report, and a resource by arm.
+
+They are ``POST /conversations/end``, ``GET /split`` and ``GET /split/resources/NAME``.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from agl.contracts import RolloutQuery, Store
+from agl.errors import NotFoundError
+from agl.schemas import Rollout
+from agl_gateway.access.admission import Admission
+from agl_gateway.access.audit import Deed
+from agl_gateway.traffic.conversation_ids import HEADER, conversation_id
+from agl_gateway.traffic.conversations import Conversation, Conversations
+from agl_gateway.traffic.kept_traffic import NOT_RECORDED, KeptTraffic
+from agl_gateway.traffic.split_report import split_report
+from agl_gateway.traffic.splits import Split, arm_of
+from agl_gateway.wire.problems import Problem
+
+END = "/conversations/end"
+RESOURCES = "/split/resources/"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ConversationsApi:
+    """Ends conversations, for the client's token and the admin token."""
+
+    admission: Admission
+    conversations: Conversations
+    traffic: KeptTraffic | None = None
+
+    async def end(self, request: web.BaseRequest) -> web.StreamResponse:
+        """End the conversation that the header names; idempotent. The answer's headers name its rollout.
+
+        One that is not recorded has nothing to end.
+        """
+        claim = self.admission.caller(request, "client", "admin", what="ending a conversation")
+        conversation = conversation_id(request.headers)
+        if not conversation:
+            raise Problem(400, f"no conversation was named; send its id in the header {HEADER}")
+        try:
+            ended = await self.conversations.end(conversation)
+        except NotFoundError:
+            reason = await self.conversations.left_out_by(conversation, self.traffic) if self.traffic else ""
+            if reason:
+                return web.json_response({"status": "not recorded"}, headers={NOT_RECORDED: reason})
+            raise Problem(
+                404, f"conversation {conversation!r} has no calls; send the id of its calls in the header {HEADER}"
+            ) from None
+        if claim.scope == "admin":
+            deed = Deed(action="end conversation", objects=[conversation, ended.rollout_id])
+            self.admission.audit.write(deed, claim=claim, request=request)
+        return web.json_response({"rollout_id": ended.rollout_id, "status": "ended"}, headers=ended.headers())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SplitApi:
+    """Reports on the split, and serves resources by arm."""
+
+    admission: Admission
+    store: Store
+    split: Split
+    conversations: Conversations
+
+    async def report(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer with the report of ``agl resources split`` as JSON; it reads every placed rollout, which is slow."""
+        self.admission.caller(request, "admin", what="the report of the split")
+        report = await split_report(self.store, list(self.split.shares))
+        answer = {"shares": self.split.shares, **msgspec.structs.asdict(report)}
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+    async def resource(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer with the version of a resource that the caller's rollout or conversation is pinned to."""
+        name = request.path.removeprefix(RESOURCES)
+        rollout, headers = await self._caller(request)
+        version = rollout.resources.get(name)
+        if version is None:
+            raise Problem(
+                404,
+                f"rollout {rollout.rollout_id!r} has no version of {name!r}; it has {rollout.resources or 'none'}: "
+                f"give {name!r} the label {self.split.baseline!r}, and start a new rollout or conversation",
+            )
+        found = await self.store.resource(name, version)
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json", headers=headers)
+
+    async def _caller(self, request: web.BaseRequest) -> tuple[Rollout, dict[str, str]]:
+        claim = self.admission.caller(request, "attempt", "client", "admin", what="the version of an arm")
+        if claim.scope == "attempt":
+            rollout = await self._rollout(claim.rollout_id)
+            caller = Conversation(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id, arm=arm_of(rollout))
+            return rollout, caller.headers()
+        conversation = conversation_id(request.headers)
+        if not conversation:
+            raise Problem(
+                400, f"the caller is unknown; send an attempt's token, or the conversation's id in the header {HEADER}"
+            )
+        caller = await self.conversations.open(conversation)
+        return await self._rollout(caller.rollout_id), caller.headers()
+
+    async def _rollout(self, rollout_id: str) -> Rollout:
+        return (await self.store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]

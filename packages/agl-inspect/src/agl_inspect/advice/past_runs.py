@@ -1,0 +1,156 @@
+"""Reads what past runs reached with which parameters, and finds the runs that may be compared.
+
+Runs compare if they have the same agent, training tasks, validation tasks, rewards, and algorithms by name and kind.
+What a run reached is the mean reward of its best validation: the versions of then are what it hands out. An agent is
+known by its name alone, so a change of its code is not seen; and neither are settings that an algorithm's state does
+not keep, such as the text of a prompt from which a run began.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agl.contracts import ExperimentRecord, Store
+from agl.schemas import Record
+from agl_inspect.records.state import states_of_run
+from agl_inspect.records.validations import Validation, read_validations
+from agl_inspect.statistics import interval
+
+_OF_SCORE = ("reward", "experiment.reward_weights", "experiment.trust_agent_rewards")
+"""Settings that decide which reward a rollout gets: runs that differ in them have scores of other kinds."""
+
+_NO_PARAMETERS = ("use", "policy", "experiment.seed")
+"""The kind of an algorithm, the name of what has no models, and the seed, another value of which repeats a run."""
+
+_OWN = ("tunes", "agents", "source")
+"""Keys of an algorithm's table that are no argument of it."""
+
+
+class PastRun(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A run that ended, with what it reached.
+
+    Attributes:
+        turn: Steps of all algorithms before its best validation.
+        mean: Mean reward of that validation.
+        low: Lower end of its 95 % interval over tasks, ``None`` for a single task; ``high`` the upper end.
+        tasks: Validation tasks.
+        values: Its parameters as JSON, by the key that ``--set`` takes.
+    """
+
+    experiment: str
+    run: int
+    turn: int
+    mean: float
+    low: float | None
+    high: float | None
+    tasks: int
+    values: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The run in words, such as ``sums-3`` or ``sums, run 2``."""
+        return self.experiment if self.run == 1 else f"{self.experiment}, run {self.run}"
+
+
+class Kind(Record, frozen=True, kw_only=True):
+    """The things that comparable runs share: agent, digests of tasks, settings of rewards, and algorithms by name."""
+
+    agent: str
+    train: str
+    val: str
+    rewards: dict[str, str]
+    algorithms: dict[str, str]
+
+
+class History(Record, frozen=True, kw_only=True):
+    """Runs that may be compared.
+
+    Attributes:
+        kind: What they share.
+        runs: Those that ended with a validation, in order of their names.
+        unfinished: How many others have not ended.
+    """
+
+    kind: Kind
+    runs: tuple[PastRun, ...]
+    unfinished: int = 0
+
+
+async def history_of(store: Store, experiment: str) -> History | None:
+    """Read the runs that compare with the newest run of an experiment, ``None`` if that was never validated."""
+    records = sorted(await store.experiments(), key=lambda record: record.name)
+    own = next((record for record in records if record.name == experiment), None)
+    found = None if own is None else await _read(store, own, own.run)
+    return None if found is None else await runs_of_kind(store, found[0], records)
+
+
+async def runs_of_kind(store: Store, kind: Kind, records: Sequence[ExperimentRecord] | None = None) -> History:
+    """Read the runs of a kind."""
+    runs: list[PastRun] = []
+    unfinished = 0
+    for record in sorted(await store.experiments(), key=lambda each: each.name) if records is None else records:
+        for number in range(1, record.run + 1):
+            read = await _read(store, record, number)
+            if read is None or read[0] != kind:
+                continue
+            if read[1] is None:
+                unfinished += 1
+            else:
+                runs.append(read[1])
+    return History(kind=kind, runs=tuple(runs), unfinished=unfinished)
+
+
+def parameters_of(settings: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the parameters of algorithms by the key that ``--set`` takes; ``settings`` are by algorithm and name."""
+    found: dict[str, str] = {}
+    for algorithm, values in settings.items():
+        for name, text in values.items():
+            if name not in _NO_PARAMETERS and not _decides_scores(name):
+                found[_key(algorithm, name)] = text
+    return found
+
+
+def _decides_scores(name: str) -> bool:
+    return any(name == setting or name.startswith(f"{setting}.") for setting in _OF_SCORE)
+
+
+def _key(algorithm: str, name: str) -> str:
+    first, _, rest = name.partition(".")
+    if first == "experiment":
+        return name
+    if first == "policy":
+        return f"policy.{rest.removesuffix('.model')}.params.model"
+    if first == "credit":
+        return f"algorithm.{algorithm}.credit.{rest if rest == 'use' else f'params.{rest}'}"
+    return f"algorithm.{algorithm}.{name}" if name in _OWN else f"algorithm.{algorithm}.params.{name}"
+
+
+async def _read(store: Store, record: ExperimentRecord, run: int) -> tuple[Kind, PastRun | None] | None:
+    """Return the kind of a run and what it reached if it ended; ``None`` for one without steps or validations."""
+    states = await states_of_run(record.name, run).read(store)
+    settings = {name: state.settings for name, state in sorted(states.items()) if state.settings}
+    validations = await read_validations(store, record.name, run) if settings else []
+    if not validations:
+        return None
+    last = validations[-1]
+    kind = kind_of(settings, agent=last.agent or record.agent, train=last.train, val=last.tasks)
+    is_over = len(settings) == len(states) and all(state.is_finished for state in states.values())
+    return kind, _past(record.name, run, validations, settings) if is_over else None
+
+
+def _past(name: str, run: int, validations: Sequence[Validation], settings: Mapping[str, Mapping[str, str]]) -> PastRun:
+    comparable = [one for one in validations if one.tasks == validations[-1].tasks]
+    best = max(comparable, key=lambda one: (one.mean, one.turn))
+    count = len(best.rewards)
+    low, high = interval(best.rewards) if count > 1 else (None, None)
+    values = parameters_of(settings)
+    return PastRun(
+        experiment=name, run=run, turn=best.turn, mean=best.mean, low=low, high=high, tasks=count, values=values
+    )
+
+
+def kind_of(settings: Mapping[str, Mapping[str, str]], *, agent: str, train: str, val: str) -> Kind:
+    """Return the kind of a run, by the settings of its algorithms and the digests of its tasks."""
+    every: dict[str, Any] = {name: text for values in settings.values() for name, text in values.items()}
+    rewards = {name: text for name, text in every.items() if _decides_scores(name)}
+    algorithms = {algorithm: values.get("use", "").strip('"') for algorithm, values in settings.items()}
+    return Kind(agent=agent, train=train, val=val, rewards=rewards, algorithms=algorithms)

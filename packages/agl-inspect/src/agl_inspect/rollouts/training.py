@@ -1,0 +1,124 @@
+"""Keeps what the steps of an experiment did with each rollout, as spans of the rollout itself.
+
+A record belongs to its rollout and to none of its attempts: it is copied, archived and removed with the rollout. It is
+written before the step is saved, so that no saved step lacks it. A step that is repeated after a crash writes the same
+record again, which the store ignores, or a newer one, which counts.
+"""
+
+import hashlib
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from agl.contracts import CallUse, Store
+from agl.errors import NotFoundError
+from agl.schemas import Record, Span, encode
+from agl_inspect.records.state import load_algorithm
+
+TRAINING = "agl.training"
+"""The attribute of a span that holds a :class:`TrainingRecord`."""
+
+_BATCH = 8 << 20
+"""Bytes after which the records are sent to the store in another batch."""
+
+_CALL_BYTES = 400
+"""Bytes of a call without the numbers of its tokens, roughly."""
+
+
+class TrainingRecord(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The use that a step of an algorithm made of one rollout.
+
+    Attributes:
+        step: From 1; 0 for a rollout of another algorithm that was left out before any step.
+        note: The reason why the rollout was left out as a whole; ``""`` if a step looked at it.
+        calls: The use of each of its calls.
+    """
+
+    experiment: str
+    run: int
+    algorithm: str
+    step: int
+    note: str = ""
+    calls: tuple[CallUse, ...] = ()
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the step trained on at least one call."""
+        return any(call.row >= 0 for call in self.calls)
+
+
+async def save_training(store: Store, records: Mapping[str, TrainingRecord]) -> None:
+    """Append records by rollout id; leaves out rollouts that were removed meanwhile."""
+    batch: list[Span] = []
+    size = 0
+    for rollout_id, record in records.items():
+        batch.append(_span(rollout_id, record))
+        size += sum(_CALL_BYTES + sum(map(len, call.tokens.values())) for call in record.calls)
+        if size >= _BATCH:
+            await _append(store, batch)
+            batch, size = [], 0
+    if batch:
+        await _append(store, batch)
+
+
+def training_of(spans: Iterable[Span]) -> list[TrainingRecord]:
+    """Return the records among a rollout's spans in order of time, the newest one of each step."""
+    found: dict[tuple[str, int, str, int], TrainingRecord] = {}
+    for span in sorted((span for span in spans if _is_record(span)), key=lambda span: (span.start_ns, span.sequence)):
+        record = msgspec.convert(span.attributes[TRAINING], TrainingRecord)
+        key = (record.experiment, record.run, record.algorithm, record.step)
+        found.pop(key, None)
+        found[key] = record
+    return list(found.values())
+
+
+def token_values(call: CallUse, name: str) -> list[float]:
+    """Return the numbers of the tokens that a call sampled, such as ``entropy``; empty if the step reported none."""
+    packed = call.tokens.get(name, b"")
+    count = len(packed) // 2
+    return list(struct.unpack(f"<{count}e", packed[: 2 * count]))
+
+
+def _is_record(span: Span) -> bool:
+    """Return true for a record that an experiment wrote; an agent can only write spans of its own attempt."""
+    return not span.attempt_id and TRAINING in span.attributes
+
+
+def _span(rollout_id: str, record: TrainingRecord) -> Span:
+    now = time.time_ns()
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id="",
+        span_id=hashlib.blake2b(encode(record), digest_size=8).hexdigest(),
+        name=f"training by {record.algorithm}, step {record.step}"
+        if record.step
+        else f"not used by {record.algorithm}",
+        start_ns=now,
+        end_ns=now,
+        attributes={TRAINING: msgspec.to_builtins(record)},
+    )
+
+
+async def _append(store: Store, spans: Sequence[Span]) -> None:
+    try:
+        await store.append_spans(spans)
+    except NotFoundError:
+        for span in spans:
+            with suppress(NotFoundError):
+                await store.append_spans([span])
+
+
+async def is_saved(store: Store, rollout_id: str, record: TrainingRecord) -> bool:
+    """Return false for training that no saved step accounts for, because the process ended before it was saved."""
+    if not record.is_trained or not await store.experiments(record.experiment):
+        return True
+    steps = await store.trained(record.experiment, run=record.run, algorithm=record.algorithm, rollout_ids=[rollout_id])
+    own = steps.get(rollout_id)
+    if own is None or own >= record.step:
+        return own == record.step
+    # The ledger holds the step that trained on the rollout as its own; a later one replayed it.
+    state = await load_algorithm(store, record.experiment, record.run, record.algorithm)
+    return state is None or state.step >= record.step

@@ -1,0 +1,243 @@
+"""Candidates of prompt searches: why each was accepted or refused, and its cost, from the searches' states.
+
+A search takes part by keeping in its state ``lineage``, a list of candidates, and ``journal``, an entry for each.
+"""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from agl.contracts import ExperimentRecord, Store
+from agl.schemas import Record, ResourceVersion
+
+__all__ = ["Candidate", "searches_in"]
+
+_DECISIONS = {"pool": "accepted", "proposed": "undecided", "rejected": "refused", "beaten": "beaten"}
+
+COLUMNS = (
+    "candidate",
+    "from",
+    "how",
+    "step",
+    "decision",
+    "why",
+    "rollouts",
+    "tokens",
+    "questions",
+    "their tokens",
+    "money",
+)
+
+
+class Interval(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A mean with its 95 % interval over ``n`` tasks or pairs."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def words(self) -> str:
+        """Mean, interval and number."""
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}] n={self.n}"
+
+
+class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The outcome of one gate; ``score`` and ``rival_score`` are mean rewards on the same tasks, ``gain`` is paired."""
+
+    gate: str
+    has_passed: bool
+    step: int
+    rival: str = ""
+    score: float | None = None
+    rival_score: float | None = None
+    gain: Interval | None = None
+    reason: str = ""
+
+    @property
+    def words(self) -> str:
+        """The outcome in one line."""
+        parts = [f"{'passed' if self.has_passed else 'failed'} {self.gate}"]
+        if self.score is not None and self.rival_score is not None:
+            parts.append(f"{self.score:.3f} against {self.rival_score:.3f} of {self.rival}")
+        if self.gain is not None:
+            parts.append(f"{self.gain.mean:+.3f} [{self.gain.low:+.3f}, {self.gain.high:+.3f}] on {self.gain.n} pairs")
+        return ": ".join([parts[0], ", ".join([*parts[1:], *([self.reason] if self.reason else [])])]).rstrip(": ")
+
+
+class Spending(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Rollouts or questions, with their tokens and money."""
+
+    rollouts: int = 0
+    calls: int = 0
+    tokens: int = 0
+    money: float = 0.0
+
+
+class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One candidate of a search; the fields are those of the search's own records.
+
+    Attributes:
+        evidence: Ids of the rollouts that its critic was shown.
+        published: Versions that made its text live.
+    """
+
+    id: str
+    experiment: str = ""
+    run: int = 1
+    algorithm: str = ""
+    parents: tuple[str, ...] = ()
+    operator: str = "seed"
+    step: int = 0
+    status: str = "proposed"
+    reason: str = ""
+    critique: str = ""
+    texts: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    published: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+    gates: tuple[Gate, ...] = ()
+    scores: dict[str, Interval] = {}
+    agent: Spending = Spending()
+    optimizer: Spending = Spending()
+
+    @property
+    def decision(self) -> str:
+        """The decision about it in a word."""
+        return "first prompt" if not self.parents else _DECISIONS.get(self.status, self.status)
+
+    @property
+    def why(self) -> str:
+        """The reason for the decision: the search's own words, or the outcome of the last gate."""
+        return self.reason or (self.gates[-1].words if self.gates else "")
+
+    @property
+    def money(self) -> float:
+        """The money spent on its rollouts and questions; 0 where the experiment names no prices."""
+        return self.agent.money + self.optimizer.money
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells of its row under :data:`COLUMNS`."""
+        names = (self.id, ", ".join(self.parents) or "-", self.operator, str(self.step), self.decision, self.why or "-")
+        counts = (self.agent.rollouts, self.agent.tokens, self.optimizer.calls, self.optimizer.tokens)
+        return (*names, *map(str, counts), f"{self.money:.4g}")
+
+    def lines(self) -> Iterator[str]:
+        """Yield the whole story, a fact a line."""
+        made = f"{self.operator} of {', '.join(self.parents)}, step {self.step}" if self.parents else "the first prompt"
+        yield f"candidate {self.id} ({made}): {f'{self.decision}: {self.why}'.rstrip(': ')}"
+        if self.evidence:
+            yield f"from the rollouts: {', '.join(self.evidence)}"
+        if self.critique:
+            yield f"critique: {textwrap.shorten(self.critique, 1200, placeholder='…')}"
+        yield from (f"step {gate.step}: {gate.words}" for gate in self.gates)
+        yield from (f"score on {how}: {score.words}" for how, score in self.scores.items())
+        yield (
+            f"cost: {self.agent.rollouts} rollouts of the agent with {self.agent.tokens} tokens, "
+            f"{self.optimizer.calls} questions to the optimiser's model with {self.optimizer.tokens} tokens"
+            f"{f', {self.money:.4g} in money' if self.money else ''}"
+        )
+
+
+class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One search: an algorithm in one run of an experiment.
+
+    Attributes:
+        candidates: All of its candidates in order, also those that changed other resources.
+        best: Id of the best candidate so far, the winner at the end.
+        spent: Everything that was spent, answers without a candidate and the trainer's validations included.
+        stop_reason: The reason for its end, ``""`` before it.
+    """
+
+    experiment: str
+    run: int
+    algorithm: str
+    candidates: list[Candidate]
+    best: str = ""
+    spent: Spending = Spending()
+    stop_reason: str = ""
+
+    def changed(self, name: str) -> list[Candidate]:
+        """Return the candidates that changed the text of a resource, after the first one."""
+        known = {candidate.id: candidate for candidate in self.candidates}
+        parents = [known.get((*candidate.parents, "")[0]) for candidate in self.candidates]
+        pairs = zip(self.candidates, parents, strict=True)
+        return [c for c, parent in pairs if parent is None or c.texts[name] != parent.texts[name]]
+
+
+async def searches_of(store: Store, name: str) -> list[Search]:
+    """Return the searches that tuned a resource, by experiment and run."""
+    versions = await store.resources(name)
+    found = [search for record in await store.experiments() for search in await searches_in(store, record)]
+    return [
+        msgspec.structs.replace(search, candidates=[_published(c, versions) for c in search.candidates])
+        for search in sorted(found, key=lambda search: (search.experiment, search.run))
+        if any(name in candidate.texts for candidate in search.candidates)
+    ]
+
+
+async def candidates_of(store: Store, name: str) -> list[Candidate]:
+    """Return the candidates of every search that changed the text of a resource, in order of search and proposal."""
+    return [candidate for search in await searches_of(store, name) for candidate in search.changed(name)]
+
+
+def owner_of(version: ResourceVersion, candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the candidate that brought a version, ``None`` where no search did."""
+    for candidate in candidates:
+        if version.version in (candidate.versions.get(version.name), *candidate.published):
+            return candidate
+    return None
+
+
+class _Saved(Record, frozen=True, kw_only=True):
+    """The part of a saved algorithm that is read here."""
+
+    stop_reason: str = ""
+    state: dict[str, msgspec.Raw] = {}
+
+
+class _Progress(Record, frozen=True, kw_only=True):
+    """The part of a search's counters that is read here."""
+
+    best: str = ""
+
+
+async def searches_in(store: Store, experiment: ExperimentRecord) -> list[Search]:
+    """Return the searches of all runs of an experiment, without the versions that published their candidates."""
+    found: list[Search] = []
+    for key, data in (await store.load_state(f"experiment/{experiment.name}/")).items():
+        run, _, algorithm = key.removeprefix(f"experiment/{experiment.name}/").partition("/algorithm/")
+        if not run.isdigit() or not algorithm:  # the driver's own notes
+            continue
+        saved = msgspec.json.decode(data, type=_Saved)
+        if {"lineage", "journal"} <= saved.state.keys():
+            search = Search(
+                experiment=experiment.name,
+                run=int(run),
+                algorithm=algorithm,
+                candidates=[],
+                best=msgspec.json.decode(saved.state.get("progress", b"{}"), type=_Progress).best,
+                spent=msgspec.json.decode(saved.state.get("spent", b"{}"), type=Spending),
+                stop_reason=saved.stop_reason,
+            )
+            found.append(msgspec.structs.replace(search, candidates=_candidates(saved.state, search)))
+    return found
+
+
+def _candidates(state: Mapping[str, msgspec.Raw], search: Search) -> list[Candidate]:
+    """Return the candidates of a state, each row of the lineage with its entry of the journal."""
+    place = {"experiment": search.experiment, "run": search.run, "algorithm": search.algorithm}
+    journal = msgspec.json.decode(state["journal"], type=dict[str, dict[str, msgspec.Raw]])
+    rows = msgspec.json.decode(state["lineage"], type=list[dict[str, msgspec.Raw]])
+    joined = [{**row, **journal.get(msgspec.json.decode(row["id"], type=str), {}), **place} for row in rows]
+    return msgspec.json.decode(msgspec.json.encode(joined), type=list[Candidate])
+
+
+def _published(candidate: Candidate, versions: Sequence[ResourceVersion]) -> Candidate:
+    prefix = f"{candidate.experiment}-{candidate.run}-{candidate.algorithm}-"
+    own = [v for v in versions if v.metadata.get("candidate_id") == candidate.id and v.version.startswith(prefix)]
+    live = tuple(v.version for v in own if not v.metadata.get("candidate"))
+    return msgspec.structs.replace(candidate, published=live)

@@ -1,0 +1,196 @@
+"""Opens stores by their URLs, checks them, and renders the commands that messages propose for them.
+
+- A URL is checked before its store is opened, and the stores of a folder are found.
+- A store that lacks a part of the contract is refused, such as one of a plugin older than agl-core. Only methods and
+  their keyword arguments are compared; ``agl_testing.StoreConformance`` tests what they do.
+- A proposed command works when it is pasted into the same shell. It names the store unless it would find that by
+  itself, in ``AGL_STORE`` or as the only one in ``runs/``. Passwords are left out: PostgreSQL takes them from
+  ``PGPASSWORD`` or a password file, a served store from ``AGL_TOKEN``.
+"""
+
+import inspect
+import os
+import re
+import shlex
+from collections.abc import Callable
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.errors import ConfigError, PluginError, StoreError
+from agl.stores import TableStore, shown_url
+
+__all__ = [
+    "MEMORY",
+    "SQLITE",
+    "address_of",
+    "as_url",
+    "build_store",
+    "check_store_url",
+    "checked_store",
+    "command",
+    "located",
+    "proposal",
+    "refuse_directory",
+    "without_password",
+]
+
+SQLITE = "sqlite:///"
+
+
+def check_store_url(url: str, folder: Path) -> None:
+    """Check a store's URL.
+
+    Args:
+        url: As in the experiment.
+        folder: Base of relative paths.
+
+    Raises:
+        ConfigError: It is a path, a malformed URL of a SQLite file, one with options, or one of a directory.
+    """
+    if "://" not in url or (url.startswith("sqlite:") and not url.startswith(SQLITE)) or url == SQLITE:
+        path = url.removeprefix("sqlite:").lstrip("/") or "runs/agl.db"
+        meant = "memory://" if path == "memory" else f"{SQLITE}{path}"
+        raise ConfigError(f"experiment.store is {url!r}, which is not the URL of a store; write {meant}")
+    if url.startswith(SQLITE):
+        from agl_store_sqlite import path_of
+
+        try:
+            path_of(url)
+        except StoreError as error:
+            raise ConfigError(f"experiment.store is {url!r}: {error}") from error
+    refuse_directory(url, folder)
+
+
+def refuse_directory(url: str, folder: Path) -> None:
+    """Raise :class:`ConfigError` for the URL of a SQLite store whose path is a directory."""
+    name = url.removeprefix(SQLITE)
+    if url.startswith(SQLITE) and (folder / name).is_dir():
+        files = sorted(path.name for path in (folder / name).glob("*.db"))
+        inside = f"{SQLITE}{name.rstrip('/')}/{files[0] if files else 'agl.db'}"
+        raise ConfigError(f"the store {name!r} is a directory; name a file in it, such as {inside}")
+
+
+def as_url(text: str) -> str:
+    """Return what a command line gives as a store, a URL or the path of a SQLite file, as a URL."""
+    return text if "://" in text else f"{SQLITE}{text}"
+
+
+def stores_in(folder: Path) -> list[Path]:
+    """Return the SQLite files that commands look for in a folder: those in its ``runs/``."""
+    return sorted((folder / "runs").glob("*.db"))
+
+
+def located(url: str, folder: Path) -> str:
+    """Return the URL with a relative SQLite path taken from ``folder``."""
+    if not url.startswith(SQLITE) or url.startswith(f"{SQLITE}/"):
+        return url
+    return f"{SQLITE}{(folder / url.removeprefix(SQLITE)).absolute()}"
+
+
+def without_password(url: str) -> str:
+    """Return the URL without passwords and tokens, still with the user of a database."""
+    user = re.match(r"postgres\w*://([\w.-]+)(:[^@/]*)?@", url)
+    shown = re.sub(r"(?<=[?&])password=[*]{3}&?", "", shown_url(url)).rstrip("?&")
+    return shown.replace("://", f"://{user[1]}@", 1) if user else shown
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    name: method for name, method in vars(Store).items() if inspect.isfunction(method) and not name.startswith("_")
+}
+
+
+def build_store(manager: PluginManager, url: str) -> Store:
+    """Open the store of a URL.
+
+    Raises:
+        ConfigError: No plugin has a store of that scheme, or the store cannot use the URL.
+        PluginError: The store lacks a part of the contract.
+    """
+    return checked_store(manager.build(manager.store_entry(url.partition("://")[0]), url=url))
+
+
+def checked_store(store: Any) -> Store:
+    """Return a store; raises :class:`PluginError` that names what it lacks of the contract."""
+    lacks = [text for name, method in _METHODS.items() if (text := _lacking(store, name, method))]
+    if lacks:
+        origin = _distribution(store) or f"the module {type(store).__module__}"
+        raise PluginError(
+            f"the store {type(store).__name__} of {origin} was written for another version of agl-core: it has no "
+            f"{', no '.join(lacks)}. Upgrade it, or use another store; its author adds what is missing, or gets it "
+            "from agl.stores.TableStore as a base class, and checks all with agl_testing.StoreConformance"
+        )
+    return store
+
+
+def _lacking(store: Any, name: str, method: Callable[..., Any]) -> str:
+    """Return the part of a method that a store lacks, ``""`` if it lacks none."""
+    own = getattr(store, name, None)
+    if not callable(own):
+        return f"{name}()"
+    try:
+        known = inspect.signature(own).parameters.values()
+    except ValueError:  # one that is written in C has no signature
+        return ""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known):
+        return ""
+    names = {parameter.name for parameter in known}
+    wanted = (p.name for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    absent = [f"{each}=..." for each in wanted if each not in names]
+    return f"{name}({', '.join(absent)})" if absent else ""
+
+
+def _distribution(store: Any) -> str:
+    """Return the distribution, with its version, whose plugin a store's class comes from; ``""`` if there is none."""
+    top = type(store).__module__.partition(".")[0]
+    for found in distributions():
+        if any(point.module.partition(".")[0] == top for point in found.entry_points.select(group="agl")):
+            return f"{found.name} {found.version}"
+    return ""
+
+
+MEMORY = "memory:"
+
+
+def command(*words: str, store_url: str = "") -> str:
+    """Return ``agl WORDS``, quoted for a shell, with ``--store`` where the command needs it; see :func:`address_of`."""
+    return shlex.join(("agl", *words, *_store_option(store_url)))
+
+
+def proposal(lead: str, *words: str, store_url: str) -> str:
+    """Return ``" LEAD: agl WORDS"`` to append to a message, ``""`` for a store that ends with its process."""
+    return "" if store_url.startswith(MEMORY) else f" {lead}: {command(*words, store_url=store_url)}"
+
+
+def address_of(store: Store) -> str:
+    """Return the URL of a store object without passwords, ``""`` where it does not say."""
+    return store.backend.shown_url if isinstance(store, TableStore) else ""
+
+
+def _store_option(url: str) -> tuple[str, ...]:
+    found = _found_without_option()
+    if not url or url.startswith(MEMORY) or (found is not None and _place(found) == _place(url)):
+        return ()
+    return ("--store", _short(without_password(url)))
+
+
+def _found_without_option() -> str | None:
+    """Return the URL of the store that commands read here without ``--store``."""
+    if given := os.environ.get("AGL_STORE"):
+        return as_url(given)
+    files = stores_in(Path())
+    return f"{SQLITE}{files[0]}" if len(files) == 1 else None
+
+
+def _place(url: str) -> str:
+    return str(Path(url.removeprefix(SQLITE)).resolve()) if url.startswith(SQLITE) else without_password(url)
+
+
+def _short(url: str) -> str:
+    """Return a URL as a person types it: the path of a SQLite file, relative where it lies below this folder."""
+    if not url.startswith(SQLITE):
+        return url
+    path, here = Path(url.removeprefix(SQLITE)).resolve(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

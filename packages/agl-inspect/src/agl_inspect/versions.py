@@ -1,0 +1,375 @@
+"""Lists, shows and compares versions of resources: text, lineage, labels, scores, rewards and trials."""
+
+import difflib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, cast
+
+import msgspec
+
+from agl.contracts import RolloutQuery, Store, VersionScore
+from agl.errors import NotFoundError
+from agl.hints import did_you_mean
+from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
+from agl_inspect.records import labels
+from agl_inspect.records.names import ORIGIN, PROMPT_TRIAL, TRIAL, group_id_of
+from agl_inspect.records.shelf import Shelf
+from agl_inspect.records.state import unsaved
+from agl_inspect.searches import Candidate, candidates_of, owner_of
+from agl_inspect.statistics import Comparison, compare, compare_tasks, interval
+from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
+
+__all__ = [
+    "ListedVersion",
+    "Trial",
+    "TrialScore",
+    "add_trial",
+    "diff_versions",
+    "is_of_file",
+    "list_versions",
+    "read_trials",
+    "resource_text",
+    "shown",
+]
+
+_MANY = 1000
+
+
+class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version in a list.
+
+    Attributes:
+        why: The decision of the search that made it, with its reason.
+        origin: The algorithm and step that made it, ``agl resources try``, or the experiment whose first version it is;
+            ``""`` if unknown.
+        tried: The trials by ``agl dev`` and ``agl resources try`` that ran with it, such as ``2 rollouts of sums-dev``.
+        is_saved: False for weights that were served from memory and never written.
+    """
+
+    version: ResourceVersion
+    labels: list[str]
+    score: str
+    why: str = ""
+    origin: str = ""
+    tried: str = ""
+    is_saved: bool = True
+
+    @property
+    def is_only_tried(self) -> bool:
+        """True for a version that an algorithm or ``agl resources try`` only tried, and that no label points at."""
+        return bool(self.version.metadata.get("candidate")) and not self.labels
+
+
+class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version, the labels that point at it, its ancestors, newest first, and the candidate that brought it.
+
+    Attributes:
+        is_saved: False for weights that were served from memory and never written.
+    """
+
+    version: ResourceVersion
+    labels: list[str]
+    ancestors: list[str]
+    candidate: Candidate | None = None
+    is_saved: bool = True
+
+
+class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """An arm of a comparison: a version and the rewards of all finished rollouts that ran with it.
+
+    Attributes:
+        validated: The rewards of its validations, by the content of the task.
+    """
+
+    version: str
+    rewards: list[float]
+    validated: dict[str, list[float]] = {}
+
+    def summary(self, confidence: float) -> str:
+        """Return mean and interval in words."""
+        if not self.rewards:
+            return "no finished rollout with a reward ran with it"
+        low, high = interval(self.rewards, confidence=confidence)
+        return f"mean {fmean(self.rewards):.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
+
+
+async def list_versions(
+    store: Store, name: str | None, *, has_candidates: bool, has_trials: bool = True
+) -> list[ListedVersion]:
+    """List the newest version of every resource, or all versions of one, in order of publication.
+
+    ``has_trials`` counts the rollouts of trials, which costs more the more there are. Raises :class:`NotFoundError`
+    for a resource without a version. Versions that were only tried are left out unless ``has_candidates``, or a label
+    points at them.
+    """
+    versions = await store.resources(name)
+    if name is not None and not versions:
+        raise NotFoundError("resource", name, await _known(store, name))
+    names = dict.fromkeys(v.name for v in versions)
+    pointing = {n: await labels.labels_of(store, n) for n in names}
+    if name is None and not has_candidates:
+        versions = [await _newest_published(store, v, pointing[v.name]) for v in versions]
+    kept = [v for v in versions if has_candidates or not _is_only_tried(v, pointing[v.name])]
+    scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
+    tried = [] if name is None else await candidates_of(store, name)
+    trials = await _trials(store, name, kept) if name is not None and has_trials else {}
+    lost = await unsaved(store, kept)
+    found: list[ListedVersion] = []
+    for v in kept:
+        score = scores.get((v.name, v.version)) or score_of(v.metadata)
+        owner = owner_of(v, tried)
+        why = f"{owner.decision}: {owner.why}".removesuffix(": ") if owner and owner.parents else ""
+        found.append(
+            ListedVersion(
+                version=v,
+                labels=_pointing(pointing[v.name], v.version),
+                score=score,
+                why=why,
+                origin=origin_of(v),
+                tried=trials.get(v.version, ""),
+                is_saved=(v.name, v.version) not in lost,
+            )
+        )
+    return found
+
+
+def origin_of(version: ResourceVersion) -> str:
+    """Name what made a version: an algorithm with its step, ``agl resources try``, or the experiment that began so.
+
+    It is ``""`` if unknown.
+    """
+    if version.algorithm:
+        return f"{version.algorithm} step {version.step}"
+    if version.metadata.get("origin") == ORIGIN:
+        return ORIGIN
+    return f"the experiment {version.metadata['experiment']}" if is_of_file(version) else ""
+
+
+def is_of_file(version: ResourceVersion) -> bool:
+    """Return true for a version that an experiment took from its file."""
+    is_made = bool(version.algorithm) or version.metadata.get("origin") == ORIGIN
+    return bool(version.metadata.get("experiment")) and not is_made
+
+
+def _is_only_tried(version: ResourceVersion, names: dict[str, str]) -> bool:
+    return bool(version.metadata.get("candidate")) and version.version not in names.values()
+
+
+async def _newest_published(store: Store, newest: ResourceVersion, names: dict[str, str]) -> ResourceVersion:
+    """Return the newest version of a resource that was not only tried; the given one if there is none."""
+    if not _is_only_tried(newest, names):
+        return newest
+    published = [v for v in await store.resources(newest.name) if not _is_only_tried(v, names)]
+    return published[-1] if published else newest
+
+
+async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) -> dict[str, str]:
+    """Count the rollouts of trials by ``agl dev`` and ``agl resources try`` that ran with each version, by version."""
+    experiments = {record.name for record in await store.experiments()}
+    named = {str(v.metadata["experiment"]) for v in versions if "experiment" in v.metadata}
+    experiments |= {each.removesuffix(TRIAL).removesuffix(PROMPT_TRIAL) for each in named}
+    counts: Counter[tuple[str, str]] = Counter()
+    for trial in sorted(f"{experiment}{suffix}" for experiment in experiments for suffix in (TRIAL, PROMPT_TRIAL)):
+        async for page in pages(store, RolloutQuery(experiment=trial, limit=_MANY)):
+            counts.update((rollout.resources[name], trial) for rollout in page if name in rollout.resources)
+    found: dict[str, list[str]] = {}
+    for (version, trial), count in counts.items():
+        found.setdefault(version, []).append(f"{count} rollout{'' if count == 1 else 's'} of {trial}")
+    return {version: ", ".join(words) for version, words in found.items()}
+
+
+async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
+    """Find a version by its name, a label or the id of its candidate, by default the newest that is saved."""
+    names = await labels.labels_of(store, name)
+    versions = {v.version: v for v in await store.resources(name)}
+    if not versions:
+        raise NotFoundError("resource", name, await _known(store, name))
+    lost = await unsaved(store, versions.values())
+    kept = [v for v in versions.values() if (v.name, v.version) not in lost]
+    newest = [v for v in kept if not _is_only_tried(v, names)] or kept or list(versions.values())
+    wanted = newest[-1].version if which is None else names.get(which, which)
+    tried = await candidates_of(store, name)
+    if wanted not in versions:
+        wanted = next((c.versions.get(name, wanted) for c in reversed(tried) if c.id == wanted), wanted)
+    if wanted not in versions:
+        hint = f"there are the labels {sorted(names)} and {len(versions)} versions; see agl resources list {name}"
+        hint = did_you_mean(wanted, [*names, *versions], otherwise=hint)
+        raise NotFoundError("version", f"{name}@{wanted}", hint)
+    version = versions[wanted]
+    ancestors: list[str] = []
+    while version.parent in versions and version.parent not in ancestors and len(ancestors) < _MANY:
+        version = versions[version.parent]
+        ancestors.append(version.version)
+    return ShownVersion(
+        version=versions[wanted],
+        labels=_pointing(names, wanted),
+        ancestors=ancestors,
+        candidate=owner_of(versions[wanted], tried),
+        is_saved=(name, wanted) not in lost,
+    )
+
+
+async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
+    """Collect the rewards of the counted rollouts that pinned each version; a failed rollout counts 0."""
+    found = {version: Arm(version=version, rewards=[], validated={}) for version in versions}
+    async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
+        ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in found]
+        async for rollout, reward in rewards_of(store, ours):
+            if reward is not None or rollout.status == "failed":
+                arm = found[rollout.resources[name]]
+                arm.rewards.append(reward or 0.0)
+                if rollout.mode == "val":
+                    arm.validated.setdefault(group_id_of(rollout.task), []).append(reward or 0.0)
+    return list(found.values())
+
+
+def resource_text(resource: Resource) -> str:
+    """Return a prompt's text, or any other resource as indented JSON."""
+    if isinstance(resource, PromptTemplate):
+        return resource.template
+    value: Any = resource.value if isinstance(resource, JsonResource) else resource
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def diff_versions(old: ResourceVersion, new: ResourceVersion) -> list[str]:
+    """Return a unified diff of two versions; empty if they are equal."""
+    texts = resource_text(old.resource), resource_text(new.resource)
+    before, after = (text.splitlines() for text in texts)
+    lines = list(difflib.unified_diff(before, after, old.version, new.version, lineterm="", n=3))
+    if lines or old.resource == new.resource:
+        return lines
+    kinds = f"{_kind(old.resource)} and {_kind(new.resource)}"
+    unseen = f"their kind alone, {kinds}" if texts[0] == texts[1] else "line breaks alone, which no line shows"
+    return [f"--- {old.version}", f"+++ {new.version}", f"they differ in {unseen}"]
+
+
+def _kind(resource: Resource) -> str:
+    name = type(resource).__name__
+    return f"{name} ({resource.engine})" if isinstance(resource, PromptTemplate) else name
+
+
+def score_of(metadata: dict[str, Any]) -> str:
+    """Return the score that an algorithm stored with a version, ``mean [low, high] n=...``; empty without one.
+
+    ``selection`` marks the score by which a version was selected, which overestimates it.
+    """
+    scores, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
+    return scores or (f"{selection} (selection)" if selection else "")
+
+
+def _words(score: VersionScore) -> str:
+    return f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}] n={score.n} ({score.how})"
+
+
+def _estimate(score: Any) -> str:
+    if isinstance(score, int | float):
+        return f"{score:.3f}"
+    parts = cast("dict[str, Any]", score) if isinstance(score, dict) else {}
+    if not {"mean", "low", "high", "n"} <= parts.keys():
+        return ""
+    return f"{parts['mean']:.3f} [{parts['low']:.3f}, {parts['high']:.3f}] n={parts['n']}"
+
+
+def _pointing(names: dict[str, str], version: str) -> list[str]:
+    return sorted(label for label, pointed in names.items() if pointed == version)
+
+
+async def _known(store: Store, name: str) -> str:
+    names = sorted(version.name for version in await store.resources())
+    return did_you_mean(name, names, otherwise=f"there are {names}")
+
+
+def compare_arms(old: Arm, new: Arm, *, confidence: float) -> tuple[Comparison, tuple[Arm, Arm], str]:
+    """Return the comparison, the arms with the rewards that it counts, and a note on the pairing.
+
+    Rewards are paired by task if both versions were validated on at least two tasks of the same content, and on at
+    least half of the tasks of either; otherwise all rollouts count.
+
+    Raises:
+        ConfigError: There are too few rewards.
+    """
+    common = [task for task in old.validated if task in new.validated]
+    counts = len(old.validated), len(new.validated)
+    if len(common) < 2 or 2 * len(common) < max(counts):
+        return compare(old.rewards, new.rewards, confidence=confidence), (old, new), _why_not(old, new, len(common))
+    arms = _on(old, common), _on(new, common)
+    left_out = sum(counts) - 2 * len(common)
+    note = f"tasks that only one of them was validated on are left out: {left_out}" if left_out else ""
+    return compare_tasks(arms[0].validated, arms[1].validated, confidence=confidence), arms, note
+
+
+def _on(arm: Arm, tasks: list[str]) -> Arm:
+    """Return an arm with the validations on some tasks only."""
+    validated = {task: arm.validated[task] for task in tasks}
+    rewards = [reward for found in validated.values() for reward in found]
+    return Arm(version=arm.version, rewards=rewards, validated=validated)
+
+
+def _why_not(old: Arm, new: Arm, common: int) -> str:
+    for arm in (old, new):
+        if not arm.validated:
+            return f"not paired by task: {arm.version} has no validation with a reward"
+    counts = f"{len(old.validated)} and {len(new.validated)} validation tasks"
+    return f"not paired by task: of {counts} only {common} are in both"
+
+
+class TrialScore(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version in a trial, measured by itself and against the trial's baseline.
+
+    Attributes:
+        version: The version.
+        mean: Mean of its rewards over tasks, ``None`` without any.
+        low: Lower end of the 95 % interval of that mean over tasks, ``None`` below two; ``high`` the upper end.
+        tasks: Tasks with a reward.
+        difference: Its mean minus the baseline's, paired by task; ``None`` for the baseline, and where fewer than two
+            tasks have both.
+        difference_low: Lower end of the 95 % interval of the difference; ``difference_high`` the upper end.
+        paired: Tasks with rewards of both.
+        verdict: ``better``, ``worse`` or ``unclear``; ``""`` for the baseline.
+    """
+
+    version: str
+    mean: float | None
+    low: float | None
+    high: float | None
+    tasks: int
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    paired: int = 0
+    verdict: str = ""
+
+
+class Trial(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A trial that ended.
+
+    Attributes:
+        time: Unix seconds.
+        experiment: The experiment of its rollouts.
+        source: The tasks in words, such as ``20 of 40 validation tasks``.
+        scores: The versions; the first is the baseline.
+    """
+
+    time: float
+    experiment: str
+    resource: str
+    source: str
+    scores: list[TrialScore]
+
+
+async def add_trial(store: Store, *, experiment: str, resource: str, source: str, scores: Sequence[TrialScore]) -> None:
+    """Keep a trial of a resource beside those before it."""
+    now = time.time()
+    kept = Trial(time=now, experiment=experiment, resource=resource, source=source, scores=list(scores))
+    await _trials_of(resource).add(store, {f"{now:017.6f}": kept})
+
+
+async def read_trials(store: Store, resource: str) -> list[Trial]:
+    """Return the trials of a resource, newest first."""
+    return sorted((await _trials_of(resource).read(store)).values(), key=lambda trial: -trial.time)
+
+
+def _trials_of(resource: str) -> Shelf[Trial]:
+    return Shelf(Trial, f"trial/{resource}/")

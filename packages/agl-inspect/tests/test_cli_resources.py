@@ -1,0 +1,404 @@
+"""``agl resources`` as a person calls it, and the labels and intervals behind it."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl.contracts import ExperimentRecord, LabelMove, Store, VersionScore
+from agl.errors import ConfigError, NotFoundError
+from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
+from agl.schemas._ids import new_span_id
+from agl.stores import MemoryStore
+from agl_inspect.records import labels
+from agl_inspect.records.state import AlgorithmState, save_progress
+from agl_inspect.statistics import compare, compare_tasks, interval, student_cdf, student_quantile
+from agl_inspect.terminal.program import cli
+from agl_inspect.versions import diff_versions
+from agl_store_sqlite._store import SQLiteStore
+
+VERSIONS = [
+    ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="Be brief.\nAnswer {q}")),
+    ResourceVersion(
+        name="prompt",
+        version="v2",
+        parent="v1",
+        algorithm="apo",
+        step=3,
+        resource=PromptTemplate(template="Be exact.\nAnswer {q}"),
+        metadata={"score": {"mean": 0.8, "low": 0.7, "high": 0.9, "n": 32}},
+    ),
+    ResourceVersion(
+        name="prompt",
+        version="tried",
+        parent="v1",
+        resource=PromptTemplate(template="?"),
+        metadata={"candidate": True, "selection_score": 0.25},
+    ),
+    ResourceVersion(name="tools", version="t1", resource=JsonResource(value={"calc": "adds"})),
+]
+
+
+async def fill(
+    store: Store, rewards: dict[str, Sequence[float | None]], validated: dict[str, Sequence[Any]] | None = None
+) -> None:
+    """Publish the versions, and run a rollout with each reward; ``None`` fails.
+
+    ``validated`` has the tasks of a version whose rollouts are validations.
+    """
+    await store.publish(VERSIONS)
+    for version, values in rewards.items():
+        rollouts = [
+            Rollout(rollout_id=f"{version}-{i}", task=task, experiment="e", mode=mode, resources={"prompt": version})
+            for mode, tasks in [("val", validated[version]) if version in (validated or {}) else ("train", values)]
+            for i, task in enumerate(tasks)
+        ]
+        await store.enqueue(rollouts)
+        for claim in await store.claim(worker="w", limit=len(values)):
+            value = values[int(claim.rollout.rollout_id.rpartition("-")[2])]
+            attempt = claim.attempt
+            span = Span(
+                rollout_id=attempt.rollout_id,
+                attempt_id=attempt.attempt_id,
+                span_id=new_span_id(),
+                name="reward",
+                reward=Reward(value=value, source="evaluator"),
+            )
+            await store.append_spans([span] if value is not None else [])
+            await store.finish(
+                [Outcome(attempt_id=attempt.attempt_id, status="succeeded" if value is not None else "failed")]
+            )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Result]:
+    """`run("list", "prompt")` on a store that is filled once, with `rewards` and validation tasks by version."""
+    path = tmp_path / "runs.db"
+
+    def call(
+        *arguments: str,
+        rewards: dict[str, Sequence[float | None]] | None = None,
+        validated: dict[str, Sequence[Any]] | None = None,
+    ) -> Result:
+        if not path.exists():
+
+            async def make() -> None:
+                store = SQLiteStore(f"sqlite:///{path}")
+                await fill(store, rewards or {}, validated)
+                await store.close()
+
+            asyncio.run(make())
+        return CliRunner().invoke(cli, ["resources", *arguments, "--store", f"sqlite:///{path}"])
+
+    return call
+
+
+def test_list_names_every_resource_and_all_versions_of_one(run: Callable[..., Result]) -> None:
+    everything = run("list").output
+    assert "t1" in everything
+    one = run("list", "prompt").output
+    assert ["prompt  v1", "prompt  v2"] == [line[:10] for line in one.splitlines()[1:]]
+    assert "0.800 [0.700, 0.900] n=32" in one
+    assert "tried" in run("list", "prompt", "--candidates").output
+    parsed = json.loads(run("list", "prompt", "--json").output)
+    assert ["v1", "v2"] == [item["version"]["version"] for item in parsed]
+
+
+def test_show_gives_lineage_and_text_and_takes_a_label(run: Callable[..., Result]) -> None:
+    run("promote", "prompt", "v1")
+    assert "lineage: v2 <- v1" in run("show", "prompt").output
+    shown = run("show", "prompt", "production").output
+    assert "labels: production" in shown
+    assert shown.endswith("Be brief.\nAnswer {q}\n")
+    assert '"calc": "adds"' in run("show", "tools").output
+
+
+def test_diff_prints_what_changed_and_says_so_in_the_exit_status(run: Callable[..., Result]) -> None:
+    changed = run("diff", "prompt", "v1", "v2")
+    assert (1, True) == (changed.exit_code, "-Be brief.\n+Be exact.\n Answer {q}\n" in changed.output)
+    same = run("diff", "prompt", "v2")
+    assert (0, "no difference\n") == (same.exit_code, same.output)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (PromptTemplate(template="a"), PromptTemplate(template="a\n"), "they differ in line breaks alone"),
+        (PromptTemplate(template="a\nb"), PromptTemplate(template="a\r\nb"), "they differ in line breaks alone"),
+        (PromptTemplate(template="a"), PromptTemplate(template="a", engine="jinja"), "they differ in their kind"),
+        (PromptTemplate(template="5"), JsonResource(value=5), "they differ in their kind"),
+    ],
+)
+def test_diff_tells_of_what_no_line_shows(old: Any, new: Any, said: str) -> None:
+    versions = [ResourceVersion(name="p", version=name, resource=each) for name, each in (("1", old), ("2", new))]
+    *head, line = diff_versions(*versions)
+    assert ["--- 1", "+++ 2"] == head
+    assert line.startswith(said)
+    assert [] == diff_versions(versions[0], versions[0])
+
+
+def test_promoted_version_is_rolled_back_step_by_step(run: Callable[..., Result]) -> None:
+    for version in ("v1", "v2", "tried"):
+        assert f"production is now {version}" in run("promote", "prompt", version).output
+    assert "production is now v2 (back from tried)" in run("rollback", "prompt").output
+    assert "production is now v1 (back from v2)" in run("rollback", "prompt").output
+    last = run("rollback", "prompt")
+    assert (1, True) == (last.exit_code, "pointed at nothing before 'v1'" in last.output)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "status", "message"),
+    [
+        ({"v1": [0.1, 0.2, 0.1, 0.2], "v2": [0.8, 0.9, 0.8, 0.9]}, 0, "difference +0.7000"),
+        ({"v1": [0.1, 0.2, 0.1, 0.2], "v2": [0.0, 0.9, 0.1, 0.2]}, 1, "not shown to be better"),
+        ({"v1": [0.1], "v2": [0.9, 0.9]}, 1, "1 rewards of the old version and 2 of the new one"),
+        ({"v1": [0.1, 0.2, 0.1, 0.2], "v2": [0.9, None, None, 0.9]}, 1, "not shown to be better"),
+    ],
+    ids=["better", "unclear", "too few", "failures count"],
+)
+def test_promotion_on_the_stated_criterion_only(
+    run: Callable[..., Result], rewards: dict[str, Sequence[float | None]], status: int, message: str
+) -> None:
+    run("promote", "prompt", "v1", rewards=rewards)
+    done = run("promote", "prompt", "v2", "--if-better", "--min-rollouts", "4")
+    assert (status, True) == (done.exit_code, message in done.output), done.output
+    now = "v1" if status else "v2"
+    assert f"labels: production\nlineage: {now}" in run("show", "prompt", now).output
+
+
+def test_compare_reports_both_arms_and_the_ratio(run: Callable[..., Result]) -> None:
+    done = run("compare", "prompt", "v1", "v2", rewards={"v1": [0.4, 0.6], "v2": [0.7, 0.8]})
+    assert "v1: mean 0.5000" in done.output
+    assert "policy_improvement_ratio 1.500 without interval" in done.output
+    assert "2 and 2 rollouts\nnot paired by task: v1 has no validation with a reward\n" in done.output
+
+
+BETTER = {"v1": [0.1, 0.3, 0.5, 0.7, 0.9], "v2": [0.16, 0.34, 0.55, 0.76, 0.94]}
+"""A small gain on tasks of very different difficulty."""
+
+
+def test_compare_weighs_named_rewards_as_the_experiments_last_step_did(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
+    async def add() -> None:
+        store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
+        await store.enqueue(
+            [
+                Rollout(rollout_id=f"{version}-{n}", task=n, experiment="e", resources={"prompt": version})
+                for version in ("v1", "v2")
+                for n in range(2)
+            ]
+        )
+        for claim in await store.claim(worker="w", limit=4):
+            ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
+            value = float(claim.rollout.resources["prompt"] == "v2")
+            spans = tuple(
+                Span(**ids, span_id=new_span_id(), name=name, reward=Reward(value=value, name=name, source="evaluator"))
+                for name in ("syntax", "goal")
+            )
+            await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
+        weights = {"experiment.reward_weights.syntax": "0.25", "experiment.reward_weights.goal": "0.5"}
+        await save_progress(store, ExperimentRecord(name="e"), {"grpo": AlgorithmState(step=1, settings=weights)})
+        await store.close()
+
+    run("list")
+    asyncio.run(add())
+    output = run("compare", "prompt", "v1", "v2").output
+    assert "v1: mean 0.0000" in output
+    assert "v2: mean 0.7500" in output
+
+
+def test_compare_pairs_the_validations_of_the_same_tasks(run: Callable[..., Result]) -> None:
+    tasks = {"v1": [*"abcde"], "v2": [*"abcde"]}
+    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=tasks).output.splitlines()
+    assert lines[2].startswith("difference +0.0500, 95% interval [+0.0376, +0.0624], policy_improvement_ratio 1.100 [")
+    assert lines[2].endswith("], paired by 5 tasks, 5 and 5 rollouts")
+    assert 3 == len(lines)
+
+
+def test_compare_leaves_out_tasks_that_one_version_was_not_validated_on(run: Callable[..., Result]) -> None:
+    tasks = {"v1": [*"aabcd"], "v2": [*"bcdee"]}
+    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=tasks).output.splitlines()
+    assert "v1: mean 0.7000" in lines[0]
+    assert "v2: mean 0.3500" in lines[1]
+    assert lines[2].endswith("paired by 3 tasks, 3 and 3 rollouts")
+    assert "tasks that only one of them was validated on are left out: 2" == lines[3]
+
+
+def test_compare_counts_a_repeated_task_once(run: Callable[..., Result]) -> None:
+    repeated = {"v1": [*"aabbc"], "v2": [*"abccc"]}
+    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=repeated).output.splitlines()
+    assert lines[2].endswith("paired by 3 tasks, 5 and 5 rollouts")
+
+
+@pytest.mark.parametrize(
+    ("validated", "why"),
+    [
+        ({"v2": [*"abcde"]}, "v1 has no validation with a reward"),
+        ({"v1": [*"abcde"], "v2": [*"vwxyz"]}, "of 5 and 5 validation tasks only 0 are in both"),
+        ({"v1": [*"abcde"], "v2": [*"abxyz"]}, "of 5 and 5 validation tasks only 2 are in both"),
+    ],
+)
+def test_compare_without_common_tasks_counts_all_rollouts_and_says_so(
+    run: Callable[..., Result], validated: dict[str, Sequence[Any]], why: str
+) -> None:
+    done = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=validated)
+    assert f"5 and 5 rollouts\nnot paired by task: {why}\n" in done.output
+    assert "difference +0.0500, 95% interval [-0.4" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("list", "promt"), "unknown resource 'promt'; did you mean 'prompt'?"),
+        (("show", "prompt", "v9"), "unknown version 'prompt@v9'"),
+        (("promote", "prompt", "v1", "--label", "a/b"), "may hold letters"),
+        (("rollback", "tools"), "unknown label 'tools/production'"),
+        (("promote", "prompt", "v2", "--if-better"), "promote once without"),
+        (("promote", "prompt", "v2", "--min-gain", "0.1"), "--min-gain would do nothing without --if-better"),
+        (
+            ("promote", "prompt", "v2", "--confidence", "0.9", "--experiment", "e"),
+            "leave out --confidence and --experiment",
+        ),
+    ],
+)
+def test_wrong_names_are_told(run: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert (1, True) == (done.exit_code, message in done.output), done.output
+
+
+def test_moves_of_two_processes_leave_no_torn_label(tmp_path: Path) -> None:
+    async def body() -> tuple[list[LabelMove], dict[str, str]]:
+        stores = [SQLiteStore(f"sqlite:///{tmp_path}/runs.db") for _ in range(2)]
+        await stores[0].publish(VERSIONS)
+        moves = [labels.move(stores[i % 2], "prompt", "production", ("v1", "v2")[i % 2]) for i in range(12)]
+        await asyncio.gather(*moves)
+        kept = await stores[1].label_moves("prompt", "production")
+        pointing = await labels.labels_of(stores[0], "prompt")
+        for store in stores:
+            await store.close()
+        return kept, pointing
+
+    kept, pointing = asyncio.run(body())
+    assert {"production": kept[-1].version} == pointing
+    assert sorted(made.moved_at for made in kept) == [made.moved_at for made in kept]
+
+
+def test_label_needs_a_version_that_exists() -> None:
+    async def body() -> None:
+        store = MemoryStore()
+        await store.publish(VERSIONS)
+        await labels.move(store, "prompt", "production", "v9")
+
+    with pytest.raises(NotFoundError):
+        asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "expected"),
+    [(0.975, 1, 12.7062), (0.975, 10, 2.22814), (0.95, 5, 2.01505), (0.995, 30, 2.74999), (0.975, math.inf, 1.95996)],
+)
+def test_quantiles_are_those_of_the_tables(probability: float, freedom: float, expected: float) -> None:
+    assert expected == pytest.approx(student_quantile(probability, freedom), abs=1e-4)
+
+
+@given(st.floats(0.01, 0.99), st.floats(1.0, 200.0))
+def test_quantile_inverts_the_distribution(probability: float, freedom: float) -> None:
+    assert probability == pytest.approx(student_cdf(student_quantile(probability, freedom), freedom), abs=1e-6)
+
+
+def test_welchs_interval_of_a_textbook_case() -> None:
+    """Means 4 and 6, variances 2.5 and 2.5 over 5 each: t with 8 degrees of freedom, standard error 1."""
+    result = compare([2, 3, 4, 5, 6], [4, 5, 6, 7, 8])
+    assert (2.0, pytest.approx(2.0 - 2.30600, abs=1e-4), 1.5) == (
+        result.difference,
+        result.low,
+        result.policy_improvement_ratio,
+    )
+    assert (pytest.approx(4 - 2.77645 * math.sqrt(0.5), abs=1e-4), pytest.approx(4 + 2.77645 * math.sqrt(0.5))) == (
+        interval([2, 3, 4, 5, 6])
+    )
+
+
+def test_paired_interval_of_a_textbook_case() -> None:
+    """Differences 1, 2 and 3: t with 2 degrees of freedom, standard error 1 / sqrt(3)."""
+    result = compare_tasks({"a": [1.0, 3.0], "b": [6.0], "c": [1.0]}, {"c": [4.0], "b": [8.0], "a": [3.0], "d": [0.0]})
+    width = 4.30265 / math.sqrt(3)
+    assert (2.0, 3, 4, 3) == (result.difference, result.paired_tasks, result.old_count, result.new_count)
+    assert (pytest.approx(2 - width, abs=1e-4), pytest.approx(2 + width, abs=1e-4)) == (result.low, result.high)
+
+
+PAIRS = st.lists(st.tuples(st.floats(1.0, 2.0), st.floats(1.0, 2.0)), min_size=3, max_size=12)
+
+
+@given(pairs=PAIRS)
+def test_paired_ratio_holds_one_exactly_when_the_difference_holds_nothing(pairs: list[tuple[float, float]]) -> None:
+    old, new = ({str(i): [pair[which]] for i, pair in enumerate(pairs)} for which in (0, 1))
+    result = compare_tasks(old, new)
+    clear = min(abs(result.low), abs(result.high)) > 1e-6  # nearer to 0 rounding decides
+    if clear and result.ratio_low is not None and result.ratio_high is not None:
+        assert (result.low <= 0 <= result.high) == (result.ratio_low <= 1 <= result.ratio_high)
+
+
+def test_equal_rewards_have_an_interval_of_no_width() -> None:
+    result = compare([0.5, 0.5], [0.5, 0.5])
+    assert (0.0, 0.0, 1.0) == (result.low, result.high, result.policy_improvement_ratio)
+
+
+@pytest.mark.parametrize("values", [{"confidence": 1.0}, {"confidence": 0.0}])
+def test_confidence_must_make_an_interval(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        compare([0.0, 1.0], [0.0, 1.0], **values)
+
+
+def command(run: Callable[..., Result], tmp_path: Path, *arguments: str) -> Result:
+    """Another command on the same store."""
+    run("list")
+    return CliRunner().invoke(cli, [*arguments, "--store", f"sqlite:///{tmp_path}/runs.db"])
+
+
+def test_show_tells_how_a_resource_came_to_be(run: Callable[..., Result], tmp_path: Path) -> None:
+    output = command(run, tmp_path, "show", "prompt").output
+    assert output.startswith("prompt: 2 published versions, 1 candidates\n- v1 from -, given\n")
+    assert "- v2 from v1, by apo step 3, score 0.800 [0.700, 0.900] n=32" in output
+    assert "- tried (candidate) from v1, given, score 0.250 (selection)" in output
+    assert "-Be brief.\n+Be exact." in output
+    unknown = command(run, tmp_path, "show", "nothing")
+    assert (1, True) == (unknown.exit_code, "unknown rollout 'nothing'" in unknown.output)
+
+
+def test_score_that_was_measured_later_is_shown_in_place_of_the_versions_own(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
+    run("list")
+
+    async def measure() -> None:
+        store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
+        for mean in (0.9, 0.7):
+            again = VersionScore(name="prompt", version="v2", mean=mean, low=0.5, high=0.9, n=8, how="fresh rollouts")
+            await store.save_scores([again])
+        await store.close()
+
+    asyncio.run(measure())
+    output = command(run, tmp_path, "show", "prompt").output
+    assert "- v2 from v1, by apo step 3, score 0.700 [0.500, 0.900] n=8 (fresh rollouts)\n" in output
+    assert "- tried (candidate) from v1, given, score 0.250 (selection)" in output
+
+
+def test_export_writes_a_prompt_as_text_json_and_python(run: Callable[..., Result], tmp_path: Path) -> None:
+    assert command(run, tmp_path, "data", "export", "prompt", "--format", "text").stdout == "Be exact.\nAnswer {q}\n"
+    parsed = json.loads(command(run, tmp_path, "data", "export", "prompt@v1", "--format", "json").stdout)
+    assert ("v1", "Be brief.\nAnswer {q}") == (parsed["version"], parsed["resource"]["template"])
+    namespace: dict[str, Any] = {}
+    exec(command(run, tmp_path, "data", "export", "prompt@v2", "tools", "--format", "python").stdout, namespace)
+    assert "Be exact.\nAnswer {q}" == namespace["PROMPT"]
+    assert {"calc": "adds"} == namespace["TOOLS"]["value"]
+    nameless = command(run, tmp_path, "data", "export", "--format", "text")
+    assert (1, True) == (nameless.exit_code, "name one, such as" in nameless.output)

@@ -1,0 +1,248 @@
+"""Settings that the algorithms share, as records: sub-tables of `params` in an experiment file.
+
+    [algorithm.params.optim]
+    lr = 1e-5
+
+or `agl.GRPO(optim={"lr": 1e-5})` in Python. A table replaces the keys that it names; the others keep the algorithm's
+own defaults. Each record is documented here and nowhere else. Values are checked against the annotations when the
+algorithm is built. Importing this does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.replay import BOUND
+from agl_objectives.saving import SAVE_EVERY
+from agl_objectives.tasks import Curriculum  # noqa: TC001 - the parameter check resolves it
+
+__all__ = [
+    "Adam",
+    "Compute",
+    "Correction",
+    "Count",
+    "GroupSampling",
+    "Lora",
+    "Losses",
+    "NotNegative",
+    "Objective",
+    "Optim",
+    "Positive",
+    "Replay",
+    "Sampling",
+    "Saving",
+    "Settings",
+    "Share",
+    "Whole",
+]
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+"""A whole number of at least 1."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+"""A number above 0."""
+
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+"""A number of at least 0."""
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+"""A number from 0 to 1."""
+
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+"""A whole number of at least 0."""
+
+Moment = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+"""The share of a moment that an update leaves."""
+
+Decay = Literal["constant", "linear", "cosine"]
+"""The curves of a learning rate after its warm-up."""
+
+KLPenalty = Literal["k2", "k3"]
+"""The estimates of a KL divergence that have a gradient as a term of the loss."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of settings."""
+
+
+class Adam(Settings, frozen=True, kw_only=True):
+    """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2).
+
+    Attributes:
+        lr: Learning rate.
+        betas: Decay of the two moments. The second is below torch's 0.999: updates are few, and gradients change.
+        weight_decay: Pull of matrices towards 0; vectors (norms, biases) are not decayed.
+        max_grad_norm: Bound on the 2-norm of the whole gradient.
+    """
+
+    lr: Positive = 1e-6
+    betas: tuple[Moment, Moment] = (0.9, 0.95)
+    weight_decay: NotNegative = 0.0
+    max_grad_norm: Positive = 1.0
+
+
+class Optim(Adam, frozen=True, kw_only=True):
+    """AdamW with a curve for its learning rate; `lr` is the peak.
+
+    Attributes:
+        warmup: Updates over which the rate rises linearly.
+        decay: `constant`, or `linear` or `cosine`, which fall to 0 at the last update of the run.
+        max_nonfinite: Updates in a row that are skipped for a gradient that is not finite; one more ends the run.
+    """
+
+    warmup: Whole = 0
+    decay: Decay = "constant"
+    max_nonfinite: Whole = 3
+
+
+class Lora(Settings, frozen=True, kw_only=True):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685, section 4.1): `delta W = B A * alpha / rank`.
+
+    Attributes:
+        rank: Rank of the adapters; 0 trains all weights.
+        alpha: Scale of the adapters.
+        targets: Names of the modules that get an adapter; `["all-linear"]` means every linear layer but the head.
+    """
+
+    rank: Whole = 0
+    alpha: Positive = 32.0
+    targets: tuple[str, ...] = ("all-linear",)
+
+    def __post_init__(self) -> None:
+        if not self.rank and (self.alpha, self.targets) != (32.0, ("all-linear",)):
+            raise ValueError("lora.alpha and lora.targets do nothing while lora.rank is 0, which trains all weights")
+
+
+class Compute(Settings, frozen=True, kw_only=True):
+    """The device, and how much of it a pass takes.
+
+    Attributes:
+        device: `auto` (the first GPU, else the CPU), `cpu`, `cuda` ...
+        dtype: The type of passes and of exported weights. Weights in training are float32 all the same.
+        threads: CPU threads; 0 leaves the number to torch.
+        token_budget: Tokens that one forward pass may compute, padding included where rows are padded.
+        gradient_checkpointing: Whether layers are computed again in the backward pass, which takes less memory and a
+            third more time.
+    """
+
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: Whole = 0
+    token_budget: Count = 16_384
+    gradient_checkpointing: bool = False
+
+
+class Saving(Settings, frozen=True, kw_only=True):
+    """Saved states of training, from which a run continues after it was killed.
+
+    Attributes:
+        keep: Saved states and exported weights that stay on disk.
+        save_every: Steps between two saves of weights and moments, a time such as `"60s"`, or the largest share of the
+            time that may go into saving, such as `"5%"`. A run that is killed repeats the steps since the last save.
+    """
+
+    keep: Count = 2
+    save_every: int | str = SAVE_EVERY
+
+
+class Sampling(Settings, frozen=True, kw_only=True):
+    """The choice of tasks and groups.
+
+    Attributes:
+        refill: Rounds in which groups that teach nothing are replaced by those of further tasks (DAPO's dynamic
+            sampling); 0 keeps every group.
+        curriculum: `frontier` prefers tasks of which about half of the rollouts succeeded when they were last drawn,
+            `unsolved` those with the worst rewards. Half of a step's tasks is drawn without preference.
+    """
+
+    refill: Whole = 0
+    curriculum: Curriculum = ""
+
+
+class GroupSampling(Sampling, frozen=True, kw_only=True):
+    """The choice of tasks and groups, and the treatment of answers that are too long.
+
+    Attributes:
+        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+        overlong_limit: Tokens of an answer at which it loses a reward of 1; 0 turns that off.
+        overlong_buffer: Tokens before the limit over which the answer begins to lose reward, as in DAPO.
+    """
+
+    mask_truncated: bool = False
+    overlong_limit: Whole = 0
+    overlong_buffer: Whole = 0
+
+    def __post_init__(self) -> None:
+        if (self.overlong_limit or self.overlong_buffer) and not 0 < self.overlong_buffer <= self.overlong_limit:
+            raise ValueError(
+                f"overlong_limit is {self.overlong_limit} and overlong_buffer {self.overlong_buffer}; give the most "
+                "tokens of an answer and the part of them, at least 1, in which it is punished, or neither"
+            )
+
+
+class Replay(Settings, frozen=True, kw_only=True):
+    """Rollouts of earlier steps that are trained once more, each at most once.
+
+    Attributes:
+        share: Their share of a step's trained rollouts; 0 turns replay off.
+        bound: Bound on their importance weights.
+        max_staleness: Most versions of the policy between drawing and replaying them.
+    """
+
+    share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    bound: Positive = BOUND
+    max_staleness: Count = 4
+
+
+class Losses(Settings, frozen=True, kw_only=True):
+    """The loss of a token and the weights of tokens.
+
+    Attributes:
+        loss: `ppo-clip`, another loss's name, or `module:name`.
+        loss_params: Parameters of the loss, such as `{clip_low = 0.2, clip_high = 0.28}`.
+        aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does); by default what
+            the loss asks for, `token` for `ppo-clip`.
+        constant_tokens: The divisor of `constant`.
+    """
+
+    loss: str = "ppo-clip"
+    loss_params: dict[str, Any] | None = None
+    aggregation: Aggregation | None = None
+    constant_tokens: Count = 1024
+
+
+class Objective(Losses, frozen=True, kw_only=True):
+    """The loss of a token, the weights of tokens, and what is added to the loss.
+
+    Attributes:
+        kl: `k2` or `k3`, the estimate of the KL divergence from the policy at this algorithm's start.
+        kl_coef: Weight of a KL penalty, beta of GRPO's paper.
+        anchor_coef: Weight of a KL penalty on the calls of agents that share the weights and are not trained; without
+            it their skills drift away once the trained agents have learned theirs. 0 turns it off.
+        entropy_coef: Weight of an entropy bonus.
+    """
+
+    kl: KLPenalty = "k3"
+    kl_coef: NotNegative = 0.0
+    anchor_coef: NotNegative = 0.1
+    entropy_coef: NotNegative = 0.0
+
+
+class Correction(Settings, frozen=True, kw_only=True):
+    """Importance weights `pi_old / pi_behaviour` for the difference between sampler and trainer.
+
+    Attributes:
+        cap: Largest weight; 0 turns the weights off.
+        level: `token`, or `sequence` or `geometric`, which take one weight over a whole rollout.
+        mode: `truncate` lowers larger weights to the cap; `mask` drops their tokens, and those of weights below 0.5, as
+            IcePop does.
+        is_normalised: Whether weights are divided by their mean over rollouts.
+    """
+
+    cap: NotNegative = 2.0
+    level: Literal["token", "sequence", "geometric"] = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    is_normalised: bool = False

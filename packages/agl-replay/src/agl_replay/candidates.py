@@ -1,0 +1,352 @@
+"""Finds the candidates of ``agl resources try``: versions of the store, and texts that a person gives or edits."""
+
+import asyncio
+import hashlib
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import msgspec
+
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl.hints import did_you_mean
+from agl.schemas import Json, JsonResource, PromptTemplate, Resource, ResourceVersion
+from agl_inspect.records import ORIGIN, PROMPT_TRIAL, labelled
+from agl_inspect.versions import shown
+from agl_run import Messages
+from agl_run.engine import Plan, open_store, reached, value_for_agent
+
+TextResource = PromptTemplate | JsonResource
+"""A resource that has a text; models and weights have none."""
+
+_KINDS: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def text_of(resource: TextResource) -> str:
+    """Return the text that a person edits: a template, a string, or indented JSON."""
+    if isinstance(resource, PromptTemplate):
+        return resource.template
+    if isinstance(resource.value, str):
+        return resource.value
+    return msgspec.json.format(msgspec.json.encode(resource.value), indent=2).decode()
+
+
+def with_text(resource: TextResource, text: str) -> TextResource:
+    """Return the resource with another text.
+
+    Raises:
+        ConfigError: The text is empty, is no JSON where the resource is a value, is of another kind, or has broken
+            placeholders or other ones than the resource has; names them.
+    """
+    if not text.strip():
+        raise ConfigError("it is empty; write the whole text of the resource")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"it is not UTF-8: {error.reason} at character {error.start}; save it as UTF-8") from None
+    if isinstance(resource, PromptTemplate):
+        made: TextResource = PromptTemplate(template=text, engine=resource.engine)
+    else:
+        made = JsonResource(value=_value(resource.value, text))
+    if isinstance(value_for_agent(resource), Messages) and not isinstance(value_for_agent(made), Messages):
+        raise ConfigError(
+            'it is not a list of messages, and the resource is a prompt of messages; write [{"role": "system", '
+            '"content": "..."}, ...] with the roles system, developer, user and assistant'
+        )
+    lost = sorted(_kept(resource) - placeholders(made))
+    if lost:
+        raise ConfigError(f"it lacks the placeholders {', '.join(lost)}, which the agent fills in; add them")
+    return made
+
+
+def placeholders(resource: Resource) -> frozenset[str]:
+    """Return the placeholders of a prompt as they are written; none for any other value.
+
+    Raises:
+        ConfigError: The template cannot be parsed, or is one of jinja, which is not installed.
+    """
+    if isinstance(resource, PromptTemplate) and resource.engine == "jinja":
+        return frozenset(f"{{{{ {name} }}}}" for name in _jinja_names(resource.template))
+    return frozenset(f"{{{name}}}" for text in _templates(resource) for name in _names(text))
+
+
+def unknown_placeholders(new: TextResource, old: TextResource, *, keys: Collection[str]) -> list[str]:
+    """Return the placeholders that a new text has beyond the old one, and that no key of the tasks is called."""
+    return sorted(each for each in placeholders(new) - _kept(old) if each.strip("{} ") not in keys)
+
+
+def _kept(old: TextResource) -> frozenset[str]:
+    """Return the placeholders of the text before, none if it is broken, so that an edit can mend it."""
+    try:
+        return placeholders(old)
+    except ConfigError:
+        return frozenset()
+
+
+def _value(old: Json, text: str) -> Json:
+    """Return a value from its text; a string is its own text."""
+    if isinstance(old, str):
+        return text
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"it is not JSON, as the resource is: {error}") from None
+    if type(value) is not type(old) and not {type(old), type(value)} <= {int, float}:
+        raise ConfigError(f"it is {_kind(value)}, and the resource is {_kind(old)}; keep the kind of the value")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return next((words for kind, words in _KINDS.items() if isinstance(value, kind)), "a number")
+
+
+def _templates(resource: Resource) -> list[str]:
+    if isinstance(resource, PromptTemplate):
+        return [resource.template] if resource.engine == "f-string" else []
+    value = value_for_agent(resource)
+    return [message["content"] for message in value] if isinstance(value, Messages) else []
+
+
+def _names(template: str) -> frozenset[str]:
+    try:
+        names = PromptTemplate(template=template).fields
+    except ValueError as error:
+        raise ConfigError(f"its braces are broken: {error}; write literal braces as {{{{ and }}}}") from None
+    wrong = sorted(name for name in names if not name.isidentifier())
+    if wrong:
+        raise ConfigError(
+            f"it has {{{wrong[0][:40]}}}, which is not a placeholder; write literal braces as {{{{ and }}}}"
+        )
+    return names
+
+
+def _jinja_names(template: str) -> set[str]:
+    try:
+        sandbox, meta = (import_module(f"jinja2.{part}") for part in ("sandbox", "meta"))
+    except ImportError as error:
+        raise ConfigError("a jinja prompt template needs jinja2; run: pip install jinja2") from error
+    jinja2: Any = import_module("jinja2")
+    try:
+        return meta.find_undeclared_variables(sandbox.SandboxedEnvironment().parse(template))
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"its line {error.lineno} is not a jinja template: {error.message}") from None
+
+
+MOST = 26
+"""Candidates at most: each has a letter."""
+
+_STANDARD_INPUT = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A candidate as the command line names it: the option without its dashes, and its value."""
+
+    option: str
+    value: str = ""
+
+    @property
+    def words(self) -> str:
+        """The option with its value, unless that is the text itself."""
+        return f"--{self.option} {self.value}" if self.option in ("version", "text-file") else f"--{self.option}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A candidate that can run.
+
+    Attributes:
+        version: Its version, which need not be stored yet; ``None`` for the value in the experiment's file, of which
+            there is none.
+        resource: The value.
+        words: Its origin in words.
+    """
+
+    version: ResourceVersion | None
+    resource: TextResource
+    words: str
+
+
+def resource_of(plan: Plan, name: str | None, given: Sequence[Given]) -> str:
+    """Return the resource to try: the one that is named, here or in ``--version NAME@V``, or else the only one.
+
+    Raises:
+        ConfigError: There is none, or no such one, or there are several and none is named.
+    """
+    named = [each.value.rpartition("@")[0] for each in given if each.option == "version" and "@" in each.value]
+    names = list(dict.fromkeys([name, *named] if name else named))
+    if len(names) > 1:
+        raise ConfigError(f"the candidates are of different resources, {' and '.join(names)}; try one at a time")
+    if not plan.resources:
+        raise ConfigError(
+            "the experiment has no text to try: it has no [resource.NAME] with a template or a value; agl resources "
+            "compare compares models and weights"
+        )
+    there = sorted(plan.resources)
+    if names and names[0] in plan.resources:
+        return names[0]
+    if names:
+        kind = "is a policy, whose weights are not a text" if names[0] in plan.config.policy else "is not a resource"
+        raise ConfigError(f"{names[0]!r} {kind}; {did_you_mean(names[0], there, otherwise=f'there are {there}')}")
+    if len(there) > 1:
+        raise ConfigError(f"which resource? the experiment has {', '.join(there)}; name one behind the file")
+    return there[0]
+
+
+def contenders(plan: Plan, name: str, given: Sequence[Given]) -> tuple[Contender, list[Contender]]:
+    """Return what is live today, and the candidates in their order, with that as the baseline of an only one.
+
+    Raises:
+        ConfigError: A text cannot be used, there are too many candidates, or two have the same text.
+        NotFoundError: The store has no such version.
+    """
+    if not given:
+        raise ConfigError(
+            "there is nothing to try: name a candidate with --version, --text, --text-file or --edit; several are "
+            "compared with the first, an only one with what is live today"
+        )
+    present, versions, named = _read_known(plan, name, given)
+    found: list[Contender] = []
+    for each in given:
+        if each.option == "version":
+            found.append(named[each.value])
+        else:
+            base = found[-1] if found and each.option == "edit" else present
+            found.append(_of_text(plan, name, each, base, versions))
+    found = [present, *found] if len(found) == 1 else found
+    if len(found) > MOST:
+        raise ConfigError(f"there are {len(found)} candidates, and {MOST} can be compared at once; leave some out")
+    for place, one in enumerate(found):
+        same = next((other for other in found[:place] if other.resource == one.resource), None)
+        if same is not None:
+            raise ConfigError(
+                f"two candidates have the same text, {_named(same)} and {_named(one)}, so that any difference would be "
+                "chance; give each a text of its own"
+            )
+    return present, found
+
+
+def new_placeholders(plan: Plan, present: Contender, found: Sequence[Contender]) -> list[str]:
+    """Return a line for each candidate whose text has placeholders that nothing is known to fill in."""
+    objects = [cast("dict[str, Json]", task) for task in (*plan.train, *plan.val) if isinstance(task, dict)]
+    known = {key for task in objects for key in task}
+    lines: list[str] = []
+    for each in found:
+        if unknown := unknown_placeholders(each.resource, present.resource, keys=known):
+            lines.append(
+                f"{each.words} has the placeholder {', '.join(unknown)}, which the present text lacks: its rollouts "
+                "fail unless the agent fills it in"
+            )
+    return lines
+
+
+_Known = tuple[Contender, Sequence[ResourceVersion], dict[str, Contender]]
+
+
+def _read_known(plan: Plan, name: str, given: Sequence[Given]) -> _Known:
+    """Return what is live today, all versions of the resource, and the versions that the command line names."""
+
+    async def use() -> _Known:
+        store = open_store(plan)
+        try:
+            versions = await store.resources(name)
+            named: dict[str, Contender] = {}
+            for each in given:
+                if each.option == "version":
+                    which = each.value.rpartition("@")[2]
+                    if not versions:
+                        raise ConfigError(
+                            f"there is no version {which!r} of {name!r} yet, nor any other; give a text with --text, "
+                            "--text-file or --edit"
+                        )
+                    named[each.value] = _of_version((await shown(store, name, which)).version, each.words)
+            return await _present(store, plan, name, versions), versions, named
+        finally:
+            await store.close()
+
+    return asyncio.run(use())
+
+
+async def _present(store: Store, plan: Plan, name: str, versions: Sequence[ResourceVersion]) -> Contender:
+    """Return the version from which a run would go on or start today."""
+    record, label = await reached(store, plan), plan.label(name)
+    if record is not None and name in record.live:
+        return _of_version(await store.resource(name, record.live[name]), f"live in {plan.name}")
+    if label and (version := await labelled(store, name, label)) is not None:
+        return _of_version(version, f"the label {label}")
+    resource = _text_resource(name, plan.resources[name])
+    same = next((version for version in reversed(versions) if version.resource == resource), None)
+    return Contender(version=same, resource=resource, words="the experiment's file")
+
+
+def _of_version(version: ResourceVersion, words: str) -> Contender:
+    return Contender(version=version, resource=_text_resource(version.name, version.resource), words=words)
+
+
+def _text_resource(name: str, resource: Resource) -> TextResource:
+    if not isinstance(resource, TextResource):
+        raise ConfigError(f"{name!r} has no text, because it is a model or weights; name a prompt or a value")
+    return resource
+
+
+def _of_text(plan: Plan, name: str, given: Given, base: Contender, versions: Sequence[ResourceVersion]) -> Contender:
+    """Make the candidate of a text; one that a version has already is that version."""
+    text = _text_of(given, text_of(base.resource))
+    try:
+        resource = with_text(base.resource, text)
+    except ConfigError as error:
+        raise ConfigError(f"the text of {given.words} cannot be tried: {error}") from None
+    same = next((version for version in reversed(versions) if version.resource == resource), None)
+    if same is not None:
+        return Contender(version=same, resource=resource, words=given.words)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    version = ResourceVersion(
+        name=name,
+        version=f"{plan.name}{PROMPT_TRIAL}-{digest}",
+        resource=resource,
+        parent=base.version.version if base.version else "",
+        created_at=time.time(),
+        metadata={"experiment": plan.name, "origin": ORIGIN, "candidate": True},
+    )
+    return Contender(version=version, resource=resource, words=given.words)
+
+
+def _text_of(given: Given, present: str) -> str:
+    """Return the given text; a last line break, which editors add, counts only where the present text has one."""
+    if given.option == "text":
+        return given.value
+    text = _edited(present) if given.option == "edit" else _read(given.value)
+    return text if present.endswith("\n") else text.removesuffix("\n").removesuffix("\r")
+
+
+def _edited(present: str) -> str:
+    text = click.edit(present, extension=".txt", require_save=False)
+    if text is None or text.removesuffix("\n") == present.removesuffix("\n"):
+        raise ConfigError("the editor left the text as it was, so there is nothing to try; change it and save")
+    return text
+
+
+def _read(path: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if path == _STANDARD_INPUT else Path(path).read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read the text {path!r}: {error.strerror or error}; correct --text-file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text {path!r} is not UTF-8: {error.reason} at byte {error.start}; convert it") from None
+
+
+def _named(one: Contender) -> str:
+    return f"{one.words} ({one.version.version})" if one.version else one.words

@@ -1,0 +1,452 @@
+"""Reports a trial of several versions: task by task, and each version against the first, paired by task.
+
+A failed rollout counts 0, as in ``agl resources compare``; one without a reward is left out.
+"""
+
+import math
+import string
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist, fmean, variance
+from typing import Any, Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from agl import semconv
+from agl.dialects import call_messages
+from agl.schemas import Episode, Json, Record, ResourceVersion, Rollout, Span, to_json
+from agl_inspect.records import ORIGIN, PROMPT_TRIAL, error_of
+from agl_inspect.rollouts import labelled_texts, tokens_of
+from agl_inspect.statistics import FEWEST_ALIKE, Comparison, compare_tasks, interval
+from agl_inspect.terminal import echo, print_table, short
+from agl_inspect.versions import TrialScore
+from agl_replay.candidates import Contender
+from agl_replay.forking import read_ended
+from agl_run import Progress
+from agl_run.engine import MOST_FREQUENT, Driver, Plan, cancel_unfinished, kind_of, trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """The versions and tasks of a trial.
+
+    Attributes:
+        name: The resource.
+        present: Its version that is live or labelled, ``""`` if no version holds the value in the experiment's file.
+        versions: The versions to compare, the baseline first; ``None`` is the value in the experiment's file.
+        tasks: The tasks.
+        samples: Rollouts of each task with each version.
+    """
+
+    name: str
+    present: str
+    versions: Sequence[ResourceVersion | None]
+    tasks: Sequence[Json]
+    samples: int = 1
+
+
+class Ran(NamedTuple):
+    """A rollout of a trial that ended, with its deciding attempt's spans."""
+
+    episode: Episode
+    spans: Sequence[Span]
+
+
+@dataclass(kw_only=True)
+class Contested:
+    """The progress of a trial, which is filled while it runs, so that an interrupted one can be reported.
+
+    Attributes:
+        versions: The versions, published, in the order of the contest.
+        rollouts: All rollouts, in the order in which they are queued.
+        ran: Those that ended, by id.
+        is_complete: True once all have ended.
+    """
+
+    versions: list[ResourceVersion] = field(default_factory=list[ResourceVersion])
+    rollouts: list[Rollout] = field(default_factory=list[Rollout])
+    ran: dict[str, Ran] = field(default_factory=dict[str, Ran])
+    is_complete: bool = False
+
+
+async def try_versions(plan: Plan, contest: Contest, *, progress: Progress, found: Contested) -> None:
+    """Run the contest as the experiment ``NAME-try``, and fill ``found``, also if it is cancelled.
+
+    Versions that are new are published; nothing else of the experiment changes.
+    """
+    live = {contest.name: contest.present} if contest.present else {}
+    async with trial(plan, record_as=f"{plan.name}{PROMPT_TRIAL}", progress=progress, live=live) as driver:
+        found.versions = [await _published(driver, contest.name, version) for version in contest.versions]
+        collector = driver.collector(f"try-{time.time_ns() // 1_000_000}", None)
+        arms = [{contest.name: version.version} for version in found.versions]
+        found.rollouts = collector.side_by_side(contest.tasks, arms, n=contest.samples, mode="test")
+        try:
+            episodes = await collector.run(found.rollouts)
+            found.is_complete = True
+            driver.agreement.report(episodes, trains=False)
+        finally:
+            await cancel_unfinished(driver.session.store, driver.name)
+            ended = await read_ended(driver.session.store, found.rollouts)
+            found.ran = {one.rollout.rollout_id: Ran(collector.episode(one), one.spans) for one in ended}
+
+
+async def _published(driver: Driver, name: str, version: ResourceVersion | None) -> ResourceVersion:
+    live = driver.session.live
+    if version is None:
+        return live.current(name)
+    parent = version.parent or (live.current(name).version if version.metadata.get("origin") == ORIGIN else "")
+    return await live.publish(replace(version, parent=parent))
+
+
+LISTED = 20
+"""Tasks that the table has, unless all are asked for."""
+
+_POWER = 0.8
+"""Probability that the proposed number of tasks shows a difference of the size that was seen."""
+
+
+class TriedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout of a trial that ended.
+
+    Attributes:
+        tokens: Prompt and response tokens of its model calls, as far as they are known.
+        seconds: Wall time of its deciding attempt.
+        answer: The agent's output, or else the text of its last model call.
+        error: Type and first line of the error, ``""`` for a rollout that succeeded.
+    """
+
+    rollout_id: str
+    status: str
+    reward: float | None
+    tokens: int
+    seconds: float
+    answer: str = ""
+    error: str = ""
+
+    @property
+    def score(self) -> float | None:
+        """The reward that counts: 0 for a failure."""
+        return self.reward if self.status == "succeeded" else 0.0
+
+
+class TriedTask(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A task of a trial, with the rollouts of each candidate; ``number`` is its position among all tasks, from 0."""
+
+    number: int
+    task: Json
+    rollouts: dict[str, list[TriedRollout]]
+
+    def scores(self, mark: str) -> list[float]:
+        """Return the rewards that count for a candidate."""
+        return [each.score for each in self.rollouts[mark] if each.score is not None]
+
+    def mean(self, mark: str) -> float | None:
+        """Return the mean of a candidate's rewards, ``None`` without any."""
+        return fmean(scores) if (scores := self.scores(mark)) else None
+
+    def difference(self, mark: str, baseline: str) -> float | None:
+        """Return a candidate's mean minus the baseline's, ``None`` where one of them is missing."""
+        new, old = self.mean(mark), self.mean(baseline)
+        return None if new is None or old is None else new - old
+
+
+class TriedCandidate(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A candidate of a trial.
+
+    Attributes:
+        mark: Its letter; ``A`` is the baseline.
+        origin: Its origin in words.
+        mean: Mean reward of its rollouts, ``None`` without any.
+        tokens: Mean tokens of a rollout, 0 where no counts are known; ``seconds`` likewise; ``None`` without a
+            rollout.
+    """
+
+    mark: str
+    version: str
+    origin: str
+    mean: float | None
+    rollouts: int
+    failed: int
+    without_reward: int
+    tokens: float | None
+    seconds: float | None
+
+
+class TriedPair(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A candidate against the baseline.
+
+    Attributes:
+        comparison: The paired comparison, ``None`` for fewer than two tasks with both.
+        verdict: ``better`` or ``worse`` if the 95 % interval of the difference excludes 0, else ``unclear``.
+        needed_tasks: About how many tasks would show a difference of this size, ``None`` where that is no question.
+        words: The outcome in a sentence.
+    """
+
+    mark: str
+    baseline: str
+    comparison: Comparison | None
+    verdict: Literal["better", "worse", "unclear"]
+    needed_tasks: int | None
+    words: str
+
+
+class TrialReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A trial of ``agl resources try``; ``is_complete`` is false for one that was stopped.
+
+    ``tasks`` are in their order, and ``source`` says how many they are and where from.
+    """
+
+    experiment: str
+    resource: str
+    source: str
+    samples: int
+    is_complete: bool
+    candidates: list[TriedCandidate]
+    tasks: list[TriedTask]
+    pairs: list[TriedPair]
+
+
+def report_of(
+    resource: str, contenders: Sequence[Contender], tasks: Sequence[tuple[int, Json]], found: Contested, *, source: str
+) -> TrialReport:
+    """Make the report of the rollouts that ended."""
+    marks = string.ascii_uppercase[: len(contenders)]
+    arms = {version.version: mark for mark, version in zip(marks, found.versions, strict=True)}
+    samples = len(found.rollouts) // (len(tasks) * len(contenders))
+    tried = [TriedTask(number=number, task=task, rollouts={mark: [] for mark in marks}) for number, task in tasks]
+    for place, rollout in enumerate(found.rollouts):
+        if (ran := found.ran.get(rollout.rollout_id)) is not None:
+            task = tried[place // (samples * len(contenders))]
+            task.rollouts[arms[rollout.resources[resource]]].append(_rollout(ran))
+    candidates = [
+        _candidate(mark, version.version, one.words, tried)
+        for mark, version, one in zip(marks, found.versions, contenders, strict=True)
+    ]
+    return TrialReport(
+        experiment=found.rollouts[0].experiment,
+        resource=resource,
+        source=source,
+        samples=samples,
+        is_complete=found.is_complete,
+        candidates=candidates,
+        tasks=tried,
+        pairs=[compare_pair(tried, mark, marks[0]) for mark in marks[1:]],
+    )
+
+
+def compare_pair(tasks: Sequence[TriedTask], mark: str, baseline: str) -> TriedPair:
+    """Compare a candidate with the baseline over the tasks that both have rewards of."""
+    differences = [each for task in tasks if (each := task.difference(mark, baseline)) is not None]
+    pair = TriedPair(mark=mark, baseline=baseline, comparison=None, verdict="unclear", needed_tasks=None, words="")
+    head = f"{mark} against {baseline}"
+    if len(differences) < 2:
+        few = f"{_count(len(differences), 'task')} with rewards of both, and an interval needs two"
+        return replace(pair, words=f"{head}: cannot tell apart: {few}")
+    samples = [
+        {str(task.number): scores for task in tasks if (scores := task.scores(each))} for each in (baseline, mark)
+    ]
+    comparison = compare_tasks(*samples)
+    verdict, needed = _verdict(comparison, differences)
+    words = f"{head}: {_words(comparison, verdict, needed, differences)}"
+    return replace(pair, comparison=comparison, verdict=verdict, needed_tasks=needed, words=words)
+
+
+def scores_of(report: TrialReport) -> list[TrialScore]:
+    """Return the versions of a trial with their means and intervals over tasks, and against the first one."""
+    pairs = {pair.mark: pair for pair in report.pairs}
+    found: list[TrialScore] = []
+    for each in report.candidates:
+        means = [average for task in report.tasks if (average := task.mean(each.mark)) is not None]
+        low, high = interval(means) if len(means) > 1 else (None, None)
+        pair = pairs.get(each.mark)
+        found.append(
+            TrialScore(
+                version=each.version,
+                mean=fmean(means) if means else None,
+                low=low,
+                high=high,
+                tasks=len(means),
+                verdict=pair.verdict if pair else "",
+                **_against(pair.comparison if pair else None),
+            )
+        )
+    return found
+
+
+def _against(comparison: Comparison | None) -> dict[str, Any]:
+    if comparison is None:
+        return {}
+    ends = {"difference_low": comparison.low, "difference_high": comparison.high}
+    return {"difference": comparison.difference, **ends, "paired": comparison.paired_tasks}
+
+
+def best_of(report: TrialReport) -> TriedCandidate | None:
+    """Return the candidate that is shown to be better than the baseline, by most; ``None`` if none is."""
+    better = [pair for pair in report.pairs if pair.verdict == "better" and pair.comparison is not None]
+    best = max(better, key=lambda pair: pair.comparison.difference if pair.comparison else 0.0, default=None)
+    return None if best is None else next(each for each in report.candidates if each.mark == best.mark)
+
+
+def print_report(report: TrialReport, *, is_full: bool) -> None:
+    """Print the tasks, those that differ most first, then the candidates, and each against the baseline."""
+    begun = [task for task in report.tasks if any(task.rollouts.values())]
+    ordered = sorted(begun, key=lambda task: -_spread(task, report))
+    shown = ordered if is_full else ordered[:LISTED]
+    marks = [each.mark for each in report.candidates]
+    columns = ("task", *marks, *(f"{mark} - {marks[0]}" for mark in marks[1:]), "what")
+    print_table(columns, [_row(task, marks) for task in shown], whole=columns[:-1])
+    if len(shown) < len(ordered):
+        echo(f"… and {len(ordered) - len(shown)} tasks that differ less; --full shows them, and every answer")
+    if len(begun) < len(report.tasks):
+        echo(f"no rollout of {_count(len(report.tasks) - len(begun), 'task')} has ended")
+    for line in _failures(report):
+        echo(line)
+    if is_full:
+        for task in shown:
+            for line in _answers(task):
+                echo(line)
+    echo("")
+    columns = ("", "version", "from", "mean", "rollouts", "failed", "no reward", "tokens", "seconds")
+    print_table(
+        columns, [_of_candidate(each) for each in report.candidates], whole=("version", "mean"), least=("from",)
+    )
+    for pair in report.pairs:
+        echo(pair.words)
+    if len(report.pairs) > 1:
+        echo("each interval is of one comparison; the best of several looks better than it is, so try the winner again")
+
+
+def _rollout(ran: Ran) -> TriedRollout:
+    rollout, attempt = ran.episode.rollout, ran.episode.attempt
+    is_good = rollout.status == "succeeded"
+    return TriedRollout(
+        rollout_id=rollout.rollout_id,
+        status=rollout.status,
+        reward=ran.episode.reward,
+        tokens=sum(sum(tokens_of(span)) for span in ran.spans),
+        seconds=max(0.0, attempt.finished_at - attempt.started_at) if attempt else 0.0,
+        answer=_answer(ran),
+        error="" if is_good else error_of(rollout, attempt),
+    )
+
+
+def _answer(ran: Ran) -> str:
+    outputs = [span.attributes[semconv.OUTPUT] for span in ran.spans if semconv.OUTPUT in span.attributes]
+    if outputs:
+        return outputs[-1] if isinstance(outputs[-1], str) else to_json(outputs[-1]).decode()
+    calls = [span.call for span in ran.spans if span.call is not None and span.call.dialect != "embeddings"]
+    messages = call_messages(calls[-1]) if calls else []
+    is_answered = bool(messages) and messages[-1].get("role") == "assistant"
+    return "\n".join(text for _, text in labelled_texts(messages[-1])) if is_answered else ""
+
+
+def _candidate(mark: str, version: str, origin: str, tasks: Sequence[TriedTask]) -> TriedCandidate:
+    rollouts = [each for task in tasks for each in task.rollouts[mark]]
+    scores = [each.score for each in rollouts if each.score is not None]
+    return TriedCandidate(
+        mark=mark,
+        version=version,
+        origin=origin,
+        mean=fmean(scores) if scores else None,
+        rollouts=len(rollouts),
+        failed=sum(each.status != "succeeded" for each in rollouts),
+        without_reward=len(rollouts) - len(scores),
+        tokens=fmean(each.tokens for each in rollouts) if rollouts else None,
+        seconds=fmean(each.seconds for each in rollouts) if rollouts else None,
+    )
+
+
+def _verdict(
+    comparison: Comparison, differences: Sequence[float]
+) -> tuple[Literal["better", "worse", "unclear"], int | None]:
+    """Return the verdict, and the number of tasks that a difference of this size needs if it is not clear."""
+    spread, difference = variance(differences), comparison.difference
+    if spread == 0:
+        is_clear = difference != 0 and len(differences) >= FEWEST_ALIKE
+        needed = None if is_clear or difference == 0 else FEWEST_ALIKE
+    else:
+        is_clear = comparison.low > 0 or comparison.high < 0
+        normal = NormalDist()
+        factor = (normal.inv_cdf(0.5 + comparison.confidence / 2) + normal.inv_cdf(_POWER)) ** 2
+        enough = max(len(differences) + 1, math.ceil(factor * spread / difference**2)) if difference else None
+        needed = None if is_clear else enough
+    if not is_clear:
+        return "unclear", needed
+    return ("better" if difference > 0 else "worse"), None
+
+
+def _words(comparison: Comparison, verdict: str, needed: int | None, differences: Sequence[float]) -> str:
+    count = _count(len(differences), "task")
+    if not any(differences):
+        return f"cannot tell apart: the same reward on each of {count}"
+    interval = f"95 % interval {comparison.low:.3g} to {comparison.high:.3g}, {count}"
+    if verdict != "unclear":
+        return f"{verdict} by {abs(comparison.difference):.3g}, {interval}"
+    if len(set(differences)) == 1:
+        return (
+            f"cannot tell apart: {comparison.difference:+.3g} on each of {count}, which may be chance; about {needed} "
+            "tasks would be needed"
+        )
+    if needed is None:
+        return f"cannot tell apart: difference 0, {interval}"
+    return (
+        f"cannot tell apart: difference {comparison.difference:+.3g}, {interval}; about {needed} tasks would be needed "
+        "to show a difference of this size"
+    )
+
+
+def _spread(task: TriedTask, report: TrialReport) -> float:
+    means = [average for each in report.candidates if (average := task.mean(each.mark)) is not None]
+    return max(means) - min(means) if len(means) > 1 else -1.0
+
+
+def _row(task: TriedTask, marks: Sequence[str]) -> tuple[str, ...]:
+    differences = (task.difference(mark, marks[0]) for mark in marks[1:])
+    return (
+        str(task.number),
+        *(_cell(task, mark) for mark in marks),
+        *("-" if each is None else f"{each:+.3f}" for each in differences),
+        short(task.task),
+    )
+
+
+def _cell(task: TriedTask, mark: str) -> str:
+    failed = sum(each.status != "succeeded" for each in task.rollouts[mark])
+    found = task.mean(mark)
+    value = "-" if found is None else f"{found:.3f}"
+    return f"{value} ({failed} failed)" if failed else value
+
+
+def _failures(report: TrialReport) -> Iterator[str]:
+    """Describe the failed rollouts of each candidate by their errors; those that differ in numbers only are one."""
+    for mark in (each.mark for each in report.candidates):
+        failed = [each for task in report.tasks for each in task.rollouts[mark] if each.error]
+        kinds = Counter(kind_of(each.error) for each in failed)
+        for kind, count in kinds.most_common(MOST_FREQUENT):
+            first = next(each for each in failed if kind_of(each.error) == kind)
+            yield f"failed with {mark}: {_count(count, 'rollout')}, such as {first.rollout_id}: {first.error}"
+        if more := len(failed) - sum(count for _, count in kinds.most_common(MOST_FREQUENT)):
+            yield f"failed with {mark}: {_count(more, 'rollout')} with other errors; --full shows them"
+
+
+def _answers(task: TriedTask) -> Iterator[str]:
+    yield f"task {task.number}: {to_json(task.task).decode()}"
+    for mark, rollouts in task.rollouts.items():
+        for each in rollouts:
+            reward = "no reward" if each.score is None else f"reward {each.score:g}"
+            yield f"  {mark}: {reward}, {each.rollout_id}"
+            yield from (f"    {line}" for line in (each.error or each.answer or "(no answer)").splitlines())
+
+
+def _of_candidate(each: TriedCandidate) -> tuple[str, ...]:
+    return (
+        *(each.mark, each.version, each.origin, "-" if each.mean is None else f"{each.mean:.3f}"),
+        *(str(each.rollouts), str(each.failed), str(each.without_reward)),
+        *(f"{each.tokens:.0f}" if each.tokens else "-", "-" if each.seconds is None else f"{each.seconds:.2f}"),
+    )
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"

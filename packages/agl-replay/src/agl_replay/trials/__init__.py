@@ -1,1 +1,0 @@
-"""Trials of versions: which are tried, how they run, how they compare."""

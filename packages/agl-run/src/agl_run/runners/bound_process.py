@@ -1,0 +1,188 @@
+"""Programs that end with their descendants: on request, and when this process ends, by ``kill -9`` as well.
+
+Each program runs below a keeper, a small process that watches this one; see :mod:`agl_run.runners.keeper`. A keeper
+that is killed takes its program with it, and this process kills the program's session; descendants in sessions of their
+own then go on. Windows has no keepers: there a program and its children are stopped on request only.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 2.0
+"""Seconds between asking a program to stop and killing it."""
+
+_SLACK_S = 4.0
+"""Seconds beyond the grace after which a keeper that does not end is killed itself."""
+
+_POLL_S = 0.01
+"""Seconds between looks at a process that was told to end."""
+
+_DRAIN_S = 0.2
+"""Seconds in which the last output of a process that ended is read."""
+
+KEEPER = str(Path(__file__).with_name("keeper.py"))
+"""The keeper's script."""
+
+
+class BoundProcess:
+    """A running program; what it prints is read from ``process``.
+
+    Attributes:
+        process: The keeper, or the program itself on Windows; its pipes are the program's.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket | None, *, is_leader: bool) -> None:
+        self.process = process
+        self._control = control
+        self._is_leader = is_leader
+        self._watch: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        stops_rest: bool = True,
+        has_session: bool = True,
+        **options: Any,
+    ) -> "BoundProcess":
+        """Start a program.
+
+        Args:
+            words: The program and its arguments.
+            environment: Its whole environment.
+            stops_rest: Whether descendants that outlive the program are stopped.
+            has_session: Whether it gets a session of its own, so that signals of the terminal do not reach it.
+            options: More arguments of :func:`asyncio.create_subprocess_exec`, such as its pipes.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        if sys.platform == "win32":
+            flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+            return await cls._spawn(words, None, is_leader=False, env=environment, creationflags=flags, **options)
+        ours, its = socket.socketpair()
+        numbers = (str(its.fileno()), str(os.getpid()), str(GRACE_S), "stop" if stops_rest else "leave")
+        try:
+            kept = await cls._spawn(
+                (sys.executable, "-I", "-S", KEEPER, *numbers, *words),
+                ours,
+                is_leader=has_session,
+                env=environment,
+                pass_fds=(its.fileno(),),
+                start_new_session=has_session,
+                **options,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            its.close()
+        try:
+            await kept._require_start(words[0])
+        except BaseException:
+            await kept.kill()
+            raise
+        return kept
+
+    @classmethod
+    async def _spawn(
+        cls, words: Sequence[str], control: socket.socket | None, *, is_leader: bool, **options: Any
+    ) -> "BoundProcess":
+        """Start a process; a cancelled caller waits until it has started, and kills it.
+
+        asyncio itself waits forever if a start is cancelled before the pipes are connected.
+        """
+        starting = asyncio.create_task(asyncio.create_subprocess_exec(*words, **options))
+        try:
+            return cls(await asyncio.shield(starting), control, is_leader=is_leader)
+        except asyncio.CancelledError:
+            await asyncio.wait((starting,))
+            if starting.exception() is None:
+                await cls(starting.result(), control, is_leader=is_leader).kill()
+            raise
+
+    async def _require_start(self, name: str) -> None:
+        assert self._control is not None  # noqa: S101  # made with one
+        self._control.setblocking(False)
+        answer = await asyncio.get_running_loop().sock_recv(self._control, 16)
+        if answer.isdigit():
+            raise OSError(int(answer), os.strerror(int(answer)), name)
+        self._watch = asyncio.create_task(self._watch_keeper(self._control))
+
+    async def _watch_keeper(self, control: socket.socket) -> None:
+        """Kill what a keeper that was killed left behind; it holds the program's pipes open."""
+        if not await asyncio.get_running_loop().sock_recv(control, 16):
+            self._kill_keeper()
+
+    @property
+    def returncode(self) -> int | None:
+        """The program's exit code, minus the signal that killed it, or ``None`` while it runs."""
+        return self.process.returncode
+
+    async def wait(self) -> int:
+        """Wait for the program's end."""
+        return await self.process.wait()
+
+    async def stop(self) -> None:
+        """Ask the program and its descendants to stop, then kill them; returns at once if it has ended."""
+        await self._end(b"")
+
+    async def kill(self) -> None:
+        """Kill the program and its descendants; idempotent."""
+        await self._end(b"k")
+
+    async def _end(self, request: bytes) -> None:
+        if self._control is not None:
+            with suppress(OSError):
+                self._control.send(request)
+            if self._watch is not None:
+                self._watch.cancel()
+                await asyncio.gather(self._watch, return_exceptions=True)  # its loop forgets the socket
+            self._control.close()
+        if self.returncode is None:
+            if sys.platform == "win32":
+                words = ["taskkill", "/F", "/T", "/PID", str(self.process.pid)]
+                subprocess.run(words, check=False, capture_output=True)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S + _SLACK_S):
+                    await self._exit()
+        if self.returncode is None or self.returncode == -9:
+            self._kill_keeper()
+            await self._exit()
+        await self._close_pipes()
+
+    async def _close_pipes(self) -> None:
+        """Close the pipes, whose other ends a descendant may hold open; asyncio leaves them open until those close."""
+        transport: asyncio.SubprocessTransport = vars(self.process)["_transport"]  # a process has no close()
+        pipes = [pipe for number in range(3) if (pipe := transport.get_pipe_transport(number)) is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while not all(pipe.is_closing() for pipe in pipes):
+                    await asyncio.sleep(_POLL_S)
+        transport.close()
+        await asyncio.sleep(0)  # they close in the loop's next turn
+
+    async def _exit(self) -> None:
+        """Wait for the process's own end; ``wait`` may also wait for descendants that hold its pipes open."""
+        while self.returncode is None:
+            await asyncio.sleep(_POLL_S)
+
+    def _kill_keeper(self) -> None:
+        """Kill the keeper and the session below it, where anything was beyond it."""
+        if sys.platform == "win32":
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            if self._is_leader:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            elif self.returncode is None:
+                os.kill(self.process.pid, signal.SIGKILL)

@@ -1,0 +1,193 @@
+"""The record of a running experiment in its store, from which workers on other machines join it.
+
+The record holds the gateway's address, the models and versions that agents get, and the settings that a worker must
+share; it never holds a key. It is the presence of the experiment's own process among the members of the experiment,
+and its beat counts up every few seconds.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+import agl
+from agl.contracts import Presence, Store, Upstream
+from agl.errors import FencedError, StoreError
+from agl.schemas import LLM, Json, Record, new_trace_id, to_builtins
+from agl.stores import without_credentials
+from agl_inspect.records import OWNER, host_id
+from agl_run.plan import Plan
+
+_LOG = logging.getLogger("agl_run.run")
+
+BEAT_S = 4.0
+"""Seconds between two beats of a running experiment, and of each of its workers."""
+
+FAREWELL_S = 6.0
+"""Seconds that an experiment waits at its end for its workers to sign off."""
+
+_LOOK_S = 0.2
+
+
+class RunningExperiment(Record, frozen=True, kw_only=True):
+    """A running experiment, as recorded in its store.
+
+    Attributes:
+        session: Random; every start of the experiment has its own.
+        run: Number of the fresh start.
+        host: Name of its machine; ``place`` tells machines of the same name apart.
+        release: Version of agl.
+        gateway_url: The gateway's base URL for other machines, ``""`` where each worker records the calls itself.
+        upstreams: The policies, without keys.
+        endpoints: For every policy the LLM that agents get; the endpoint is the gateway's, if there is one.
+        live: The live version of every resource.
+        requires_calls: Whether a successful attempt without any model call is a failure.
+        settings: Settings that a worker's experiment file must share.
+        beat: Counts up while the experiment runs.
+    """
+
+    session: str
+    run: int
+    host: str
+    place: str
+    release: str
+    gateway_url: str = ""
+    upstreams: tuple[Upstream, ...] = ()
+    endpoints: dict[str, LLM] = {}
+    live: dict[str, str] = {}
+    requires_calls: bool = False
+    settings: dict[str, Json] = {}
+    beat: int = 0
+
+
+async def load_running(store: Store, name: str) -> RunningExperiment | None:
+    """Read the record of the running experiment, ``None`` if there is none; a killed one leaves its record."""
+    for presence in await store.presences(name, member=OWNER):
+        found = {**presence.details, "session": presence.session, "beat": presence.beat}
+        return msgspec.convert(found, RunningExperiment)
+    return None
+
+
+async def withdraw(store: Store, name: str) -> None:
+    """Remove the record of an experiment that ended, or that a killed process left."""
+    await store.withdraw(name, [OWNER])
+
+
+def settings_of(plan: Plan) -> dict[str, Json]:
+    """Return the settings that decide an attempt's behaviour and rewards on any machine."""
+    config = plan.config
+    settings: dict[str, Json] = {
+        "experiment.hidden": list(config.experiment.hidden),
+        "tracers": list(config.tracers),
+        "reward": [{"use": item.use, "params": item.params} for item in config.reward],
+    }
+    agent: Json = list(plan.agent.command) or plan.agent.path or plan.agent.harness
+    if plan.agent.source:
+        agent = plan.agent.identity
+        settings["experiment.agent_args"] = dict(plan.agent.args)
+    return {**settings, "experiment.agent": agent} if agent else settings
+
+
+class Heartbeat:
+    """Maintains the record of a running experiment: ``async with Heartbeat(store, name, serving) as a:``."""
+
+    def __init__(self, store: Store, name: str, serving: RunningExperiment, *, beat_s: float = BEAT_S) -> None:
+        self._store = store
+        self._name = name
+        self._serving = serving
+        self._beat_s = beat_s
+        self._since = time.time()
+        self._beating: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Heartbeat":
+        """Write the record, and start the beat."""
+        await self._write()
+        self._beating = asyncio.create_task(self._beat())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Remove the record and wait a moment for the workers to sign off; a store that does not answer is ignored."""
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        try:
+            await withdraw(self._store, self._name)
+            await self._see_workers_off()
+        except FencedError:
+            pass  # the record is that of the trainer that took over
+        except StoreError as error:
+            _LOG.warning(
+                "the store could not record for remote workers that experiment %r ended: %s", self._name, error
+            )
+
+    async def update(self, live: Mapping[str, str]) -> None:
+        """Write the live versions to the record."""
+        self._serving = msgspec.structs.replace(self._serving, live=dict(live))
+        await self._write()
+
+    async def _write(self) -> None:
+        serving = self._serving
+        presence = Presence(
+            experiment=self._name,
+            member=OWNER,
+            session=serving.session,
+            since=self._since,
+            beat=serving.beat,
+            details=to_builtins(serving),
+        )
+        await self._store.announce(presence)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_s)
+            self._serving = msgspec.structs.replace(self._serving, beat=self._serving.beat + 1)
+            try:
+                await self._write()
+            except FencedError:
+                return
+            except StoreError as error:
+                _LOG.warning("the store could not record that experiment %r still runs: %s", self._name, error)
+
+    async def _see_workers_off(self) -> None:
+        """Wait for the workers to sign off: some read the end from this experiment's own gateway, which closes next."""
+        for _ in range(int(FAREWELL_S / _LOOK_S)):
+            if not await self._store.presences(self._name):
+                return
+            await asyncio.sleep(_LOOK_S)
+        await self._store.withdraw(self._name, [left.member for left in await self._store.presences(self._name)])
+
+
+def make_running(
+    plan: Plan,
+    *,
+    run: int,
+    gateway_url: str,
+    upstreams: Sequence[Upstream],
+    endpoints: Mapping[str, LLM],
+    live: Mapping[str, str],
+    requires_calls: bool,
+) -> RunningExperiment:
+    """Make the record of an experiment that starts now, without the keys in addresses."""
+    return RunningExperiment(
+        session=new_trace_id(),
+        run=run,
+        host=socket.gethostname(),
+        place=host_id(),
+        release=agl.__version__,
+        gateway_url=gateway_url,
+        upstreams=tuple(_public(upstream) for upstream in upstreams),
+        endpoints={
+            name: msgspec.structs.replace(llm, endpoint=without_credentials(llm.endpoint), api_key="")
+            for name, llm in endpoints.items()
+        },
+        live=dict(live),
+        requires_calls=requires_calls,
+        settings=settings_of(plan),
+    )
+
+
+def _public(upstream: Upstream) -> Upstream:
+    return msgspec.structs.replace(upstream, base_url=without_credentials(upstream.base_url), replicas=())

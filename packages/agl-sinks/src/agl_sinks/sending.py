@@ -1,0 +1,115 @@
+"""Posts bodies to web addresses: one request, whose refusal says whether the same may be taken later.
+
+Redirects are errors, because following one would carry the body and its keys elsewhere.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+import httpx
+
+import agl
+from agl.errors import ExportError
+
+T = TypeVar("T")
+
+AGENT = f"agl-sinks/{agl.__version__}"
+_SHOWN = 200
+"""Characters of a refusal that are shown."""
+
+
+def post(
+    url: str,
+    body: bytes,
+    *,
+    shown: str,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    passing: frozenset[int],
+    advice: Mapping[int, str],
+    is_secret: bool = False,
+) -> httpx.Response:
+    """Post a body and return the answer, which was read.
+
+    Args:
+        url: The address, which may be a secret.
+        body: The body.
+        shown: The address for messages.
+        headers: The request's headers.
+        timeout_s: Seconds for each part of the exchange.
+        passing: Statuses after which the request may be repeated.
+        advice: The next step, by status.
+        is_secret: Whether messages leave out what the other side says, which may repeat the address.
+
+    Raises:
+        ExportError: The address does not answer, or refuses the body.
+    """
+    try:
+        with httpx.stream(
+            "POST", url, content=body, headers={"User-Agent": AGENT, **headers}, timeout=timeout_s
+        ) as response:
+            if response.is_success:
+                response.read()
+                return response
+            text = ""
+            with suppress(httpx.HTTPError):  # a refusal whose text breaks off: the status says enough
+                text = response.read().decode("utf-8", "replace")
+            advised = _elsewhere(response, is_secret=is_secret) or advice.get(response.status_code, "")
+            raise _refusal(response, shown, "" if is_secret else text, advised, passing=passing)
+    except (httpx.HTTPError, OSError) as error:
+        why = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise ExportError(
+            f"{shown} does not answer ({why}); start it, or correct the address", is_passing=True
+        ) from None
+
+
+def _elsewhere(response: httpx.Response, *, is_secret: bool) -> str:
+    if not 300 <= response.status_code < 400:
+        return ""
+    target = "" if is_secret else response.headers.get("Location", "")
+    return f"it sends elsewhere; name that address{f': {target}' if target else ''}"
+
+
+def _refusal(response: httpx.Response, shown: str, text: str, advice: str, *, passing: frozenset[int]) -> ExportError:
+    said = " ".join(text.split())[:_SHOWN]
+    answer = f"{shown} answered {response.status_code} {response.reason_phrase}{f': {said}' if said else ''}"
+    wait = response.headers.get("Retry-After", "")
+    return ExportError(
+        f"{answer}; {advice}" if advice else answer,
+        is_passing=response.status_code in passing,
+        retry_after_s=float(wait) if wait.isdecimal() else 0.0,
+    )
+
+
+async def in_background(work: Callable[[], T]) -> T:
+    """Return the result of blocking work, done in a thread that nothing waits for.
+
+    A backend that is stuck therefore holds no program up at its end. A caller that is cancelled leaves the thread to
+    itself.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # pyright: ignore[reportArgumentType]  # T may be None itself
+
+    def run() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  # raised again where it is awaited
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="agl-sinks", daemon=True).start()
+    return await future

@@ -1,0 +1,114 @@
+"""The sink that writes event files: a folder for each run, a tag for each number, and everything else as text.
+
+The library's own writer is left out, because it loses the errors of its thread.
+"""
+
+import json
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from agl.contracts import Cell, SinkOutcome, SinkRow, SinkRun, SinkTable
+from agl.errors import ExportError
+
+_event: Any = import_module("tensorboardX.proto.event_pb2")  # messages without type stubs
+_summary: Any = import_module("tensorboardX.proto.summary_pb2")
+_make: Any = import_module("tensorboardX.summary")
+_writers: Any = import_module("tensorboardX.event_file_writer")
+
+
+class EventFile:
+    """A new event file in a folder; readers take it in place of those that were there before."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        suffix = f".{time.time_ns()}"  # the library's name has the second only, and two files may share that
+        self._writer = _writers.EventsWriter(str(folder / "events"), suffix)
+        start = _event.SessionLog(status=_event.SessionLog.START)
+        self._writer.write_event(_event.Event(step=0, wall_time=time.time(), session_log=start))
+
+    def number(self, tag: str, value: float, *, step: int, at: float) -> None:
+        """Write a number at a step; ``at`` is in Unix seconds."""
+        summary = _summary.Summary(value=[_summary.Summary.Value(tag=tag, simple_value=value)])
+        self._writer.write_event(_event.Event(step=step, wall_time=at, summary=summary))
+
+    def text(self, tag: str, text: str, *, step: int) -> None:
+        """Write a text in Markdown at a step."""
+        self._writer.write_event(_event.Event(step=step, wall_time=time.time(), summary=_make.text(tag, text)))
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush, and close the file."""
+        self._writer.close()
+
+
+class TensorBoardSink:
+    """Writes a run into ``LOG_DIR/RUN``; a process that resumes it writes everything anew, over what was there.
+
+    Args:
+        log_dir: The folder that ``tensorboard --logdir`` is given; by default ``tensorboard`` in the experiment's work
+            directory.
+    """
+
+    def __init__(self, *, log_dir: str = "") -> None:
+        self._log_dir = log_dir
+        self._folder: Path | None = None
+        self._file: EventFile | None = None
+        self._step = 0
+
+    @property
+    def destination(self) -> str:
+        """The folder of the run, or that of all runs before it begins."""
+        return str(self._folder or self._log_dir or "tensorboard")
+
+    def begin(self, run: SinkRun) -> None:
+        """Begin an event file with the configuration."""
+        self._folder = Path(self._log_dir or Path(run.folder) / "tensorboard") / run.id
+        self._file = EventFile(self._folder)
+        self._text("config", f"```json\n{json.dumps(run.config, indent=2, ensure_ascii=False)}\n```")
+
+    def log(self, rows: list[SinkRow]) -> None:
+        """Write every number at the step of its algorithm."""
+        file = self._begun()
+        for row in rows:
+            for name, value in row.named().items():
+                file.number(name, value, step=row.step, at=row.time)
+            self._step = max(self._step, row.experiment_step)
+        file.flush()
+
+    def show(self, tables: list[SinkTable]) -> None:
+        """Write each table as text, at the last step of all algorithms."""
+        for table in tables:
+            self._text(table.name, _markdown(table))
+
+    def end(self, end: SinkOutcome) -> None:
+        """Write the end as a table, and close the file."""
+        rows = tuple((name, str(value)) for name, value in {"status": end.status, **end.summary}.items())
+        self._text("result", _markdown(SinkTable(name="result", columns=("name", "value"), rows=rows)))
+        self._begun().close()
+
+    def _text(self, tag: str, text: str) -> None:
+        file = self._begun()
+        file.text(tag, text, step=self._step)
+        file.flush()
+
+    def _begun(self) -> EventFile:
+        if self._file is None:
+            raise ExportError("the run has not begun")
+        return self._file
+
+
+def _markdown(table: SinkTable) -> str:
+    lines = [table.columns, tuple("---" for _ in table.columns), *table.rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Cell) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = "" if value is None else str(value)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")

@@ -1,1 +1,0 @@
-"""Runs as event files of TensorBoard."""

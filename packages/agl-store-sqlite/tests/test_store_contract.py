@@ -1,0 +1,88 @@
+"""Stores of plugins that were written for an older contract are refused where they are opened."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import agl
+from agl.errors import PluginError
+from agl.stores import MemoryStore
+from agl_inspect.stores import build_store
+from agl_inspect.terminal.program import cli
+from agl_run import Quiet
+from agl_testing.plugins import PluginFolder
+
+OLD = """
+import agl
+from agl.contracts import StoreEntry
+from agl.stores import MemoryStore
+
+
+class OldStore:
+    'Has what the contract had before its new queries.'
+
+    def __init__(self, url):
+        self._new = MemoryStore()
+
+    async def save_state(self, states, *, experiment=None, trained=()):
+        await self._new.save_state(states, experiment=experiment, trained=trained)
+
+    def __getattr__(self, name):
+        if name in ("count_rollouts", "announce"):
+            raise AttributeError(name)
+        return getattr(self._new, name)
+
+
+@agl.hookimpl
+def agl_stores():
+    yield StoreEntry(name="old", factory=OldStore)
+"""
+LACKS = (
+    "the store OldStore of agl-old 0.9 was written for another version of agl-core: it has no count_rollouts(), no "
+    "save_state(expected=...), no announce(). Upgrade it, or use another store; its author adds what is missing, or "
+    "gets it from agl.stores.TableStore as a base class, and checks all with agl_testing.StoreConformance"
+)
+
+
+def solve(task: Any) -> float:
+    return 1.0
+
+
+@pytest.fixture
+def old(agl_plugins: PluginFolder) -> None:
+    agl_plugins.install(OLD, name="old", version="0.9")
+
+
+@pytest.mark.usefixtures("old")
+@pytest.mark.parametrize(
+    "words", [("runs",), ("show", "latest"), ("exec", "--", "true"), ("serve", "--port", "0")], ids=" ".join
+)
+def test_command_refuses_a_store_that_lacks_a_part_of_the_contract(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if words[0] == "serve":
+        pytest.importorskip("agl_gateway")
+    done = CliRunner().invoke(cli, [words[0], "--store", "old://anywhere", *words[1:]])
+    assert (1, f"Error: {LACKS}\n") == (done.exit_code, done.stderr)
+
+
+@pytest.mark.usefixtures("old")
+@pytest.mark.parametrize("is_object", [False, True], ids=["url", "object"])
+def test_run_refuses_a_store_that_lacks_a_part_of_the_contract(is_object: bool, tmp_path: Path) -> None:
+    manager = agl.PluginManager.from_environment()
+    store = manager.build(manager.store_entry("old"), url="old://anywhere") if is_object else "old://anywhere"
+    trainer = agl.Trainer(store=store, folder=tmp_path, plugins=manager, progress=Quiet())
+    with pytest.raises(PluginError) as refused:
+        trainer.fit(solve, val_dataset=[1])
+    assert LACKS == str(refused.value)
+
+
+def test_stores_that_come_with_agl_have_the_whole_contract(tmp_path: Path) -> None:
+    pytest.importorskip("agl_gateway")
+    manager = agl.PluginManager.from_environment()
+    for url in ("memory://", f"sqlite:///{tmp_path}/runs.db", "http://a-token@127.0.0.1:9"):
+        store = build_store(manager, url)
+        assert isinstance(store, MemoryStore) == url.startswith("memory")
