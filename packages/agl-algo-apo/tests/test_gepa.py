@@ -1,6 +1,7 @@
 """`gepa` in whole experiments on the scripted prompt world."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +162,8 @@ def test_run_that_was_killed_ends_like_an_unbroken_one(tmp_path: Path) -> None:
     def play(name: str, url: str, kill_at: int) -> int:
         (tmp_path / name).mkdir(exist_ok=True)
         command = [sys.executable, str(script), str(tmp_path / name), url, str(kill_at)]
-        return subprocess.run(command, check=False, timeout=120).returncode
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}  # where `worlds` is
+        return subprocess.run(command, check=False, timeout=120, env=env).returncode
 
     def result(name: str) -> Any:
         return json.loads((tmp_path / name / "work" / "run-1" / "gepa" / "result.json").read_text(encoding="utf-8"))

@@ -192,10 +192,11 @@ def model(tmp_path_factory):
 
 
 def test_calls_are_exact_before_and_after_an_adapter_and_a_wrong_reload_is_caught(model, tmp_path):
-    from agl_algo_torch.learner.model import LoadedModel, LoraSettings, add_lora, load_model
+    from agl_algo_torch.learner.model import LoadedModel, add_lora, load_model
+    from agl_objectives.settings import Lora
 
     base = load_model(str(model), device="cpu")
-    adapted = add_lora(load_model(str(model), device="cpu").model, LoraSettings(rank=4))
+    adapted = add_lora(load_model(str(model), device="cpu").model, Lora(rank=4))
     tuned = LoadedModel(name=str(model), model=adapted, tokenizer=base.tokenizer, device=base.device)
 
     async def run():
@@ -336,10 +337,11 @@ def has_gpu():
 @pytest.mark.skipif(not HAS_VLLM or not has_gpu(), reason="needs a GPU that torch can use")
 @pytest.mark.parametrize("sync", ["reload", "sleep"])
 def test_calls_on_a_gpu_are_those_of_the_weights_that_were_loaded_in_place(model, tmp_path, sync):
-    from agl_algo_torch.learner.model import LoadedModel, LoraSettings, add_lora, load_model
+    from agl_algo_torch.learner.model import LoadedModel, add_lora, load_model
+    from agl_objectives.settings import Lora
 
     base = load_model(str(model), device="cpu")
-    adapted = add_lora(load_model(str(model), device="cpu").model, LoraSettings(rank=4))
+    adapted = add_lora(load_model(str(model), device="cpu").model, Lora(rank=4))
     tuned = LoadedModel(name=str(model), model=adapted, tokenizer=base.tokenizer, device=base.device)
     whole, adapters = publish(base, tmp_path, "full-1"), publish(tuned, tmp_path, "lora-02")
 
