@@ -18,7 +18,8 @@ from agl_gateway.service import GatewayService, Settings
 from agl_gateway.traffic.conversations import rollout_id_of
 from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
 from agl_gateway.traffic.splits import parse_split
-from agl_inspect.records.state import AlgorithmState, algorithm_key
+from agl_inspect.records.shelf import run_key
+from agl_inspect.records.state import AlgorithmState
 from agl_inspect.terminal.program import cli
 from agl_run.access.tokens import AttemptTokens
 from agl_store_sqlite._store import SQLiteStore
@@ -179,7 +180,7 @@ async def test_conversations_that_an_algorithm_learns_from_stay(tmp_path, backen
         await talk.end("c")
         state = AlgorithmState(settings={"source": '["experiment:served-conversations"]'})
         learner = ExperimentRecord(name="learner", run=1, status="running")
-        key = algorithm_key("learner", 1, "sft")
+        key = run_key("learner", 1, "algorithm/sft")
         await talk.store.save_state({key: msgspec.json.encode(state)}, experiment=learner)
         sweep = RewardSweep(talk.store, KeptTraffic(share, idle_s=HOUR), clock=lambda: time.time() + HOUR)
         assert 0 == await sweep.remove()
