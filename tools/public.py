@@ -60,6 +60,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.registry",
         "agl_objectives.replay",
         "agl_objectives.saving",
+        "agl_objectives.settings",
         "agl_objectives.tasks",
         "agl_objectives.testing",
         "agl_objectives.uses",

@@ -44,7 +44,7 @@ class Serve:
         self.lines: list[str] = []
 
     def __enter__(self) -> "Serve":
-        command = [sys.executable, "-c", "from agl_inspect.terminal.main import main; main()", "serve", "--port", "0"]
+        command = [sys.executable, "-c", "from agl_inspect.terminal import main; main()", "serve", "--port", "0"]
         self.log = (self.folder / "serve.log").open("w+")
         environment = {**os.environ, "AGL_TOKEN": TOKEN, "AGL_SECRET": SECRET, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(

@@ -33,7 +33,7 @@ from agl_run import (
     signing_keys,
     worker_key,
 )
-from agl_run.access.tokens import AdminKey, IssuedClaim
+from agl_run.access import AdminKey, IssuedClaim
 
 _CONNECT_S = 10.0
 _REPLY_S = 120.0

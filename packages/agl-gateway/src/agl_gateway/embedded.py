@@ -13,7 +13,7 @@ from agl_gateway.record.spools import default_folder, left_text, spools_for
 from agl_gateway.relay.routing import Gate, Router
 from agl_gateway.service import EmbeddedSettings, GatewayService, Settings
 from agl_gateway.traffic.arms import with_distinct_names
-from agl_run.access.tokens import AttemptTokens, Secret
+from agl_run.access import AttemptTokens, Secret
 
 _log = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from agl_gateway.traffic.kept_traffic import KeptTraffic, RewardSweep, Share
 from agl_gateway.traffic.splits import Split, Splitter, check_labels
 from agl_gateway.wire.client_apis import ClientApis
 from agl_inspect.keys import Keys
-from agl_run.access.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 
 _SHUTDOWN_S = 2.0
 BACKLOG = 1024

@@ -10,8 +10,7 @@ from agl_gateway.access.audit import Audit
 from agl_gateway.access.identity import Identities, key_of, require_scope
 from agl_gateway.relay.bodies import BodyReader
 from agl_gateway.wire.problems import Problem
-from agl_run.access import AttemptToken
-from agl_run.access.tokens import TokenScope
+from agl_run.access import AttemptToken, TokenScope
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from agl_gateway.record.outage import Outage
 from agl_gateway.wire.problems import Problem
 from agl_inspect.keys import Keys
 from agl_run import KEY_ADVICE
-from agl_run.access import AttemptToken
-from agl_run.access.tokens import PLACEHOLDER_KEY, AttemptTokens, TokenScope
+from agl_run.access import PLACEHOLDER_KEY, AttemptToken, AttemptTokens, TokenScope
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from agl_gateway.access.admission import Admission
 from agl_gateway.access.audit import Deed
 from agl_gateway.wire.problems import Problem
 from agl_inspect.keys import KeyFile, Keys
-from agl_run.access.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 
 WORKER_TOKENS = "/worker-tokens"
 LONGEST_S = 366 * 86_400.0

@@ -47,7 +47,7 @@ from agl_run import (
     signing_keys,
     worker_key,
 )
-from agl_run.access.tokens import AdminKey
+from agl_run.access import AdminKey
 
 State = Literal["ok", "warning", "wrong"]
 

@@ -30,7 +30,7 @@ from agl_inspect.retention import RetentionLimits, retaining
 from agl_inspect.stores import as_url, build_store, command
 from agl_inspect.terminal import manager_of, seconds_of
 from agl_run import settle_heap, signing_keys
-from agl_run.access.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
 _MIN_KEY = 16

@@ -13,7 +13,7 @@ from agl_gateway.client import HttpStore
 from agl_inspect.stores import as_url
 from agl_inspect.terminal import seconds_of
 from agl_run import signing_keys
-from agl_run.access.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 
 
 @click.command("worker-token")

@@ -36,7 +36,7 @@ from agl_gateway.relay.routing import Router
 from agl_gateway.service import BACKLOG, Settings, bind_error
 from agl_gateway.store_api.contract import Fault, error_of
 from agl_gateway.traffic.arms import with_distinct_names
-from agl_run.access.tokens import Secret
+from agl_run.access import Secret
 
 LONGEST = 2**24
 """Largest line in bytes; the upstreams of thousands of replicas fit."""

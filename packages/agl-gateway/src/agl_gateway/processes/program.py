@@ -28,7 +28,7 @@ from agl_gateway.service import GatewayService
 from agl_gateway.store_api.contract import Fault, fault_of
 from agl_inspect.stores import build_store
 from agl_run import settle_heap
-from agl_run.access.tokens import AttemptTokens
+from agl_run.access import AttemptTokens
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from agl.stores import all_spans
 from agl_gateway.access.identity import RunningAttempts
 from agl_gateway.recent import Recent
 from agl_gateway.wire.problems import Problem
-from agl_run.access import AttemptToken, issue_token
-from agl_run.access.tokens import AttemptTokens, IssuedClaim
+from agl_run.access import AttemptToken, AttemptTokens, IssuedClaim, issue_token
 
 WORKER_METHODS = (
     *("announce", "append_spans", "attempts", "claim", "count_rollouts", "experiments", "finish", "presences"),
