@@ -287,7 +287,8 @@ def types(session: nox.Session) -> None:
     plugins = [
         need for needs in PLUGINS.values() for need in needs if need != "-e" and not need.startswith("packages/")
     ]
-    tools = environment(session, [*ours(*LIGHT, *PLUGINS), *dict.fromkeys(plugins), "nox>=2025.2.9", MUTMUT])
+    extras = ("agl-data[parquet,zstd]", "agl-sinks[mlflow,otlp,tensorboard,wandb]")
+    tools = environment(session, [*ours(*LIGHT, *PLUGINS, *extras), *dict.fromkeys(plugins), "nox>=2025.2.9", MUTMUT])
     # call_path.py looks into values of any type, and imports what only an example has.
     own = [str(path) for path in ROOT.glob("tools/*.py") if path.name != "call_path.py"]
     sources = (f"packages/{name}/src" for name in (*LIGHT, *PLUGINS))

@@ -121,8 +121,11 @@ def _type(annotation: ast.expr, module: str) -> str:
             return _type(value, alias.module)
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
         return ", ".join(f"`{json.dumps(choice)}`" for choice in _choices(annotation.slice))
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
-        return _type(annotation.slice.elts[0], module)  # pyright: ignore[reportAttributeAccessIssue]  # a tuple
+    match annotation:
+        case ast.Subscript(value=ast.Name("Annotated"), slice=ast.Tuple(elts=[kind, *_])):
+            return _type(kind, module)
+        case _:
+            pass
     return f"`{ast.unparse(annotation)}`".replace("|", "\\|")
 
 

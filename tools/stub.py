@@ -78,8 +78,11 @@ def _type(annotation: ast.expr | None, module: str) -> str:
         return " | ".join(dict.fromkeys(parts))
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
         return ast.unparse(annotation)
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
-        return _type(annotation.slice.elts[0], module)  # pyright: ignore[reportAttributeAccessIssue]  # a tuple
+    match annotation:
+        case ast.Subscript(value=ast.Name("Annotated"), slice=ast.Tuple(elts=[kind, *_])):
+            return _type(kind, module)
+        case _:
+            pass
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("tuple", "Sequence"):
         return "Iterable[Any]"
     if isinstance(annotation, ast.Subscript):

@@ -11,7 +11,7 @@ def right() -> None:
     agl.GRPO(tunes="small", optim={"lr": 1e-5}, lora={"rank": 16}, estimator="rloo")
     agl.GRPO({"optim": {"lr": 1e-5}}, agents="write")
     agl.SFT(data="dialogues.jsonl")
-    agl.APO(optimizer={"base_url": "http://127.0.0.1:8000/v1", "model": "m"}, budget="light", filled=["draft"])
+    agl.APO(optimizer={"base_url": "http://127.0.0.1:8000/v1"}, budget="light", texts={"filled": ["draft"]})
     agl.GEPA(optimizer="judge", budget=60)
     agl.VERL({"trainer": {}}, engine="ray", data={"train_batch_size": 8})
 
