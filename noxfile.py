@@ -325,7 +325,7 @@ def engine(session: nox.Session) -> None:
 @nox.session
 def around(session: nox.Session) -> None:
     """The light packages around the engine: gateway, data, sinks, rewards, prompts, console and others."""
-    pytest(session, joint(session), *AROUND)
+    pytest(session, joint(session), *AROUND, "worlds")
 
 
 CORE_TESTS = [*ours(*CORE, "agl-lightning"), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, *FITTED]
