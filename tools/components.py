@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools.public import ROOT, folders
+from tools.release import projects
 
 TARGET = ROOT / "packages/agl-core/src/agl/_plugins/packages.json"
 
@@ -20,9 +21,16 @@ TARGET = ROOT / "packages/agl-core/src/agl/_plugins/packages.json"
 def text() -> str:
     """The table as it has to be."""
     table: dict[str, dict[str, list[str]]] = {}
-    for (distribution, kind), names in sorted(by_kind().items()):
-        table.setdefault(distribution, {})[kind] = sorted(names)
-    return json.dumps(table, indent=2) + "\n"
+    for (distribution, kind), names in by_kind().items():
+        extras = projects()[distribution].get("optional-dependencies", {})
+        for name in names:
+            extra = name.split()[-1]
+            home = f"{distribution}[{extra}]" if extra in extras else distribution
+            table.setdefault(home, {}).setdefault(kind, []).append(name)
+    for kinds in table.values():
+        for names in kinds.values():
+            names.sort()
+    return json.dumps(table, indent=2, sort_keys=True) + "\n"
 
 
 def by_kind() -> dict[tuple[str, str], list[str]]:

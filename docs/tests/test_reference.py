@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
 import msgspec
@@ -63,6 +63,8 @@ def type_of(kind: Any) -> str:
         return {float: "table of numbers"}.get(get_args(kind)[1], "table")
     if isinstance(kind, type):
         return "table"
+    if get_origin(kind) is Annotated:
+        return type_of(get_args(kind)[0])
     return " or ".join(type_of(option) for option in get_args(kind) if option is not type(None))
 
 

@@ -80,7 +80,8 @@ def start(folder: Path, base_url: str, *, use: str, last: int = 0, **params: Any
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", str(folder), base_url, use, str(last), json.dumps(params)]
-    environment = {**os.environ, "AGL_PLUGINS_STRICT": "1"}
+    root = str(Path(__file__).parents[3])  # where `worlds` is
+    environment = {**os.environ, "AGL_PLUGINS_STRICT": "1", "PYTHONPATH": root}
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -141,7 +141,7 @@ def test_unmatched_names_of_disabled_plugins_are_told():
         ("reward", "judge", "agl-rewards"),
         ("credit", "turn", "agl-rewards"),
         ("gateway", "gateway", "agl-gateway"),
-        ("exporter", "otlp", "agl-sinks"),
+        ("exporter", "otlp", "agl-sinks[otlp]"),
         ("runner", "ray", "agl-ray"),
         ("command", "serve", "agl-gateway"),
         ("command", "doctor", "agl-gateway"),

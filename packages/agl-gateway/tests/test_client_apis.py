@@ -20,8 +20,10 @@ from agl.dialects import Request
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl_gateway.relay.relay import DROPPED_HEADER
-from agl_gateway.wire.client_apis import ClientApis, translation_of
+from agl_gateway.wire.client_apis import ClientApis
+from agl_gateway.wire.messages import MessagesTranslation
 from agl_gateway.wire.problems import Problem
+from agl_gateway.wire.responses import ResponsesTranslation
 from agl_testing.model_server import Cut, Garbage, Reply, Status, ToolCall
 
 HELLO = "hello there, how are you?"
@@ -191,10 +193,12 @@ def as_stream(chunks: Sequence[dict[str, Any]], *, is_whole: bool = True) -> byt
     return b"".join(b"data: %b\n\n" % msgspec.json.encode(one) for one in chunks) + b"data: [DONE]\n\n" * is_whole
 
 
+TRANSLATIONS = {"messages": MessagesTranslation, "responses": ResponsesTranslation}
+
+
 def translated(dialect: Any, asked: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the translation of a call, and the chat completion that it asks for."""
-    translation = translation_of(dialect)
-    assert translation is not None
+    translation = TRANSLATIONS[dialect]()
     return translation, translation.asked(Request(dialect, msgspec.json.encode(asked))).to_dict() or {}
 
 

@@ -106,7 +106,7 @@ def test_key_of_any_bytes_is_compared_with_the_configured_ones():
 
 
 def test_conversation_must_be_text():
-    with pytest.raises(Problem, match="no UTF-8 text"):
+    with pytest.raises(Problem, match="not UTF-8 text"):
         conversation_id({"x-agl-conversation-id": "c\udcff"})
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import agl_data.plugin
+import agl_replay.plugin
 from agl import AlgorithmEntry, PluginManager, PolicyEntry, Rollout, hookimpl
 from agl.contracts import AlgorithmContext, StepReport
 from agl.schemas import PromptTemplate, ResourceVersion
@@ -63,8 +65,10 @@ class ToyPlugin:
 
 
 def plugins() -> PluginManager:
-    """The plugins of the core, of agl-run and the toy, whatever else is installed."""
+    """The plugins of the core, the engine, replays, data and the toy, whatever else is installed."""
     manager = PluginManager()
+    manager.register(agl_data.plugin, name="data")
+    manager.register(agl_replay.plugin, name="replay")
     manager.register(ToyPlugin(), name="toy")
     return manager
 

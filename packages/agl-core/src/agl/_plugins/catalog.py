@@ -61,7 +61,8 @@ def is_likely_home(key: Key, source: Source) -> bool:
     """True if a plugin that was never imported is the likely home of a component."""
     # A plugin that failed before it could name its components is known by two signs: its own name,
     # which is often that of its only component, and the table of well-known components.
-    return key[1] == source.name or (source.distribution != "" and known().get(key) == source.distribution)
+    home = known().get(key, "").partition("[")[0]
+    return key[1] == source.name or (source.distribution != "" and home == source.distribution)
 
 
 class Catalog:

@@ -181,7 +181,7 @@ def _archive_report(done: "Archived", url: str) -> Iterator[str]:
             f"reward: {_listed(done.changed)}; archive them into another folder, or remove them with agl runs rm"
         )
     if done.rollouts and not done.is_dry_run:
-        yield f"bring them back with: {command('runs', 'restore', shown_url(url))}"
+        yield f"bring them back with: {command('data', 'restore', shown_url(url))}"
 
 
 def _restore_report(done: "Restored", store_url: str, *, is_dry_run: bool) -> Iterator[str]:

@@ -11,6 +11,9 @@ from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 from agl_inspect.rollouts.training import TrainingRecord, token_values
 
+_MOST_TOKENS = 2**53
+"""Tokens of a call beyond which a number is not a count, and does not fit every store's integers."""
+
 NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
     "as superseded.",
@@ -253,7 +256,7 @@ def tokens_of(span: Span) -> tuple[int, int]:
 def _count(given: Any) -> int:
     """Return a number of tokens, 0 for any other value: exporters of all kinds write attributes."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    return int(given) if is_number and given >= 0 else 0
+    return int(given) if is_number and 0 <= given <= _MOST_TOKENS else 0
 
 
 def _call(call: Transition, span: Span | None, *, is_without_ids: bool) -> str:

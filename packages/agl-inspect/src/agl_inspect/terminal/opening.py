@@ -4,7 +4,6 @@ A completion must be quick and must change nothing, so it reads SQLite files as 
 """
 
 import asyncio
-import sqlite3
 from collections.abc import Awaitable, Callable, Iterable
 from functools import wraps
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
+import agl_store_sqlite
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import AglError, ConfigError
 from agl_inspect.stores import SQLITE, as_url, build_store, refuse_directory, stores_in
 from agl_inspect.terminal.output import echo, json_option, print_json
-from agl_store_sqlite import experiments, rollout_ids
 
 pass_manager = click.make_pass_decorator(PluginManager)
 """Decorator that passes the plugin manager as a command's first argument."""
@@ -154,17 +153,21 @@ _LISTED = 100
 
 def complete_rollout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Ids that begin with what was typed, and ``latest``."""
-    begins_latest = LATEST.startswith(incomplete) and _names(ctx, lambda path: rollout_ids(path, "", limit=1))
-    found = _names(ctx, lambda path: rollout_ids(path, incomplete, limit=_LISTED))
+    begins_latest = LATEST.startswith(incomplete) and _names(
+        ctx, lambda path: agl_store_sqlite.rollout_ids(path, "", limit=1)
+    )
+    found = _names(ctx, lambda path: agl_store_sqlite.rollout_ids(path, incomplete, limit=_LISTED))
     return [LATEST, *found] if begins_latest else found
 
 
 def complete_experiment(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Names of experiments that begin with what was typed."""
-    return _names(ctx, lambda path: experiments(path, incomplete, limit=_LISTED))
+    return _names(ctx, lambda path: agl_store_sqlite.experiments(path, incomplete, limit=_LISTED))
 
 
 def _names(ctx: click.Context, look: Callable[[Path], list[str]]) -> list[str]:
+    import sqlite3  # the lines of help need no database
+
     try:
         url = resolve_url(ctx.params.get("store_url") or ctx.params.get("source"))
         return look(Path(url.removeprefix(SQLITE))) if url.startswith(SQLITE) else []

@@ -60,7 +60,7 @@ class OpenGroup(click.Group):
         names = self.list_commands(ctx)
         if own is None and cmd_name not in names:
             near = did_you_mean(cmd_name, names, otherwise=f"there are {', '.join(names)}")
-            raise click.UsageError(f"there is no command {name!r}; {near}", ctx)
+            _plugin_command(ctx, name, otherwise=f"there is no command {name!r}; {near}")
         return own or _plugin_command(ctx, name)
 
 
@@ -138,12 +138,15 @@ def _entries_below(ctx: click.Context, parent: str) -> list[CommandEntry]:
     return [entry for entry in entries if isinstance(entry, CommandEntry) and entry.parent == parent]
 
 
-def _plugin_command(ctx: click.Context, name: str) -> click.Command:
+def _plugin_command(ctx: click.Context, name: str, *, otherwise: str = "") -> click.Command:
+    """Import and return a plugin's command; one that no package of ours has is refused with ``otherwise``."""
     manager = manager_of(ctx)
     try:
         entry = manager.command(name)
     except UnknownComponentError as error:
-        raise click.UsageError(str(error), ctx) from error
+        text = str(error)
+        is_known = "; run: pip install" in text
+        raise click.UsageError(text if is_known or not otherwise else otherwise, ctx) from error
     factory = manager.resolve(entry)
     return factory if isinstance(factory, click.Command) else factory()
 
