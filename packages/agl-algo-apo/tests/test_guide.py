@@ -26,6 +26,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
     sys.modules.pop("agent", None)
 
 
+@pytest.mark.long
 def test_page_runs(pages: ModuleType, tmp_path: Path) -> None:
     runner = pages.PageRunner(tmp_path)
     try:

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from agl_testing.commands import run_agl
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 
+@pytest.mark.long
 def test_template_to_tune_a_prompt_is_checked_and_tried(tmp_path: Path) -> None:
     run_agl("init", "--template", "prompt", folder=tmp_path)
     with ScriptedModelServer([Reply(text="12")] * 4) as server:

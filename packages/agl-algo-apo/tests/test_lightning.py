@@ -78,6 +78,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted
         yield running
 
 
+@pytest.mark.long
 def test_script_that_tunes_the_prompt_of_a_desk_finder_runs_twice(server: ScriptedModelServer) -> None:
     setup_logging(console=False)
     algorithm = APO[Wish](

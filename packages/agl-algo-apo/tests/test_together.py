@@ -169,6 +169,7 @@ def test_second_search_that_cannot_work_is_refused_before_the_first_pays(tmp_pat
     assert [] == asyncio.run(store.rollouts(RolloutQuery(experiment="orders")))
 
 
+@pytest.mark.long
 def test_policy_that_the_experiment_serves_can_be_the_optimizer(tmp_path: Path) -> None:
     world, store = msgspec.structs.replace(easy(1), val_size=16), MemoryStore("memory://")
     script = ScriptedOptimizer()

@@ -128,6 +128,7 @@ def test_demonstrations_are_listed_and_shown_with_their_rollouts_and_gates(searc
     assert f"\n| {drawn['id']} | " in report
 
 
+@pytest.mark.long
 def test_tokens_of_the_agents_recorded_calls_are_counted(searched: Callable[..., Any]) -> None:
     world = easy(1)
     with model_server(world) as server:

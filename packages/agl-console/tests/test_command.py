@@ -58,6 +58,7 @@ def test_console_serves_the_only_store_on_a_free_port_until_an_interrupt(
         assert 0 == process.wait(60)
 
 
+@pytest.mark.long
 def test_view_is_printed_as_json(recorded: Path) -> None:
     (run,) = json.loads(run_agl("console", "--json", "/", folder=recorded))["runs"]
     found = json.loads(run_agl("console", "runs/agl.db", "--json", "/rollouts?low=0.5", folder=recorded))
@@ -65,6 +66,7 @@ def test_view_is_printed_as_json(recorded: Path) -> None:
     assert ["halves-1-validate-val-00000-00001-000"] == [row["rollout_id"] for row in found["rollouts"]]
 
 
+@pytest.mark.long
 def test_store_may_be_named_as_other_commands_name_it(recorded: Path, tmp_path: Path) -> None:
     path = str(recorded / "runs/agl.db")
     (run,) = json.loads(run_agl("console", "--store", path, "--json", "/", folder=tmp_path))["runs"]
@@ -75,6 +77,7 @@ def test_store_may_be_named_as_other_commands_name_it(recorded: Path, tmp_path: 
         run_agl("console", path, "--store", path, folder=tmp_path)
 
 
+@pytest.mark.long
 def test_store_behind_a_gateway_has_the_same_views(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGL_TOKEN", "an-admin-token-of-the-tests")
     command = [sys.executable, "-m", "agl", "serve", "--store", "sqlite:///runs/agl.db", "--port", "0"]
@@ -89,6 +92,7 @@ def test_store_behind_a_gateway_has_the_same_views(recorded: Path, monkeypatch: 
         process.terminate()
 
 
+@pytest.mark.long
 def test_store_in_the_memory_of_a_running_server_has_its_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGL_TOKEN", "an-admin-token-of-the-tests")
     command = [sys.executable, "-m", "agl", "serve", "--store", "memory://", "--port", "0"]
@@ -134,6 +138,7 @@ def test_mistake_is_answered_with_what_to_do(recorded: Path, words: tuple[str, .
     assert "Traceback" not in str(refused.value)
 
 
+@pytest.mark.long
 def test_port_that_is_taken_is_named(recorded: Path) -> None:
     with serving(recorded) as (_, said):
         port = said.partition("127.0.0.1:")[2].partition("/")[0]
@@ -141,6 +146,7 @@ def test_port_that_is_taken_is_named(recorded: Path) -> None:
             run_agl("console", "--port", port, folder=recorded)
 
 
+@pytest.mark.long
 def test_console_with_actions_names_the_place_of_its_token_and_logs_who_signs_in(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

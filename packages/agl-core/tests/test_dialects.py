@@ -84,6 +84,7 @@ def test_request_with_one_unreadable_field_still_gives_the_others():
     assert ("m", None, None) == (request.model, request.get("user"), request.to_dict())
 
 
+@pytest.mark.long
 @settings(max_examples=200)
 @given(
     body=st.dictionaries(
@@ -545,6 +546,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=500)
 @given(path=st.sampled_from(PATHS), request=JSON, response=JSON, is_streamed=st.booleans())
 def test_any_json_gives_at_least_one_call_and_never_an_exception(path, request, response, is_streamed):

@@ -346,6 +346,7 @@ def costs(*attempts: Sequence[Span]) -> list[float]:
     return best
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [long_attempt, siblings])
 def test_forest_time_grows_linearly_to_20000_calls(make: Callable[[int], list[Span]]) -> None:
     attempts = make(2_000), make(20_000)

@@ -2,6 +2,7 @@
 
 from itertools import permutations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ def policies(draw: st.DrawFn) -> list[Upstream]:
     ]
 
 
+@pytest.mark.long
 @given(NAMES)
 def test_names_survive_the_header(names: list[str]):
     text = encode_names(names)

@@ -66,6 +66,7 @@ def test_agent_survives_a_cycle_of_parents() -> None:
     assert "a" == only(*spans).agent
 
 
+@pytest.mark.long
 def test_transitions_of_a_hundred_thousand_nested_spans() -> None:
     spans = [plain_span(f"s{i}", parent=f"s{i - 1}" if i else None, name=f"n{i}") for i in range(100_000)]
     transition = only(*spans, call_span(1, parent="s99999"))

@@ -96,6 +96,7 @@ async def test_calls_are_recorded_and_the_address_is_one_that_serves_the_store_t
     assert 0 == gateway.pid
 
 
+@pytest.mark.long
 async def test_kills_lose_no_acknowledged_call_and_the_address_stays(apart):
     async with apart() as (it, gateway):
         attempt_id, token = await it.open_attempt()
@@ -125,6 +126,7 @@ async def test_kills_lose_no_acknowledged_call_and_the_address_stays(apart):
         assert sum(answered.values()) >= 120
 
 
+@pytest.mark.long
 async def test_end_of_an_attempt_waits_for_the_next_process_and_the_calls_in_its_spool(apart, tmp_path):
     async with apart(settings=Settings(spool_after_s=0.0)) as (it, gateway):
         attempt_id, token = await it.open_attempt()
@@ -145,6 +147,7 @@ async def test_end_of_an_attempt_waits_for_the_next_process_and_the_calls_in_its
         assert ["in the store", "in the spool"] == texts
 
 
+@pytest.mark.long
 async def test_paused_policy_stays_paused_over_a_kill_and_calls_carry_the_version_of_after_it(apart):
     async with apart() as (it, gateway):
         attempt_id, token = await it.open_attempt()
@@ -167,6 +170,7 @@ async def test_paused_policy_stays_paused_over_a_kill_and_calls_carry_the_versio
         assert {"before": "", "after": "v2", "later": "v2"} == found
 
 
+@pytest.mark.long
 async def test_pause_waits_for_the_calls_under_way(apart, server):
     server.enqueue(Reply(text="late", delay=2.0))
     async with apart() as (it, gateway):
@@ -181,6 +185,7 @@ async def test_pause_waits_for_the_calls_under_way(apart, server):
             await gateway.resume("main_llm")
 
 
+@pytest.mark.long
 async def test_process_that_hangs_is_ended_and_started_again(apart, caplog):
     async with apart(health_s=2.0) as (it, gateway):
         attempt_id, token = await it.open_attempt()
@@ -229,6 +234,7 @@ async def test_warnings_of_the_process_are_logged_here(apart, caplog):
         await eventually(lambda: "An agent's model call was refused" in caplog.text)
 
 
+@pytest.mark.long
 async def test_error_at_the_start_is_the_one_of_the_process(apart, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(ConfigError, match="spool"):
@@ -279,6 +285,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 async def test_process_ends_within_ten_seconds_of_its_killed_owner(server, tmp_path):
     arguments = f"sqlite:///{tmp_path / 'runs.db'}", server.base_url, str(tmp_path / "spool")
     with subprocess.Popen(

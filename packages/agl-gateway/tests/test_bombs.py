@@ -75,6 +75,7 @@ async def send(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str
         return answer.status, await answer.text(), answer.headers.get("connection", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_token", [False, True])
 async def test_bombs_do_not_hold_up_other_requests(stage, bombs, has_token: bool):
     async with stage() as it:

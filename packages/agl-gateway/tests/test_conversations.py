@@ -151,6 +151,7 @@ async def test_conversation_is_an_ordinary_training_rollout(tmp_path, backend):
     assert ["hi", "yes", "why?", "yes"] == [message["content"] for message in json.loads(line)["messages"]]
 
 
+@pytest.mark.long
 async def test_silent_conversation_ends_by_itself_and_what_is_said_later_is_late(tmp_path, backend):
     async with serve(tmp_path, backend, idle_s=1.6) as talk:
         headers = await talk.say("c", "hi")
@@ -172,6 +173,7 @@ async def test_call_in_flight_keeps_its_conversation_open(tmp_path, backend):
         await talk.until_ended(headers)
 
 
+@pytest.mark.long
 async def test_call_at_one_gateway_keeps_the_conversation_open_at_the_other(tmp_path, backend):
     async with serve(tmp_path, backend, idle_s=1.6) as one, serve(tmp_path, backend, idle_s=1.6) as other:
         headers = await other.say("c", "hi")
@@ -259,6 +261,7 @@ def stop(process: "subprocess.Popen[str]") -> None:
         process.stdout.close()
 
 
+@pytest.mark.long
 async def test_killed_gateway_goes_on_with_its_conversations(tmp_path, start):
     """The conversation is one attempt before and after, and ends as long after its last call as any other."""
     with socket.socket() as probe:

@@ -190,6 +190,7 @@ def test_connections_to_other_machines_without_encryption_are_named():
     ]
 
 
+@pytest.mark.long
 def test_command_says_what_is_wrong_and_ends_with_1(tmp_path):
     environment = {**os.environ, "AGL_SECRET": "changeme-changeme-changeme"}
     command = [sys.executable, "-m", "agl", "doctor", "memory://"]

@@ -204,6 +204,7 @@ def memory() -> int:
 SOAK = (pytest.mark.soak, pytest.mark.timeout(3600))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=SOAK)])
 async def test_no_mutated_request_is_answered_with_500_or_holds_up_others(serving, tmp_path: Path, count: int):
     store = SQLiteStore(f"sqlite:///{tmp_path}/fuzzed.db")

@@ -56,6 +56,7 @@ class Agents:
             self.held.remove(token)
 
 
+@pytest.mark.long
 async def test_signing_key_rotates_under_load(stage: StageFactory, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "secret"
     write(path, OLD)

@@ -48,6 +48,7 @@ async def fuzzed(service: GatewayService, folder: Path, *, token: str, examples:
     return int(found[2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [3, pytest.param(200, marks=SOAK)])
 async def test_no_request_from_the_schema_is_answered_with_5xx_or_holds_up_others(
     serving, tmp_path: Path, examples: int, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ def _has_grown(acknowledged: set[str], before: int, writers: list[asyncio.Task[N
     return len(acknowledged) > before
 
 
+@pytest.mark.long
 async def test_killed_server_loses_no_acknowledged_span(tmp_path):
     serve = Serve(tmp_path)
     draw = random.Random(5)
@@ -105,6 +106,7 @@ async def test_killed_server_loses_no_acknowledged_span(tmp_path):
     process.communicate()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to children need a console on Windows")
 async def test_signal_ends_the_server_cleanly(tmp_path, number):
@@ -124,6 +126,7 @@ async def test_signal_ends_the_server_cleanly(tmp_path, number):
     await store.close()
 
 
+@pytest.mark.long
 async def test_server_removes_old_rollouts_by_itself_and_through_a_client(tmp_path):
     serve = Serve(tmp_path)
     process = serve.start()
@@ -218,6 +221,7 @@ def _export(url: str, token: str, attributes: dict[str, str], name: str, *, scor
     provider.shutdown()
 
 
+@pytest.mark.long
 async def test_store_that_is_not_there_is_an_error_that_says_so():
     store = HttpStore(f"http://127.0.0.1:{_free_port()}", token=TOKEN)
     with pytest.raises(StoreError, match="agl serve"):

@@ -162,6 +162,7 @@ async def test_thousand_rollouts_land_as_shared_and_stay_there(tmp_path):
         assert {"candidate": {"prompt": "v3"}, "production": {"prompt": "v1"}} == placement.versions
 
 
+@pytest.mark.long
 async def test_all_calls_of_a_rollout_go_to_one_arm_through_any_gateway(tmp_path, servers):
     await publish(tmp_path, *WEIGHTS)
     async with serve(tmp_path, HALVES, two(servers)) as one, serve(tmp_path, None, two(servers)) as other:
@@ -193,6 +194,7 @@ async def test_arms_may_be_two_models_of_one_backend(tmp_path, servers):
         assert {("production", "small"), ("candidate", "large")} == set(asked.values())
 
 
+@pytest.mark.long
 async def test_conversation_keeps_its_arm_through_restart_and_gateways(tmp_path, servers):
     await publish(tmp_path, *WEIGHTS)
     names = [f"c{i}" for i in range(10)]
@@ -303,6 +305,7 @@ async def test_rollout_that_was_removed_is_not_found(tmp_path):
     assert f"unknown rollout {rollout.rollout_id!r}" in found["error"]["message"]
 
 
+@pytest.mark.long
 async def test_report_of_rewards_agrees_with_a_calculation_by_hand(tmp_path, servers):
     await publish(tmp_path, *WEIGHTS)
     given: dict[str, list[float]] = {"production": [], "candidate": []}
@@ -473,6 +476,7 @@ class Traffic:
         await eventually(lambda: len(self.placed) >= placed + 10 and self.answered.total() >= answered + 10)
 
 
+@pytest.mark.long
 async def test_killed_gateway_loses_no_placement_and_no_call(tmp_path, servers):
     await publish(tmp_path, *prompts("v1", "v2"))
     served = Process(tmp_path, servers[0].base_url)

@@ -86,6 +86,7 @@ async def serial(port: int, authority: trustme.CA) -> int:
     return int(found, 16)
 
 
+@pytest.mark.long
 def test_command_reaches_a_served_store_over_tls_if_it_trusts_the_authority(tmp_path, authority):
     cert, key = write(authority, tmp_path)
     environment = {**os.environ, "AGL_TOKEN": "a-token-of-the-tests-0123456789", "XDG_STATE_HOME": str(tmp_path)}
@@ -212,6 +213,7 @@ async def _knows(store, number: int) -> bool:
     return number == len(await gateways_of(store))
 
 
+@pytest.mark.long
 def test_agents_of_an_experiment_with_a_certificate_call_its_gateway_over_tls(tmp_path, authority):
     """In this process and in one of their own, they trust the authority by the line of the file alone."""
     write(authority, tmp_path)

@@ -39,6 +39,7 @@ def test_run_without_a_model_s_address_says_what_to_set(project: Path) -> None:
     assert "--upstream http://HOST:PORT/v1" in done.stderr
 
 
+@pytest.mark.long
 def test_doctor_gives_a_harness_a_task_and_names_one_that_fails(project: Path) -> None:
     (project / "broken.toml").write_text('[broken]\ncommand = ["sh", "-c", "echo no model >&2; exit 3", "$prompt"]\n')
     done = agl(project, "doctor", "shell.toml", "broken.toml")
@@ -50,6 +51,7 @@ def test_doctor_gives_a_harness_a_task_and_names_one_that_fails(project: Path) -
     assert 0 == agl(project, "doctor", "shell.toml").returncode
 
 
+@pytest.mark.long
 def test_doctor_ends_a_harness_that_does_not_answer(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "slow.toml").write_text(
         '[slow]\ncommand = ["sh", "-c", "echo $$$$ > $folder/pid; sleep 600", "$prompt"]\n'

@@ -148,6 +148,7 @@ PLANTS = (
 """Shell commands by which a harness would keep its own reward in place."""
 
 
+@pytest.mark.long
 @needs_bubblewrap
 @pytest.mark.parametrize("plants", PLANTS)
 def test_reward_that_a_harness_wrote_never_counts(
@@ -200,6 +201,7 @@ WRITTEN = (
 """Ends of test scripts, the reward that each gives, and a part of its feedback."""
 
 
+@pytest.mark.long
 @needs_bubblewrap
 def test_reward_is_what_the_tests_write(task: Path, project: Path, model: ScriptedModelServer) -> None:
     for number, (script, _, feedback) in enumerate(WRITTEN):
@@ -358,6 +360,7 @@ def test_canaries_are_no_part_of_an_instruction(task: Path) -> None:
     assert "Make calc.py print 3.\n" == instruction_of(task)
 
 
+@pytest.mark.long
 @needs_bubblewrap
 def test_solution_is_graded_by_a_command(task: Path, project: Path) -> None:
     def oracle(*words: str) -> subprocess.CompletedProcess[str]:

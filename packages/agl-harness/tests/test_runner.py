@@ -73,6 +73,7 @@ def test_only_the_newest_workspaces_stay(project: Path, model: ScriptedModelServ
     assert 2 == len(workspaces(project))
 
 
+@pytest.mark.long
 def test_harness_beyond_its_time_is_stopped_with_all_that_it_started(project: Path, model: ScriptedModelServer) -> None:
     model.enqueue(*asks("sleep 600"))
     episode = only(dev(project, model, file=FILE.replace("timeout_s = 60", "timeout_s = 3")))
@@ -381,6 +382,7 @@ def test_agent_and_harness_are_optional_in_a_file_but_one_is_needed() -> None:
         Trainer.from_config(config).plan()
 
 
+@pytest.mark.long
 def test_kept_workspace_is_scored_again_by_another_reward(project: Path, model: ScriptedModelServer) -> None:
     model.enqueue(*asks(REPAIR))
     dev(project, model, params='{ keep = "always" }')

@@ -52,6 +52,7 @@ def test_long_output_of_any_kind_is_counted_at_once(text: str) -> None:
     assert time.perf_counter() - started < 2
 
 
+@pytest.mark.long
 def test_pytest_s_own_output_and_report_agree(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip()\n"

@@ -79,6 +79,7 @@ def test_long_curve_is_drawn_by_means_and_a_single_step_is_drawn_too(store: str)
     assert "● grpo: -0.5 at step 40" in flat
 
 
+@pytest.mark.long
 def test_picture_shows_every_curve(store: str, tmp_path: Path) -> None:
     result = agl("metrics", "--plot", "--store", store, "--name", "*", "--output", str(tmp_path / "curves.png"))
     assert f"3 curves in {tmp_path / 'curves.png'}\n" == result.stdout

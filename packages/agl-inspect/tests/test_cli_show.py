@@ -231,6 +231,7 @@ main()
 """The command, which writes the system's record of its process to standard error at its end."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the most memory of a process from /proc")
 @pytest.mark.parametrize(
     "command",

@@ -211,6 +211,7 @@ def test_fork_of_a_fork_goes_on_from_it(team: Team) -> None:
     assert (1.0, 1.0) == (report["reward"], report["mean"])
 
 
+@pytest.mark.long
 def test_processes_of_their_own_fork_as_well(team: Team) -> None:
     text = (team.folder / "sums.toml").read_text(encoding="utf-8")
     (team.folder / "sums.toml").write_text(f'{text}\n[runner]\nuse = "process"\n', encoding="utf-8")

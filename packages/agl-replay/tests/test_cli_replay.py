@@ -297,6 +297,7 @@ def test_replay_without_a_file_needs_a_recorded_command(record):
     assert "name its file: agl replay experiment-dev-1-dev" in result.stderr
 
 
+@pytest.mark.long
 def test_replay_runs_a_recorded_command_again(record, tmp_path):
     code = (
         "from openai import OpenAI\n"

@@ -149,6 +149,7 @@ def test_text_is_compared_with_the_file_task_by_task() -> None:
     assert "16 rollouts: 2 candidates on 8 validation tasks" in said.stderr
 
 
+@pytest.mark.long
 def test_trial_is_kept_with_its_intervals_beside_the_versions(folder: Path) -> None:
     report = tried("--text", CAREFUL)
     tried("--text", "Add now: {question}", "--limit", "1")
@@ -168,6 +169,7 @@ def test_trial_is_kept_with_its_intervals_beside_the_versions(folder: Path) -> N
     assert one.time > kept.time
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("folder")
 def test_interval_is_that_of_the_paired_differences() -> None:
     found = tried("--text", CAREFUL, "--samples", "2")
@@ -201,6 +203,7 @@ def test_candidates_take_turns_with_equal_seeds_and_differ_in_the_version_only(f
     )
 
 
+@pytest.mark.long
 def test_tried_text_is_a_version_that_is_neither_labelled_nor_the_newest(folder: Path) -> None:
     publish(folder, version("v1", "Add: {question}"), live="v1")
     new = tried("--text", CAREFUL)["candidates"][1]["version"]

@@ -41,6 +41,7 @@ def peak_mb(pid: int) -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
+@pytest.mark.long
 @needs_limits
 @pytest.mark.parametrize(("query", "reason"), [(MANY, "more than 64 MB"), (SORTED, "more than 512 MB of memory")])
 def test_query_that_eats_memory_is_ended_before_it_harms_the_machine(path: Path, query: str, reason: str) -> None:

@@ -53,6 +53,7 @@ def test_a_start_that_is_cancelled_on_a_busy_machine_ends_with_its_descendants(t
     assert [] == running(file)
 
 
+@pytest.mark.long
 def test_a_kill_ends_though_a_stopped_keepers_descendant_holds_the_output(tmp_path: Path) -> None:
     file = tmp_path / "child"
 

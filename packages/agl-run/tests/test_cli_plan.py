@@ -76,6 +76,7 @@ def trial_of(*words: str) -> tuple[int, float]:
     return report["source"]["tasks"], report["algorithms"][0]["uncertainty"]
 
 
+@pytest.mark.long
 def test_trial_takes_further_tasks_until_the_tokens_are_sure(folder: Path) -> None:
     tasks(folder, *[10, 16] * 50)
 
@@ -91,6 +92,7 @@ def test_trial_of_tasks_that_are_alike_stays_small(folder: Path) -> None:
     assert (8, 0.0) == trial_of()
 
 
+@pytest.mark.long
 def test_trial_ends_with_the_tasks_or_the_time_or_at_the_size_that_was_asked_for(folder: Path) -> None:
     tasks(folder, *[4, 120] * 8)
 

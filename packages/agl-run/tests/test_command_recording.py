@@ -22,6 +22,7 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_lease_is_renewed_after_a_store_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_batch_comes_again_after_a_passing_error(tmp_path: Path) -> None:
     assert 3 == len(exporter.ids)
 
 
+@pytest.mark.long
 def test_an_experiment_continues_where_its_exporter_stopped(tmp_path: Path) -> None:
     store = MemoryStore()
     trainer(Kept(*[ExportError("away", is_passing=True)] * 100), tmp_path, store=store).fit(

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import gc
 import time
@@ -25,6 +27,7 @@ print(gc.get_freeze_count() > 1_000_000, after < before / 5, gc.collect(), gc.ge
 """
 
 
+@pytest.mark.long
 def test_full_collections_leave_out_what_existed() -> None:
     """Measure full collections before and after, in a process of its own, because what is frozen stays so."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)

@@ -197,6 +197,7 @@ def has(*patterns: str) -> Callable[[list[str]], bool]:
     return lambda lines: all(any(re.search(pattern, line) for line in lines) for pattern in patterns)
 
 
+@pytest.mark.long
 def test_run_shows_its_state_while_it_lasts_and_plain_text_at_its_end(folder: Path, start: Start) -> None:
     write(folder)
     terminal = start()
@@ -220,6 +221,7 @@ def test_run_shows_its_state_while_it_lasts_and_plain_text_at_its_end(folder: Pa
     assert b"\x1b[?25l" not in terminal.raw  # the cursor is never hidden
 
 
+@pytest.mark.long
 def test_forty_columns_without_colour_have_a_line_for_each_algorithm(folder: Path, start: Start) -> None:
     write(folder, 'name = "first"', 'name = "a-name-that-is-far-too-long"', head='\n[schedule]\nmode = "alternate"\n')
     terminal = start(columns=40, NO_COLOR="1")
@@ -234,6 +236,7 @@ def test_forty_columns_without_colour_have_a_line_for_each_algorithm(folder: Pat
     assert not re.search(rb"\x1b\[[0-9;]*3[0-9]m", of_agent)
 
 
+@pytest.mark.long
 def test_terminal_without_unicode_gets_ascii(folder: Path, start: Start) -> None:
     write(folder)
     terminal = start(PYTHONIOENCODING="iso-8859-1")
@@ -246,6 +249,7 @@ def test_terminal_without_unicode_gets_ascii(folder: Path, start: Start) -> None
     terminal.raw.decode("ascii")
 
 
+@pytest.mark.long
 def test_a_terminal_that_changes_its_size_ends_clean(folder: Path, start: Start) -> None:
     write(folder)
     terminal = start(columns=100)
@@ -258,6 +262,7 @@ def test_a_terminal_that_changes_its_size_ends_clean(folder: Path, start: Start)
     assert not re.search("━|queued", terminal.shown[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_stopped_leaves_the_terminal_as_it_was(folder: Path, start: Start, sent: int) -> None:
     write(folder, 'name = "learner"\nparams = { hold_at = 2 }')
@@ -279,6 +284,7 @@ def test_a_run_that_is_stopped_leaves_the_terminal_as_it_was(folder: Path, start
     assert 0 == again.process.wait(), again.shown
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_leaves_its_block_and_a_cursor(folder: Path, start: Start) -> None:
     write(folder, 'name = "learner"\nparams = { hold_at = 2 }')
     terminal = start()
@@ -291,6 +297,7 @@ def test_a_run_that_is_killed_leaves_its_block_and_a_cursor(folder: Path, start:
     assert not terminal.screen.cursor.hidden
 
 
+@pytest.mark.long
 def test_a_run_goes_on_when_its_terminal_is_closed(folder: Path, start: Start) -> None:
     write(folder)
     terminal = start()
@@ -302,6 +309,7 @@ def test_a_run_goes_on_when_its_terminal_is_closed(folder: Path, start: Start) -
     assert '"step":4' in (folder / "runs" / "small" / "metrics.jsonl").read_text().replace(" ", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TERM": "unknown"}])
 def test_a_terminal_that_cannot_draw_gets_plain_lines(folder: Path, start: Start, variables: dict[str, str]) -> None:
     write(folder)
@@ -314,6 +322,7 @@ def test_a_terminal_that_cannot_draw_gets_plain_lines(folder: Path, start: Start
     assert b"learner step 4 of 4: reward 0.400" in terminal.raw
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("piped", ["stdout", "stderr"])
 def test_output_of_which_a_part_goes_elsewhere_is_plain_lines(
     folder: Path, agl_plugins: PluginFolder, piped: str

@@ -146,6 +146,7 @@ use = "badrew:R"
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("result", "says"),
     [

@@ -217,6 +217,7 @@ def agent(task):
 """
 
 
+@pytest.mark.long
 def test_child_sends_what_came_with_an_odd_value(tmp_path: Path) -> None:
     (tmp_path / "odd_agent.py").write_text(AGENT)
 

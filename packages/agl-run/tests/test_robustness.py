@@ -121,6 +121,7 @@ def test_spans_that_the_store_refused_come_with_the_attempts_end(monkeypatch: py
     assert 11 == len(asyncio.run(run()))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills a process by signal")
 def test_child_that_died_while_it_waited_is_replaced() -> None:
     async def run() -> str:

@@ -51,6 +51,7 @@ def output_of(outcome: Outcome) -> str:
     return output
 
 
+@pytest.mark.long
 def test_program_that_prints_500_mb_is_read_in_a_few():
     program = f"""
 import sys
@@ -84,6 +85,7 @@ def test_failed_program_shows_how_its_complaints_began_and_ended():
     assert error.traceback.startswith("cause\neee")
 
 
+@pytest.mark.long
 def test_program_that_is_stopped_shows_what_it_printed_and_its_unread_task_harms_nothing():
     started = time.monotonic()
     outcome = run("import time; print('so far', flush=True); time.sleep(60)", timeout_s=2.0)

@@ -38,6 +38,7 @@ async def ask(client: AsyncOpenAI, text: str) -> None:
         await client.chat.completions.create(model="scripted", messages=messages)
 
 
+@pytest.mark.long
 def test_shared_async_client_works_in_blocking_agents(server: ScriptedModelServer, tmp_path: Path) -> None:
     client = AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)
 
@@ -48,6 +49,7 @@ def test_shared_async_client_works_in_blocking_agents(server: ScriptedModelServe
     check_repeats(agent, server, tracers=(), gateway="none", folder=tmp_path, calls=2)
 
 
+@pytest.mark.long
 def test_client_that_is_closed_in_a_rollout_leaves_no_connection_open(
     server: ScriptedModelServer, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -42,6 +42,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "agent_of_folders", raising=False)
 
 
+@pytest.mark.long
 def test_agents_in_processes_of_their_own_are_those_of_their_folders(tmp_path: Path) -> None:
     for name, reward, other in (("a", 0.25, 0.75), ("b", 0.75, 0.25)):
         result = tried(tmp_path / name, runner="process", reward=reward)

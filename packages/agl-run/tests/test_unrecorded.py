@@ -369,6 +369,7 @@ def test_several_installed_tracers_count_once_and_the_last_one_restores(chat: st
     assert not any(hasattr(method, "__wrapped__") for method in restored)
 
 
+@pytest.mark.long
 def test_a_client_that_is_imported_later_is_watched_and_none_is_imported_for_it(chat: str):
     script = f"""
 import sys

@@ -38,6 +38,7 @@ def agl(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_commands_work_on_the_store(url: str, tmp_path: Path) -> None:
     (tmp_path / "redis_doubles_agent.py").write_text(AGENT)
     (tmp_path / "tasks.jsonl").write_text('{"n": 2}\n{"n": 3}\n')

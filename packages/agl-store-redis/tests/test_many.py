@@ -46,6 +46,7 @@ def test_objects_that_claim_at_once_get_each_rollout_once(url: str) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.long
 def test_queued_rollout_that_a_dead_claimer_took_is_given_to_who_waits(url: str) -> None:
     """A machine dies between the two scripts of a claim."""
 

@@ -246,6 +246,7 @@ def test_closed_store_leaves_no_mark_of_its_writer(server: Server, url: str) -> 
     assert [] == marks()
 
 
+@pytest.mark.long
 def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ def test_span_is_read_over_the_turns_since_its_key_call_and_over_key_calls() -> 
     assert [n // 64 + n % 64 for n in range(200)] == links
 
 
+@pytest.mark.long
 def test_key_calls_share_the_beginning_with_the_key_call_before() -> None:
     def turn(number: int) -> Span:
         messages: Json = [prose(9000), *(prose(300, seed=n) for n in range(number))]

@@ -80,6 +80,7 @@ def spawn(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_acknowledged_writes_survive_kill(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "runs.db"

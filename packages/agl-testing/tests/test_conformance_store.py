@@ -150,6 +150,7 @@ class Scans(MemoryStore):
         return await super().load_state(prefix)
 
 
+@pytest.mark.long
 def test_store_that_scans_is_found_out() -> None:
     with pytest.raises(AssertionError) as caught:
         StoreConformance().test_no_operation_costs_more_in_a_large_store(

@@ -17,6 +17,7 @@ def test_readme_has_both_examples() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", BLOCKS, ids=["server", "conformance"])
 def test_readme_block_runs(block: str, tmp_path: Path) -> None:
     file = tmp_path / "test_block.py"

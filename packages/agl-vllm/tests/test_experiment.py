@@ -117,6 +117,7 @@ def test_a_server_that_serves_other_weights_stops_the_run(
     assert 2 * len(TASKS) == len(stage.calls())
 
 
+@pytest.mark.long
 def test_what_only_the_gateway_can_do_is_refused_without_it(base: Any, make_weights: Any, tmp_path: Any) -> None:
     adapter = make_weights("a1", shift=0.5, base=base)
     with pytest.raises(ConfigError, match=r"\['main_llm'\] have several servers, and only the gateway"):

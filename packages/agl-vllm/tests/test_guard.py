@@ -62,6 +62,7 @@ def test_the_exit_code_is_the_programs_and_its_children_do_not_stay():
         wait_gone([pid])
 
 
+@pytest.mark.long
 def test_a_program_that_ignores_the_request_to_stop_is_killed():
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     code = f"{deaf}; print('up', flush=True); time.sleep(600)"

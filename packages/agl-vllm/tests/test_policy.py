@@ -108,6 +108,7 @@ def test_calls_go_back_to_the_base_of_an_adapter_without_loading_it(base, make_w
     run(policy, act)
 
 
+@pytest.mark.long
 def test_initial_weights_come_back_and_are_checked_by_what_they_gave_at_the_start(base, make_weights):
     policy = started(base)
 
@@ -157,6 +158,7 @@ def test_a_server_takes_new_weights_in_its_sleep(base, make_weights, settings):
     assert [*["/v1/completions"] * ASKED_AT_START, *update, *update] == run(policy, act)
 
 
+@pytest.mark.long
 def test_a_server_that_wakes_with_other_weights_is_restarted_from_then_on(base, make_weights, fake, caplog):
     fake("reload-ignored")
     policy = started(base, args=["--enable-sleep-mode"])
@@ -205,6 +207,7 @@ def test_a_reload_that_answers_200_and_serves_other_weights_stops_the_run(base, 
     assert "mean difference 0.5000, tolerance 0.001" in message
 
 
+@pytest.mark.long
 def test_the_tolerance_and_the_probe_itself_are_the_users_choice(base, make_weights, fake):
     fake("reload-ignored")
     new, bare = make_weights("new", shift=0.5), make_weights("bare", shift=0.5, has_probe=False)

@@ -39,6 +39,7 @@ def run(command, *words: str) -> Result:
     return done
 
 
+@pytest.mark.long
 def test_both_are_commands_of_agl_runs(folder):
     assert "archived 4 rollouts of 1 experiment" in run_agl("data", "archive", "kept", "--remove", folder=folder)
     assert "restored 4 rollouts of 1 experiment\n" in run_agl("data", "restore", "kept", folder=folder)

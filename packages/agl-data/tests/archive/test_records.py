@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,6 +109,7 @@ def test_a_part_gives_back_what_was_written(written):
             assert [content_of(each) for each in written] == [content_of(each) for each in reader.recordings()]
 
 
+@pytest.mark.long
 @settings(max_examples=15)
 @given(recordings())
 def test_a_store_gets_back_what_it_had(written):

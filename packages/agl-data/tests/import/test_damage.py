@@ -208,6 +208,7 @@ def test_dry_run_writes_nothing_and_makes_no_store(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_import_that_is_killed_is_completed_by_repeating_it(tmp_path: Path, imports: Imports) -> None:
     path = write_lines(tmp_path / "a.jsonl", (chat(f"What is {n} + 1?", str(n + 1) * 50) for n in range(6000)))
     words = [sys.executable, "-m", "agl", "data", "import", str(path), "--experiment", "old", "--store", imports.url]
@@ -233,6 +234,7 @@ finally:
 """
 
 
+@pytest.mark.long
 def test_large_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
     words = "lorem ipsum dolor sit amet " * 400
     write_lines(tmp_path / "small.jsonl", [chat("a", "b")])

@@ -210,6 +210,7 @@ def test_forks_of_agents_that_hear_each_other_stay_in_the_budget(team: Team) -> 
     assert [0.0] == team.metric("replays_failed")
 
 
+@pytest.mark.long
 def test_training_takes_at_most_half_the_steps_of_the_episodes_return(team: Team) -> None:
     steps = team.fit(COUNTERFACTUAL, lr=4.0, steps=40).steps["team-gradient"]
     assert steps < 40

@@ -95,6 +95,7 @@ def test_a_second_run_sends_only_its_own_rollouts(tmp_path: Path, backend: Backe
     assert [*ids(1), *ids(2)] == sorted(backend.rollouts)
 
 
+@pytest.mark.long
 def test_what_a_backend_missed_is_sent_by_the_next_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     result = run(tmp_path, f"http://127.0.0.1:{port}")
@@ -173,6 +174,7 @@ def test_spans_that_a_backend_rejects_are_told_with_its_reason(
     assert "spans: too old" in warnings_of(caplog)[0]
 
 
+@pytest.mark.long
 def test_a_backend_that_hangs_holds_the_end_up_for_a_limited_time(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
