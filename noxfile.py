@@ -560,7 +560,7 @@ def sandboxes(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     needs = [
-        *ours(*LIGHT, "agl-harness", "agl-store-postgres"),
+        *ours(*LIGHT, "agl-harness", "agl-rewards", "agl-sinks", "agl-store-postgres"),
         *TEST_TOOLS,
         *PLUGINS["agl-store-postgres"],
         *UNRECORDED,

@@ -120,7 +120,7 @@ def test_fewer_than_eight_runs_are_not_fitted_and_need_no_model(count: int, monk
 
 def test_missing_library_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"pip install 'agl-run\[suggest\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'agl-inspect\[suggest\]'"):
         fit(history(8, peak))
 
 
@@ -247,6 +247,14 @@ def suggest(*words: str) -> Result:
     return agl("metrics", "--suggest", *words, "--store", "runs.db")
 
 
+def ranked(*words: str) -> Result:
+    return agl("metrics", "--rank", *words, "--store", "runs.db")
+
+
+def start(*words: str) -> Result:
+    return agl("run", "experiment.toml", "--next", *words)
+
+
 def repeat(folder: Path, count: int) -> None:
     """Copy the run under other names, with other rates and rewards."""
 
@@ -275,7 +283,7 @@ def repeat(folder: Path, count: int) -> None:
 
 
 def test_command_says_how_many_runs_are_missing_and_ranks_from_eight_on(folder: Path) -> None:
-    few = suggest("dialled", "--next")
+    few = ranked("dialled")
     assert 0 == few.exit_code, few.output
     assert few.stdout.startswith("1 comparable run (dialled): same agent (dial_agent:solve), tasks, validation")
     assert "a model needs 8 runs to rank parameters: 7 more comparable runs first" in few.stdout
@@ -283,38 +291,38 @@ def test_command_says_how_many_runs_are_missing_and_ranks_from_eight_on(folder: 
     assert "dialled: 5 runs compare with it; 3 more, and agl metrics --rank" in suggest("dialled").stdout
     repeat(folder, 12)
     assert "dialled: 13 runs compare with it: agl metrics dialled --rank" in suggest("dialled").stdout
-    text = suggest("dialled", "--next").stdout
+    text = ranked("dialled").stdout
     assert "13 comparable runs (copy-00, copy-01" in text
     assert LR in text
     assert "next, as Optuna's TPE proposes from these runs: --set algorithm.dial.params.lr=" in text
-    found = json.loads(suggest("copy-03", "--next", "--json").stdout)
+    found = json.loads(ranked("copy-03", "--json").stdout)
     assert 13 == len(found["runs"])
     assert [(LR, True)] == [(each["name"], each["is_clear"]) for each in found["parameters"]]
 
 
 def test_start_runs_the_proposal_under_a_name_of_its_own_and_it_counts_next_time(folder: Path) -> None:
-    refused = agl("metrics", "--suggest", "--start", "experiment.toml")
+    refused = start()
     assert 1 == refused.exit_code
     assert "no next run can be proposed: a model needs 8 runs" in refused.stderr
     repeat(folder, 9)
-    started = agl("metrics", "--suggest", "--start", "experiment.toml")
+    started = start()
     assert 0 == started.exit_code, started.output
     assert (
         "starting: agl run experiment.toml --set experiment.name=dialled-next-1 --set algorithm.dial" in started.stderr
     )
     assert "finished dialled-next-1" in started.stdout
-    found = json.loads(suggest("dialled", "--next", "--json").stdout)
+    found = json.loads(ranked("dialled", "--json").stdout)
     assert "dialled-next-1" in [run["experiment"] for run in found["runs"]]
     [(proposed)] = [run["values"][LR] for run in found["runs"] if run["experiment"] == "dialled-next-1"]
     assert proposed in started.stdout
-    again = agl("metrics", "--suggest", "dialled-next-1", "--start", "experiment.toml", "--json")
+    again = start("--json")
     assert "dialled-next-2" == json.loads(again.stdout)["experiment"]
 
 
 def test_fit_is_kept_with_its_runs_for_the_console(folder: Path) -> None:
     repeat(folder, 9)
-    suggest("dialled", "--next")
-    suggest("copy-00", "--next")
+    ranked("dialled")
+    ranked("copy-00")
 
     async def read() -> None:
         store = SQLiteStore(f"sqlite:///{folder}/runs.db")
@@ -328,15 +336,14 @@ def test_fit_is_kept_with_its_runs_for_the_console(folder: Path) -> None:
 def test_runs_of_other_tasks_or_rewards_do_not_count(folder: Path) -> None:
     repeat(folder, 8)
     (folder / "val.jsonl").write_text('{"question": "another"}\n')
-    refused = agl("metrics", "--suggest", "dialled", "--start", "experiment.toml")
+    refused = start()
     assert 1 == refused.exit_code
-    assert "does not compare with copy-00: it differs in the validation tasks" in " ".join(refused.stderr.split())
+    assert "no next run can be proposed: a model needs 8 runs" in " ".join(refused.stderr.split())
     assert 0 == agl("run", "experiment.toml", "--quiet", "--set", "experiment.name=other").exit_code
-    assert "1 comparable run (other)" in suggest("other", "--next").stdout
-    assert "9 comparable runs" in suggest("dialled", "--next").stdout
+    assert "1 comparable run (other)" in ranked("other").stdout
+    assert "9 comparable runs" in ranked("dialled").stdout
 
 
 def test_what_cannot_be_asked_for_is_refused_in_a_sentence(folder: Path) -> None:
-    assert "did you mean 'dialled'" in suggest("diall", "--next").stderr
-    assert "leave out --run" in suggest("dialled", "--next", "--run", "1").stderr
-    assert "leave out --store" in suggest("--start", "experiment.toml").stderr
+    assert "did you mean 'dialled'" in ranked("diall").stderr
+    assert "No such option '--run'" in ranked("dialled", "--run", "1").stderr

@@ -72,7 +72,7 @@ class Sized(Collecting):
 class Valued(Collecting):
     """Has a critic, so that no rollout is compared with others of its task."""
 
-    def __init__(self, *, tasks_per_step: int = 8, group_size: int = 4, critic: dict | None = None):
+    def __init__(self, *, tasks_per_step: int = 8, group_size: int = 4, critic: dict = {}):
         super().__init__(tasks_per_step=tasks_per_step, group_size=group_size)
 
 

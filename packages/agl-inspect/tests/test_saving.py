@@ -11,7 +11,7 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import RolloutQuery
 from agl.schemas import ResourceVersion, Rollout, Weights
 from agl.stores import MemoryStore
-from agl_inspect.records.state import AlgorithmState, deferred, saved_marks, unsaved
+from agl_inspect.records.state import AlgorithmState, deferral, saved_marks, unsaved
 from agl_inspect.records.workers import worker_name
 from agl_inspect.versions import list_versions, shown
 from agl_run.checks.notices import served_from_disk
@@ -25,7 +25,7 @@ def version(step: int, *, waits: bool = True, experiment: str = "toy") -> Resour
         resource=Weights(uri=f"/nowhere/{step:06d}"),
         algorithm="grpo",
         step=step,
-        metadata=deferred(experiment, 1) if waits else {},
+        metadata=deferral(experiment, 1) if waits else {},
     )
 
 

@@ -91,7 +91,7 @@ DEFERRED = "deferred"
 """Metadata of a version that is saved later or never; the value names its experiment and run."""
 
 
-def deferred(experiment: str, run: int) -> dict[str, Json]:
+def deferral(experiment: str, run: int) -> dict[str, Json]:
     """Return the metadata of a version that is saved later or never."""
     return {DEFERRED: {"experiment": experiment, "run": run}}
 

@@ -57,7 +57,7 @@ async def counted(store: Store, experiment: str) -> str:
     if len(history.runs) < FEWEST:
         more = FEWEST - len(history.runs)
         return f"{len(history.runs)} runs compare with it; {more} more, and agl metrics --rank ranks their parameters"
-    return f"{len(history.runs)} runs compare with it: agl metrics --suggest {experiment} --next ranks their parameters"
+    return f"{len(history.runs)} runs compare with it: agl metrics {experiment} --rank ranks their parameters"
 
 
 async def suggest_next(store: Store, experiment: str | None) -> Fit:

@@ -12,7 +12,7 @@ from agl.contracts import Algorithm, AlgorithmContext, CheckedAlgorithm, Policy,
 from agl.errors import AglError, ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, Resource, ResourceVersion
-from agl_inspect.records import AlgorithmState, deferred, step_line, trained_rollouts, version_of_step
+from agl_inspect.records import AlgorithmState, deferral, step_line, trained_rollouts, version_of_step
 from agl_inspect.rollouts import TrainingRecord, save_training
 from agl_run.config.settings import changed_settings, training_settings
 from agl_run.parts.waiting import StepTimes, steps_in_all, waiting_for
@@ -296,7 +296,7 @@ class DrivenAlgorithm:
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
     ) -> ResourceVersion:
         driver = self._driver
-        waits = {} if self._save is None else deferred(driver.name, driver.state.run)
+        waits = {} if self._save is None else deferral(driver.name, driver.state.run)
         version = self._version(name, resource, step=step, metadata={**(metadata or {}), **waits})
         version = await self._driver.session.publish(version)
         self._published.append(f"{name}@{version.version}")
