@@ -286,6 +286,12 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def size(session: nox.Session) -> None:
+    """Print the lines of code of every package beside its budget in ``pyproject.toml``."""
+    session.run(sys.executable, "-m", "tools.size", external=True)
+
+
+@nox.session
 def types(session: nox.Session) -> None:
     """Pyright, strict; what needs torch or an agent framework is checked in its own session."""
     plugins = [
