@@ -44,8 +44,17 @@ class WorkerActor:
 
     def run(self) -> dict[str, int]:
         """Run attempts until the experiment is finished or the actor is stopped; returns counts by status."""
+
+        async def until_stopped() -> dict[str, int]:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.ensure_future(self._worker.run())
+            if self._is_stopped:
+                self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                return await self._task
+            return {}
+
         with self._runs:
-            return asyncio.run(self._until_stopped())
+            return asyncio.run(until_stopped())
 
     def held(self) -> int:
         """Return the number of attempts that it holds."""
@@ -59,14 +68,6 @@ class WorkerActor:
                 self._loop.call_soon_threadsafe(self._task.cancel)
         with self._runs:
             return
-
-    async def _until_stopped(self) -> dict[str, int]:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.ensure_future(self._worker.run())
-        if self._is_stopped:
-            self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            return await self._task
-        return {}
 
 
 def _tell(event: str, text: str, **values: Any) -> None:
