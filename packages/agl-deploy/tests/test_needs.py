@@ -188,7 +188,7 @@ def test_key_in_the_agents_code_is_a_warning_without_the_key(project: Path, read
 
 def test_component_that_is_not_installed_is_named_with_the_line_that_installs_it(read) -> None:
     with pytest.raises(UnknownComponentError, match="pip install"):
-        read("[policy.small]", '[[exporter]]\nuse = "wandb"\n\n[policy.small]')
+        read("[policy.small]", '[[reward]]\nuse = "numeric-match"\n\n[policy.small]')
 
 
 def test_program_that_cannot_be_read_is_named(project: Path, read) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Iterable
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
@@ -149,12 +150,18 @@ def _runners(config: ExperimentConfig, manager: PluginManager) -> list[str]:
     return [config.runner.use, *([_HARNESS] if config.experiment.harness else []), *([brought] if is_brought else [])]
 
 
+def _with_extra(distribution: str, component: str) -> str:
+    """Return a component's distribution, with the extra of the component's name where it has one."""
+    extras = metadata.metadata(distribution).get_all("Provides-Extra") if distribution else None
+    return f"{distribution}[{component}]" if component in (extras or ()) else distribution
+
+
 def _distributions(config: ExperimentConfig, manager: PluginManager, found: Imported) -> dict[str, list[str]]:
     owners = {component: one.distribution for one in manager.status() for component in one.components}
 
     def of(kind: Kind, names: Iterable[str]) -> list[str]:
         wanted = [manager.entry(kind, name).name for name in names if ":" not in name]
-        return [owners[f"{kind} {name}"] for name in wanted]
+        return [_with_extra(owners[f"{kind} {name}"], name) for name in wanted]
 
     agents = [name for name in found.distributions if name not in _OF_A_CODER]
     rewards = of("reward", (reward.use for reward in config.reward))
