@@ -53,9 +53,11 @@ class Stage:
         self.folder, self.model = folder, model
 
     def fit(self, *, steps: int, updates: int = 2, resume: bool = False) -> Any:
-        common = {"threads": 1, "device": "cpu"}
-        warm = algorithm("sft", tunes="llm", data="dialogues.jsonl", updates=updates, lr=1e-3, **common)
-        settings = {"tasks_per_step": 2, "group_size": 4, "lr": 3e-3, **common}
+        compute = {"threads": 1, "device": "cpu"}
+        warm = algorithm(
+            "sft", tunes="llm", data="dialogues.jsonl", updates=updates, optim={"lr": 1e-3}, compute=compute
+        )
+        settings: dict[str, Any] = {"tasks_per_step": 2, "group_size": 4, "optim": {"lr": 3e-3}, "compute": compute}
         trainer = agl.Trainer(
             name="small",
             algorithm=[warm, algorithm("grpo", tunes="llm", steps=steps, **settings)],

@@ -25,8 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 SAMPLES = [from_tokens("r", [(7 * place + n) % 200 for place in range(64)], [0, *[1] * 63]) for n in range(4)]
 
 
-def learner_of(model_dir: Path, *, device: str = "cpu", **settings: Any) -> PolicyLearner:
-    made = LearnerSettings(optim=Optim(lr=1e-3), compute=Compute(device=device, threads=1, **settings))
+def learner_of(model_dir: Path, *, device: str = "cpu", lora: Lora | None = None, **settings: Any) -> PolicyLearner:
+    compute = Compute(device=device, threads=1, **settings)
+    made = LearnerSettings(optim=Optim(lr=1e-3), lora=lora or Lora(), compute=compute)
     return PolicyLearner(origin=Weights(uri=str(model_dir)), settings=made)
 
 

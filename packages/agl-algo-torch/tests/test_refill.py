@@ -46,11 +46,16 @@ PROGRAM = """
         return float(rollout.rollout_id[-1] == "0") if task["number"] % 2 == 0 else 1.0
 
 
-    settings = {"device": "cpu", "threads": 1, "tunes": "llm", "lr": 1e-4}
+    settings = {"compute": {"device": "cpu", "threads": 1}, "tunes": "llm", "optim": {"lr": 1e-4}}
     trainer = agl.Trainer(
         name="refilled",
         algorithm=algorithm(
-            "grpo", steps=STEPS, tasks_per_step=3, group_size=2, refill=9, curriculum="frontier", **settings
+            "grpo",
+            steps=STEPS,
+            tasks_per_step=3,
+            group_size=2,
+            sampling={"refill": 9, "curriculum": "frontier"},
+            **settings,
         ),
         policies={"llm": policy("torch", model=sys.argv[1], threads=1)},
         store=f"sqlite:///{HERE}/runs.db",

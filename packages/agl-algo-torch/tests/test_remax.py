@@ -169,7 +169,7 @@ async def write(task: dict[str, str], llm: agl.LLM) -> float:
 
 
 def trainer_of(model_dir: Path, folder: Path, **settings: Any) -> agl.Trainer:
-    params = {"device": "cpu", "threads": 1, "tunes": "llm", "estimator": "remax"}
+    params: dict[str, Any] = {"compute": {"device": "cpu", "threads": 1}, "tunes": "llm", "estimator": "remax"}
     return agl.Trainer(
         name="compared",
         algorithm=algorithm("grpo", steps=1, tasks_per_step=2, group_size=2, **params),

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from agl.contracts import StepReport
 
 
-def scenario_of(model_dir: Path, *, made: type[GRPO | PPO] = GRPO, **params: Any) -> AlgorithmScenario:
+def scenario_of(model_dir: Path, *, kind: type[GRPO | PPO] = GRPO, **params: Any) -> AlgorithmScenario:
     settings = {"steps": 4, "tasks_per_step": 2, "group_size": 4, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
     return AlgorithmScenario(
-        make=lambda: made(**settings),
+        make=lambda: made(kind, **settings),
         play=World().play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},
@@ -59,7 +59,7 @@ class TestConformanceOfPPO(AlgorithmConformance):
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario_of(model_dir, made=PPO, replay_share=0.5, updates_per_step=2, critic_warmup=1)
+        return scenario_of(model_dir, kind=PPO, replay_share=0.5, updates_per_step=2, critic_warmup=1)
 
 
 def reports_of(tmp_path: Path, model_dir: Path, **params: Any) -> list[StepReport]:
@@ -179,7 +179,7 @@ def test_a_step_replays_rollouts_beside_its_own_and_the_ledger_has_each_once(mod
 
 
 def test_ppo_replays_for_the_policy_once_the_critic_has_learned_alone(model_dir: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"made": PPO, "critic_warmup": 1, "critic_lr": 1e-2, "updates_per_step": 2, "lr": 1e-4}
+    settings: dict[str, Any] = {"kind": PPO, "critic_warmup": 1, "critic_lr": 1e-2, "updates_per_step": 2, "lr": 1e-4}
     plain = reports_of(tmp_path / "plain", model_dir, **settings)
     mixed = reports_of(tmp_path / "mixed", model_dir, **settings, replay_share=0.5)
     assert [0.0, 0.0, 8.0] == [report.metrics["rollouts_replayed"] for report in mixed[:3]]

@@ -31,6 +31,8 @@ from agl_algo_torch.serving.policy import TorchPolicy
 from agl_run import Quiet, policy
 from agl_testing.waiting import wait_until
 
+from .token_world import sorted_settings
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
@@ -121,7 +123,7 @@ class Small:
         given = {"steps": STEPS, "tasks_per_step": 2, "group_size": 4, "lr": 3e-3, "threads": 1, "device": "cpu"}
         return agl.Trainer(
             name="small",
-            algorithm=algorithm("grpo", tunes="llm", **(given | {"save_every": 3} | settings)),
+            algorithm=algorithm("grpo", tunes="llm", **sorted_settings(GRPO, given | {"save_every": 3} | settings)),
             policies={"llm": policy("torch", model=str(self.model), threads=1)},
             store=f"sqlite:///{self.folder}/runs.db",
             n_runners=1,  # the same batches, and so the same rounding, in every run
@@ -303,12 +305,11 @@ def test_interval_that_cannot_be_kept_is_refused(model_dir: Path, tmp_path: Path
     small = Small(tmp_path / "small", model_dir)
     with pytest.raises(ConfigError, match=r"grpo got save_every = '0s'. Give a number of steps .* such as \"5%\""):
         small.fit(save_every="0s")
+    settings = sorted_settings(GRPO, {"steps": 1, "save_every": 3, "device": "cpu"})
     with pytest.raises(ConfigError, match=r"save every step. Remove it, or let them take turns"):
         agl.Trainer(
             name="small",
-            algorithm=[
-                algorithm("grpo", tunes=name, steps=1, save_every=3, name=name, device="cpu") for name in ("one", "two")
-            ],
+            algorithm=[algorithm("grpo", tunes=name, name=name, **settings) for name in ("one", "two")],
             policies={name: policy("torch", model=str(model_dir), threads=1) for name in ("one", "two")},
             schedule="concurrent",
             store="memory://",

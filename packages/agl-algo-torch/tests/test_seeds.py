@@ -64,7 +64,8 @@ def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
 def fit(folder: Path, model: Path, *, seed: int, runners: int, fresh: bool = False) -> dict[str, list[list[int]]]:
     folder.mkdir(exist_ok=True)
     store = f"sqlite:///{folder}/runs.db"
-    grpo = algorithm("grpo", tunes="llm", steps=1, tasks_per_step=4, group_size=4, device="cpu", threads=1)
+    compute = {"device": "cpu", "threads": 1}
+    grpo = algorithm("grpo", tunes="llm", steps=1, tasks_per_step=4, group_size=4, compute=compute)
     trainer = agl.Trainer(
         name="seeded",
         algorithm=grpo,

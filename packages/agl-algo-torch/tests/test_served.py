@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openai
 
@@ -93,12 +93,12 @@ def test_liked_conversations_are_imitated_and_no_agent_runs(
     url = f"sqlite:///{tmp_path}/served.db"
     liked = asyncio.run(serve_people(serve(), url))
 
-    source = "experiment:served-conversations"
+    settings: dict[str, Any] = {"optim": {"lr": 1e-2}, "compute": {"device": "cpu", "threads": 1}}
     trainer = agl.Trainer(
         name="offline",
         store=url,
         folder=tmp_path,
-        algorithm=algorithm("rft", tunes="llm", source=source, min_reward=0.5, lr=1e-2, device="cpu", threads=1),
+        algorithm=algorithm("rft", tunes="llm", source="experiment:served-conversations", min_reward=0.5, **settings),
         policies={"llm": policy("torch", model=str(model_dir), device="cpu", threads=1)},
         progress=Quiet(),
     )

@@ -19,7 +19,7 @@ from agl_objectives.estimators import dr_grpo
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
-from .token_world import PROMPT, World, episode, run
+from .token_world import PROMPT, World, episode, made, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +41,9 @@ def group() -> list[Episode]:
 
 def test_cut_call_trains_unless_it_is_masked_and_counts_in_the_group_either_way() -> None:
     for mask_truncated, expected in ((False, [[-0.5, -0.5], [0.5, 0.5]]), (True, [[-0.5, 0.0], [0.5, 0.5]])):
-        made = prepare([group()], credit=EpisodeCredit(), estimator=dr_grpo, mask_truncated=mask_truncated)
-        assert expected == [sample.advantages[3:].tolist() for sample in made.samples]
-        assert [2 - mask_truncated, 2] == [sample.trained_tokens for sample in made.samples]
+        found = prepare([group()], credit=EpisodeCredit(), estimator=dr_grpo, mask_truncated=mask_truncated)
+        assert expected == [sample.advantages[3:].tolist() for sample in found.samples]
+        assert [2 - mask_truncated, 2] == [sample.trained_tokens for sample in found.samples]
 
 
 class Cutting(World):
@@ -55,14 +55,14 @@ class Cutting(World):
         return cut(played, call=1) if number == "0" else played
 
 
-@pytest.mark.parametrize(("make", "silent"), [(GRPO, 0.25), (PPO, 0.0)])
+@pytest.mark.parametrize(("kind", "silent"), [(GRPO, 0.25), (PPO, 0.0)])
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_step_reports_the_shares_of_cut_dropped_and_silent_rollouts(
-    make: Callable[..., Any], silent: float, mask_truncated: bool, model_dir: Path, tmp_path: Path
+    kind: Callable[..., Any], silent: float, mask_truncated: bool, model_dir: Path, tmp_path: Path
 ) -> None:
     scenario = AlgorithmScenario(
-        make=lambda: make(
-            steps=1, tasks_per_step=4, group_size=4, threads=1, device="cpu", mask_truncated=mask_truncated
+        make=lambda: made(
+            kind, steps=1, tasks_per_step=4, group_size=4, threads=1, device="cpu", mask_truncated=mask_truncated
         ),
         play=Cutting().play,
         tunes=("llm",),
@@ -92,13 +92,13 @@ def test_long_call_loses_reward_and_no_other_call_pays_for_it() -> None:
     ]
     long = msgspec.structs.replace(whole, transitions=tuple(calls))
     soft = SoftOverlong(limit=100, buffer=40)
-    made = prepare([[long, other]], credit=EpisodeCredit(), estimator=dr_grpo, overlong=soft)
+    found = prepare([[long, other]], credit=EpisodeCredit(), estimator=dr_grpo, overlong=soft)
     # The first rollout's values are 0 and -1, its score -1/2; the second's are 1: the mean is 1/4.
-    assert [[-0.25, -1.25], [0.75, 0.75]] == [sample.advantages[3:].tolist() for sample in made.samples]
+    assert [[-0.25, -1.25], [0.75, 0.75]] == [sample.advantages[3:].tolist() for sample in found.samples]
 
 
-@pytest.mark.parametrize("make", [GRPO, PPO])
+@pytest.mark.parametrize("kind", [GRPO, PPO])
 @pytest.mark.parametrize("lengths", [{"overlong_limit": 10}, {"overlong_limit": 10, "overlong_buffer": 11}])
-def test_lengths_that_do_not_go_together_are_refused(make: Callable[..., Any], lengths: dict[str, int]) -> None:
+def test_lengths_that_do_not_go_together_are_refused(kind: Callable[..., Any], lengths: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"overlong_limit is 10 and overlong_buffer \d+; give the most tokens"):
-        make(**lengths)
+        made(kind, **lengths)

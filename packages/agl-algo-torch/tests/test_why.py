@@ -153,7 +153,7 @@ def test_agl_why_prints_what_each_algorithm_of_an_experiment_did(
     made.model.save_pretrained(tmp_path / "model")
     made.tokenizer.save_pretrained(tmp_path / "model")
     url = f"sqlite:///{tmp_path}/runs.db"
-    settings: dict[str, Any] = {"device": "cpu", "threads": 1, "tunes": "llm"}
+    settings: dict[str, Any] = {"compute": {"device": "cpu", "threads": 1}, "tunes": "llm"}
     trainer = agl.Trainer(
         name="two",
         algorithm=[

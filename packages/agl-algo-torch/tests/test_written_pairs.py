@@ -54,7 +54,7 @@ def scenario_of(model_dir: Path, text: str = PAIRS, kind: Any = DPO, **params: A
     def make() -> Any:
         per_update = {"rollouts_per_update": 4} if kind is KTO else {"pairs_per_update": 2}
         settings = {"steps": 3, "lr": 3e-3, "threads": 1, "device": "cpu", **per_update, **params}
-        return kind(data="pairs.jsonl", **settings)
+        return made(kind, data="pairs.jsonl", **settings)
 
     def play(_: RolloutOrder) -> Episode:
         raise AssertionError("pairs of texts need no rollouts")

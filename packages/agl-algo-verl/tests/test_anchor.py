@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["other", "policy"]
 
 torch_anchor = pytest.importorskip("agl_algo_torch.learner.anchor", reason="needs agl-algo-torch")
-torch_forward = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
+torch_batch = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
 
 
 def episode_of(*calls: Transition) -> Any:
@@ -60,13 +61,16 @@ def test_gradient_is_that_of_the_torch_engine(
 
     name, params = ("gspo", {}) if "loss" in keys else ("ppo-clip", {"clip_high": 0.2})
     value, gradient = by_torch(update, policy, budget=20, loss=name, loss_params=params)
-    anchor = torch_anchor.Anchor("grpo", coef=0.7, kl="k3", token_budget=20)
+    anchor = torch_anchor.Anchor(coef=0.7, kl="k3")
     rows = anchor.rows([episode_of(*calls)], policy="llm")
-    learner = SimpleNamespace(loaded=SimpleNamespace(model=policy, device=CPU))
+    learner = SimpleNamespace(
+        loaded=SimpleNamespace(model=policy),
+        batches=partial(torch_batch.micro_batches, token_budget=20, device=CPU),
+    )
     policy.zero_grad()
     found = anchor.add_gradient(learner, Tuned, rows, rollouts={"a", "b"})
     expected = {name: gradient[name] + parameter.grad for name, parameter in policy.named_parameters()}
-    start = torch_forward.recompute_logprobs(other, rows, token_budget=64, device=CPU)
+    start = torch_batch.recompute_logprobs(other, rows, token_budget=64, device=CPU)
     held = [replace(row, reference=logp[row.prompt :]) for row, logp in zip(held, start, strict=True)]
     own = [row for row in held if row.rollout in ("a", "b")]
     whole, gradients, metrics = by_verl(update, model_dir, held=own, anchor_coef=0.7, **keys, **MICRO[micro])

@@ -19,7 +19,7 @@ from agl_objectives.importance import Importance
 
 from .test_equality import draw, pad, rows
 from .test_inproc import train
-from .test_losses import MICRO, Update, by_torch, by_verl, other, policy, torch_objective, update_of
+from .test_losses import MICRO, Update, by_torch, by_verl, other, policy, policy_objective, update_of
 from .world import World, config
 
 if TYPE_CHECKING:
@@ -135,10 +135,7 @@ IMPORTANCE: dict[str, tuple[dict[str, Any], Importance]] = {
 
 def weighed(update: Update, importance: Importance) -> Update:
     """The update with the importance weights that agl-algo-torch takes over whole rollouts."""
-    options = {"aggregation": None, "constant_tokens": 1, "kl": "k3", "kl_coef": 0.0, "entropy_coef": 0.0}
-    objective = torch_objective.Objective(
-        "grpo", loss="ppo-clip", loss_params={}, importance=importance, token_budget=64, **options
-    )
+    objective = policy_objective(importance=importance)
     found = objective._with_importance(update.torch) if importance.needs_rollouts else update.torch
     return replace(update, torch=found)
 
@@ -231,7 +228,7 @@ def test_training_reports_what_it_corrected(keys: dict[str, Any], name: str, mod
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_1.0"}, r"'0\.1_1\.0' for token_k2; give one upper"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, r"'0\.5' for token_k1; give an upper bound above 1"),
         ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "2,1"}, r"one for each"),
-        ({"rollout_rs_threshold": 1.0}, r"rollout_rs_threshold is ignored without rollout_rs"),
+        ({"rollout_rs_threshold": 1.0}, r"rollout_rs_threshold = 1\.0: it is ignored without rollout_rs"),
         ({"rollout_is": "token", "rollout_is_threshold": "many"}, r"rollout_is_threshold has 'many'; give a number"),
         ({"rollout_is": "token", "rollout_is_threshold": "5.0_0.5"}, r"'5\.0_0\.5'; give a number above 0, or two"),
         ({"rollout_is_batch_normalize": True}, r"ignored without rollout_is"),
@@ -247,7 +244,7 @@ def test_corrections_that_mean_nothing_are_refused(keys: dict[str, Any], message
 
 def test_a_critic_and_the_cluster_refuse_what_they_cannot_correct() -> None:
     rejects = {f"{HOME}.rollout_rs": "token_k2", f"{HOME}.rollout_rs_threshold": 1.0}
-    with pytest.raises(ConfigError, match=r"rollout_rs would leave tokens out of the sums"):
+    with pytest.raises(ConfigError, match=r"rollout_rs = 'token_k2': it would leave tokens out of the sums"):
         read_settings(config(**rejects, **{"algorithm.adv_estimator": "gae"}))
     with pytest.raises(ConfigError, match=r"always the engine's"):
         read_ray_settings(config(**{f"{HOME}.bypass_mode": True, "rollout.name": "agl_hf"}))

@@ -181,8 +181,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 ELSEWHERE = {
     "trainer.v1.sampler.max_off_policy_threshold": "test_supply.py",
     "trainer.v1.sampler.max_off_policy_strategy": "test_supply.py",
+    "sampling.mask_truncated": "test_truncated.py",
+    "saving.keep": "test_saving.py",
+    "saving.save_every": "test_saving.py",
+    "threads": "test_ray_keys.py",
+    "max_nonfinite": "test_nonfinite.py",
+    "entropy": "test_inproc.py",
+    "probe": "test_probe.py",
 }
-"""Keys whose effect depends on the order in which rollouts finish, and the tests that show it."""
+"""Keys whose effect depends on more than the rollouts here, and the tests that show it."""
 
 
 def typed_keys(shape: Any = VerlSettings, before: str = "") -> list[str]:

@@ -7,6 +7,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,7 @@ from agl_algo_verl.settings.settings import read_settings
 from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.importance import Importance
 from agl_objectives.registry import losses
+from agl_objectives.settings import Objective
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .test_inproc import train
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 torch_batch = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
 torch_objective = pytest.importorskip("agl_algo_torch.learner.objective", reason="needs agl-algo-torch")
-torch_forward = pytest.importorskip("agl_algo_torch.learner.batch", reason="needs agl-algo-torch")
 
 CPU = torch.device("cpu")
 
@@ -99,7 +100,7 @@ def update_of(policy: Any, other: Any, *, seed: int) -> Update:
         )
         drawn.append(sample)
     now, reference = (
-        torch_forward.recompute_logprobs(model, drawn, token_budget=64, device=CPU) for model in (policy, other)
+        torch_batch.recompute_logprobs(model, drawn, token_budget=64, device=CPU) for model in (policy, other)
     )
     found = Update()
     for sample, now_T, reference_T in zip(drawn, now, reference, strict=True):
@@ -123,6 +124,13 @@ def update_of(policy: Any, other: Any, *, seed: int) -> Update:
     return found
 
 
+def policy_objective(*, importance: Importance | None = None, **settings: Any) -> Any:
+    """The objective of agl-algo-torch, with importance weights whose floor VERL's keys may set."""
+    objective = torch_objective.PolicyObjective("grpo", Objective(**settings), updates=2)
+    objective._importance = importance or Importance(cap=0.0)  # its own settings know one floor only
+    return objective
+
+
 def by_torch(update: Update, policy: Any, *, budget: int, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of an update and its gradient, by agl-algo-torch; `reference` is the network of a KL penalty."""
     reference = options.pop("reference", None)
@@ -134,11 +142,12 @@ def by_torch(update: Update, policy: Any, *, budget: int, **options: Any) -> tup
             def active() -> Generator[Any]:
                 yield reference
 
-    defaults = {"aggregation": None, "constant_tokens": 1, "kl": "k3", "kl_coef": 0.0, "entropy_coef": 0.0}
-    options = {**defaults, "importance": Importance(cap=0.0), **options}
-    objective = torch_objective.Objective("grpo", token_budget=budget, **options)
+    objective = policy_objective(**options)
     weight, total = objective.weights(update.torch)
-    rows = objective.surveyed(update.torch, model=policy, device=CPU)
+    learner = SimpleNamespace(
+        logprobs=lambda rows: torch_batch.recompute_logprobs(policy, rows, token_budget=64, device=CPU)
+    )
+    rows = objective.surveyed(update.torch, learner=learner)
     policy.zero_grad()
     value = 0.0
     for batch in torch_batch.micro_batches(rows, weight, token_budget=budget, device=CPU, total=total):
@@ -286,7 +295,7 @@ def test_penalty_bonus_and_importance_weights_are_those_of_the_torch_engine(
         loss="dro",
         loss_params={"beta": 0.3},
         aggregation=aggregation,
-        constant_tokens=5,
+        **({"constant_tokens": 5} if aggregation == "constant" else {}),
         importance=Importance(cap=1.2),
         kl_coef=0.2,
         entropy_coef=0.1,
@@ -316,7 +325,7 @@ def test_counts_of_a_loss_are_reported_per_token(
     if loss != "ours":
         keys = {"actor.policy_loss.loss_mode": loss, "actor.clip_ratio_low": low, "actor.clip_ratio_high": high}
     *_, metrics = by_verl(update, model_dir, **keys, **MICRO[micro])
-    now = torch_forward.recompute_logprobs(policy, update.torch, token_budget=64, device=CPU)
+    now = torch_batch.recompute_logprobs(policy, update.torch, token_budget=64, device=CPU)
     away = [(p - s.old)[s.trained] for p, s in zip(now, update.torch, strict=True)]
     assert float(torch.cat(away).max().exp()) == pytest.approx(metrics["ratio_max"], rel=1e-5)
     if loss != "ours":

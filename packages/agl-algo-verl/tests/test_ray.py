@@ -63,7 +63,7 @@ TINY = {
     "algorithm.verl.params.algorithm.rollout_correction.rollout_is": "token",
     "algorithm.verl.params.algorithm.adv_estimator": "gae",
     "algorithm.verl.params.actor_rollout_ref.model.lora_rank": 4,
-    "algorithm.verl.params.keep": 4,
+    "algorithm.verl.params.saving.keep": 4,
 }
 """Settings that make the experiment small enough for a test, let it collect ahead, with a critic and adapters."""
 

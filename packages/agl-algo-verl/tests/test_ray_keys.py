@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from agl.errors import ConfigError
 from agl_algo_verl.algorithm import make
 from agl_algo_verl.losses.loss_worker import loss_of
-from agl_algo_verl.ray.configuration import LIBRARIES, compose
+from agl_algo_verl.ray.configuration import LIBRARIES, compose, environment
 from agl_algo_verl.ray.trainer import RayVERL
 from agl_algo_verl.runtime import check_attention
 from agl_algo_verl.settings.keys import classify, key_tables, leaves, names_of, verl_keys
@@ -332,3 +332,11 @@ def test_a_missing_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_algo_verl.settings.ray.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs the Python modules \['ray', 'transfer_queue'\].*pip install"):
         check_machine(read_ray_settings(config()), has_gpu=False)
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(0, 1), (3, 3)])
+def test_processes_of_a_cluster_get_the_threads_that_were_asked_for(threads: int, expected: int) -> None:
+    options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": threads}
+    read = read_ray_settings(config())
+    assert expected == compose(read, **options).actor_rollout_ref.rollout.engine_kwargs.agl_hf.threads
+    assert str(expected) == environment(read, folder=Path("f"), threads=threads)["OMP_NUM_THREADS"]
