@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+import torch
 
 import agl
 from agl.algorithms import algorithm
@@ -188,7 +189,12 @@ def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], *, steps: 
     """Every rollout is trained once, in its own step, and the weights and numbers are those of an undisturbed run."""
     assert dict.fromkeys(range(1, steps + 1), ROLLOUTS) == Counter(found["ledger"].values())
     assert dict.fromkeys(found["ledger"], "succeeded") == found["rollouts"]
-    assert expected == found
+    assert {**expected, "weights": None} == {**found, "weights": None}
+    assert list(expected["weights"]) == list(found["weights"])
+    for name, weight in expected["weights"].items():
+        # Weights that were read from a file lie elsewhere in memory, and on some processors the vectorised sums of an
+        # update then differ in their last bit.
+        torch.testing.assert_close(torch.tensor(found["weights"][name]), torch.tensor(weight), rtol=1e-6, atol=1e-7)
 
 
 @pytest.fixture
