@@ -193,8 +193,8 @@ def check_same(expected: Mapping[str, Any], found: Mapping[str, Any], *, steps: 
     assert list(expected["weights"]) == list(found["weights"])
     for name, weight in expected["weights"].items():
         # Weights that were read from a file lie elsewhere in memory, and on some processors the vectorised sums of an
-        # update then differ in their last bit.
-        torch.testing.assert_close(torch.tensor(found["weights"][name]), torch.tensor(weight), rtol=1e-6, atol=1e-7)
+        # update then differ in their last bits, which Adam magnifies; three steps move a weight by about 1e-2.
+        torch.testing.assert_close(torch.tensor(found["weights"][name]), torch.tensor(weight), rtol=1e-4, atol=2e-6)
 
 
 @pytest.fixture
