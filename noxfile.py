@@ -705,8 +705,8 @@ QUICK = [
 ]
 """The sessions that ``tests`` runs, without their long tests."""
 
-LONG = ["engine", "around", "torch"]
-"""Those of them whose long tests ``everything`` runs."""
+LONG = ["engine"]
+"""Sessions of which ``everything`` runs the long tests only; those of ``around`` run with each package by itself."""
 
 REST = [
     *others,
