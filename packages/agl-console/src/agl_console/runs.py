@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from agl.contracts import ExperimentRecord, Metric, RolloutQuery, Statistics, Store, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_console.figures import REWARD, Figure, derived, figure_of
-from agl_console.goals import Goal, goal_of
+from agl_console.figures import REWARD, Figure, Goal, derived, figure_of, goal_of
 from agl_inspect.advice import DatedFit, RunDifference, compare_runs, read_fits
 from agl_inspect.records import GONE_S, load_settings
 from agl_inspect.rollouts import read_tallies

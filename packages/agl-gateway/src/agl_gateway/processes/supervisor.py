@@ -24,7 +24,7 @@ from typing import Any
 
 from agl.errors import AglError, ConfigError
 from agl.schemas import new_trace_id
-from agl_gateway.processes.siblings import UNKNOWN, Board, Group
+from agl_gateway.processes.peers import UNKNOWN, Board, Group
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
