@@ -1,8 +1,8 @@
 """The public modules of our distributions, and the names that each offers.
 
 A name is public when a module in :data:`PUBLIC` has it in ``__all__``; a module without ``__all__`` offers its
-constants. Everything else is private to its distribution. Nothing is imported to find out, so that no framework is
-needed.
+constants, and what it imports under the same name (``from a import b as b``). Everything else is private to its
+distribution. Nothing is imported to find out, so that no framework is needed.
 """
 
 import ast
@@ -111,7 +111,14 @@ def names_of(module: str) -> tuple[str, ...]:
     values = {target.id: value for statement in tree.body for target, value in _assigned(statement)}
     if "__all__" in values:
         return tuple(ast.literal_eval(values["__all__"]))
-    return tuple(sorted(name for name in values if name.isupper() and not name.startswith("_")))
+    constants = {name for name in values if name.isupper() and not name.startswith("_")}
+    return tuple(sorted(constants | set(reexported(tree))))
+
+
+def reexported(tree: ast.Module) -> list[str]:
+    """The names that a module imports for others: ``from a import b as b``."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [alias.name for node in imports for alias in node.names if alias.name == alias.asname]
 
 
 def _assigned(statement: ast.stmt) -> list[tuple[ast.Name, ast.expr]]:
