@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from agl import PluginManager
-from agl_inspect.terminal import Modes, pass_manager
+from agl_inspect.terminal.opening import pass_manager
+from agl_inspect.terminal.program import Modes
 from agl_inspect.text import visible
 from agl_run.checks.frameworks import unlisted_tracers
 from agl_run.checks.notices import crowded_loop, served_from_disk, unused_credits

@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 
 from agl import PluginManager
-from agl_inspect.terminal import json_option, pass_manager, print_json
+from agl_inspect.terminal.opening import pass_manager
+from agl_inspect.terminal.output import json_option, print_json
 from agl_run.display.progress import default_progress
 from agl_run.display.result_text import describe_episode
 from agl_run.run.blocking import run_blocking

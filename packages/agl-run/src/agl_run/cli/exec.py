@@ -7,7 +7,7 @@ Python program is recorded from within.
 import click
 
 from agl import PluginManager
-from agl_inspect.terminal import pass_manager
+from agl_inspect.terminal.opening import pass_manager
 from agl_run.run.exec import exec_program
 
 

@@ -14,22 +14,15 @@ import click
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl_inspect.advice import Fit, History, kind_of, parameters_of, runs_of_kind
-from agl_inspect.records import MAX_NAME, after_step, digest_of
+from agl_inspect.advice.past_runs import History, kind_of, parameters_of, runs_of_kind
+from agl_inspect.advice.ranking import Fit
+from agl_inspect.records.names import MAX_NAME
+from agl_inspect.records.validations import after_step, digest_of
 from agl_inspect.stores import MEMORY, command, located, without_password
-from agl_inspect.terminal import (
-    STOPPED,
-    Modes,
-    echo,
-    fit_and_record,
-    json_option,
-    lacking,
-    pass_manager,
-    print_fit,
-    print_json,
-    settings_of,
-    with_store,
-)
+from agl_inspect.terminal.opening import pass_manager, with_store
+from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json
+from agl_inspect.terminal.program import Modes
+from agl_inspect.terminal.ranking import fit_and_record, lacking, print_fit, settings_of
 from agl_run.cli.sync import sync
 from agl_run.cli.watching import console_of
 from agl_run.config.records import ExperimentConfig

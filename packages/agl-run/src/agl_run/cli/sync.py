@@ -11,9 +11,10 @@ from agl import PluginManager
 from agl.contracts import ExperimentRecord, SinkOutcome, Store
 from agl.errors import ConfigError, ExportError
 from agl_inspect.ownership import is_owned
-from agl_inspect.records import load_experiment
+from agl_inspect.records.state import load_experiment
 from agl_inspect.stores import without_password
-from agl_inspect.terminal import echo, pass_manager
+from agl_inspect.terminal.opening import pass_manager
+from agl_inspect.terminal.output import echo
 from agl_run.deliver.sinking import Sinks, SinkSource
 from agl_run.parts.build import build_sinks
 from agl_run.plan import Plan

@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from agl.contracts import Recorded, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Record, ResourceVersion, Rollout
-from agl_inspect.records import PREFIX, AlgorithmState, FinishedRollouts, finished, id_prefix, step_name
+from agl_inspect.records.names import id_prefix, step_name
+from agl_inspect.records.sources import PREFIX, FinishedRollouts, finished
+from agl_inspect.records.state import AlgorithmState
 from agl_run.run.collector import Collector
 
 PAGE = 1000
