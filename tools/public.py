@@ -1,8 +1,8 @@
 """The public modules of our distributions, and the names that each offers.
 
 A name is public when a module in :data:`PUBLIC` has it in ``__all__``; a module without ``__all__`` offers everything
-that it defines without a leading underscore. Everything else is private to its distribution. Nothing is
-imported to find out, so that no framework is needed.
+that it defines without a leading underscore, and what it imports under the same name (``from a import b as b``).
+Everything else is private to its distribution. Nothing is imported to find out, so that no framework is needed.
 """
 
 import ast
@@ -137,8 +137,15 @@ def names_of(module: str) -> tuple[str, ...]:
     defined = [
         *(name for name, value in values.items() if not ast.unparse(value).startswith("TypeVar(")),
         *(node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)),
+        *_reexported(tree),
     ]
-    return tuple(sorted(name for name in defined if not name.startswith("_")))
+    return tuple(sorted({name for name in defined if not name.startswith("_")}))
+
+
+def _reexported(tree: ast.Module) -> list[str]:
+    """The names that a module imports for others: ``from a import b as b``."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [alias.name for node in imports for alias in node.names if alias.name == alias.asname]
 
 
 def _assigned(statement: ast.stmt) -> list[tuple[ast.Name, ast.expr]]:

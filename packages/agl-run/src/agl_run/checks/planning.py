@@ -25,7 +25,6 @@ from agl_run.config.agent import HARNESS, agent_of, tasks_of, with_runner
 from agl_run.config.dataset import Tasks, as_tasks, check_hidden
 from agl_run.config.records import ExperimentConfig, ExperimentSection, GatewayConfig, ResourceConfig
 from agl_run.config.retention import limits_of
-from agl_run.config.work_folder import work_folder
 from agl_run.deliver.exporting import check_different
 from agl_run.parts.rewards import check_known
 from agl_run.plan import VALIDATION, Plan, load_agent
@@ -68,7 +67,7 @@ def make_plan(
         resources={name: _resource(name, given) for name, given in config.resource.items()},
         store=store,
         rewards=rewards or {},
-        workdir=work_folder(folder, section),
+        workdir=folder / section.workdir / section.name,
         fleet=fleet,
     )
     _check_section(plan)
