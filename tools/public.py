@@ -20,6 +20,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.episodes",
         "agl.errors",
         "agl.hints",
+        "agl.owned_process",
         "agl.schemas",
         "agl.semconv",
         "agl.stores",
