@@ -705,7 +705,7 @@ QUICK = [
 ]
 """The sessions that ``tests`` runs, without their long tests."""
 
-LONG = ["engine"]
+LONG = ["engine", "torch"]
 """Sessions of which ``everything`` runs the long tests only; those of ``around`` run with each package by itself."""
 
 REST = [

@@ -6,7 +6,9 @@ from typing import Any
 from agl import semconv
 from agl.episodes import Enclosing
 from agl.schemas import Record, Reward, Span, Transition, to_json
-from agl_inspect.rollouts import ShownMessages, call_facts, contents_of, in_tree
+from agl_inspect.rollouts.conversations import ShownMessages, contents_of
+from agl_inspect.rollouts.explanations import call_facts
+from agl_inspect.rollouts.span_reader import in_tree
 
 AXIS = 1000
 """Units of the time axis, from the first start to the last end."""

@@ -16,10 +16,10 @@ from agl.errors import NotFoundError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, PromptTemplate, Record, Resource, ResourceVersion, Rollout, Weights
 from agl_console.tree import LONGEST, Text
-from agl_inspect.rollouts import reward_of
+from agl_inspect.rollouts.span_reader import reward_of
 from agl_inspect.statistics import interval
 from agl_inspect.stores import command
-from agl_inspect.terminal import COUNTED, is_counted
+from agl_inspect.terminal.query import COUNTED, is_counted
 from agl_inspect.versions import (
     ListedVersion,
     Trial,

@@ -32,7 +32,7 @@ from agl_gateway.traffic.kept_traffic import KeptTraffic
 from agl_gateway.traffic.splits import CONVERSATION, arm_of
 from agl_gateway.wire.problems import Problem
 from agl_gateway.wire.translation import as_object
-from agl_inspect.terminal import CONVERSATIONS
+from agl_inspect.terminal.query import CONVERSATIONS
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import msgspec
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.schemas import Record, Rollout
-from agl_inspect.records import LABEL
+from agl_inspect.records.labels import LABEL
 from agl_inspect.statistics import Comparison, compare, interval
-from agl_inspect.terminal import COUNTED, is_counted, pages, rewards_of
+from agl_inspect.terminal.query import COUNTED, is_counted, pages, rewards_of
 
 KEY = "split"
 """The key of the placement in a rollout's metadata."""
