@@ -14,7 +14,9 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl.tracing import upstreams_for
-from agl_inspect.records import FEWEST_TASKS, MAX_NAME, NAME, PREFIX, experiment_of
+from agl_inspect.records.names import MAX_NAME, NAME
+from agl_inspect.records.sources import PREFIX, experiment_of
+from agl_inspect.records.validations import FEWEST_TASKS
 from agl_inspect.stores import check_store_url
 from agl_run.agents.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 from agl_run.agents.importing import OtherModuleError, make_importable

@@ -9,9 +9,12 @@ import click
 
 from agl import PluginManager
 from agl.errors import ConfigError
-from agl_inspect.forecast import Device, ModelShape, device_of, shape_of_model
+from agl_inspect.forecast.costs import Device, device_of
+from agl_inspect.forecast.models import ModelShape, shape_of_model
 from agl_inspect.stores import SQLITE, build_store, without_password
-from agl_inspect.terminal import Modes, echo, json_option, pass_manager, print_json, resolve_url
+from agl_inspect.terminal.opening import pass_manager, resolve_url
+from agl_inspect.terminal.output import echo, json_option, print_json
+from agl_inspect.terminal.program import Modes
 from agl_inspect.text import visible
 from agl_run.checks.frameworks import unlisted_tracers
 from agl_run.checks.notices import crowded_loop, unused_credits

@@ -16,23 +16,17 @@ import msgspec
 from agl import PluginManager
 from agl.contracts import ExperimentRecord, SinkOutcome, Store
 from agl.errors import ConfigError, ExportError
-from agl_inspect.advice import Fit, History, kind_of, parameters_of, runs_of_kind
+from agl_inspect.advice.past_runs import History, kind_of, parameters_of, runs_of_kind
+from agl_inspect.advice.ranking import Fit
 from agl_inspect.ownership import is_owned
-from agl_inspect.records import MAX_NAME, after_step, digest_of, load_experiment
+from agl_inspect.records.names import MAX_NAME
+from agl_inspect.records.state import load_experiment
+from agl_inspect.records.validations import after_step, digest_of
 from agl_inspect.stores import MEMORY, SQLITE, build_store, command, located, without_password
-from agl_inspect.terminal import (
-    STOPPED,
-    Modes,
-    echo,
-    fit_and_record,
-    json_option,
-    lacking,
-    pass_manager,
-    print_fit,
-    print_json,
-    settings_of,
-    with_store,
-)
+from agl_inspect.terminal.opening import pass_manager, with_store
+from agl_inspect.terminal.output import STOPPED, echo, json_option, print_json
+from agl_inspect.terminal.program import Modes
+from agl_inspect.terminal.ranking import fit_and_record, lacking, print_fit, settings_of
 from agl_run.config.records import ExperimentConfig
 from agl_run.config.settings import training_settings
 from agl_run.deliver.sinking import Sinks, SinkSource

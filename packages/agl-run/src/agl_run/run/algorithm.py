@@ -12,8 +12,9 @@ from agl.contracts import Algorithm, AlgorithmContext, CheckedAlgorithm, Policy,
 from agl.errors import AglError, ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json, Resource, ResourceVersion
-from agl_inspect.records import AlgorithmState, deferral, step_line, trained_rollouts, version_of_step
-from agl_inspect.rollouts import TrainingRecord, save_training
+from agl_inspect.records.metrics import step_line, version_of_step
+from agl_inspect.records.state import AlgorithmState, deferral, trained_rollouts
+from agl_inspect.rollouts.training import TrainingRecord, save_training
 from agl_run.config.settings import changed_settings, training_settings
 from agl_run.parts.waiting import StepTimes, steps_in_all, waiting_for
 from agl_run.run.driver import Driver

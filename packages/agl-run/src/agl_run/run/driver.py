@@ -19,17 +19,9 @@ from agl.contracts import (
     StepReport,
 )
 from agl.schemas import Episode, Json
-from agl_inspect.advice import AlertKind, Suggestion, add_alert
-from agl_inspect.records import (
-    AlgorithmState,
-    Validations,
-    failures_of,
-    files_of,
-    load_algorithm,
-    rewards_of,
-    save_progress,
-    saved_marks,
-)
+from agl_inspect.advice.suggestions import AlertKind, Suggestion, add_alert
+from agl_inspect.records.state import AlgorithmState, load_algorithm, save_progress, saved_marks
+from agl_inspect.records.validations import Validations, failures_of, files_of, rewards_of
 from agl_run.display.progress import Progress
 from agl_run.display.run_view import AlgorithmView, RunView
 from agl_run.parts.counterfactual import check_replays

@@ -9,7 +9,10 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from agl.schemas import Episode, Json, Mode, Record
-from agl_inspect.records import TRIAL, AlgorithmState, after_step, error_of, experiment_of, last_versions, save_progress
+from agl_inspect.records.names import TRIAL, error_of
+from agl_inspect.records.sources import experiment_of
+from agl_inspect.records.state import AlgorithmState, last_versions, save_progress
+from agl_inspect.records.validations import after_step
 from agl_run.checks.notices import unused_credits
 from agl_run.config.records import ScheduleConfig
 from agl_run.config.retention import retain_after_run

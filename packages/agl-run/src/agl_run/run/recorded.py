@@ -13,7 +13,9 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import Recorded, RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import Rollout
-from agl_inspect.records import PREFIX, AlgorithmState, FinishedRollouts, experiment_of, finished, id_prefix, step_name
+from agl_inspect.records.names import id_prefix, step_name
+from agl_inspect.records.sources import PREFIX, FinishedRollouts, experiment_of, finished
+from agl_inspect.records.state import AlgorithmState
 from agl_run.run.collector import Collector
 
 if TYPE_CHECKING:

@@ -12,14 +12,8 @@ import msgspec
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import ExperimentRecord, ExtendableAlgorithm, Store
 from agl.errors import ConfigError
-from agl_inspect.records import (
-    AlgorithmState,
-    load_algorithm,
-    load_experiment,
-    load_last_versions,
-    save_progress,
-    worker_name,
-)
+from agl_inspect.records.state import AlgorithmState, load_algorithm, load_experiment, load_last_versions, save_progress
+from agl_inspect.records.workers import worker_name
 from agl_run.config.records import ScheduleConfig
 from agl_run.config.settings import refuse_other_kind
 from agl_run.plan import Plan

@@ -28,7 +28,7 @@ from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.hints import did_you_mean
 from agl.schemas import LLM, Json, Resource, ResourceVersion
 from agl_inspect.ownership import Ownership
-from agl_inspect.records import labelled
+from agl_inspect.records.labels import labelled
 from agl_inspect.stores import address_of, build_store, checked_store, located, without_password
 from agl_run.access.secret import signing_keys
 from agl_run.checks.notices import crowded_loop

@@ -8,7 +8,7 @@ import agl
 from agl import PluginManager
 from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
-from agl_inspect.records import host_id
+from agl_inspect.records.workers import host_id
 from agl_run.config.agent import agent_of, with_runner
 from agl_run.config.records import ExperimentConfig
 from agl_run.parts.rewards import check_known

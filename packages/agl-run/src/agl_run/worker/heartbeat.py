@@ -18,7 +18,7 @@ from agl.contracts import Presence, RolloutQuery, Store, Upstream
 from agl.errors import FencedError, StoreError
 from agl.schemas import LLM, Json, Record, RolloutStatus, new_trace_id, to_builtins
 from agl.stores import without_credentials
-from agl_inspect.records import OWNER, host_id
+from agl_inspect.records.workers import OWNER, host_id
 from agl_run.plan import Plan
 from agl_run.runners.setup import RunContext
 
