@@ -50,9 +50,20 @@ class _Console(click.Group):
 
 @click.group(cls=_Console, invoke_without_command=True)
 @click.argument("store_url", metavar="[STORE]", required=False)
-@click.option("--store", "named", metavar="URL", help="STORE, by the option that other commands have.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 for any free one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others need a password.")
+@click.option("--store", "named", metavar="URL", help="The same as STORE.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="Port; 0 takes any free one.",
+)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address; one that other machines reach needs a password.",
+)
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer to this host name too; repeatable.")
 @click.option("--open", "opens", is_flag=True, help="Open a browser.")
 @click.option(
@@ -60,7 +71,9 @@ class _Console(click.Group):
     type=click.Path(path_type=Path),
     help="A model's tokenizer.json, or its folder: tokens are shown with their texts.",
 )
-@click.option("--actions", "acts", is_flag=True, help="Let who knows the admin token promote, cancel, retry and rate.")
+@click.option(
+    "--actions", "acts", is_flag=True, help="Let people with the admin token promote, cancel, retry and rate."
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -85,9 +98,9 @@ def console(
 ) -> None:
     """Look at the runs of STORE in a browser: a URL or a SQLite file; by default $AGL_STORE, or the only runs/*.db.
 
-    The console reads only, unless --actions lets a person act who signs in with the admin token: $AGL_TOKEN, or
-    else that in --token-file. It answers to this machine alone; with another --host it asks for the password in
-    $AGL_CONSOLE_PASSWORD.
+    The console only reads. With --actions, people who sign in with the admin token may act: it is $AGL_TOKEN, or else
+    the one in --token-file. The console answers to this machine alone; with another --host it asks for the password
+    in $AGL_CONSOLE_PASSWORD.
     """
     if store_url and named:
         raise click.UsageError(f"{store_url!r} and --store {named!r} name two stores; give one")

@@ -21,7 +21,7 @@ _EMPTY_SCHEMA: dict[str, Json] = {"type": "object", "properties": {}}
 
 
 def fields_of(asked: Request) -> dict[str, Any]:
-    """Return the fields of a request; raises a 400 :class:`Problem` for a body that is no JSON object."""
+    """Return the fields of a request; raises a 400 :class:`Problem` for a body that is not a JSON object."""
     given = asked.to_dict()
     if given is None:
         raise Problem(
@@ -194,7 +194,7 @@ class Usage:
 
 
 def usage_of(given: dict[str, Any]) -> Usage:
-    """Return the usage in an answer or a chunk, zeros where there is none."""
+    """Return the usage in an answer or a chunk, zeros without one."""
     usage = as_object(given.get("usage"))
     asked, answered = (as_object(usage.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion"))
     return Usage(

@@ -55,7 +55,7 @@ def chat_of_messages(asked: Request) -> tuple[Request, tuple[str, ...]]:
     """Return a request of messages as a chat completion, and the names of the tools that were dropped from it.
 
     Raises:
-        Problem: 400 for a body that is no JSON object, or asks for something that no policy's server has.
+        Problem: 400 for a body that is not a JSON object, or asks for something that no policy's server has.
     """
     given = fields_of(asked)
     foreign = next((key for key in _REMOTE if given.get(key)), "")
