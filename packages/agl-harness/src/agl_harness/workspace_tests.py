@@ -7,17 +7,15 @@ the harness left it, so that a kept one can be scored again.
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Reward, Rollout, Span
 from agl_harness.runner import base_environment
-from agl_harness.sandboxes.backends import RewardBackend
+from agl_harness.sandboxes.backends import attach
 from agl_harness.sandboxes.contract import WORKSPACE, CopyableSandbox, Finished, Limits, PathError, Sandbox
-from agl_harness.sandboxes.isolation import Kind
 from agl_harness.settings import bytes_of
 from agl_harness.tally import MAX_REPORT, Tally, tally_of_output, tally_of_report
 from agl_harness.workspace import checked_file, files_of, filled
@@ -54,15 +52,12 @@ class WorkspaceTests:
         timeout_s: Seconds that the tests may take; longer ones get 0.0.
         memory: Memory that they may use.
         processes: Number of processes that they may start.
-        sandbox: The backend of the harness's sandbox; by default the one that it ran in.
-        isolation: As for the harness.
-        params: Parameters of the backend.
 
     Raises:
         ConfigError: A parameter is wrong.
     """
 
-    def __init__(  # noqa: PLR0913  # keyword-only; each is a key of the reward's params
+    def __init__(  # keyword-only; each is a key of the reward's params
         self,
         *,
         setup: RewardSetup,
@@ -76,9 +71,6 @@ class WorkspaceTests:
         timeout_s: float = 120.0,
         memory: str = "8GB",
         processes: int = 512,
-        sandbox: str = "",
-        isolation: Kind = "auto",
-        params: Mapping[str, Any] | None = None,
     ) -> None:
         self._words = shlex.split(command) if isinstance(command, str) else list(command)
         if not self._words:
@@ -93,7 +85,6 @@ class WorkspaceTests:
         self._report = checked_file(report) if report else ""
         self._expected = expected
         self._limits = Limits(seconds=timeout_s, memory=bytes_of(memory), processes=processes)
-        self._backend = RewardBackend("tests", folder=self._folder, named=sandbox, isolation=isolation, params=params)
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Run the tests.
@@ -102,7 +93,7 @@ class WorkspaceTests:
             SandboxError: The sandbox went away.
             ConfigError: The hidden tests are missing, or the tests' program is.
         """
-        sandbox = (await self._backend.attach(spans)).sandbox
+        sandbox = (await attach(spans, reward="tests", folder=self._folder)).sandbox
         if not isinstance(sandbox, CopyableSandbox):
             return await self._test(sandbox, rollout)
         copy = await sandbox.snapshot()
