@@ -35,7 +35,6 @@ TABLES = ("spans", "attempts", "rollouts")
 """The tables of a part, in the order in which they are written."""
 
 _LONGEST = 100
-_BLOCK = 1 << 20
 
 
 class Mark(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -183,11 +182,8 @@ def newer(place: Place, name: str, version: int) -> SchemaVersionError:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a local file, in hex digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Versioned(Record, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from agl_data.export.conversations import (
     function_of,
     objects_in,
 )
-from agl_data.export.lines import NO_NUMBERS, LineFile, are_numbers, without_empty
+from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers, without_empty
 from agl_inspect.exports import Exported, ExportSetup, Losses, chat_tools
 
 VERSION = "ATIF-v1.8"

@@ -5,8 +5,8 @@ Its inputs of the loss are ``target_tokens``, ``weights`` (the mask) and ``logpr
 """
 
 from agl.schemas import Json
-from agl_data.export.lines import NO_NUMBERS, LineFile, are_numbers
 from agl_data.export.rows import ExportedRow, RowMaker
+from agl_data.json_values import NO_NUMBERS, LineFile, are_numbers
 from agl_inspect.exports import Exported, ExportSetup
 
 

@@ -20,13 +20,12 @@ from agl.errors import AglError, ConfigError
 from agl.hints import did_you_mean
 from agl.schemas import Json
 from agl_environments.verifiers.classic import ClassicEnvironment
-from agl_environments.verifiers.environment import Environment
 from agl_environments.verifiers.taskset import TasksetEnvironment
 
 _SHIPPED = ("verifiers.v1.tasksets", "verifiers.v1.envs")
 
 
-def load(name: str, args: Mapping[str, Json], *, folder: str = "") -> Environment:
+def load(name: str, args: Mapping[str, Json], *, folder: str = "") -> ClassicEnvironment | TasksetEnvironment:
     """Load an environment.
 
     Args:

@@ -30,8 +30,8 @@ from agl_harness.sandboxes.contract import (
     Sandbox,
     Sandboxes,
     TaskSandboxes,
+    bytes_of,
 )
-from agl_harness.settings import bytes_of
 from agl_harness.workspace import task_folder_of
 
 _PROGRAM = "chmod +x /tests/test.sh && exec /tests/test.sh"

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from agl_testing.model_server.handler import RecordedCall, ScriptedHandler
 from agl_testing.model_server.script import Flavour, ModelRequest, Reply, Respond, Status, Step
-from agl_testing.model_server.thread import ThreadedServer
+from agl_testing.model_server.thread import HOST, ThreadedServer
 
 
 class ScriptedModelServer(ThreadedServer):
@@ -26,7 +26,6 @@ class ScriptedModelServer(ThreadedServer):
         flavour: The server to imitate in returning token ids.
         models: Names that ``/v1/models`` lists; the first is assumed where a request names none.
         api_key: If given, calls without it get a 401.
-        host: Address to bind.
         port: 0 for any free one.
 
     The server starts on entering the context (or by :meth:`start`) and is gone, stalled calls included, on
@@ -43,10 +42,9 @@ class ScriptedModelServer(ThreadedServer):
         flavour: Flavour = "vllm",
         models: Sequence[str] = ("scripted",),
         api_key: str | None = None,
-        host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        super().__init__(host, port)
+        super().__init__(port)
         self._respond, self._steps, self._default = respond, deque(steps), default
         self._calls: list[RecordedCall] = []
         self._arrived = threading.Condition()
@@ -111,7 +109,7 @@ class ScriptedModelServer(ThreadedServer):
         runner = web.ServerRunner(web.Server(self._handler.handle, handler_cancellation=True), shutdown_timeout=0.05)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, self._port).start()
+            await web.TCPSite(runner, HOST, self._port).start()
             yield int(runner.addresses[0][1])
         finally:
             await runner.cleanup()

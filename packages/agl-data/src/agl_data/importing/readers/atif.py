@@ -14,8 +14,7 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json, ModelCall, pack_floats, pack_ids
-from agl_data.importing.own import own_call, own_reward
-from agl_data.importing.runs import CHANGED_TEXT, IDS_MISSING, Run
+from agl_data.importing.runs import CHANGED_TEXT, IDS_MISSING, Run, own_call, own_reward
 from agl_data.importing.source import read_lines
 from agl_data.importing.values import as_dict, as_list, as_text, dicts_in, json_text, ns_of, number_of, whole_ns
 

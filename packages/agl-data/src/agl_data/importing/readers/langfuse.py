@@ -15,10 +15,9 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json, RewardSource, SpanStatus
-from agl_data.importing.own import own_call, own_reward
 from agl_data.importing.readers.attributes import COUNTS
 from agl_data.importing.readers.payloads import call_of, parsed, token_counts
-from agl_data.importing.runs import Run
+from agl_data.importing.runs import Run, own_call, own_reward
 from agl_data.importing.source import read_lines
 from agl_data.importing.traces import (
     KINDS,
