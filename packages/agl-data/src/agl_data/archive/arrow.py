@@ -139,7 +139,7 @@ def _check(schema: Any, columns: Mapping[str, Kind], place: Place, name: str) ->
     metadata: dict[bytes, bytes] = schema.metadata or {}
     version = metadata.get(_VERSION, b"")
     if not version.isdigit():
-        raise damaged(place, name, "it is no table of an archive")
+        raise damaged(place, name, "it is not a table of an archive")
     if int(version) > FORMAT:
         raise newer(place, name, int(version))
     for column, kind in columns.items():
@@ -173,7 +173,7 @@ def _values(kind: Kind, column: Any) -> list[Any]:
 def row_of(record: Any, columns: Mapping[str, Kind]) -> Row:
     """Return the columns that have the names of a record's fields: integers and times as columns hold them.
 
-    A column of texts holds a field that is no text as JSON.
+    A column of texts holds any other field as JSON.
     """
     found = {name: getattr(record, name) for name in columns if hasattr(record, name)}
     return {name: _as_column(value, columns[name]) for name, value in found.items()}
@@ -202,7 +202,7 @@ def json_text(value: Any) -> tuple[str, bool]:
 
 
 def micros(seconds: float) -> int | None:
-    """Return Unix seconds as microseconds; ``None`` for 0, which stands for no time, and for what is no time."""
+    """Return Unix seconds as microseconds; ``None`` for 0, which stands for no time, and for values out of range."""
     return _time(round(seconds * _MICRO)) if math.isfinite(seconds) else None
 
 

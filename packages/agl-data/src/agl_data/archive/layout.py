@@ -133,13 +133,13 @@ def open_archive(place: Place) -> None:
     """Check that a place is an archive that this release reads.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not an archive.
         SchemaVersionError: A newer release wrote it.
     """
     mark = _decoded(place, MARK, Mark)
     if mark is None:
         raise ConfigError(
-            f"{place.shown} is no archive: it has no file {MARK}; name the folder that agl data archive wrote to"
+            f"{place.shown} is not an archive: it has no file {MARK}; name the folder that agl data archive wrote to"
         )
     if mark.format != Mark().format:
         raise damaged(place, MARK, f"it names the format {mark.format!r}")
@@ -153,7 +153,7 @@ def make_archive(place: Place) -> None:
     others = place.names()
     if others:
         raise ConfigError(
-            f"{place.shown} is no archive and is not empty: it has {others[0]!r}; name a folder that is new or empty, "
+            f"{place.shown} is neither an archive nor empty: it has {others[0]!r}; name a folder that is new or empty, "
             "or the folder of an archive"
         )
     place.write(MARK, to_json(Mark()))

@@ -133,6 +133,6 @@ def _open(url: str, shown: str) -> tuple[Any, str]:
         raise ConfigError(f"the archive {shown} needs a package that is not installed; {install}") from error
     except ValueError as error:
         raise ConfigError(
-            f"{shown} is no address of an archive: {error}; name a folder, or a URL such as s3://BUCKET/FOLDER, "
+            f"{shown} is not the address of an archive: {error}; name a folder, or a URL such as s3://BUCKET/FOLDER, "
             "gs://BUCKET/FOLDER or az://CONTAINER/FOLDER"
         ) from error

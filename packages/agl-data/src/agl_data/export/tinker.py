@@ -1,6 +1,6 @@
 """Tinker: each row is one datum, whose targets are the tokens one place on.
 
-A line has the ``datum`` and, beside it, ``agl`` with rewards, group and agents: a datum itself has no place for them.
+A line has the ``datum`` and ``agl`` with rewards, group and agents: a datum itself has no place for them.
 Its inputs of the loss are ``target_tokens``, ``weights`` (the mask) and ``logprobs``; advantages are the trainer's.
 """
 

@@ -220,7 +220,7 @@ class Run:
         self._times += [each for each in (span.start_ns, span.end_ns) if each]
 
     def contents(self) -> str:
-        """Return a digest of the spans, by which a run that changed is told from one that did not."""
+        """Return a digest of the spans, which differs once a run has changed."""
         return digest([self.prompt, *((key, parent, span) for key, parent, span in self._spans)], size=16)
 
     def identity(self) -> str:
@@ -287,7 +287,7 @@ class Run:
 
 
 def _placed(keyed: tuple[str, str, Span], rollout_id: str, attempt_id: str) -> Span:
-    """Return a span with its ids; the ones of rewards are told from the others by their kind."""
+    """Return a span with its ids; ids of rewards differ from others by their kind."""
     key, parent, span = keyed
     is_root = span.name == semconv.ROOT_SPAN_NAME and not key
     reward = span.reward

@@ -53,7 +53,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     A document that is an array has one record for each item.
 
     Raises:
-        DatasetError: The file cannot be read, is no JSON, ends in the middle, or has a record that is too large.
+        DatasetError: The file cannot be read, is not JSON, ends in the middle, or has a record that is too large.
     """
     with opened(path) as file:
         texts = ((number, text) for number, text in enumerate(_texts(path, file), start=1) if text.strip())
@@ -92,7 +92,7 @@ def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _document(path: Path, start: bytes, rest: Iterator[bytes], error: ValueError) -> Line:
-    """Read a document that spans lines; ``error`` is why its first line is none by itself."""
+    """Read a document that spans lines; ``error`` says why its first line is not a document by itself."""
     parts, size = [start], len(start)
     for part in rest:
         parts.append(part)
@@ -141,14 +141,14 @@ def decoded(text: bytes) -> Json:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _no_json(place: str, error: ValueError) -> DatasetError:
     reason = error.reason if isinstance(error, UnicodeDecodeError) else str(error)
     return DatasetError(
-        f"{place} is no JSON ({reason}), and nothing was imported; the file may be cut, or still be written: repair or "
-        "remove the line, or import the file once it is complete"
+        f"{place} is not JSON ({reason}), and nothing was imported; the file may be cut, or still be written: repair "
+        "or remove the line, or import the file once it is complete"
     )
 
 

@@ -81,8 +81,8 @@ def _batches(path: Path) -> Iterator[Line]:
                 yield line_of(place, _unpacked(place, data, framing))
             except _NoBatchError as error:
                 raise DatasetError(
-                    f"{place} is no batch of spans ({error}), and nothing was imported; the file may be cut, damaged, "
-                    "or hold logs or metrics: write the spans once more with an exporter of OTLP"
+                    f"{place} is not a batch of spans ({error}), and nothing was imported; the file may be cut, "
+                    "damaged, or hold logs or metrics: write the spans once more with an exporter of OTLP"
                 ) from error
 
 
@@ -105,7 +105,7 @@ def _varint(value: int) -> bytes:
 
 
 class _NoBatchError(Exception):
-    """A message that is no batch of spans."""
+    """A message is not a batch of spans."""
 
 
 class _Reader:

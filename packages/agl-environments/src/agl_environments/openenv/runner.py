@@ -1,7 +1,7 @@
 """The runner of agents that play an OpenEnv environment: each attempt gets a session as the agent's ``env``.
 
 A session is open before the agent starts, so that waiting for a free one takes none of its time. The episode's reward
-is the rollout's, unnamed; a number that the agent returns stays beside it, and counts where the episode has none.
+is the rollout's, unnamed; a number that the agent returns is kept as well, and counts where the episode has no reward.
 """
 
 import asyncio

@@ -51,7 +51,7 @@ def _json_task(row: Mapping[str, Any], where: str) -> Json:
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         wrong = next((key for key, value in row.items() if not _is_json(value)), "?")
         raise ConfigError(
-            f"{where} has {wrong!r}, which is no JSON value ({error}), and tasks are recorded as JSON; let the "
+            f"{where} has {wrong!r}, which is not a JSON value ({error}), and tasks are recorded as JSON; let the "
             "environment's dataset hold text or numbers there, and load the rest when the rollout begins"
         ) from None
     return found

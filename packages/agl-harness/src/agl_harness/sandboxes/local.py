@@ -312,7 +312,7 @@ class LocalSandbox:
         return self._root / checked_path(path)
 
     def _content(self, path: str) -> Path:
-        """Return the place of what is read, which is no pipe: those may block for ever."""
+        """Return the place of a file or folder to read; a pipe, which may block for ever, counts as missing."""
         place = self._inside(path)
         if place.exists() and not place.is_file() and not place.is_dir():
             raise FileNotFoundError(f"there is no file {path!r}, but a pipe, a socket or a device")

@@ -44,8 +44,8 @@ def _url(endpoint: str) -> str:
     parts = web_parts(url)
     if parts is None:
         raise ConfigError(
-            f"the endpoint {shown_url(url)!r} is no URL of a tracing backend; write http://HOST:PORT, and name the "
-            "port for OTLP over HTTP, which is 4318 for most collectors"
+            f"the endpoint {shown_url(url)!r} is not the URL of a tracing backend; write http://HOST:PORT, and name "
+            "the port for OTLP over HTTP, which is 4318 for most collectors"
         )
     if "@" in parts.netloc:
         raise ConfigError(
@@ -98,7 +98,7 @@ class OtlpExporter:
         timeout_s: Seconds that one request may take.
 
     Raises:
-        ConfigError: The endpoint is no URL, or the variable is not set or has another form.
+        ConfigError: The endpoint is not a URL, or the variable is not set or has another form.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A model server for benchmarks, fast enough not to be measured itself: pre-encoded replies over minimal HTTP/1.1.
 
 It answers every POST with the next of its replies, looks into the body only for ``"stream":true``, and records
-nothing but a count. A call costs it about 30 microseconds. It is no general HTTP server: bodies need a
+nothing but a count. A call costs it about 30 microseconds. It is not a general HTTP server: bodies need a
 ``Content-Length``, and pipelined requests are not supported.
 """
 
