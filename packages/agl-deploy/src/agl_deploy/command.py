@@ -26,7 +26,7 @@ from agl_deploy.files import (
 from agl_deploy.needs import Needs, read_needs
 from agl_deploy.parts import secrets_of
 from agl_deploy.writing import State, states, write
-from agl_inspect.terminal import pass_manager
+from agl_inspect.terminal.opening import pass_manager
 from agl_inspect.text import visible
 
 _WORDS: dict[State, str] = {"new": "written", "changed": "replaced", "edited": "replaced", "same": "as it was"}

@@ -19,7 +19,7 @@ from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_deploy.needs import PARTS, Needs, deployed_name
 from agl_deploy.parts import CONSOLE_PORT, GATEWAY_PORT, HEALTH, TRAINER_PORT, Part, parts_of, secrets_of
-from agl_inspect.records import LABEL
+from agl_inspect.records.labels import LABEL
 
 _SPECIAL = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), 0xFEFF)}
 """Characters that JSON lets stand as they are, and YAML or a terminal does not."""
