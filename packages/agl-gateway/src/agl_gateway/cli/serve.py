@@ -52,7 +52,7 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
     default=1,
     show_default=True,
     metavar="N",
-    help="Processes that serve the port together; they are started again when they end.",
+    help="Number of processes that serve the port; a process that ends is restarted.",
 )
 @click.option(
     "--upstream",
@@ -65,7 +65,7 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
     "--split",
     "split_text",
     metavar="LABEL=SHARE,LABEL=SHARE",
-    help="Share of rollouts and conversations for each label's versions, the baseline first.",
+    help="Share of rollouts and conversations that get each label's versions; name the baseline first.",
 )
 @click.option(
     "--conversation-idle",
@@ -74,7 +74,7 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
     default="30m",
     show_default=True,
     metavar="DURATION",
-    help="Silence after which a conversation is over.",
+    help="Time without a call after which a conversation ends.",
 )
 @click.option(
     "--base-rate",
@@ -82,13 +82,13 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
     default=1.0,
     show_default=True,
     metavar="SHARE",
-    help="Share of the conversations to record, chosen by their ids.",
+    help="Share of conversations to record, chosen by their ids.",
 )
 @click.option(
     "--reward-threshold",
     type=float,
     metavar="REWARD",
-    help="Keep every other conversation whose reward reaches this.",
+    help="Also keep conversations outside that share whose reward reaches this.",
 )
 @click.option(
     "--reward-wait",
@@ -97,29 +97,29 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
     default="1h",
     show_default=True,
     metavar="DURATION",
-    help="Time after a conversation's end for the reward of --reward-threshold.",
+    help="How long to wait for that reward after a conversation's end.",
 )
 @click.option(
     "--max-spans-per-minute",
     default=0,
     metavar="N",
-    help="Recorded calls per minute beyond which no further conversation is recorded; 0 for no limit.",
+    help="Record no further conversation in a minute with this many recorded calls; 0 for no limit.",
 )
 @click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
 @click.option(
     "--spool",
     metavar="FOLDER|off",
     default="",
-    help="Folder for calls that the store does not take at once; by default one of this user's state, and off for a "
+    help="Folder for calls that the store does not accept at once; by default in this user's state folder, off for a "
     "SQLite store.",
 )
 @click.option(
     "--advertise",
     metavar="HOST",
     default="",
-    help="Name by which other gateways of the store reach this one; by default --host, or this machine's address.",
+    help="Name under which other gateways of the store reach this one; by default --host or this machine's address.",
 )
-@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate's chain in PEM: listen with TLS alone.")
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate chain in PEM; listen only with TLS.")
 @click.option(
     "--tls-key",
     type=click.Path(path_type=Path),
@@ -128,42 +128,42 @@ _TRUTHS = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "f
 @click.option(
     "--audit-log",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File to which a line of JSON is appended for each privileged action.",
+    help="Append a line of JSON to this file for each privileged action.",
 )
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
-@click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
+@click.option("--max-calls", default=100_000, show_default=True, help="Model calls that one attempt may make.")
 @click.option("--max-spans", default=1_000_000, show_default=True, help="Spans that one attempt may append.")
 @click.option(
     "--protect-status",
     "is_status_protected",
     is_flag=True,
-    help="Ask for the admin token at /metrics and /openapi.json.",
+    help="Require the admin token for /metrics and /openapi.json.",
 )
 @click.option(
     "--allow-host",
     "known_hosts",
     multiple=True,
     metavar="NAME",
-    help="Host name for which /metrics and /openapi.json also answer without a token; repeatable.",
+    help="Also answer /metrics and /openapi.json without a token for this host name; repeatable.",
 )
 @click.option(
     "--helper-match",
     default="",
     metavar="REGEX",
-    help="Mark calls as helper calls, which do not train, if their opening matches.",
+    help="Mark calls whose opening matches as helper calls, which do not train.",
 )
 @click.option(
     "--native-api",
     "native_apis",
     multiple=True,
     type=click.Choice(["messages", "responses"]),
-    help="Pass calls of this API to policies in training as they are: their server returns token ids in it.",
+    help="Pass calls of this API to policies in training unchanged, because their server returns token ids in it.",
 )
 @click.option(
     "--older-than",
     type=seconds_of,
     metavar="DURATION",
-    help="Remove rollouts that finished longer ago, such as 30d: at the start, and every hour.",
+    help="Remove rollouts that finished longer ago than this, such as 30d, at the start and every hour.",
 )
 @click.option(
     "--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, and remove the others."
