@@ -28,8 +28,7 @@ from agl.schemas import Record, new_trace_id
 from agl.stores import shown_url
 from agl_gateway.access.tokens import ADMIN_ENV, named_keys
 from agl_gateway.processes.presence import GATEWAYS, gateways_of
-from agl_gateway.record.spool_file import SpoolReport, spools_in
-from agl_gateway.record.spools import default_folder
+from agl_gateway.record.spool_file import SpoolReport, default_folder, spools_in
 from agl_inspect.keys import state_dir
 from agl_inspect.stores import as_url, build_store
 from agl_inspect.terminal.opening import pass_manager, resolve_url, with_store

@@ -17,7 +17,7 @@ from agl_inspect.terminal.output import echo, json_option, print_json
 from agl_inspect.terminal.program import Modes
 from agl_inspect.text import visible
 from agl_run.checks.frameworks import unlisted_tracers
-from agl_run.checks.notices import crowded_loop, served_from_disk, unused_credits
+from agl_run.checks.notices import crowded_loop, unused_credits
 from agl_run.cli.run import run_again
 from agl_run.config.dataset import unkeyed_tasks
 from agl_run.display.progress import Quiet, default_progress
@@ -157,7 +157,7 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...], ray_add
     if plan.fleet is None:
         warnings += crowded_loop(plan.config.runner.use, plan.config.runner.concurrency, key="runner.concurrency")
     asyncio.run(check_components(plan, say=_say))
-    notes = [*asyncio.run(_layout(plan)), *served_from_disk(plan)]
+    notes = asyncio.run(_layout(plan))
     again = run_again(file, settings, *(["--ray", ray_address] if ray_address else []))
     click.echo(_summary(plan, warnings, notes=notes, again=again))
 
