@@ -38,7 +38,7 @@ Made = tuple[dict[str, str], list[str]]
 
 @click.group()
 def deploy() -> None:
-    """Write files that deploy an experiment, for a person to read and keep.
+    """Write files that deploy an experiment, to read and to keep.
 
     Files that were edited are not overwritten.
     """
@@ -136,7 +136,7 @@ def skypilot(needs: Needs, under: str, *, gpus: int) -> Made:
 
 @_kind(click.argument("label", metavar="NAME@LABEL"), _gpus("server", at_least=1))
 def model(needs: Needs, under: str, *, label: str, gpus: int) -> Made:
-    """Write what serves a labelled version with vLLM.
+    """Write the files that serve a labelled version with vLLM.
 
     NAME is a policy of EXPERIMENT. The files belong to a deployment; moving the label promotes and rolls back.
     """
