@@ -39,7 +39,7 @@ ray_option = click.option(
     "--ray",
     "ray_address",
     metavar="auto|ADDRESS",
-    help="Run the agents on a Ray cluster: this machine's or a new one here, or the one at HOST:PORT.",
+    help="Run the agents on a Ray cluster: auto for this machine's or a new one here, or HOST:PORT.",
 )
 """``--ray``, which puts the workers of an experiment on a Ray cluster."""
 
