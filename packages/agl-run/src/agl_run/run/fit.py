@@ -43,7 +43,7 @@ class FitResult(Record, frozen=True, kw_only=True):
         before: Validation reward before the first step, ``None`` without validation tasks.
         after: Validation reward of the versions that are live at the end, ``None`` without validation tasks; on fresh
             rollouts where these chose the versions.
-        last: Validation reward after the last step, which is another than ``after`` if earlier versions are live.
+        last: Validation reward after the last step, which differs from ``after`` if earlier versions are live.
         kept_step: Steps of all algorithms together before those earlier versions; ``None`` if the last ones are live.
         best: The highest validation reward, those before, after and between included; ``None`` without any.
         best_step: Steps of all algorithms together that were taken before the best one; of equals, before the last.

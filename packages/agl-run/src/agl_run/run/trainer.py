@@ -223,7 +223,7 @@ class Trainer:
         resume: bool = False,
         fresh: bool = False,
     ) -> FitResult:
-        """Run the experiment like :meth:`fit`, beside the event loop of an async program.
+        """Run the experiment like :meth:`fit` without blocking the event loop of an async program.
 
         The agent runs on another loop in another thread. Cancelling this abandons the step in flight and stops
         the experiment, which can be resumed.
@@ -271,7 +271,7 @@ class Trainer:
         record_as: str = "",
         mode: Mode = "test",
     ) -> DevResult:
-        """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
+        """Run the agent on a few tasks like :meth:`dev` without blocking the event loop of an async program."""
         return await run_beside(self._dev(self.plan(agent, train_dataset), tasks, record_as, mode))
 
     def _dev(self, plan: Plan, tasks: int, record_as: str, mode: Mode) -> Work[DevResult]:
